@@ -1,0 +1,1 @@
+"""colibri: quantised Mixture-of-Experts layers for LLM inference."""

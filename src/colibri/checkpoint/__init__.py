@@ -1,0 +1,1 @@
+"""Checkpoints: files, names, manifests, placement, streaming load and save."""

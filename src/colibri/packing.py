@@ -1,0 +1,120 @@
+"""Bits in words: the packings checkpoints use, each with its inverse.
+
+All take and give codes of one byte. `bit_stream` is the dense little-endian stream most formats
+use: element i occupies bits [i*b, (i+1)*b) of an endless string, so 3-, 5-, 6- and 7-bit codes
+straddle words and 32 codes always fill b words of 32 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word holds column AWQ_ORDER[j]
+
+
+def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
+    """Codes along the last axis to a dense bit stream in words of `word`; the tail is zeros."""
+    size = word.itemsize
+    if bits == 8:
+        return _view_last(_pad_last(codes, size), word)
+    if bits == 4:
+        padded = _pad_last(codes, 2 * size)
+        return _view_last(padded[..., 0::2] | (padded[..., 1::2] << 4), word)
+    if 8 % bits == 0:
+        per = 8 // bits
+        padded = _pad_last(codes, per * size)
+        packed = padded[..., 0::per].clone()
+        for j in range(1, per):
+            packed |= padded[..., j::per] << (bits * j)
+        return _view_last(packed, word)
+    return _pack_straddling(codes, bits, word)
+
+
+def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes of the bit stream along the last axis."""
+    data = as_bytes(words)
+    if bits == 8:
+        return data[..., :count].contiguous()
+    mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        codes = torch.stack([(data >> (bits * j)) & mask for j in range(8 // bits)], dim=-1)
+        return codes.flatten(-2)[..., :count].contiguous()
+    return _unpack_straddling(data, bits, count)
+
+
+def _pack_straddling(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
+    """Eight codes fill `bits` bytes: gather each byte from the codes that overlap it."""
+    count = codes.shape[-1]
+    groups = _pad_last(codes, 8).unflatten(-1, (-1, 8)).to(torch.int16)
+    rows = []
+    for byte in range(bits):
+        acc = torch.zeros_like(groups[..., 0])
+        for j in range(8):
+            shift = j * bits - byte * 8
+            if -bits < shift < 8:
+                acc |= groups[..., j] << shift if shift >= 0 else groups[..., j] >> -shift
+        rows.append((acc & 0xFF).to(torch.uint8))
+    length = -(-count * bits // (8 * word.itemsize)) * word.itemsize
+    data = torch.stack(rows, dim=-1).flatten(-2)
+    data = _pad_last(data, word.itemsize) if data.shape[-1] < length else data[..., :length]
+    return _view_last(data.contiguous(), word)
+
+
+def _unpack_straddling(data: Tensor, bits: int, count: int) -> Tensor:
+    mask = (1 << bits) - 1
+    groups = _pad_last(data, bits).unflatten(-1, (-1, bits)).to(torch.int16)
+    codes = []
+    for j in range(8):
+        byte, shift = divmod(j * bits, 8)
+        value = groups[..., byte] >> shift
+        if shift + bits > 8:
+            value = value | (groups[..., byte + 1] << (8 - shift))
+        codes.append((value & mask).to(torch.uint8))
+    return torch.stack(codes, dim=-1).flatten(-2)[..., :count].contiguous()
+
+
+def pack_padded(codes: Tensor, bits: int) -> Tensor:
+    """32//bits codes in each int32, the top bits unused: what old writers did for 3, 5, 6, 7 bits."""
+    per = 32 // bits
+    fields = _pad_last(codes, per).unflatten(-1, (-1, per)).to(torch.int64)
+    shifts = torch.arange(per, device=codes.device) * bits
+    return (fields << shifts).sum(-1).to(torch.int32)
+
+
+def unpack_padded(words: Tensor, bits: int, count: int) -> Tensor:
+    per = 32 // bits
+    shifts = torch.arange(per, device=words.device, dtype=torch.int32) * bits
+    fields = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return fields.flatten(-2)[..., :count].to(torch.uint8).contiguous()
+
+
+def pack_awq(codes: Tensor) -> Tensor:
+    """Eight 4-bit columns to an int32 in AWQ's interleaved order."""
+    order = torch.tensor(AWQ_ORDER, device=codes.device)
+    grouped = codes.unflatten(-1, (-1, 8)).index_select(-1, order)
+    return pack_bits(grouped.flatten(-2), 4, torch.int32)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    inverse = torch.tensor(sorted(range(8), key=AWQ_ORDER.__getitem__), device=words.device)
+    codes = unpack_bits(words, 4, words.shape[-1] * 8)
+    return codes.unflatten(-1, (-1, 8)).index_select(-1, inverse).flatten(-2)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The little-endian bytes of a tensor along its last axis."""
+    return _view_last(tensor, torch.uint8)
+
+
+def _view_last(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as another dtype; through one flat axis, whose stride is always one."""
+    if tensor.dtype == dtype:
+        return tensor.contiguous()
+    last = tensor.shape[-1] * tensor.dtype.itemsize // dtype.itemsize
+    return tensor.reshape(-1).view(dtype).view(*tensor.shape[:-1], last)
+
+
+def _pad_last(tensor: Tensor, multiple: int) -> Tensor:
+    missing = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

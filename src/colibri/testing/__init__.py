@@ -1,0 +1,1 @@
+"""Generators and checks that ship with the library, so that users can run them too."""
