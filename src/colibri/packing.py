@@ -79,7 +79,8 @@ def pack_padded(codes: Tensor, bits: int) -> Tensor:
     per = 32 // bits
     fields = _pad_last(codes, per).unflatten(-1, (-1, per)).to(torch.int64)
     shifts = torch.arange(per, device=codes.device) * bits
-    return (fields << shifts).sum(-1).to(torch.int32)
+    words: Tensor = (fields << shifts).sum(-1)
+    return words.to(torch.int32)
 
 
 def unpack_padded(words: Tensor, bits: int, count: int) -> Tensor:
@@ -99,7 +100,8 @@ def pack_awq(codes: Tensor) -> Tensor:
 def unpack_awq(words: Tensor) -> Tensor:
     inverse = torch.tensor(sorted(range(8), key=AWQ_ORDER.__getitem__), device=words.device)
     codes = unpack_bits(words, 4, words.shape[-1] * 8)
-    return codes.unflatten(-1, (-1, 8)).index_select(-1, inverse).flatten(-2)
+    columns: Tensor = codes.unflatten(-1, (-1, 8)).index_select(-1, inverse)
+    return columns.flatten(-2)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
