@@ -8,6 +8,7 @@ Each word is an axis of the stored tensor:
     k/32*17       17 entries for each 32 columns
     n*k^  n*k/64  the matrix flattened row by row: cannot be cut, read whole and cut after decoding
     16            a literal size; the empty string is a scalar
+    ?             any size (an embedded document)
 
 From the string follow the expected shape, N and K where unknown, the slice of any shard and the
 error text; formats never do shape arithmetic by hand.
@@ -20,7 +21,9 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-_WORD = re.compile(r"(?P<symbol>n\*k|n|k)(?:/(?P<per>\d+))?(?:\*(?P<times>\d+))?(?P<packed>\^)?|(?P<literal>\d+)")
+_WORD = re.compile(r"(?P<symbol>n\*k|n|k)(?:/(?P<per>\d+))?(?:\*(?P<times>\d+))?(?P<packed>\^)?|(?P<literal>\d+|\?)")
+
+ANY = -1  # the size of a `?`
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def parse(axes: str) -> tuple[Axis, ...]:
         match = _WORD.fullmatch(word)
         assert match is not None, f"bad axes word {word!r} in {axes!r}"
         if match["literal"]:
-            parsed.append(Axis("", times=int(match["literal"])))
+            parsed.append(Axis("", times=ANY if word == "?" else int(word)))
         else:
             per, times = int(match["per"] or 1), int(match["times"] or 1)
             parsed.append(Axis(match["symbol"], per, times, packed=bool(match["packed"])))
@@ -73,6 +76,11 @@ def parse(axes: str) -> tuple[Axis, ...]:
 def shape(axes: str, n: int, k: int, ratio: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """The shape a tensor declared by `axes` has for an [n, k] matrix."""
     return tuple(axis.size({"n": n, "k": k}, ratio) for axis in parse(axes))
+
+
+def fits(declared: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+    """Whether a stored shape is the declared one."""
+    return len(declared) == len(stored) and all(d in (ANY, s) for d, s in zip(declared, stored))
 
 
 def units(axes: str, ratio: tuple[int, int] = (1, 1)) -> dict[str, int]:
@@ -102,7 +110,7 @@ def slices(
     for axis in parse(axes):
         if axis.symbol not in spans:
             assert not axis.flat, f"axes {axes!r} cannot be cut"
-            out.append(slice(0, axis.times))
+            out.append(slice(None) if axis.times == ANY else slice(0, axis.times))
             continue
         low, high, whole = spans[axis.symbol]
         full = axis.size({"n": n, "k": k}, ratio)
