@@ -19,7 +19,7 @@ from torch import Tensor
 from colibri import axes as ax
 from colibri.dtypes import BF16, F16, F32, ZERO16, DType
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
-from colibri.quant import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
+from colibri.quant import DENSE_BF16, DENSE_F16, DENSE_F32, ActivationSpec, QuantSpec
 from colibri.stored import TORCH_DTYPES
 from colibri.stored import Config as Config
 from colibri.stored import Stored as Stored
@@ -226,6 +226,10 @@ class Format(ABC):
     @abstractmethod
     def examples(self) -> Iterator[Example]:
         """Every variant, for the tests that run over the registry."""
+
+    def activations(self, config: Config, module: Module) -> ActivationSpec | None:
+        """How the checkpoint wants `module`'s input represented; None = 16-bit, as it comes."""
+        return None
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         """The quantisation config and scheme with which this format holds `spec`.
