@@ -151,17 +151,18 @@ class QuantSpec:
         """The spec of several such matrices of `rows` rows stacked along N.
 
         A scale that spanned all rows becomes one per stacked matrix, so that gate and up keep
-        their own global scales exactly.
+        their own global scales exactly; blocks are cut so that none straddles two matrices.
         """
+        fine = self.map_blocks(0, rows)
 
         def per_matrix(block: Block) -> Block:
             return (rows, block[1]) if block[0] == ALL else block
 
         return replace(
-            self,
-            scales=tuple(replace(s, block=per_matrix(s.block)) for s in self.scales),
-            zero=self.zero and replace(self.zero, block=per_matrix(self.zero.block)),
-            minimum=tuple(replace(s, block=per_matrix(s.block)) for s in self.minimum),
+            fine,
+            scales=tuple(replace(s, block=per_matrix(s.block)) for s in fine.scales),
+            zero=fine.zero and replace(fine.zero, block=per_matrix(fine.zero.block)),
+            minimum=tuple(replace(s, block=per_matrix(s.block)) for s in fine.minimum),
         )
 
 

@@ -138,9 +138,11 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
                 expected=f"{first.spec} [{first.n}, {first.k}]",
                 got=f"{weight.spec} [{weight.n}, {weight.k}]",
             )
+        if (weight.perm is None) != (first.perm is None) or (
+            first.perm is not None and weight.perm is not None and not torch.equal(weight.perm, first.perm)
+        ):
+            raise BadValue("gate and up have different act-orders, but they share one input")
     fine = [w.reblock(w.spec.map_blocks(0, w.n)) for w in weights]
-    if len(weights) > 1:
-        spec = fine[0].spec.stacked(first.n)
     return LogicalWeight(
         spec,
         torch.cat([w.codes for w in fine]),

@@ -116,7 +116,9 @@ def build(config: Config, tensors: Mapping[str, Stored], naming: Naming | None =
     manifest = Manifest(config, detect(config), row, names.sizes(config.model))
     form, claims = _claims(row, tensors)
     manifest.problems.extend(_strangers(form, claims, tensors))
-    manifest.expert_tensors = frozenset(n for owned in claims.values() for m in owned.values() for n in m.names.values())
+    manifest.expert_tensors = frozenset(
+        n for owned in claims.values() for m in owned.values() for n in m.names.values()
+    )
     if not claims:
         manifest.problems.append(
             MissingTensor(
@@ -316,9 +318,7 @@ class _LayerBuilder:
         name = self._module_name(expert, key[1]) + part.suffix[0]
         self.problems.append(MissingTensor(f"'{part.role}' is missing", where=where, expected=name))
 
-    def _source(
-        self, part: Part, tensor: str, expert: int, n: int, k: int, stored: str, where: str
-    ) -> Source | None:
+    def _source(self, part: Part, tensor: str, expert: int, n: int, k: int, stored: str, where: str) -> Source | None:
         header = self.tensors[tensor]
         first_report = not self.form.stacked or expert == 0
         if header.dtype not in part.dtypes:
@@ -331,7 +331,7 @@ class _LayerBuilder:
         experts = self.manifest.sizes.experts or self._stored_experts() or 0
         expected: list[tuple[int, ...]] = []
         for axes in part.axes:
-            flip = transposed and _matrix_like(axes)
+            flip = transposed and is_matrix_like(axes)
             shape = ax.shape(axes, n, k, part.ratio(header.dtype))
             shape = shape[::-1] if flip else shape
             for candidate, index in self._stackings(shape, axes, experts, expert):
@@ -382,7 +382,9 @@ class _LayerBuilder:
             for role in sorted(present):
                 lacking = [p for p in members if role not in p.sources]
                 self.problems.extend(
-                    MissingTensor(f"'{role}' is present for other experts but not here", where=p.where, expected=_spell(p, role))
+                    MissingTensor(
+                        f"'{role}' is present for other experts but not here", where=p.where, expected=_spell(p, role)
+                    )
                     for p in lacking
                 )
         self._check_suffixes(projections)
@@ -421,8 +423,12 @@ def _spell(projection: Projection, role: str) -> str:
     return projection.module + (part.suffix[0] if part else "")
 
 
-def _matrix_like(axes: str) -> bool:
+def is_matrix_like(axes: str) -> bool:
     """Matrices and block scales are what a transposed export transposes."""
     parsed = ax.parse(axes)
-    return len(parsed) == 2 and all(a.symbol in ("n", "k") for a in parsed) and len({a.per > 1 for a in parsed}) == 1 and not any(a.packed for a in parsed)
-
+    return (
+        len(parsed) == 2
+        and all(a.symbol in ("n", "k") for a in parsed)
+        and len({a.per > 1 for a in parsed}) == 1
+        and not any(a.packed for a in parsed)
+    )

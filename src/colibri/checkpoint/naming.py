@@ -58,7 +58,7 @@ class Form:
         """One match tells prefix, layer, expert, projection and suffix of a tensor's name."""
         alternatives = []
         for projection, name in sorted(self.names.items(), key=lambda item: -len(item[1])):
-            spelled = re.escape(name).replace(re.escape("{expert}"), r"(?P<%s_expert>\d+)" % projection)
+            spelled = re.escape(name).replace(re.escape("{expert}"), rf"(?P<{projection}_expert>\d+)")
             alternatives.append(rf"(?P<{projection}>{spelled})")
         return re.compile(
             rf"{self._home_pattern()}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"

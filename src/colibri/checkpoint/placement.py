@@ -7,6 +7,7 @@ kernels are not known here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from colibri.errors import ShardError
@@ -18,8 +19,8 @@ LINEAR, ROUND_ROBIN = "linear", "round_robin"
 class Cut:
     """Elements [start, stop) of the intermediate size, held in a buffer of `size` >= stop - start.
 
-    `granule` divides every rank's start: blocks no finer than gcd(block, granule) are needed, the
-    same on all ranks.
+    Every rank's start, and where its padding begins, are multiples of `granule`: blocks cut down to
+    gcd(block, granule) are whole on all ranks alike. 0 where nothing is cut.
     """
 
     start: int
@@ -89,7 +90,7 @@ class Placement:
         if self.tp_size == 1:
             per = intermediate
         elif uneven and intermediate % (self.tp_size * block):
-            per = -(-(-(-intermediate // block)) // self.tp_size) * block
+            per = math.ceil(math.ceil(intermediate / block) / self.tp_size) * block
             if per * (self.tp_size - 1) >= intermediate:
                 raise self._no_cut(intermediate, f"blocks of {block} leave a rank with nothing")
         elif intermediate % self.tp_size:
@@ -97,8 +98,8 @@ class Placement:
         else:
             per = intermediate // self.tp_size
         start = self.tp_rank * per
-        granule = per if self.tp_size > 1 else 0
         size = -(-per // self.pad_to) * self.pad_to
+        granule = per if self.tp_size > 1 or size != per else 0
         return Cut(start, min(start + per, intermediate), size, granule)
 
     def _no_cut(self, intermediate: int, why: str) -> ShardError:
@@ -108,4 +109,3 @@ class Placement:
             expected=f"a tensor-parallel size of {', '.join(map(str, legal))}",
             got=self.tp_size,
         )
-

@@ -108,7 +108,7 @@ class GptqScheme(Scheme):
         size = self.spec.group or k
         natural = torch.arange(k, dtype=torch.int32, device=g_idx.device) // size
         trivial = not self.desc_act and not bool(g_idx.any())  # some writers leave zeros
-        if trivial or torch.equal(g_idx, natural):
+        if trivial or torch.equal(g_idx - g_idx[:1], natural):  # a shard's groups start anywhere
             return None
         order = torch.argsort(g_idx, stable=True)
         if not torch.equal(g_idx[order], natural):

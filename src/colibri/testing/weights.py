@@ -11,15 +11,18 @@ from colibri.quant import QuantSpec
 from colibri.weight import LogicalWeight
 
 
-def random_example(example: Example, n: int, k: int, seed: int) -> LogicalWeight:
-    """A weight of the example's scheme, with the bias and input tensors the example declares."""
+def random_example(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:
+    """A weight of the example's scheme, with the bias and input tensors the example declares.
+
+    An act-order comes from `order_seed` alone: gate and up of an expert see the same input and
+    share it.
+    """
     generator = torch.Generator().manual_seed(seed)
     inputs = {role: torch.rand(shape, generator=generator) + 0.5 for role, shape in example.inputs.items()}
     bias = torch.randn(n, generator=generator).to(torch.bfloat16) if example.bias else None
     weight = random_weight(example.scheme, n, k, generator)
-    return LogicalWeight(
-        weight.spec, weight.codes, weight.scales, weight.zero, weight.minimum, bias, weight.perm, inputs
-    )
+    perm = _random_order(weight.spec, k, order_seed) if example.scheme.act_order else None
+    return LogicalWeight(weight.spec, weight.codes, weight.scales, weight.zero, weight.minimum, bias, perm, inputs)
 
 
 def random_weight(scheme: Scheme, n: int, k: int, generator: torch.Generator) -> LogicalWeight:
@@ -38,7 +41,6 @@ def random_weight(scheme: Scheme, n: int, k: int, generator: torch.Generator) ->
         tuple(random_scale(s.dtype, s.shape(n, k), generator) for s in spec.scales),
         zero,
         tuple(random_scale(s.dtype, s.shape(n, k), generator) for s in spec.minimum),
-        perm=_random_order(spec, k, generator) if scheme.act_order else None,
     )
 
 
@@ -59,8 +61,8 @@ def random_scale(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
     return dtype.encode(torch.exp2(torch.rand(shape, generator=generator) * 6 - 5))
 
 
-def _random_order(spec: QuantSpec, k: int, generator: torch.Generator) -> Tensor:
+def _random_order(spec: QuantSpec, k: int, seed: int) -> Tensor:
     """A permutation that is ascending inside each group: what a stable sort of g_idx gives."""
     size = spec.group or k
-    order = torch.randperm(k, generator=generator)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
     return torch.cat([chunk.sort().values for chunk in order.split(size)]).to(torch.int32)
