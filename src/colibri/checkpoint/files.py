@@ -47,13 +47,13 @@ class Checkpoint:
         problems: Sequence[CheckpointError] = (),
         files: Sequence[Path] | None = None,
     ) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
         self.path = path
         self.config = config
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_by_name(tensors, path))
         self.files = tuple(dict.fromkeys(t.file for t in self.tensors.values()) if files is None else files)
         self.problems = tuple(problems)  # what does not stop reading, for `verify` to report
-        self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
