@@ -266,6 +266,13 @@ NF4 = codebook(
     ],
     "nf4",
 )  # fmt: skip
+# bitsandbytes' own fp4: its codes are not those of e2m1, and it is scaled to reach one.
+FP4_BNB = codebook(
+    [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)],
+    "fp4bnb",
+)
+# A constant as a scale type: bitsandbytes multiplies int8 rows by their maximum and then by fp32(1/127).
+INV127 = DType("inv127", 1, FLOAT, (torch.tensor(1 / 127, dtype=torch.float32).item(),) * 2)
 # Codes 0, 1, 2 are -1, 0, 1; the fourth code has no meaning.
 TERNARY = DType("ternary", 2, INTEGER, (-1.0, 0.0, 1.0, math.nan))
 
