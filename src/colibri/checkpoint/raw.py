@@ -20,7 +20,7 @@ def open_read(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise CheckpointError(f"cannot open the file: {_reason(error)}", where=str(path)) from None
+        raise CheckpointError(f"cannot open the file: {reason(error)}", where=str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError("not a regular file", where=str(path))
@@ -34,7 +34,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         try:
             yield file, os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise CheckpointError(f"cannot read the file: {_reason(error)}", where=str(path)) from None
+            raise CheckpointError(f"cannot read the file: {reason(error)}", where=str(path)) from None
 
 
 def fill(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
@@ -43,14 +43,12 @@ def fill(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
     A read and not a memory map: a file cut short or a failing disk is an error here, where a map
     would kill the process.
     """
-    assert out.is_contiguous() and out.device.type == "cpu"
-    done, size = 0, out.nbytes
-    view = memoryview((ctypes.c_ubyte * size).from_address(out.data_ptr())) if size else memoryview(b"")
+    view, done, size = memory(out), 0, out.nbytes
     while done < size:
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
-            raise CheckpointError(f"cannot read the file: {_reason(error)}", where=str(path)) from None
+            raise CheckpointError(f"cannot read the file: {reason(error)}", where=str(path)) from None
         if count == 0:
             raise MalformedFile(
                 "the file ends inside a tensor: it was cut after it was opened",
@@ -61,5 +59,24 @@ def fill(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
         done += count
 
 
-def _reason(error: Exception) -> str:
+def drain(descriptor: int, tensor: Tensor, offset: int, path: Path) -> None:
+    """Write exactly the bytes of the contiguous `tensor` at `offset`."""
+    view, done = memory(tensor), 0
+    while done < tensor.nbytes:
+        try:
+            done += os.pwritev(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the file: {reason(error)}", where=str(path)) from None
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, not copied. Keep the tensor alive."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def reason(error: Exception) -> str:
+    """What the operating system said, without its number and path."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
