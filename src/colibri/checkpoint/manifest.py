@@ -274,8 +274,7 @@ class _LayerBuilder:
         where = f"layer {self.index}, expert {expert}, {stored}"
         if key not in schemes:
             if key not in self.owned:
-                name = self._module_name(expert, stored)
-                self.problems.append(MissingTensor("no tensor of this module is stored", where=where, expected=name))
+                self._missing_module(schemes, key, expert, where)
             return
         scheme, module = schemes[key], self._module_name(expert, stored)
         n, k = (hidden, inter) if stored == DOWN else (inter, hidden)
@@ -311,6 +310,17 @@ class _LayerBuilder:
                 sources[part.role] = source
             complete = complete and source is not None
         return sources if complete else None
+
+    def _missing_module(
+        self, schemes: Mapping[tuple[int | None, str], Scheme], key: tuple[int | None, str], expert: int, where: str
+    ) -> None:
+        """No tensor of a module is there: name all it needs, by what its siblings look like."""
+        sibling = next((scheme for other, scheme in schemes.items() if other[1] == key[1]), None)
+        module = Module(self._module_name(expert, key[1]))
+        scheme = sibling or self.manifest.format.scheme(self.manifest.config, module)
+        for part in scheme.parts:
+            if not part.optional:
+                self._missing(part, expert, key, where)
 
     def _missing(self, part: Part, expert: int, key: tuple[int | None, str], where: str) -> None:
         if key[0] is None and expert > 0:

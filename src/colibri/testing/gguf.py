@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colibri.checkpoint.gguf import ALIGNMENT_KEY, ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, STRING, TYPE_IDS, TYPES
-from colibri.checkpoint.raw import memory
+from colibri.checkpoint.raw import bytes_of
 from colibri.stored import DTYPE_NAMES
 
 Scalar = bool | int | float | str
@@ -33,7 +33,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, 
     with path.open("wb") as file:
         file.write(_padded(bytes(header), alignment))
         for _, tensor in tensors.values():
-            file.write(_padded(bytes(memory(tensor.contiguous())), alignment))
+            file.write(_padded(bytes_of(tensor), alignment))
 
 
 def info_bytes(name: str, kind: str, tensor: Tensor, offset: int) -> bytes:

@@ -1,0 +1,97 @@
+"""Every format of the registry keeps every promise; no test here is written for one format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import colibri.formats as formats
+from colibri.formats.base import Example, Format
+from colibri.testing import conformance
+
+CASES = [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in conformance.all_examples()]
+
+
+@pytest.mark.parametrize(("fmt", "example"), CASES)
+def test_round_trip_is_exact_and_one_format_matches(fmt: Format, example: Example) -> None:
+    conformance.check_round_trip(fmt, example)
+
+
+@pytest.mark.parametrize(("fmt", "example"), CASES)
+def test_every_tensor_left_out_is_named(fmt: Format, example: Example) -> None:
+    conformance.check_leave_one_out(example)
+
+
+@pytest.mark.parametrize(("fmt", "example"), CASES)
+def test_every_wrong_shape_and_dtype_is_named(fmt: Format, example: Example) -> None:
+    conformance.check_wrong_headers(example)
+
+
+@pytest.mark.parametrize(("fmt", "example"), CASES)
+def test_every_shard_is_a_slice_of_the_whole(fmt: Format, example: Example) -> None:
+    conformance.check_shards(example)
+
+
+NEW_FORMAT = """
+from colibri.dtypes import E5M2
+from colibri.formats.base import BIAS, Config, Example, Format, Scheme, codes_of, dense, part
+from colibri.quant import CHANNEL, fp8_spec
+from colibri.weight import LogicalWeight
+import torch
+
+
+class RowFloat(Scheme):
+    def unpack(self, stored, n, k):
+        scale = stored["scale"].reshape(n, 1){fault}
+        return LogicalWeight(self.spec, codes_of(stored["codes"]), (scale,))
+
+    def pack(self, weight):
+        codes = weight.codes.view(torch.float8_e5m2)
+        return {{"codes": codes, "scale": weight.scales[0].reshape(-1)}}
+
+
+SCHEME = RowFloat(
+    fp8_spec(CHANNEL, dtype=E5M2),
+    (part("codes", ".row_float", "F8_E5M2", "n k"), part("scale", ".row_scale", "F32", "n"), BIAS),
+)
+
+
+class Rows(Format):
+    name = "row-float"
+
+    def matches(self, config):
+        return config.method == "row-float"
+
+    def scheme(self, config, module):
+        return SCHEME
+
+    def examples(self):
+        yield Example("only", Config(method="row-float"), SCHEME)
+
+
+FORMAT = Rows()
+"""
+
+
+def _drop(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> Format:
+    (folder / f"dropped_{len(fault)}.py").write_text(NEW_FORMAT.format(fault=fault))
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(folder)])
+    formats.registry.cache_clear()
+    return formats.registry()["row-float"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_registry() -> object:
+    yield
+    formats.registry.cache_clear()
+
+
+def test_a_file_dropped_into_the_folder_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conformance.check_format(_drop(tmp_path, monkeypatch, fault=""))
+
+
+def test_a_faulty_new_format_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = _drop(tmp_path, monkeypatch, fault=" * 2")
+    with pytest.raises(conformance.Nonconforming, match="is not w"):
+        conformance.check_format(fmt)
