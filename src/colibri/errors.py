@@ -111,3 +111,11 @@ class CannotEncode(ColibriError):
 
 class ShardError(ColibriError):
     """A parallel layout that the sizes do not allow; names the legal ones."""
+
+
+class UnsupportedProblem(ColibriError):
+    """No backend can, or the one asked for cannot; the text is the table of reasons."""
+
+
+class LaunchError(ColibriError):
+    """Arguments at the boundary of a call that do not fit the layer: shape, dtype, device."""

@@ -1,0 +1,69 @@
+"""What a backend is: checks that give reasons, a layout, a plan, and a run.
+
+Backends see finished work: local experts, sorted or indexed rows, packed weights. They never learn
+which checkpoint the weights came from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from colibri.dispatch import Dispatch
+from colibri.layout import Layout, Packed
+from colibri.problem import Device, Problem
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend cannot: a code for programs, a sentence for people, the nearest thing that works."""
+
+    code: str
+    text: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.hint is None else f"{self.text} ({self.hint})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed for up to `tokens` tokens."""
+
+    problem: Problem
+    tokens: int
+    estimate_us: float
+    workspace_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class Backend(ABC):
+    """One way to compute. A module of this folder ends in `BACKEND = ...`; nothing else is edited."""
+
+    name: ClassVar[str]
+    on_request: ClassVar[bool] = False  # never chosen automatically
+
+    @abstractmethod
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        """Every reason why not; none = supported."""
+
+    @abstractmethod
+    def layout(self, problem: Problem) -> Layout:
+        """How this backend wants the weights."""
+
+    @abstractmethod
+    def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
+        """Pure: the same arguments give the same plan on any machine."""
+
+    @abstractmethod
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        """Compute into `out`.
+
+        Indexed: x [M, H] to out [M, H], weighted and summed over slots. Contiguous: rows to rows.
+        Batched: [E, T, H] to [E, T, H], rows past the counts untouched. Weighting is then the
+        caller's.
+        """

@@ -1,0 +1,103 @@
+"""The living definition: dequantise and multiply, in fp32, for every spec, activation and device.
+
+Slow and readable; it judges every other backend. Weights stay packed: only experts that have rows
+are dequantised, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from colibri.backends.base import Backend, Plan, Reason
+from colibri.codec import dequantize
+from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
+from colibri.inputs import represent
+from colibri.layout import Layout, MatrixShape, Packed, PlainLayout
+from colibri.problem import Device, Problem
+from colibri.quant import ActivationSpec
+
+_LAYOUT = PlainLayout()
+_CPU_GFLOPS, _GPU_GFLOPS = 50.0, 20_000.0  # rough fp32 rates, for ordering backends only
+
+
+class Reference(Backend):
+    name = "reference"
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        return iter(())
+
+    def layout(self, problem: Problem) -> Layout:
+        return _LAYOUT
+
+    def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
+        slots = tokens * problem.top_k
+        elements = sum(shape.n * shape.k for shape in problem.matrices.values())
+        activated = min(problem.experts, slots)
+        rate = _CPU_GFLOPS if device.kind == "cpu" else _GPU_GFLOPS
+        estimate = (2 * slots * elements + 10 * activated * elements) / rate / 1e3
+        return Plan(problem, tokens, estimate, notes=("dequantises each activated expert, multiplies in fp32",))
+
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        problem = plan.problem
+        if isinstance(dispatch, Indexed):
+            return self._run_indexed(problem, x, dispatch, weights, out)
+        if isinstance(dispatch, Contiguous):
+            return self._run_groups(problem, x, dispatch.offsets, weights, out)
+        return self._run_batched(problem, x, dispatch, weights, out)
+
+    def _run_indexed(
+        self, problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor
+    ) -> Tensor:
+        groups = sort(dispatch.ids, problem.experts)
+        rows = x[groups.rows(problem.top_k)].float()
+        if problem.weight_on_input:
+            rows = rows * dispatch.weights.reshape(-1)[groups.slots].unsqueeze(-1)
+            dispatch = Indexed(dispatch.ids, torch.ones_like(dispatch.weights))
+        results = torch.empty(rows.shape[0], out.shape[1], dtype=torch.float32, device=x.device)
+        self._run_groups(problem, rows, groups.offsets, weights, results)
+        return combine(results, groups, dispatch, out)
+
+    def _run_batched(
+        self, problem: Problem, x: Tensor, dispatch: Batched, weights: Mapping[str, Packed], out: Tensor
+    ) -> Tensor:
+        for expert, count in enumerate(dispatch.counts.tolist()):
+            if count:
+                out[expert, :count] = run_expert(problem, x[expert, :count], weights, expert)
+        return out
+
+    def _run_groups(
+        self, problem: Problem, rows: Tensor, offsets: Tensor, weights: Mapping[str, Packed], out: Tensor
+    ) -> Tensor:
+        edges = offsets.tolist()
+        for expert in range(problem.experts):
+            low, high = edges[expert], edges[expert + 1]
+            if high > low:
+                out[low:high] = run_expert(problem, rows[low:high], weights, expert)
+        return out
+
+
+def run_expert(problem: Problem, rows: Tensor, weights: Mapping[str, Packed], expert: int) -> Tensor:
+    """One expert on its rows, fp32: w2 @ act(w13 @ q(x) + b13), h quantised again on the way."""
+    projected = product(problem.w13, weights["w13"], expert, rows, problem.activations)
+    if problem.w2 is None:
+        return projected
+    hidden = problem.activation(projected)
+    return product(problem.w2, weights["w2"], expert, hidden, problem.second_activations)
+
+
+def product(shape: MatrixShape, packed: Packed, expert: int, rows: Tensor, activations: ActivationSpec) -> Tensor:
+    """rows @ W.T + bias in fp32, the input represented as `activations` says."""
+    weight = _LAYOUT.unpack(shape, {name: t[expert] for name, t in packed.items()})
+    rows = rows.float()
+    if "pre_scale" in packed:
+        rows = rows * packed["pre_scale"][expert].view(torch.float32)
+    static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
+    rows = represent(rows, activations, static)
+    result = rows @ dequantize(weight).t()
+    return result if weight.bias is None else result + weight.bias
+
+
+BACKEND = Reference()

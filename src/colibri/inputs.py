@@ -1,0 +1,48 @@
+"""How a product's input is represented: what an `ActivationSpec` does to rows.
+
+Dynamic scales belong to one row, never to the batch, so that a row's bits do not depend on the
+rows it came with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from colibri.codec import dequantize, quantize
+from colibri.errors import LaunchError
+from colibri.quant import ALL, CHANNEL, DIV, TENSOR, ActivationSpec, QuantSpec
+from colibri.weight import LogicalWeight
+
+
+def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None = None) -> Tensor:
+    """`rows` [M, K] as a kernel with these activations sees them, in fp32.
+
+    `static` is the checkpoint's input scale; with a two-level spec (NVFP4) it is the outer level.
+    """
+    spec = activations.spec
+    if rows.shape[0] == 0:
+        return rows.float()
+    if not spec.quantized:
+        return rows.to(spec.dtype.storage).float()
+    if activations.static and static is None:
+        raise LaunchError(f"{activations} activations need an input scale from the checkpoint")
+    if static is not None and spec.scales[-1].block == TENSOR:
+        return _with_outer_scale(rows, spec, static)
+    return dequantize(quantize(rows, _per_row(spec)))
+
+
+def _with_outer_scale(rows: Tensor, spec: QuantSpec, static: Tensor) -> Tensor:
+    """The outermost level is given; the levels inside it are measured on the rows."""
+    outer = spec.scales[-1]
+    factor = 1 / static.float() if outer.op == DIV else static.float()
+    scaled = rows.float() / factor
+    inner = replace(spec, scales=spec.scales[:-1])
+    if inner.scales:
+        return dequantize(quantize(scaled, inner)) * factor
+    return dequantize(LogicalWeight(inner, spec.dtype.encode(scaled))) * factor
+
+
+def _per_row(spec: QuantSpec) -> QuantSpec:
+    return replace(spec, scales=tuple(replace(s, block=CHANNEL) if s.block == (ALL, ALL) else s for s in spec.scales))
