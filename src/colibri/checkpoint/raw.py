@@ -77,6 +77,12 @@ def memory(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """A copy of the tensor's bytes in row-major order."""
+    held = tensor.detach().cpu().contiguous()
+    return bytes(memory(held))
+
+
 def reason(error: Exception) -> str:
     """What the operating system said, without its number and path."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

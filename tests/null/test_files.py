@@ -1,0 +1,452 @@
+"""Files on disk, judged by the libraries that own the formats: safetensors and gguf."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from colibri.checkpoint import raw
+from colibri.checkpoint.files import INDEX, Checkpoint
+from colibri.checkpoint.gguf import TYPES
+from colibri.checkpoint.raw import bytes_of
+from colibri.checkpoint.save import CheckpointWriter
+from colibri.errors import (
+    CheckpointError,
+    CheckpointProblems,
+    DuplicateTensor,
+    MalformedFile,
+    MissingTensor,
+    UnexpectedTensor,
+    WrongDtype,
+    WrongShape,
+)
+from colibri.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
+from colibri.testing.gguf import write_gguf
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    data = torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).reshape(shape) if data.numel() else torch.empty(shape, dtype=dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaNs included."""
+    return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
+
+
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    return {name: Stored(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+
+
+def every_dtype() -> dict[str, Tensor]:
+    tensors = {name: random_bytes(dtype, (3, 5, 7)) for name, dtype in TORCH_DTYPES.items()}
+    return tensors | {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(4, 0, 3),
+        "one": torch.ones(1, dtype=torch.int8),
+    }
+
+
+# Reading
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    tensors = every_dtype()
+    save_file(tensors, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with Checkpoint.open(path) as checkpoint:
+            assert {name: info.stored for name, info in checkpoint.tensors.items()} == stored(tensors)
+            for name, tensor in tensors.items():
+                got = checkpoint.read(name)
+                assert same(got, tensor) and got.is_contiguous(), name
+
+
+def test_slices_are_slices_of_the_whole(tmp_path: Path) -> None:
+    tensors = {
+        "wide": random_bytes(torch.float32, (3, 5, 3000)),  # rows farther apart than a page
+        "narrow": random_bytes(torch.uint8, (4, 40, 17)),
+        "deep": random_bytes(torch.bfloat16, (2, 3, 65, 8)),
+        "e8m0": random_bytes(torch.float8_e8m0fnu, (7, 9)),
+        "scalar": torch.tensor(2.0),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    rng = random.Random(0)
+    for _ in range(3000):
+        name, tensor = rng.choice(list(tensors.items()))
+        index = []
+        for size in tensor.shape[: rng.randint(0, tensor.dim())]:
+            low, high = sorted((rng.randint(0, size), rng.randint(0, size)))
+            index.append(rng.choice([rng.randrange(size), slice(low, high), slice(None), slice(low, None)]))
+        whole = np.frombuffer(bytes_of(tensor), np.uint8).reshape(*tensor.shape, tensor.itemsize)
+        got = checkpoint.read(name, tuple(index))
+        assert bytes_of(got) == whole[tuple(index)].tobytes(), (name, index)
+        assert got.dtype == tensor.dtype and got.shape == whole[tuple(index)].shape[:-1]
+
+
+def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": random_bytes(torch.uint8, (8, 16, 10_000))}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        counts.append(preadv(descriptor, buffers, offset))
+        return counts[-1]
+
+    monkeypatch.setattr(raw.os, "preadv", counted)
+    for index, expected in (
+        ((3,), 160_000),
+        ((3, slice(2, 5)), 30_000),
+        ((slice(1, 3), 4), 20_000),
+        ((3, slice(None), slice(5000, None)), 16 * 5000),
+    ):
+        counts.clear()
+        checkpoint.read("w", index)
+        assert sum(counts) == expected, index
+
+
+def test_tensors_off_their_alignment_are_read(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, 2.0, 3.0])
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+            "b": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]},
+        }
+    ).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + bytes_of(values))
+    assert same(Checkpoint.open(path).read("b"), values)
+    assert same(Checkpoint.open(path).read("b", (slice(1, 3),)), values[1:])
+
+
+def sharded(folder: Path) -> dict[str, Tensor]:
+    tensors = {f"t{i}": random_bytes(torch.float16, (i + 1, 6), i) for i in range(6)}
+    weight_map = {}
+    for shard in range(3):
+        file = f"model-{shard + 1:05d}-of-00003.safetensors"
+        save_file({n: t for n, t in tensors.items() if int(n[1:]) % 3 == shard}, folder / file)
+        weight_map |= {n: file for n in tensors if int(n[1:]) % 3 == shard}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return tensors
+
+
+def test_shards_with_and_without_an_index(tmp_path: Path) -> None:
+    tensors = sharded(tmp_path)
+    for _ in range(2):
+        with Checkpoint.open(tmp_path) as checkpoint:
+            assert set(checkpoint.tensors) == set(tensors) and len(checkpoint.files) == 3 and not checkpoint.problems
+            assert all(same(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+        (tmp_path / INDEX).unlink(missing_ok=True)
+
+
+def test_a_tensor_the_index_forgot_is_reported(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    del index["weight_map"]["t4"]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert [type(p) for p in checkpoint.problems] == [UnexpectedTensor] and "t4" in str(checkpoint.problems[0])
+    assert "t4" in checkpoint.tensors
+
+
+def test_reading_from_many_threads(tmp_path: Path) -> None:
+    tensors = sharded(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    names = list(tensors) * 50
+    with ThreadPoolExecutor(8) as pool:
+        for name, got in zip(names, pool.map(checkpoint.read, names)):
+            assert same(got, tensors[name])
+
+
+def test_a_tensor_is_a_copy(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.read("w").zero_()
+    assert checkpoint.read("w").sum() == 4
+
+
+def test_a_file_cut_after_opening_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": random_bytes(torch.uint8, (100_000,))}, path)
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.read("w", (slice(0, 10),))
+    os.truncate(path, 50_000)
+    with pytest.raises(MalformedFile, match="cut after it was opened"):
+        checkpoint.read("w")
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensor, match="'v'"):
+        Checkpoint.open(tmp_path).read("v")
+
+
+def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    tensors = sharded(blobs)
+    for file in list(blobs.iterdir()):
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    (blobs / "tok").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/tok")
+    checkpoint = Checkpoint.open(snapshot)
+    assert all(same(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+    assert [f.name for f in checkpoint.other_files()] == ["tokenizer.json"]
+
+
+def test_other_files_leave_out_tensors_and_configs(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    for name in (
+        "config.json",
+        "quantize_config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "pytorch_model.bin",
+    ):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "assets").mkdir()
+    assert [f.name for f in Checkpoint.open(tmp_path).other_files()] == ["generation_config.json", "tokenizer.json"]
+
+
+# GGUF
+
+GGUF_META = {"general.architecture": "qwen3moe", "qwen3moe.block_count": 2, "qwen3moe.expert_count": 4}
+
+
+def test_block_sizes_are_the_librarys() -> None:
+    assert len(TYPES) >= 30
+    for number, kind in TYPES.items():
+        theirs = gguf.GGMLQuantizationType(number)
+        assert (kind.name, (kind.elements, kind.size)) == (theirs.name, gguf.GGML_QUANT_SIZES[theirs])
+
+
+def gguf_tensors() -> dict[str, tuple[str, Tensor]]:
+    blocks = {
+        kind.name: (kind.name, random_bytes(torch.uint8, (3, 4, 2, kind.size), number))
+        for number, kind in TYPES.items()
+        if kind.dtype is None
+    }
+    plain = {
+        kind.name: (kind.name, random_bytes(TORCH_DTYPES[kind.dtype], (3, 5), number))
+        for number, kind in TYPES.items()
+        if kind.dtype is not None
+    }
+    return blocks | plain
+
+
+@pytest.mark.parametrize("alignment", [None, 8, 256])
+def test_the_library_reads_what_we_write_and_so_do_we(tmp_path: Path, alignment: int | None) -> None:
+    tensors, path = gguf_tensors(), tmp_path / "x.gguf"
+    metadata: dict[str, Any] = {
+        **GGUF_META, "a.text": "é", "a.flag": True, "a.minus": -3, "a.big": 1 << 40, "a.float": 2.5,
+        "a.list": [1, 2, 3], "tokenizer.ggml.tokens": ["a", "bé", ""] * 1000,
+    }  # fmt: skip
+    if alignment is not None:
+        metadata["general.alignment"] = alignment
+    write_gguf(path, metadata, tensors)
+    library = gguf.GGUFReader(path)
+    assert {key: library.fields[key].contents() for key in metadata} == metadata
+    checkpoint = Checkpoint.open(path)
+    assert [t.name for t in library.tensors] == list(tensors)
+    for theirs in library.tensors:
+        kind, tensor = tensors[theirs.name]
+        assert theirs.tensor_type.name == kind == checkpoint.config.quant["types"][theirs.name]
+        assert theirs.data.tobytes() == bytes_of(tensor)
+        assert same(checkpoint.read(theirs.name), tensor)
+        assert same(checkpoint.read(theirs.name, (1, slice(2, 4))), tensor[1, 2:4].contiguous())
+    assert checkpoint.config.method == "gguf" and checkpoint.config.source == "x.gguf"
+    assert checkpoint.config.model == {
+        "model_type": "gguf", "architecture": "qwen3moe", "num_hidden_layers": 2, "num_experts": 4, "vocab_size": 3000,
+    }  # fmt: skip
+
+
+def test_reads_what_the_gguf_library_writes(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((4, 6, 64), dtype=np.float32)
+    blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(str(tmp_path / "w.gguf"), "mixtral")
+    writer.add_block_count(7)
+    writer.add_expert_count(4)
+    writer.add_token_list(["t"] * 3000)
+    writer.add_tensor("plain", values)
+    writer.add_tensor("quantised", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.tensors["quantised"].stored == Stored("U8", (4, 6, 2, 34))
+    assert checkpoint.read("quantised").numpy().tobytes() == blocks.tobytes()
+    assert np.array_equal(checkpoint.read("plain").numpy(), values)
+    assert checkpoint.config.model["num_hidden_layers"] == 7 and checkpoint.config.model["vocab_size"] == 3000
+
+
+def test_a_split_gguf_is_one_checkpoint(tmp_path: Path) -> None:
+    tensors = {f"t{i}": ("F32", torch.full((2, 2), float(i))) for i in range(3)}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        metadata: dict[str, Any] = {"split.no": i, "split.count": 3} | (GGUF_META if i == 0 else {})
+        write_gguf(tmp_path / f"m-{i + 1:05d}-of-00003.gguf", metadata, {name: tensor})
+    for path in (tmp_path, tmp_path / "m-00002-of-00003.gguf"):
+        checkpoint = Checkpoint.open(path)
+        assert len(checkpoint.files) == 3 and checkpoint.config.model["num_experts"] == 4
+        assert all(same(checkpoint.read(name), tensor) for name, (_, tensor) in tensors.items())
+
+
+# Writing
+
+
+def write_all(destination: Path, tensors: Mapping[str, Tensor], **options: Any) -> None:
+    with CheckpointWriter(destination, stored(tensors), **options) as out:
+        for name in reversed(list(tensors)):
+            out.write(name, tensors[name])
+
+
+def only(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir())
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    tensors = every_dtype() | {"turned": random_bytes(torch.bfloat16, (9, 4)).t()}
+    write_all(tmp_path / "out", tensors)
+    assert only(tmp_path / "out") == ["model.safetensors"] and only(tmp_path) == ["out"]
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(loaded) == set(tensors)
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+    for info in Checkpoint.open(tmp_path / "out").tensors.values():
+        assert info.start % TORCH_DTYPES[info.dtype].itemsize == 0
+
+
+def test_shards_keep_to_their_limit(tmp_path: Path) -> None:
+    tensors = {f"t{i}": random_bytes(torch.float16, (i * 10, 8), i) for i in range(12)} | {"large": torch.ones(5000)}
+    with CheckpointWriter(tmp_path / "out", stored(tensors), max_shard_bytes=4000) as out:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(out.write, tensors, tensors.values()))
+        out.write_json("config.json", {"a": "é"})
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    for file in files:
+        loaded = load_file(tmp_path / "out" / file)
+        assert sum(t.nbytes for t in loaded.values()) <= 4000 or list(loaded) == ["large"]
+        assert all(index["weight_map"][name] == file and same(t, tensors[name]) for name, t in loaded.items())
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert set(checkpoint.tensors) == set(tensors) and checkpoint.config.model == {"a": "é"}
+
+
+def test_an_incomplete_checkpoint_is_never_published(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    with pytest.raises(MissingTensor, match="'b'"), CheckpointWriter(tmp_path / "out", stored(tensors)) as out:
+        out.write("a", tensors["a"])
+        out.write("c", tensors["c"])
+    with pytest.raises(CheckpointProblems, match="3 problems"), CheckpointWriter(tmp_path / "out", stored(tensors)):
+        pass
+    assert only(tmp_path) == []
+
+
+def test_a_failure_leaves_the_destination_as_it_was(tmp_path: Path) -> None:
+    write_all(tmp_path / "out", {"a": torch.ones(2)})
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        CheckpointWriter(tmp_path / "out", {"a": Stored("F32", (3,))}, overwrite=True) as out,
+    ):
+        out.write("a", torch.zeros(3))
+        raise KeyboardInterrupt
+    assert only(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_a_failed_swap_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path / "out", {"a": torch.ones(2)})
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.suffix == ".partial":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_all(tmp_path / "out", {"a": torch.zeros(2)}, overwrite=True)
+    assert only(tmp_path) == ["out"] and Checkpoint.open(tmp_path / "out").read("a").sum() == 2
+
+
+def test_overwriting_is_asked_for_and_meant_for_checkpoints(tmp_path: Path) -> None:
+    write_all(tmp_path / "out", {"a": torch.ones(2)})
+    (tmp_path / "out" / "stale.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="not empty"):
+        write_all(tmp_path / "out", {"a": torch.zeros(2)})
+    write_all(tmp_path / "out", {"a": torch.zeros(2)}, overwrite=True)
+    assert only(tmp_path) == ["out"] and only(tmp_path / "out") == ["model.safetensors"]
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        write_all(tmp_path / "home", {"a": torch.zeros(2)}, overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file"):
+        write_all(tmp_path / "file", {"a": torch.zeros(2)}, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    write_all(tmp_path / "empty", {"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("destination", ["source", "source/inside", ".", "link"])
+def test_the_source_is_never_written_over(tmp_path: Path, destination: str) -> None:
+    write_all(tmp_path / "source", {"a": torch.ones(2)})
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to("source")
+    with pytest.raises(CheckpointError, match="overwrite the source"):
+        write_all(tmp_path / destination, {"a": torch.zeros(2)}, source=tmp_path / "source", overwrite=True)
+    assert Checkpoint.open(tmp_path / "source").read("a").sum() == 2
+
+
+def test_only_what_was_declared_is_written(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "out", {"a": Stored("F32", (2,))}) as out:
+        for name, tensor, error in (
+            ("b", torch.ones(2), CheckpointError),
+            ("a", torch.ones(2).half(), WrongDtype),
+            ("a", torch.ones(3), WrongShape),
+        ):
+            with pytest.raises(error, match=name):
+                out.write(name, tensor)
+        out.write("a", torch.ones(2))
+        with pytest.raises(DuplicateTensor, match="'a'"):
+            out.write("a", torch.ones(2))
+        with pytest.raises(CheckpointError, match="plain file name"):
+            out.write_json("../x.json", {})
+        with pytest.raises(CheckpointError, match="written twice"):
+            out.write_json("model.safetensors", {})
+
+
+def test_files_are_copied_beside_the_tensors(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with CheckpointWriter(tmp_path / "out", {}) as out:
+        out.copy_file(tmp_path / "tokenizer.json")
+        with pytest.raises(CheckpointError, match="No such file"):
+            out.copy_file(tmp_path / "absent.json")
+    assert only(tmp_path / "out") == ["model.safetensors", "tokenizer.json"]
+
+
+def test_too_little_space_is_said_before_writing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match="not enough space"),
+        CheckpointWriter(tmp_path / "out", {"a": Stored("U8", (1 << 60,))}),
+    ):
+        pass
+    assert only(tmp_path) == []
