@@ -100,7 +100,8 @@ class CheckpointWriter:
         self.shards = plan_shards(self.tensors, max_shard_bytes)
         self._place = {name: shard for shard in self.shards for name in shard.offsets}
         self._overwrite = overwrite
-        self._started: set[str] = set()
+        self._started: set[tuple[str, int]] = set()
+        self._rows: dict[str, int] = {}
         self._written: set[str] = set()
         self._names = {shard.name for shard in self.shards} | ({INDEX} if len(self.shards) > 1 else set())
         self._lock = threading.Lock()
@@ -132,26 +133,31 @@ class CheckpointWriter:
         finally:
             self.abort()  # after a finish there is nothing left to remove
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Store a declared tensor. Any order, any thread, once."""
+    def write(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
+        """Store a declared tensor, or with `first_row` some of its rows. Any order, any thread, once."""
         shard, stored = self._place.get(name), self.tensors.get(name)
         if shard is None or stored is None:
             raise CheckpointError(f"tensor '{name}' was not declared", where=str(self.destination))
         got = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         if got != stored.dtype:
             raise WrongDtype("the tensor is not as declared", where=name, expected=stored.dtype, got=got)
-        if tuple(tensor.shape) != stored.shape:
+        whole, rows = (1, 1) if first_row is None else (stored.shape[0], len(tensor))
+        shape = stored.shape if first_row is None else (rows, *stored.shape[1:])
+        if tuple(tensor.shape) != shape or (first_row or 0) + rows > whole:
             raise WrongShape(
                 "the tensor is not as declared", where=name, expected=stored.shape, got=tuple(tensor.shape)
             )
         with self._lock:
-            if name in self._started:
+            if (name, first_row or 0) in self._started or name in self._written:
                 raise DuplicateTensor(f"tensor '{name}' is written twice", where=str(self.destination))
-            self._started.add(name)
+            self._started.add((name, first_row or 0))
         data = tensor.detach().cpu().contiguous()
-        drain(self._descriptors[shard.name], data, shard.offsets[name], self.destination / shard.name)
+        offset = shard.offsets[name] + (first_row or 0) * (_nbytes(stored) // whole)
+        drain(self._descriptors[shard.name], data, offset, self.destination / shard.name)
         with self._lock:
-            self._written.add(name)
+            self._rows[name] = self._rows.get(name, 0) + rows
+            if self._rows[name] == whole:
+                self._written.add(name)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """A JSON file beside the tensors."""
