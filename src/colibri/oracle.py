@@ -44,8 +44,12 @@ class Choice:
     def backend(self) -> Backend:
         """The chosen backend; raises the table of reasons where there is none."""
         if self.chosen is None:
-            raise UnsupportedProblem(self.table(), where=f"{self.requested} on {self.device}")
+            raise self.refusal()
         return self.chosen.backend
+
+    def refusal(self) -> UnsupportedProblem:
+        """The error that is the table."""
+        return UnsupportedProblem(self.table(), where=f"{self.requested} on {self.device}")
 
     def table(self) -> str:
         """Every backend and why, as text."""
@@ -101,7 +105,8 @@ def explain(problem: Problem, device: Device, requested: str = AUTO, tokens: int
 def select(problem: Problem, device: Device, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
     """Like `explain`, but no backend is an error that carries the table."""
     choice = explain(problem, device, requested, tokens)
-    assert choice.backend is not None
+    if choice.chosen is None:
+        raise choice.refusal()
     return choice
 
 
