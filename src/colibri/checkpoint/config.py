@@ -34,7 +34,7 @@ TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
 def read_config(folder: Path) -> Config:
     """The configuration of a checkpoint folder; an absent config.json reads as empty."""
     path = folder / MODEL_CONFIG
-    model = read_json(path) if path.exists() else {}
+    model = read_json(path) if _present(path) else {}
     for source, section, fallback in _sections(folder, model):
         return Config(model, section, _method(section, fallback, str(folder / source)), source)
     return Config(model)
@@ -49,12 +49,17 @@ def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Map
             if section := _section(holder, key, where):
                 yield MODEL_CONFIG, section, fallback
     for name, fallback in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq")):
-        if (folder / name).exists():
+        if _present(folder / name):
             section = read_json(folder / name)
             if name == MODELOPT:
                 section = dict(_section(section, "quantization", str(folder / name)))
             if section:
                 yield name, section, fallback
+
+
+def _present(path: Path) -> bool:
+    """A dangling link counts: its config is lost, which is not the same as having none."""
+    return path.is_symlink() or path.exists()
 
 
 def _section(holder: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colibri.checkpoint.config import CONFIG_FILES, read_config, read_json
 from colibri.checkpoint.gguf import read_gguf, split_files
-from colibri.checkpoint.raw import open_read
+from colibri.checkpoint.raw import open_read, reason
 from colibri.checkpoint.safetensors import read_header
 from colibri.checkpoint.slices import Index, read_slice
 from colibri.checkpoint.tensors import TensorInfo as TensorInfo
@@ -59,6 +59,13 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """A folder, one .safetensors file, or one .gguf file (with its split siblings)."""
         path = Path(path)
+        try:
+            return cls._open(path)
+        except OSError as error:  # folders that cannot be listed, names no file system takes
+            raise CheckpointError(f"cannot open the checkpoint: {reason(error)}", where=str(path)) from None
+
+    @classmethod
+    def _open(cls, path: Path) -> Checkpoint:
         if not path.exists():
             raise CheckpointError("no such file or folder", where=str(path))
         if path.is_dir():
@@ -197,7 +204,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _check_inside(file: Path, folder: Path) -> None:
     """Links may not lead out of the folder, but for a hub cache: snapshots/<revision>/x -> blobs/y."""
-    root, target = folder.resolve(), file.resolve()
+    root = folder.resolve()
+    try:
+        target = file.resolve()
+    except RuntimeError:
+        raise MalformedFile("a link that leads in a circle", where=str(file)) from None
     if not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):
         raise MalformedFile("a link that leads out of the checkpoint folder", where=str(file), got=str(target))
 

@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     with opened(path) as (file, size):
         if size > MAX_BYTES:
             raise MalformedFile("the JSON file is too large", where=str(path), expected=f"<= {MAX_BYTES}", got=size)
-        data = file.read(MAX_BYTES + 1)
+        data = file.read(size)
     return parse_object(data, str(path))
 
 
