@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -123,6 +123,10 @@ class Scheme(ABC):
         """Whether weights of this scheme carry a column permutation."""
         return False
 
+    def told_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
+        """(n, k) where a stored tensor says them and shapes do not; `stored` reads a role's tensor."""
+        return None
+
     def part(self, role: str) -> Part | None:
         return next((p for p in self.parts if p.role == role), None)
 
@@ -214,6 +218,8 @@ class Format(ABC):
     name: ClassVar[str]
     used: ClassVar[frozenset[str]] = frozenset()  # config keys that are read
     ignored: ClassVar[frozenset[str]] = frozenset()  # keys known not to change the numbers
+    model_keys: ClassVar[frozenset[str]] = frozenset()  # what it says in config.json outside its own section
+    stacked: ClassVar[bool] = False  # checkpoints of this format hold all experts of a layer in one tensor
 
     @abstractmethod
     def matches(self, config: Config) -> bool:
