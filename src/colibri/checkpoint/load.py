@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from colibri import axes as ax
 from colibri.checkpoint.manifest import Layer, Projection, Source
 from colibri.checkpoint.naming import DOWN, GATE, UP
 from colibri.checkpoint.placement import Cut, Placement
+from colibri.codec import Loss, requantize
 from colibri.errors import ColibriError, ShardError
 from colibri.layout import Layout, MatrixShape, Packed
 from colibri.quant import ALL, QuantSpec
@@ -45,56 +47,104 @@ class LayerPlan:
     experts: tuple[int, ...]  # logical experts in slot order
     w13: MatrixShape
     w2: MatrixShape
+    requantize: Mapping[str, QuantSpec] = field(default_factory=dict)  # target specs, by w13 | w2
 
     def bytes(self, layout: Layout) -> int:
         return len(self.experts) * (layout.bytes(self.w13) + layout.bytes(self.w2))
 
 
-def plan_layer(layer: Layer, placement: Placement, *, uneven: bool = False) -> LayerPlan:
-    """Sizes and specs of a rank's share; raises `ShardError` where the cut is not possible."""
+def plan_layer(
+    layer: Layer,
+    placement: Placement,
+    *,
+    uneven: bool = False,
+    requantize: Mapping[str, QuantSpec] | None = None,
+) -> LayerPlan:
+    """Sizes and specs of a rank's share; raises `ShardError` where the cut is not possible.
+
+    `requantize` gives target specs for w13 and w2: whole matrices are converted before they are
+    cut, so that every rank holds a slice of the same numbers.
+    """
+    targets = requantize or {}
     gate, down = layer.projections[0, GATE], layer.projections[0, DOWN]
-    block = max((level.block[1] for level in down.scheme.spec.levels), default=1) or 1
+    down_spec = targets.get("w2", down.scheme.spec)
+    block = max((level.block[1] for level in down_spec.levels), default=1) or 1
     cut = placement.cut(layer.intermediate, block=block, uneven=uneven)
-    rows = _row_spec(gate, cut.granule, ordered=down.scheme.act_order)
+    ordered = down.scheme.act_order and "w2" not in targets
+    rows = _row_spec(gate, cut.granule, ordered=ordered, target=targets.get("w13"))
     w13 = MatrixShape(
         cut.size * (2 if layer.gated else 1),
         layer.hidden,
         rows.stacked(cut.size) if layer.gated else rows,
         "bias" in gate.sources,
-        gate.scheme.act_order,
+        gate.scheme.act_order and "w13" not in targets,
     )
-    columns = down.scheme.spec.map_blocks(1, cut.granule)
-    w2 = MatrixShape(layer.hidden, cut.size, columns, "bias" in down.sources)
-    return LayerPlan(layer, placement, cut, placement.experts(layer.experts), w13, w2)
+    w2 = MatrixShape(layer.hidden, cut.size, down_spec.map_blocks(1, cut.granule), "bias" in down.sources)
+    return LayerPlan(layer, placement, cut, placement.experts(layer.experts), w13, w2, targets)
 
 
-def _row_spec(projection: Projection, granule: int, *, ordered: bool = False) -> QuantSpec:
+def _row_spec(
+    projection: Projection, granule: int, *, ordered: bool = False, target: QuantSpec | None = None
+) -> QuantSpec:
     """The spec of this projection's rows once fused halves, cuts and reordering are undone."""
-    spec = projection.scheme.spec
-    if projection.step > 1 or ordered:
+    spec = target or projection.scheme.spec
+    if ordered or (projection.step > 1 and target is None):
         return spec.map_blocks(0, 1)
-    if projection.stored_n != projection.n:
+    if projection.stored_n != projection.n and target is None:
         spec = spec.map_blocks(0, projection.n)  # the second half starts at row n
     return spec.map_blocks(0, granule)
 
 
-def load_expert(read: Reader, plan: LayerPlan, expert: int) -> ExpertWeights:
-    """Read, decode and cut one expert."""
+def load_expert(
+    read: Reader, plan: LayerPlan, expert: int, losses: Callable[[str, Loss], None] | None = None
+) -> ExpertWeights:
+    """Read, decode, requantise where asked, and cut one expert."""
     layer, cut = plan.layer, plan.cut
+    load = partial(_load_target, read, plan, losses)
     down = layer.projections[expert, DOWN]
-    order: Tensor | None = None
-    if down.scheme.act_order:
-        w2, order = _load_ordered_down(read, down, cut)
-    else:
-        w2 = _load(read, down, (0, down.n), (cut.start, cut.stop), plan.w2.spec)
+    w2, order = load("w2", down, (0, down.n), (cut.start, cut.stop))
     w2 = _pad(w2, plan.w2.n, plan.w2.k)
     if plan.placement.tp_rank > 0 and w2.bias is not None:
         w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must count it once
-    halves = [
-        _pad(_load_rows(read, layer.projections[expert, name], cut, order), cut.size, layer.hidden)
-        for name in ((GATE, UP) if layer.gated else (GATE,))
-    ]
+    halves = []
+    for name in (GATE, UP) if layer.gated else (GATE,):
+        half = layer.projections[expert, name]
+        rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
+        halves.append(_pad(load("w13", half, rows, (0, half.k))[0], cut.size, layer.hidden))
     return ExpertWeights(stack(halves) if layer.gated else halves[0], w2)
+
+
+def _load_target(
+    read: Reader,
+    plan: LayerPlan,
+    losses: Callable[[str, Loss], None] | None,
+    matrix: str,
+    projection: Projection,
+    rows: Span | Tensor,
+    columns: Span,
+) -> tuple[LogicalWeight, Tensor | None]:
+    """One projection's share under the plan's spec, and the act-order of its columns if it was cut
+    along them: columns are cut in sorted order so that groups stay whole."""
+    target = plan.requantize.get(matrix)
+    granule = plan.cut.granule
+    spec = (
+        plan.w2.spec
+        if matrix == "w2"
+        else _row_spec(projection, granule, ordered=isinstance(rows, Tensor), target=target)
+    )
+    cut_columns = matrix == "w2"
+    if target is None and isinstance(rows, tuple) and not (cut_columns and projection.scheme.act_order):
+        return _load(read, projection, rows, columns, spec), None
+    whole = load_projection(read, projection)
+    if target is not None:
+        whole, loss = requantize(whole, target)
+        if losses is not None:
+            losses(matrix, loss)
+    order = whole.perm if cut_columns else None
+    whole = replace(whole, perm=None) if cut_columns else whole
+    if isinstance(rows, Tensor):
+        return whole.rows(rows), order
+    return whole.reblock(spec).cut(rows, columns), order
 
 
 def load_layer(
@@ -103,8 +153,7 @@ def load_layer(
     layout: Layout,
     *,
     out: Mapping[str, Packed] | None = None,
-    transform: Callable[[ExpertWeights], ExpertWeights] | None = None,
-    readers: int = 2,
+    losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Packed]:
     """Fill final buffers expert by expert; at most two experts are in flight.
@@ -119,8 +168,7 @@ def load_layer(
             "w2": layout.allocate(plan.w2, len(plan.experts)),
         }
     )
-    for slot, weights in enumerate(stream_experts(read, plan, readers=readers)):
-        weights = transform(weights) if transform is not None else weights
+    for slot, weights in enumerate(stream_experts(read, plan, losses)):
         layout.pack(plan.w13, weights.w13, {name: t[slot] for name, t in packed["w13"].items()})
         layout.pack(plan.w2, weights.w2, {name: t[slot] for name, t in packed["w2"].items()})
         if progress is not None:
@@ -128,16 +176,14 @@ def load_layer(
     return packed
 
 
-def stream_experts(read: Reader, plan: LayerPlan, *, readers: int = 2) -> Iterator[ExpertWeights]:
+def stream_experts(
+    read: Reader, plan: LayerPlan, losses: Callable[[str, Loss], None] | None = None
+) -> Iterator[ExpertWeights]:
     """Experts in slot order, the next one read while the last is used."""
-    if readers <= 1:
-        for expert in plan.experts:
-            yield load_expert(read, plan, expert)
-        return
     with ThreadPoolExecutor(max_workers=1) as pool:
         ahead: Future[ExpertWeights] | None = None
         for expert in plan.experts:
-            current, ahead = ahead, pool.submit(load_expert, read, plan, expert)
+            current, ahead = ahead, pool.submit(load_expert, read, plan, expert, losses)
             if current is not None:
                 yield current.result()
         if ahead is not None:
@@ -157,27 +203,6 @@ def load_inputs(read: Reader, layer: Layer) -> dict[tuple[int, str], dict[str, T
 def load_projection(read: Reader, projection: Projection) -> LogicalWeight:
     """One projection whole, in its own spec: what verify and convert look at."""
     return _load(read, projection, (0, projection.n), (0, projection.k), _row_spec(projection, 0))
-
-
-def _load_rows(read: Reader, projection: Projection, cut: Cut, order: Tensor | None) -> LogicalWeight:
-    """Gate or up: this rank's rows, in the order down's columns ended up in."""
-    k = projection.k
-    if order is None:
-        return _load(read, projection, (cut.start, cut.stop), (0, k), _row_spec(projection, cut.granule))
-    whole = load_projection(read, projection)
-    return whole.rows(order[cut.start : cut.stop].long())
-
-
-def _load_ordered_down(read: Reader, down: Projection, cut: Cut) -> tuple[LogicalWeight, Tensor | None]:
-    """Down under act-order: cut along its sorted columns, so that groups stay whole.
-
-    The permutation is returned to be folded into the rows of gate and up.
-    """
-    whole = load_projection(read, down)
-    order = whole.perm
-    sorted_down = replace(whole, perm=None)
-    spec = down.scheme.spec.map_blocks(1, cut.granule)
-    return sorted_down.reblock(spec).cut((0, down.n), (cut.start, cut.stop)), order
 
 
 def _load(read: Reader, projection: Projection, rows: Span, columns: Span, spec: QuantSpec) -> LogicalWeight:
