@@ -8,69 +8,41 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import struct
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors
 import torch
+from hostile import (
+    ARCH,
+    GOOD,
+    HUGE,
+    LFS,
+    PLACES,
+    SLACK,
+    SOUND,
+    U32,
+    Row,
+    array,
+    assert_refused,
+    entry,
+    file_bytes,
+    gguf_bytes,
+    index,
+    info,
+    make_folder,
+    nested,
+    pair,
+)
 
 from colibri import errors as e
-from colibri.checkpoint.config import read_config
 from colibri.checkpoint.files import INDEX, Checkpoint
-from colibri.checkpoint.gguf import ARRAY, STRING
-from colibri.checkpoint.strict_json import parse_object
+from colibri.checkpoint.gguf import STRING
 from colibri.testing.gguf import info_bytes, string_bytes, value_bytes
-
-Row = tuple[Any, type[e.ColibriError], str]
-HUGE = 1 << 62
-SLACK = 1 << 20
-
-
-def assert_refused(path: Path, kind: type[e.ColibriError], fragment: str) -> None:
-    """The error, of exactly this kind, saying where; in time; in no more memory than the files have."""
-    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
-    tracemalloc.start()
-    started = time.perf_counter()
-    try:
-        with pytest.raises(e.ColibriError) as caught:
-            Checkpoint.open(path)
-        elapsed, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert type(caught.value) is kind, caught.value
-    assert fragment in str(caught.value)
-    assert caught.value.where is not None and len(str(caught.value)) < 2000
-    str(caught.value).encode("utf-8")
-    assert elapsed < 2
-    assert peak <= size + SLACK
-
 
 # safetensors headers
 
-
-def entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24), **more: Any) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
-
-
-def file_bytes(header: Any, data: int = 24, length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
-
-
-GOOD = {
-    "__metadata__": {"format": "pt"},
-    "a": entry(),
-    "b": entry("U8", [4], [24, 28]),
-    "c": entry("F16", [0], [28, 28]),
-}
-SOUND = file_bytes(GOOD, 28)
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
 
 SAFETENSORS: dict[str, Row] = {
     "empty file": (b"", e.MalformedFile, "too short"),
@@ -114,7 +86,7 @@ SAFETENSORS: dict[str, Row] = {
     "fractional size": (file_bytes({"a": entry(shape=[2.0, 3])}), e.MalformedFile, "shape is not a list"),
     "size that is true": (file_bytes({"a": entry(shape=[6, True])}), e.MalformedFile, "shape is not a list"),
     "a hundred axes": (file_bytes({"a": entry(shape=[6] + [1] * 100)}), e.MalformedFile, "at most 64"),
-    "sizes that wrap to 24 bytes": (file_bytes({"a": entry(shape=[HUGE, 16, 6])}), e.MalformedFile, "beyond any file"),
+    "sizes that wrap to 24 bytes": (file_bytes({"a": entry(shape=[(1 << 61) + 3, 2])}), e.MalformedFile, "disagree"),
     "huge and empty": (file_bytes({"a": entry("U8", [0, HUGE], [0, 0])}, 0), e.MalformedFile, "beyond any file"),
     "shape against offsets": (file_bytes({"a": entry(shape=[2, 4])}), e.MalformedFile, "expected 32 bytes; got 24"),
     "offsets that are text": (file_bytes({"a": entry(offsets="0")}), e.MalformedFile, "[start, end]"),
@@ -147,13 +119,6 @@ def test_safetensors(tmp_path: Path, name: str) -> None:
 
 # Index files
 
-PLACES = {"a": "x.safetensors", "b": "x.safetensors", "c": "x.safetensors", "d": "y.safetensors"}
-
-
-def index(**changes: Any) -> dict[str, Any]:
-    return {"metadata": {}, "weight_map": PLACES | changes}
-
-
 INDEXES: dict[str, Row] = {
     "not JSON": (b"weights", e.MalformedFile, "index.json"),
     "no weight_map": ({"metadata": {}}, e.MalformedFile, "'weight_map'"),
@@ -183,21 +148,6 @@ INDEXES: dict[str, Row] = {
     "a pipe for a shard": (index(a="pipe.safetensors"), e.CheckpointError, "not a regular file"),
     "a folder for a shard": (index(a="folder.safetensors"), e.CheckpointError, "not a regular file"),
 }
-
-
-def make_folder(root: Path) -> Path:
-    folder = root / "a" / "b" / "checkpoint"
-    folder.mkdir(parents=True)
-    (folder / "x.safetensors").write_bytes(SOUND)
-    (folder / "y.safetensors").write_bytes(file_bytes({"d": entry()}))
-    (folder / "w.safetensors").write_bytes(file_bytes({"q": entry(), "a": entry(offsets=[24, 48])}, 48))
-    (folder / "broken.safetensors").write_bytes(SOUND[:-1])
-    (root / "outside").write_bytes(SOUND)
-    (folder / "out.safetensors").symlink_to(root / "outside")
-    (folder / "dangling.safetensors").symlink_to(root / "nowhere")
-    os.mkfifo(folder / "pipe.safetensors")
-    (folder / "folder.safetensors").mkdir()
-    return folder
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -261,128 +211,6 @@ def test_a_config_too_large_is_not_read(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < SLACK
     tracemalloc.stop()
-
-
-# GGUF headers
-
-U32, U64 = struct.Struct("<I").pack, struct.Struct("<Q").pack
-ARCH = string_bytes("general.architecture") + value_bytes("llama")
-PAIR = string_bytes("llama.block_count") + value_bytes(3)
-
-
-def info(
-    name: bytes = b"t", dims: tuple[int, ...] = (4, 2), kind: int = 0, offset: int = 0, rank: int | None = None
-) -> bytes:
-    head = U64(len(name)) + name + U32(len(dims) if rank is None else rank)
-    return head + b"".join(map(U64, dims)) + U32(kind) + U64(offset)
-
-
-def gguf_bytes(
-    pairs: tuple[bytes, ...] = (ARCH, PAIR),
-    infos: tuple[bytes, ...] = (info(),),
-    data: int = 32,
-    *,
-    magic: bytes = b"GGUF",
-    version: bytes = U32(3),
-    counts: tuple[int | None, int | None] = (None, None),
-    alignment: int = 32,
-) -> bytes:
-    tensors, keys = (len(infos) if counts[0] is None else counts[0]), (len(pairs) if counts[1] is None else counts[1])
-    header = magic + version + U64(tensors) + U64(keys) + b"".join(pairs) + b"".join(infos)
-    return header + bytes(-len(header) % alignment) + bytes(data)
-
-
-def pair(key: str, value: bytes) -> tuple[bytes, ...]:
-    return (ARCH, string_bytes(key) + value)
-
-
-def array(kind: int, count: int, body: bytes = b"") -> bytes:
-    return U32(ARRAY) + U32(kind) + U64(count) + body
-
-
-def nested(depth: int) -> bytes:
-    return U32(ARRAY) + (U32(ARRAY) + U64(1)) * depth + U32(4) + U64(0)
-
-
-ALIGNED = string_bytes("general.alignment")
-GGUF: dict[str, Row] = {
-    "empty file": (b"", e.MalformedFile, "magic"),
-    "another magic": (gguf_bytes(magic=b"GGML"), e.MalformedFile, "not a GGUF file"),
-    "version 1": (gguf_bytes(version=U32(1)), e.MalformedFile, "got 1"),
-    "version 0": (gguf_bytes(version=U32(0)), e.MalformedFile, "got 0"),
-    "version 4": (gguf_bytes(version=U32(4)), e.MalformedFile, "expected 2 or 3"),
-    "big-endian": (gguf_bytes(version=struct.pack(">I", 3)), e.MalformedFile, "big-endian"),
-    "cut after the version": (gguf_bytes()[:8], e.MalformedFile, "number of tensors"),
-    "2**62 tensors": (gguf_bytes(counts=(HUGE, None)), e.MalformedFile, "number of tensors"),
-    "2**62 pairs": (gguf_bytes(counts=(None, HUGE)), e.MalformedFile, "number of metadata pairs"),
-    "one pair too few": (gguf_bytes(counts=(None, 1)), e.MalformedFile, "past the end"),
-    "one tensor too many": (gguf_bytes(counts=(2, None)), e.MalformedFile, "header, byte"),
-    "a key of 2**62 bytes": (gguf_bytes((U64(HUGE) + b"x",)), e.MalformedFile, "length of a metadata key"),
-    "a key of no bytes": (gguf_bytes((U64(0) + value_bytes(1),)), e.MalformedFile, "length of a metadata key"),
-    "a key past the file": (gguf_bytes((U64(60_000) + b"x",)), e.MalformedFile, "does not fit"),
-    "a key that is not UTF-8": (gguf_bytes((U64(1) + b"\xff" + value_bytes(1),)), e.MalformedFile, "UTF-8"),
-    "a key twice": (gguf_bytes((ARCH, PAIR, PAIR)), e.MalformedFile, "'llama.block_count' occurs twice"),
-    "a value of type 13": (gguf_bytes(pair("k", U32(13) + U32(0))), e.MalformedFile, "unknown type"),
-    "a bool of 2": (gguf_bytes(pair("k", U32(7) + b"\2")), e.MalformedFile, "not a bool"),
-    "a string of 2**62 bytes": (gguf_bytes(pair("k", U32(STRING) + U64(HUGE))), e.MalformedFile, "too long"),
-    "a string past the file": (gguf_bytes(pair("k", U32(STRING) + U64(90_000_000))), e.MalformedFile, "does not fit"),
-    "an array of 2**62 numbers": (gguf_bytes(pair("k", array(4, HUGE))), e.MalformedFile, "array length"),
-    "an array whose bytes wrap": (gguf_bytes(pair("k", array(10, 1 << 61))), e.MalformedFile, "array length"),
-    "an array of 2**62 strings": (gguf_bytes(pair("k", array(STRING, HUGE))), e.MalformedFile, "array length"),
-    "an array of 2**62 arrays": (gguf_bytes(pair("k", array(ARRAY, HUGE))), e.MalformedFile, "array length"),
-    "an array of type 13": (gguf_bytes(pair("k", array(13, 1))), e.MalformedFile, "array of an unknown type"),
-    "arrays a hundred deep": (gguf_bytes(pair("k", nested(100))), e.MalformedFile, "too deeply"),
-    "a string of an array past the file": (
-        gguf_bytes(pair("k", array(STRING, 1, U64(HUGE)))), e.MalformedFile, "does not fit",
-    ),
-    "no architecture": (gguf_bytes((PAIR,)), e.MalformedFile, "general.architecture"),
-    "architecture that is a number": (
-        gguf_bytes((string_bytes("general.architecture") + value_bytes(3),)), e.MalformedFile, "general.architecture",
-    ),
-    "layer count that is text": (
-        gguf_bytes(pair("llama.block_count", value_bytes("3"))), e.MalformedFile, "llama.block_count",
-    ),
-    "scale that is NaN": (
-        gguf_bytes(pair("llama.expert_weights_scale", U32(6) + struct.pack("<f", float("nan")))),
-        e.MalformedFile, "expert_weights_scale",
-    ),
-    "alignment of 0": (gguf_bytes((ARCH, ALIGNED + value_bytes(0))), e.MalformedFile, "power of two"),
-    "alignment of 24": (gguf_bytes((ARCH, ALIGNED + value_bytes(24))), e.MalformedFile, "power of two"),
-    "alignment that is text": (gguf_bytes((ARCH, ALIGNED + value_bytes("32"))), e.MalformedFile, "power of two"),
-    "alignment that is true": (gguf_bytes((ARCH, ALIGNED + value_bytes(True))), e.MalformedFile, "power of two"),
-    "alignment the data does not have": (
-        gguf_bytes((ARCH, ALIGNED + value_bytes(1 << 30))), e.MalformedFile, "past the end",
-    ),
-    "a tensor's name of 2**62 bytes": (gguf_bytes(infos=(U64(HUGE) + bytes(40),)), e.MalformedFile, "tensor's name"),
-    "no dimensions": (gguf_bytes(infos=(info(dims=()) + bytes(16),)), e.MalformedFile, "tensor 't'"),
-    "five dimensions": (gguf_bytes(infos=(info(dims=(1,) * 5),)), e.MalformedFile, "tensor 't'"),
-    "2**31 dimensions": (gguf_bytes(infos=(info(rank=1 << 31),)), e.MalformedFile, "tensor 't'"),
-    "a dimension of 0": (gguf_bytes(infos=(info(dims=(4, 0)),)), e.MalformedFile, "dimension of 0"),
-    "elements that wrap": (gguf_bytes(infos=(info(dims=(1 << 32, 1 << 32, 4)),)), e.MalformedFile, "past the end"),
-    "a dimension of 2**64 - 1": (gguf_bytes(infos=(info(dims=((1 << 64) - 1,)),)), e.MalformedFile, "past the end"),
-    "unknown ggml type": (gguf_bytes(infos=(info(kind=99),)), e.MalformedFile, "got 99"),
-    "removed ggml type": (gguf_bytes(infos=(info(kind=4),)), e.MalformedFile, "got 4"),
-    "a row of part of a block": (gguf_bytes(infos=(info(dims=(100, 2), kind=12),)), e.MalformedFile, "whole blocks"),
-    "offset off the alignment": (gguf_bytes(infos=(info(offset=8),)), e.MalformedFile, "not aligned"),
-    "offset past the file": (gguf_bytes(infos=(info(offset=1 << 40),)), e.MalformedFile, "hole"),
-    "truncated data": (gguf_bytes(data=31), e.MalformedFile, "past the end"),
-    "overlapping tensors": (gguf_bytes(infos=(info(b"s"), info(b"t"))), e.MalformedFile, "overlaps"),
-    "a hole between tensors": (
-        gguf_bytes(infos=(info(b"s"), info(b"t", offset=64)), data=96), e.MalformedFile, "hole",
-    ),
-    "a tensor twice": (
-        gguf_bytes(infos=(info(b"t"), info(b"t", offset=32)), data=64), e.DuplicateTensor, "'t' is stored twice",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GGUF)
-def test_gguf(tmp_path: Path, name: str) -> None:
-    content, kind, fragment = GGUF[name]
-    (tmp_path / "x.gguf").write_bytes(content)
-    assert_refused(tmp_path / "x.gguf", kind, fragment)
-    if kind is e.MalformedFile:
-        assert_refused(tmp_path, kind, "x.gguf")
 
 
 # Folders
@@ -456,144 +284,3 @@ def test_the_twins_are_sound(tmp_path: Path) -> None:
     for twin in (pair("k", nested(3)), pair("k", array(STRING, 2, string_bytes("a") * 2)), pair("k", U32(7) + b"\1")):
         (tmp_path / "x.gguf").write_bytes(gguf_bytes(twin))
         Checkpoint.open(tmp_path / "x.gguf")
-
-
-# Mutations of parsed headers: the bytes stay well-formed, so that the checks behind the parser are reached
-
-NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    7,
-    8,
-    16,
-    24,
-    28,
-    255,
-    1 << 16,
-    1 << 31,
-    1 << 32,
-    1 << 53,
-    HUGE,
-    1 << 63,
-    (1 << 64) - 1,
-    1 << 70,
-)
-ODD = (None, True, -1, 1.5, "", "F32", "U8", "F4", "BOOL", "I64", [], {}, [0], [2, 3], [0, 24], {"dtype": "U8"})
-
-
-def mutated(value: Any, rng: random.Random) -> Any:
-    """The same document with one place changed: a value, a key, an entry more or less."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(list(value))
-        copy = dict(value)
-        action = rng.random()
-        if action < 0.1:
-            del copy[key]
-        elif action < 0.2:
-            copy[rng.choice(["a", "z", "", "__metadata__", "shape"])] = copy[key]
-        else:
-            copy[key] = mutated(value[key], rng)
-        return copy
-    if isinstance(value, list) and value and rng.random() < 0.85:
-        copy = list(value)
-        at = rng.randrange(len(copy))
-        action = rng.random()
-        if action < 0.15:
-            del copy[at]
-        elif action < 0.3:
-            copy.insert(at, rng.choice(NUMBERS))
-        else:
-            copy[at] = mutated(copy[at], rng)
-        return copy
-    if isinstance(value, int) and rng.random() < 0.5:
-        return value + rng.choice((-24, -4, -1, 1, 4, 24))
-    return rng.choice(NUMBERS + ODD)
-
-
-def read_everything(path: Path) -> bool:
-    """Whether the file opens; nothing but our own errors may come out, and what opens can be read."""
-    try:
-        with Checkpoint.open(path) as checkpoint:
-            for name, tensor in checkpoint.tensors.items():
-                assert checkpoint.read(name).nbytes == tensor.nbytes
-    except e.ColibriError as error:
-        str(error).encode("utf-8")
-        return False
-    return True
-
-
-def rewrite(path: Path, content: bytes) -> None:
-    """Overwrite in place: emptying a file first makes some file systems wait for the disk."""
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.write(content)
-        file.truncate()
-
-
-def test_mutated_safetensors_headers(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    path = tmp_path / "model.safetensors"
-    accepted = 0
-    for _ in range(3000):
-        header: Any = json.loads(json.dumps(GOOD))
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            header = mutated(header, rng)
-        content = file_bytes(header, 28)
-        rewrite(path, content)
-        if read_everything(path):
-            accepted += 1
-            safetensors.deserialize(content)  # what we take, the library takes too
-    assert 20 < accepted < 2000
-
-
-def test_mutated_gguf_headers(tmp_path: Path) -> None:
-    """Any field of the header replaced by a number that was chosen to hurt, or any byte changed."""
-    rng = random.Random(2)
-    path = tmp_path / "x.gguf"
-    pairs = (ARCH, PAIR, *pair("k", array(STRING, 2, string_bytes("ab") * 2))[1:], *pair("n", nested(2))[1:])
-    good = gguf_bytes(pairs, (info(b"s"), info(b"t", offset=32)), 64)
-    accepted = 0
-    for _ in range(3000):
-        content = bytearray(good)
-        for _ in range(rng.choice((1, 1, 2))):
-            at = rng.randrange(len(good) - 64)
-            if rng.random() < 0.5:
-                content[at] = rng.randrange(256)
-            else:
-                width = rng.choice((4, 8))
-                content[at : at + width] = (rng.choice(NUMBERS) % (1 << 8 * width)).to_bytes(width, "little")
-        rewrite(path, bytes(content[: rng.randrange(len(content))] if rng.random() < 0.1 else content))
-        accepted += read_everything(path)
-    assert 20 < accepted < 2000
-
-
-def test_mutated_configs_and_indexes(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    folder = make_folder(tmp_path)
-    config = {"model_type": "x", "text_config": {"quantization_config": {"bits": 4, "desc_act": True}}}
-    for _ in range(1500):
-        rewrite(folder / "config.json", json.dumps(mutated(mutated(config, rng), rng)).encode())
-        try:
-            read_config(folder)
-        except e.ColibriError as error:
-            str(error).encode("utf-8")
-    (folder / "config.json").unlink()
-    for _ in range(1500):
-        rewrite(folder / INDEX, json.dumps(mutated(index(), rng)).encode())
-        read_everything(folder)
-
-
-def test_mutated_json_text() -> None:
-    rng = random.Random(4)
-    good = json.dumps(GOOD).encode()
-    for _ in range(5000):
-        text = bytearray(good)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(text))
-            text[at : at + rng.randint(0, 2)] = bytes(rng.choice(b'{}[]",:\\u0019eE.-+ndNaI\xff\x00') for _ in range(2))
-        try:
-            parse_object(bytes(text), "here")
-        except e.MalformedFile as error:
-            assert error.where == "here"

@@ -21,7 +21,7 @@ PREFIX = 8
 METADATA = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 MAX_DIMS = 64  # what torch can index
-MAX_ELEMENTS = 1 << 60
+MAX_EMPTY = 1 << 60  # product of the axes of an empty tensor that are not zero
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 _LFS = b"version https://git-lfs"
 
@@ -68,34 +68,42 @@ def _check_metadata(metadata: Any, where: str) -> None:
 
 
 def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorInfo:
-    where = f"{path}: tensor {quoted(name)}"
     if not name or not name.isprintable():
-        raise MalformedFile("a tensor's name is empty or not printable", where=where)
+        raise MalformedFile("a tensor's name is empty or not printable", where=_at(path, name))
     if not isinstance(entry, dict) or set(entry) != FIELDS:
         got = quoted(sorted(entry) if isinstance(entry, dict) else entry)
-        raise MalformedFile("a header entry has exactly dtype, shape and data_offsets", where=where, got=got)
+        raise MalformedFile("a header entry has exactly dtype, shape and data_offsets", where=_at(path, name), got=got)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise WrongDtype(
-            "the stored dtype is not known", where=where, expected=", ".join(_ITEM_BYTES), got=quoted(dtype)
+            "the stored dtype is not known", where=_at(path, name), expected=", ".join(_ITEM_BYTES), got=quoted(dtype)
         )
     if not _is_sizes(shape) or len(shape) > MAX_DIMS:
         expected = f"at most {MAX_DIMS} sizes >= 0"
-        raise MalformedFile("the shape is not a list of sizes", where=where, expected=expected, got=quoted(shape))
+        raise MalformedFile(
+            "the shape is not a list of sizes", where=_at(path, name), expected=expected, got=quoted(shape)
+        )
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedFile("data_offsets is not [start, end]", where=where, got=quoted(offsets))
-    if math.prod(max(size, 1) for size in shape) >= MAX_ELEMENTS:  # an empty tensor may still claim huge axes
-        raise MalformedFile("the shape is beyond any file", where=where, got=quoted(shape))
+        raise MalformedFile("data_offsets is not [start, end]", where=_at(path, name), got=quoted(offsets))
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     start, end = begin + offsets[0], begin + offsets[1]
+    if not nbytes and math.prod(max(s, 1) for s in shape) >= MAX_EMPTY:  # no bytes bound the axes of an empty tensor
+        raise MalformedFile("the shape is beyond any file", where=_at(path, name), got=quoted(shape))
     if end - start != nbytes:
         what = f"shape {quoted(shape)} of {dtype} and data_offsets disagree"
-        raise MalformedFile(what, where=where, expected=f"{nbytes} bytes", got=f"{end - start} bytes")
+        raise MalformedFile(what, where=_at(path, name), expected=f"{nbytes} bytes", got=f"{end - start} bytes")
     if end > size:
         raise MalformedFile(
-            "the tensor reaches past the end of the file", where=where, expected=f"<= {size - begin}", got=offsets[1]
+            "the tensor reaches past the end of the file",
+            where=_at(path, name),
+            expected=f"<= {size - begin}",
+            got=offsets[1],
         )
     return TensorInfo(name, dtype, tuple(shape), path, start, end)
+
+
+def _at(path: Path, name: str) -> str:
+    return f"{path}: tensor {quoted(name)}"
 
 
 def _is_sizes(value: Any) -> bool:
@@ -110,7 +118,7 @@ def _check_covered(tensors: list[TensorInfo], begin: int, size: int, where: str)
             kind = "overlaps the one before" if tensor.start < at else "leaves a hole before it"
             raise MalformedFile(
                 f"the tensor {kind}",
-                where=f"{where}: tensor {quoted(tensor.name)}",
+                where=_at(tensor.file, tensor.name),
                 expected=f"start {at - begin}",
                 got=tensor.start - begin,
             )
