@@ -1,0 +1,190 @@
+"""GGUF block types against the `gguf` library, bit for bit, and against the numbers of the format."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.codec import dequantize
+from colibri.dtypes import E2M1, F16
+from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
+from colibri.formats import detect
+from colibri.formats._gguf_blocks import BLOCK_TYPES, BlockType
+from colibri.formats.base import Config, Module, Stored
+from colibri.formats.gguf import FORMAT, gguf_scheme
+from colibri.quant import NVFP4
+from colibri.weight import same_bits
+
+N, BLOCKS = 32, 16
+NIBBLES = "f0e1d2c3b4a5968778695a4b3c2d1e0f"
+
+
+def _random(size: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (N, BLOCKS, size), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def _legal(block: BlockType, seed: int = 0) -> Tensor:
+    """Random bytes whose scales are finite numbers: signs, subnormals and zeros included."""
+    data = _random(block.size, seed)
+    for field in (*block.scales, *block.minimum):
+        start = field.planes[0].start
+        if field.dtype == F16:
+            high = data[..., start + 1]
+            high[(high & 0x7C) == 0x7C] ^= 0x40
+        elif field.dtype.nan_code is not None:
+            data[..., start : start + field.planes[0].size] %= field.dtype.nan_code
+    return data
+
+
+def _judged(block: BlockType, data: Tensor) -> Tensor:
+    kind = gguf.GGMLQuantizationType[block.name]
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(gguf.quants.dequantize(data.flatten(1).numpy(), kind))
+
+
+def _decode(name: str, blocks: str | bytes | Tensor) -> list[float]:
+    """One row of blocks, given in hexadecimal, as numbers."""
+    if isinstance(blocks, str):
+        blocks = bytes.fromhex(blocks)
+    data = torch.frombuffer(bytearray(blocks), dtype=torch.uint8) if isinstance(blocks, bytes) else blocks
+    block = BLOCK_TYPES[name]
+    data = data.reshape(1, -1, block.size)
+    values = dequantize(gguf_scheme(block).decode({"codes": data}, 1, data.shape[1] * block.columns))
+    return [float(v) for v in values[0]]
+
+
+@pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_values_are_those_of_the_gguf_library(block: BlockType, seed: int) -> None:
+    data = _legal(block, seed)
+    values = dequantize(gguf_scheme(block).decode({"codes": data}, N, BLOCKS * block.columns))
+    expected = _judged(block, data)
+    if block.codes.dtype == E2M1:
+        values = values + 0.0  # the library has no minus zero in its fp4 table
+        expected = expected + 0.0
+    assert same_bits(values, expected)
+
+
+@pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+def test_sizes_are_those_of_the_gguf_library(block: BlockType) -> None:
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block.name]] == (block.columns, block.size)
+
+
+@pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+def test_every_bit_of_a_block_belongs_to_one_number(block: BlockType) -> None:
+    covered = torch.zeros(block.size, dtype=torch.int64)
+    for field in block.fields:
+        filled = torch.zeros(block.columns // field.columns * field.dtype.storage.itemsize, dtype=torch.int64)
+        for plane in field.planes:
+            mask = sum(((1 << plane.width) - 1) << (plane.bit + lane * plane.width) for lane in range(plane.lanes))
+            assert not bool((covered[plane.start : plane.start + plane.size] & mask).any())
+            covered[plane.start : plane.start + plane.size] |= mask
+            filled[plane.numbers] |= ((1 << plane.width) - 1) << plane.shift
+        width = field.dtype.bits if field.dtype.table else 8
+        assert filled.tolist() == [(1 << width) - 1] * len(filled)
+    assert covered.tolist() == [0xFF] * block.size
+
+
+@pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+def test_join_undoes_split_for_any_bytes_and_leaves_its_input_alone(block: BlockType) -> None:
+    data = _random(block.size)
+    numbers = block.split(data)
+    before = [t.clone() for t in numbers]
+    assert torch.equal(block.join(numbers), data)
+    assert all(same_bits(a, b) for a, b in zip(numbers, before))
+
+
+def test_q4_0_numbers() -> None:
+    half = [v / 2 for v in range(-8, 8)]
+    assert _decode("Q4_0", "0038" + NIBBLES) == half + half[::-1]
+
+
+def test_mxfp4_numbers() -> None:
+    up = [0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3]
+    first = up + [-v for v in up]
+    assert _decode("MXFP4", "7e" + NIBBLES) == first + first[::-1]
+
+
+def test_q4_k_scales() -> None:
+    scales, minimums = [1, 2, 3, 4, 33, 34, 35, 63], [0, 1, 2, 3, 40, 41, 62, 63]
+    halves = torch.tensor([0.25, 0.5], dtype=torch.float16).view(torch.uint8).tolist()
+    packed = bytes.fromhex("818283c48081c2c38192e3ff")
+    block = BLOCK_TYPES["Q4_K"]
+    data = torch.tensor([*halves, *packed, *([0x71] * 128)], dtype=torch.uint8).view(1, 1, -1)
+    weight = gguf_scheme(block).decode({"codes": data}, 1, 256)
+    assert weight.scales[0].tolist() == [scales]
+    assert weight.minimum[0].tolist() == [minimums]
+    assert [float(weight.scales[1]), float(weight.minimum[1])] == [0.25, 0.5]
+    values = dequantize(weight).view(8, 32)
+    for j, (scale, minimum) in enumerate(zip(scales, minimums)):
+        code = 7 if j % 2 else 1
+        assert values[j].tolist() == [0.25 * scale * code - 0.5 * minimum] * 32
+    assert torch.equal(gguf_scheme(block).encode(weight)["codes"], data)
+
+
+def test_q4_1_keeps_the_offset_as_its_negative() -> None:
+    data = torch.tensor([0x00, 0x3C, 0x00, 0xC2, *([0x00] * 16)], dtype=torch.uint8).view(1, 1, -1)  # d = 1, m = -3
+    weight = gguf_scheme(BLOCK_TYPES["Q4_1"]).decode({"codes": data}, 1, 32)
+    assert float(weight.minimum[0]) == 3.0
+    assert set(dequantize(weight).view(-1).tolist()) == {-3.0}
+
+
+def test_nvfp4_scale_beside_the_blocks_multiplies_and_may_be_absent() -> None:
+    block, data = BLOCK_TYPES["NVFP4"], _legal(BLOCK_TYPES["NVFP4"])
+    scheme, k = gguf_scheme(block), BLOCKS * block.columns
+    plain = scheme.decode({"codes": data}, N, k)
+    stored = {"codes": data, "scale_2": torch.tensor(0.375), "input_scale": torch.tensor([2.0])}
+    scaled = scheme.decode(stored, N, k)
+    assert scheme.spec == NVFP4
+    assert float(plain.scales[1]) == 1.0
+    assert torch.equal(dequantize(scaled), dequantize(plain) * 0.375)
+    assert scaled.inputs["input_scale"].tolist() == [2.0]
+    assert scheme.decode(scheme.encode(scaled), N, k).equals(scaled)
+    assert scheme.decode(scheme.encode(plain), N, k).equals(plain)
+
+
+@pytest.mark.parametrize(("name", "code"), [("MXFP4", 0xFF), ("NVFP4", 0x7F), ("NVFP4", 0x80), ("NVFP4", 0xB8)])
+def test_scales_that_are_no_unsigned_numbers_are_rejected(name: str, code: int) -> None:
+    block = BLOCK_TYPES[name]
+    scheme, k = gguf_scheme(block), BLOCKS * block.columns
+    data = _legal(block)
+    weight = scheme.decode({"codes": data}, N, k)
+    data[3, 5, 0] = code
+    with pytest.raises(BadValue, match=f"{code:#x}"):
+        scheme.decode({"codes": data}, N, k)
+    weight.scales[0][1, 2] = code
+    with pytest.raises(CannotEncode, match=f"{code:#x}"):
+        scheme.encode(weight)
+
+
+def test_encode_refuses_rows_that_end_inside_a_block() -> None:
+    block = BLOCK_TYPES["Q4_K"]
+    weight = gguf_scheme(block).decode({"codes": _legal(block)}, N, BLOCKS * 256).cut((0, N), (0, 32))
+    with pytest.raises(CannotEncode, match="256"):
+        gguf_scheme(block).encode(weight)
+
+
+def _config(types: object) -> Config:
+    return Config({"model_type": "gguf"}, {"types": types}, "gguf", "m.gguf")
+
+
+def test_the_type_is_looked_up_by_tensor() -> None:
+    config = _config({"blk.0.ffn_gate_exps.weight": "Q4_K", "blk.0.ffn_down_exps.weight": "F16"})
+    assert detect(config) is FORMAT
+    gate = FORMAT.scheme(config, Module("blk.0.ffn_gate_exps", {".weight": Stored("U8", (4, 64, 1, 144))}))
+    assert gate == gguf_scheme(BLOCK_TYPES["Q4_K"])
+    down = FORMAT.scheme(config, Module("blk.0.ffn_down_exps", {".weight": Stored("F16", (4, 64, 64))}))
+    assert str(down.spec) == "fp16"
+    assert str(FORMAT.scheme(config, Module("blk.0.ffn_up_exps")).spec) == "bf16"
+
+
+def test_other_types_are_named_with_the_legal_ones() -> None:
+    config = _config({"m.weight": "IQ2_XXS"})
+    with pytest.raises(UnsupportedFormat, match=r"m\.gguf: m\.weight: .*Q4_K.*got IQ2_XXS"):
+        FORMAT.scheme(config, Module("m"))
+    for types in ({"m.weight": 12}, ["Q4_K"], None):
+        with pytest.raises(UnsupportedFormat, match="types"):
+            FORMAT.scheme(_config(types), Module("m"))
