@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.load import load_projection
+from colibri.checkpoint.manifest import build
 from colibri.codec import dequantize
 from colibri.dtypes import E2M1, F16
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
@@ -188,3 +193,35 @@ def test_other_types_are_named_with_the_legal_ones() -> None:
     for types in ({"m.weight": 12}, ["Q4_K"], None):
         with pytest.raises(UnsupportedFormat, match="types"):
             FORMAT.scheme(_config(types), Module("m"))
+
+
+def test_a_file_of_the_gguf_library_loads_expert_by_expert(tmp_path: Path) -> None:
+    """Mixed types within a layer, as real files have them; NVFP4 with its scale for each expert."""
+    experts, hidden, inter = 3, 512, 256
+    kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "NVFP4"}
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "mixtral")
+    writer.add_expert_count(experts)
+    writer.add_embedding_length(hidden)
+    writer.add_expert_feed_forward_length(inter)
+    expected: dict[str, Tensor] = {}
+    scale = torch.tensor([0.5, 0.375, 3.0])
+    for name, kind in kinds.items():
+        block = BLOCK_TYPES[kind]
+        n, k = (hidden, inter) if name == "down" else (inter, hidden)
+        data = _legal(block).view(-1, block.size)
+        data = data[torch.arange(experts * n * k // block.columns) % len(data)].view(experts, n, -1)
+        judged = gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
+        expected[name] = torch.from_numpy(judged) * (scale.view(-1, 1, 1) if name == "down" else 1)
+        kind_id = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"blk.0.ffn_{name}_exps.weight", data.numpy(), raw_dtype=kind_id)
+    writer.add_tensor("blk.0.ffn_down_exps.scale", scale.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with Checkpoint.open(tmp_path) as checkpoint:
+        manifest = build(checkpoint.config, {n: t.stored for n, t in checkpoint.tensors.items()})
+        manifest.check("m.gguf")
+        for (expert, name), projection in manifest.layers[0].projections.items():
+            values = dequantize(load_projection(checkpoint.read, projection))
+            assert torch.equal(values, expected[name][expert])
