@@ -40,14 +40,25 @@ def read_config(folder: Path) -> Config:
     return Config(model)
 
 
-def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
-    """(file, section, method where the place itself tells it), in order of precedence."""
-    where = str(folder / MODEL_CONFIG)
+def config_of_model(model: Mapping[str, Any], source: str = MODEL_CONFIG) -> Config:
+    """The configuration of a model whose config.json is already in memory."""
+    for section, fallback in _model_sections(model, source):
+        return Config(model, section, _method(section, fallback, source), source)
+    return Config(model)
+
+
+def _model_sections(model: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], str | None]]:
     text = _section(model, "text_config", where)
     for key, fallback in (("quantization_config", None), ("compression_config", "compressed-tensors")):
         for holder in (model, text):
             if section := _section(holder, key, where):
-                yield MODEL_CONFIG, section, fallback
+                yield section, fallback
+
+
+def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
+    """(file, section, method where the place itself tells it), in order of precedence."""
+    for section, told in _model_sections(model, str(folder / MODEL_CONFIG)):
+        yield MODEL_CONFIG, section, told
     for name, fallback in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq")):
         if _present(folder / name):
             section = read_json(folder / name)

@@ -66,7 +66,7 @@ def plan_layer(
     cut, so that every rank holds a slice of the same numbers.
     """
     targets = requantize or {}
-    gate, down = layer.projections[0, GATE], layer.projections[0, DOWN]
+    gate, down = layer.sample(GATE), layer.sample(DOWN)
     down_spec = targets.get("w2", down.scheme.spec)
     block = max((level.block[1] for level in down_spec.levels), default=1) or 1
     cut = placement.cut(layer.intermediate, block=block, uneven=uneven)

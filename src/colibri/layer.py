@@ -1,0 +1,270 @@
+"""`RoutedExperts`: the layer users hold, and `QuantizedLinear`, its one-matrix sibling.
+
+Weights are registered parameters in integer storage, expert dimension first, laid out as the
+chosen backend wants them. A layer that exists is complete: loading happens before it is made, or
+through `load_weights` and `finish`, which refuse to let an incomplete one compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from colibri import oracle
+from colibri.backends.base import Plan
+from colibri.dispatch import Contiguous, Dispatch, Indexed, localize
+from colibri.errors import LaunchError, MissingTensor
+from colibri.layout import Layout, Packed
+from colibri.problem import Device, Problem, parse_device
+from colibri.routing import Routing, route
+
+if TYPE_CHECKING:
+    from colibri.push import Pusher
+    from colibri.report import LoadReport
+
+NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class PackedModule(nn.Module):
+    """Parameters of one problem in one backend's layout; moves between devices without harm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._choice: oracle.Choice | None = None
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._plans: dict[int, Plan] = {}
+
+    def adopt(self, choice: oracle.Choice, weights: Mapping[str, Packed]) -> None:
+        """Take the packed weights of a problem; replaces what was there."""
+        self._choice = choice
+        self._plans.clear()
+        for matrix in list(self._names):
+            self._drop(matrix)
+        for matrix, tensors in weights.items():
+            self._register(matrix, tensors)
+
+    @property
+    def choice(self) -> oracle.Choice:
+        """The backend and why; raises while nothing is loaded."""
+        if self._choice is None:
+            raise MissingTensor("the layer is not loaded yet", hint="call finish() after the last load_weights()")
+        return self._choice
+
+    @property
+    def problem(self) -> Problem:
+        return self.choice.problem
+
+    @property
+    def layout(self) -> Layout:
+        return self.choice.backend.layout(self.problem)
+
+    @property
+    def packed(self) -> dict[str, Packed]:
+        """The live tensors, by matrix and name."""
+        held = dict(self.named_parameters(recurse=False))
+        return {m: {name: held[f"{m}_{name}"].data for name in names} for m, names in self._names.items()}
+
+    def _register(self, matrix: str, tensors: Packed) -> None:
+        self._names[matrix] = tuple(tensors)
+        for name, tensor in tensors.items():
+            self.register_parameter(f"{matrix}_{name}", nn.Parameter(tensor, requires_grad=False))
+
+    def _drop(self, matrix: str) -> None:
+        for name in self._names.pop(matrix):
+            self._parameters.pop(f"{matrix}_{name}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        """Move, then ask the oracle again: another device may want another layout."""
+        before = self._choice
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        here = _device_of(self) if before is not None else None
+        if before is None or here is None or here == before.device:
+            return self
+        self._choice = oracle.select(before.problem, here, before.requested)
+        self._plans.clear()
+        old = before.backend.layout(before.problem)
+        if self.layout != old:
+            self._repack(old)
+        return self
+
+    def _repack(self, old: Layout) -> None:
+        """Through the canonical form, one expert at a time."""
+        new, packed = self.layout, self.packed
+        for matrix, shape in self.problem.matrices.items():
+            source = packed[matrix]
+            device = next(iter(source.values())).device
+            fresh = new.allocate(shape, self.problem.experts, device)
+            for expert in range(self.problem.experts):
+                rows = {name: t[expert] for name, t in source.items()}
+                new.pack(shape, old.unpack(shape, rows), {name: t[expert] for name, t in fresh.items()})
+            fresh |= {name: t for name, t in source.items() if name not in old.storage(shape)}
+            self._drop(matrix)
+            self._register(matrix, fresh)
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.ndim != 2 or x.shape[1] != self.problem.hidden or x.dtype not in _INPUT_DTYPES:
+            raise LaunchError(
+                "the input does not fit the layer",
+                expected=f"[tokens, {self.problem.hidden}] in bf16, fp16 or fp32",
+                got=f"{list(x.shape)} in {x.dtype}",
+            )
+        here = next(self.parameters()).device
+        if x.device != here:
+            raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
+
+    def _run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        plan = self._plans.get(tokens)
+        if plan is None:
+            plan = self._plans[tokens] = self.choice.backend.plan(self.problem, tokens, self.choice.device)
+        return self.choice.backend.run(plan, x, dispatch, self.packed, out)
+
+
+class RoutedExperts(PackedModule):
+    """The routed experts of one layer on this rank."""
+
+    expert_map: Tensor | None
+    router_bias: Tensor | None
+    router_correction: Tensor | None
+    router_table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routing: Routing | None = None
+        self.report: LoadReport | None = None
+        self.pusher: Pusher | None = None
+        self.shared_experts: nn.Module | None = None
+        self.handle = -1
+        for name in ("expert_map", "router_bias", "router_correction", "router_table"):
+            self.register_buffer(name, None, persistent=False)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, layer: int, **options: Any) -> RoutedExperts:
+        """The experts of `layer` from files; see `loading.from_checkpoint` for the options."""
+        from colibri.loading import from_checkpoint
+
+        return from_checkpoint(path, layer, **options)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], layer: int, **options: Any) -> RoutedExperts:
+        """An empty layer to be filled by `load_weights`; see `push.from_config`."""
+        from colibri.push import from_config
+
+        return from_config(config, layer, **options)
+
+    def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
+
+        Ids are global; those of other ranks, and -1, contribute nothing.
+        """
+        self._check_ready()
+        self._check_input(x)
+        self._check_routing(x, topk_ids, topk_weights)
+        if torch.compiler.is_compiling():
+            live = list(self.parameters(recurse=False))
+            result: Tensor = torch.ops.colibri.routed_experts(x, topk_ids, topk_weights, live, self.handle)
+            return result
+        out = torch.empty_like(x) if out is None else out
+        return self.compute(x, topk_ids, topk_weights, out)
+
+    def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
+        """`forward` once everything is checked."""
+        if x.shape[0] == 0:
+            return out
+        local = localize(topk_ids, self.expert_map, self.problem.global_experts)
+        return self._run(x, Indexed(local, topk_weights.float()), out)
+
+    def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
+        """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
+        self._check_ready()
+        if self.routing is None:
+            raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
+        logits = router_logits if self.router_bias is None else router_logits + self.router_bias
+        routed = route(
+            self.routing,
+            logits,
+            hidden=x,
+            correction_bias=self.router_correction,
+            table=self.router_table,
+            input_ids=input_ids,
+        )
+        out = self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights)
+        if routed.identity_weight is not None:
+            out = (out.float() + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def enable_compile(self) -> RoutedExperts:
+        """Register this layer as an operator that torch.compile leaves whole; done by the loaders."""
+        from colibri.compiled import handle_of
+
+        self.handle = handle_of(self)
+        return self
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Push checkpoint tensors in any order; gives the names that were this layer's."""
+        return self._require_pusher().push(pairs)
+
+    def finish(self) -> RoutedExperts:
+        """Everything pushed is packed; raises naming whatever never came."""
+        self._require_pusher().finish()
+        return self
+
+    def expert_weights(self) -> list[Tensor]:
+        """[E_local, -1] views of everything that makes an expert: what load balancing moves."""
+        moved = []
+        for tensors in self.packed.values():
+            moved += [t.view(t.shape[0], -1) for name, t in tensors.items() if name not in NEVER_MOVED]
+        return moved
+
+    def layout_signature(self) -> tuple[object, ...]:
+        """What all ranks must agree on before experts may be moved between them."""
+        shapes = {m: {n: (tuple(t.shape[1:]), str(t.dtype)) for n, t in ts.items()} for m, ts in self.packed.items()}
+        return self.choice.backend.name, tuple((m, tuple(sorted(ts.items()))) for m, ts in sorted(shapes.items()))
+
+    def _require_pusher(self) -> Pusher:
+        if self.pusher is None:
+            raise LaunchError(
+                "this layer was made without a config to push into", hint="use from_checkpoint or from_config"
+            )
+        return self.pusher
+
+    def _check_ready(self) -> None:
+        if self.pusher is not None and not self.pusher.settled:
+            raise MissingTensor("tensors were pushed but not finished", hint="call finish() after load_weights()")
+
+    def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        expected = (x.shape[0], self.problem.top_k)
+        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
+            if tuple(tensor.shape) != expected:
+                raise LaunchError(f"{name} does not fit", expected=list(expected), got=list(tensor.shape))
+
+
+class QuantizedLinear(PackedModule):
+    """One matrix through the same backends: y = x @ W.T + b."""
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, module: str, **options: Any) -> QuantizedLinear:
+        """The module called `module` from files; see `loading.linear_from_checkpoint`."""
+        from colibri.loading import linear_from_checkpoint
+
+        return linear_from_checkpoint(path, module, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        self._check_input(rows)
+        out = rows.new_empty(rows.shape[0], self.problem.w13.n)
+        if rows.shape[0]:
+            offsets = torch.tensor([0, rows.shape[0]], device=rows.device)
+            self._run(rows, Contiguous(offsets), out)
+        return out.view(*x.shape[:-1], -1)
+
+
+def _device_of(module: nn.Module) -> Device | None:
+    """The device parameters ended up on; None for meta tensors, which compute nothing."""
+    where = next(module.parameters()).device
+    return None if where.type == "meta" else parse_device(str(where))

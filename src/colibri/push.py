@@ -1,0 +1,186 @@
+"""Filling a layer tensor by tensor: for engines that own the files, and for weight refits.
+
+Tensors come in any order, for one expert or for all, local or not. Each expert is packed by the
+same code that loads from files, reading from what was pushed instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint import naming as names
+from colibri.checkpoint.config import config_of_model
+from colibri.checkpoint.load import load_expert
+from colibri.checkpoint.naming import Claim
+from colibri.errors import CheckpointProblems, MissingTensor, WrongShape
+from colibri.layer import RoutedExperts
+from colibri.stored import DTYPE_NAMES, Config, Stored
+
+if TYPE_CHECKING:
+    from colibri.loading import Options, Recipe
+
+
+def from_config(
+    config: Mapping[str, Any], layer: int, *, tensors: Mapping[str, Stored] | None = None, **options: Any
+) -> RoutedExperts:
+    """A layer to push into. `config` is the model's config.json as a dict.
+
+    With `tensors` (names and headers of the checkpoint) an expert is packed and its tensors let go
+    as soon as the last of them comes; without, at `finish()`. Options as in `from_checkpoint`.
+    """
+    from colibri.loading import Options, Recipe
+
+    wanted, model = Options(**options), config_of_model(config)
+    made = RoutedExperts()
+    recipe = None
+    if tensors is not None:
+        manifest = manifests.build(model, tensors, wanted.naming)
+        manifest.check(where=model.source)
+        recipe = Recipe.make(manifest, layer, wanted)
+        recipe.fill(made, recipe.allocate(), None)
+    made.pusher = Pusher(made, model, layer, wanted, recipe, empty=True)
+    return made
+
+
+class Pusher:
+    """What has come, what is awaited, and which experts are packed."""
+
+    def __init__(
+        self,
+        layer: RoutedExperts,
+        config: Config,
+        index: int,
+        options: Options,
+        recipe: Recipe | None,
+        *,
+        empty: bool = False,
+    ) -> None:
+        self.layer, self.config, self.index, self.options = layer, config, index, options
+        self.naming = options.naming or names.find(config.model)
+        self.recipe = recipe
+        self.pending: dict[str, Tensor] = {}
+        self.headers: dict[str, Stored] = {}
+        self.stale: set[int] = set(recipe.plan.experts) if recipe and empty else set()  # experts never written
+        self.empty = empty
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is half done: forward may run."""
+        return not self.pending and not self.stale and self.recipe is not None
+
+    def push(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take this layer's tensors from `pairs`; gives the names taken."""
+        taken = set()
+        for name, tensor in pairs:
+            claim = self._claim(name)
+            if claim is None:
+                continue
+            taken.add(name)
+            self.headers[name] = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            if self._is_local(claim.expert):
+                self.pending[name] = tensor
+                self._flush(claim.expert)
+        return taken
+
+    def finish(self) -> None:
+        """Pack what is left; raise everything that never came."""
+        if self.recipe is None:
+            self._make_recipe()
+        assert self.recipe is not None
+        touched = self.recipe.plan.experts if self.empty else self._touched()
+        for expert in sorted(set(touched) & (self.stale | self._touched())):
+            self._write(expert)
+        self.pending.clear()
+        if self.stale:
+            raise CheckpointProblems(self._never_written(), where=f"layer {self.index}")
+        self.empty = False
+
+    def _claim(self, name: str) -> Claim | None:
+        for form in self.naming.forms:
+            claim = names.claim(form, name)
+            if claim is not None and claim.layer == self.index:
+                return claim
+        return None
+
+    def _is_local(self, expert: int | None) -> bool:
+        count = names.sizes(self.config.model).experts
+        if expert is None or count is None:
+            return True
+        return expert in self.options.placement.experts(count)
+
+    def _make_recipe(self) -> None:
+        """The headers are known only now: build the manifest from what was pushed."""
+        from colibri.loading import Recipe
+
+        count = names.sizes(self.config.model).experts
+        local = None if count is None else frozenset(self.options.placement.experts(count))
+        manifest = manifests.build(self.config, self.headers, self.naming, experts=local)
+        manifest.check(where=f"layer {self.index}")
+        self.recipe = Recipe.make(manifest, self.index, self.options)
+        self.stale = set(self.recipe.plan.experts)
+        self.recipe.fill(self.layer, self.recipe.allocate(), None)
+
+    def _names_of(self, expert: int) -> set[str]:
+        assert self.recipe is not None
+        held = self.recipe.plan.layer.projections
+        return {s.tensor for (e, _), p in held.items() if e == expert for s in p.sources.values()}
+
+    def _touched(self) -> set[int]:
+        assert self.recipe is not None
+        return {e for e in self.recipe.plan.experts if self._names_of(e) & self.pending.keys()}
+
+    def _flush(self, expert: int | None) -> None:
+        """Pack `expert` (None: all) if nothing of it is missing, and let its tensors go."""
+        if self.recipe is None:
+            return
+        for candidate in self.recipe.plan.experts if expert is None else (expert,):
+            if self._names_of(candidate) <= self.pending.keys():
+                self._write(candidate)
+        if expert is not None and self._names_of(expert) <= self.pending.keys():
+            for name in self._names_of(expert):
+                self.pending.pop(name)
+
+    def _write(self, expert: int) -> None:
+        """Pack one expert into every slot that holds it."""
+        assert self.recipe is not None
+        missing = self._names_of(expert) - self.pending.keys()
+        if missing:
+            return
+        recipe, problem = self.recipe, self.recipe.choice.problem
+        weights = load_expert(self._read, recipe.plan, expert)
+        layout, packed = self.layer.layout, self.layer.packed
+        for slot, logical in enumerate(recipe.plan.experts):
+            if logical != expert:
+                continue
+            for matrix, weight in (("w13", weights.w13), ("w2", weights.w2)):
+                rows = {n: packed[matrix][n][slot] for n in layout.storage(problem.matrices[matrix])}
+                layout.pack(problem.matrices[matrix], weight, rows)
+        self.stale.discard(expert)
+
+    def _read(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
+        tensor = self.pending[name]
+        known = self.headers[name]
+        if tuple(tensor.shape) != known.shape:
+            raise WrongShape("a pushed tensor changed its shape", where=name, expected=known.shape, got=tensor.shape)
+        return (tensor[index] if index else tensor).cpu().contiguous()
+
+    def _never_written(self) -> list[MissingTensor]:
+        assert self.recipe is not None
+        problems = []
+        for (expert, name), projection in sorted(self.recipe.plan.layer.projections.items()):
+            if expert not in self.stale:
+                continue
+            for role, source in projection.sources.items():
+                if source.tensor not in self.headers:
+                    problems.append(
+                        MissingTensor(
+                            f"'{role}' was never pushed",
+                            where=f"layer {self.index}, expert {expert}, {name}",
+                            expected=source.tensor,
+                        )
+                    )
+        return problems

@@ -1,0 +1,40 @@
+"""What a load did: said once, as a value, for people and for logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from colibri.codec import Loss
+from colibri.oracle import Choice
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Format, specs, bytes, time, backend and why, and what requantisation cost."""
+
+    format: str
+    family: str
+    layer: int
+    stored: dict[str, str]  # specs in the files, by matrix
+    kept: dict[str, str]  # specs in memory
+    activations: dict[str, str]
+    declared_activations: dict[str, str]  # what the checkpoint asks for
+    experts: int
+    bytes: int
+    seconds: float
+    choice: Choice
+    losses: dict[str, Loss] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"layer {self.layer}: {self.format} ({self.family}), {self.experts} experts, "
+            f"{self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s"
+        ]
+        for name, kept in self.kept.items():
+            how = kept if kept == self.stored[name] else f"{self.stored[name]} -> {kept}"
+            loss = self.losses.get(name)
+            cost = "" if loss is None else f", rms error {loss.rms_error:.2e}"
+            declared = self.declared_activations[name]
+            wish = "" if declared == self.activations[name] else f" (the checkpoint declares {declared})"
+            lines.append(f"  {name}: {how}, activations {self.activations[name]}{wish}{cost}")
+        return "\n".join([*lines, *(f"  {line}" for line in self.choice.table().splitlines())])
