@@ -222,8 +222,12 @@ def _group_algorithm(entry: Mapping[str, Any], key: str, source: str) -> str:
         return "W4A16_NVFP4" if entry.get("input_activations") is None else "NVFP4"
     if kind == ("float", 8, 32):
         return "MXFP8"
-    if kind == ("float", 8, None) and strategy in (None, "tensor", "channel"):
-        return "FP8_PER_CHANNEL_PER_TOKEN" if strategy == "channel" else "FP8"
+    if kind == ("float", 8, None) and strategy == "channel":
+        return "FP8_PER_CHANNEL_PER_TOKEN"
+    if kind == ("float", 8, None) and strategy in (None, "tensor"):
+        inputs = checked(entry.get("input_activations") or {}, f"{key}.input_activations", dict, (), source)
+        checked(inputs.get("dynamic", False), f"{key}.input_activations.dynamic with FP8", bool, (False,), source)
+        return "FP8"
     raise UnsupportedFormat(f"no algorithm has these arguments: '{key}.weights'", where=source, got=dict(weights))
 
 

@@ -1,0 +1,224 @@
+"""Which group of a compressed-tensors config holds for a module, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
+
+from colibri.dtypes import BF16
+from colibri.errors import CannotEncode, UnsupportedFormat
+from colibri.formats import _ct_schemes as ct
+from colibri.formats._ct_config import FIXED, FLOAT, INT, PACK, write_config
+from colibri.formats.base import Config, Module, Stored
+from colibri.formats.compressed_tensors import FORMAT
+from colibri.grammar import parse_activation, parse_spec
+from colibri.quant import (
+    CHANNEL,
+    DENSE_BF16,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    MXFP4,
+    NVFP4,
+    NVFP4_DIV,
+    TENSOR,
+    QuantSpec,
+    fp8_spec,
+    group,
+    int_spec,
+)
+
+N, K = 32, 64
+EXPERT = "model.layers.0.mlp.experts.3.gate_proj"
+
+
+def _config(fmt: str | None, spec: QuantSpec, inputs: Mapping[str, Any] | None = None, **top: Any) -> Config:
+    quant = {**write_config(fmt or PACK, spec, inputs), "format": fmt}
+    quant["config_groups"]["group_0"]["format"] = None
+    quant |= top
+    return Config(quant=quant, method="compressed-tensors")
+
+
+def _with_args(config: Config, side: str = "weights", **args: Any) -> Config:
+    quant = {**config.quant, "config_groups": {"group_0": dict(config.quant["config_groups"]["group_0"])}}
+    section = quant["config_groups"]["group_0"]
+    section[side] = {**(section[side] or {}), **args}
+    return Config(quant=quant, method=config.method)
+
+
+def test_every_preset_of_the_library() -> None:
+    weight_names = {
+        "W4A16_ASYM": "int4-g128-zp", "W8A8": "int8", "INT8": "int8", "W4AFP8": "int4-g128", "FP8": "fp8-tensor:bf16",
+        "FP8_DYNAMIC": "fp8-channel:bf16", "FP8_BLOCK": "fp8-block:bf16", "NVFP4": "nvfp4-div",
+        "NVFP4A16": "nvfp4-div", "MXFP4": "mxfp4", "MXFP4A16": "mxfp4", "MXFP4XFP8": "mxfp4", "MXFP6A16": "mxfp6-e2m3",
+        "MXFP6A8": "mxfp6-e2m3", "MXFP8": "mxfp8", "MXFP8A16": "mxfp8",
+    }  # fmt: skip
+    input_names = {
+        "W8A8": "int8", "INT8": "int8", "W4AFP8": "fp8", "FP8": "fp8-static", "FP8_DYNAMIC": "fp8",
+        "FP8_BLOCK": "fp8-g128", "NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP4XFP8": "fp8-g128", "MXFP6A8": "mxfp8",
+        "MXFP8": "mxfp8",
+    }  # fmt: skip
+    for name in PRESET_SCHEMES:
+        if name == "UNQUANTIZED":
+            continue
+        preset = QuantizationConfig(config_groups={"g": preset_name_to_scheme(name, ["Linear"])}, format="x")
+        quant = {**preset.model_dump(mode="json"), "format": PACK if name.startswith("W") else None}
+        config = Config(quant=quant, method="compressed-tensors")
+        module = Module(EXPERT, {".weight_scale": Stored("BF16", (1,)), ".weight": Stored("I8", (1, 1))})
+        want = weight_names.get(name, f"int{name[1]}-g128")  # WxAy
+        assert FORMAT.scheme(config, module).spec == parse_spec(want), name
+        got = FORMAT.activations(config, module)
+        if name in input_names:
+            assert got == parse_activation(input_names[name]), name
+        elif name.endswith("A8"):
+            assert got == parse_activation("int8"), name
+        else:
+            assert (got is None) == (name.endswith(("A16", "ASYM"))), name
+
+
+def test_the_most_specific_target_decides() -> None:
+    base = write_config(PACK, int_spec(4, group(32)))
+    groups = {
+        "everything": base["config_groups"]["group_0"],
+        "pattern": {**write_config(FLOAT, FP8_CHANNEL)["config_groups"]["group_0"], "targets": [r"re:.*\.down_proj"]},
+        "name": {**write_config("mxfp4-pack-quantized", MXFP4)["config_groups"]["group_0"], "targets": [EXPERT]},
+    }
+    quant = {**base, "format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
+    config = Config(quant=quant, method="compressed-tensors")
+
+    def spec(name: str, **stored: Stored) -> str:
+        return str(FORMAT.scheme(config, Module(name, {f".{k}": v for k, v in stored.items()})).spec)
+
+    assert spec(EXPERT) == "mxfp4"
+    assert spec("model.layers.0.mlp.experts.3.down_proj") == "fp8-channel:bf16"
+    assert spec("model.layers.0.mlp.experts.3.down_proj", weight_scale=Stored("F32", (1,))) == "fp8"
+    assert spec("model.layers.0.mlp.experts.4.up_proj") == "int4-g32"
+    assert spec("model.layers.0.mlp.gate", weight=Stored("F16", (8, 8))) == "fp16"
+    assert spec("model.layers.0.mlp.experts.4.up_proj", weight=Stored("BF16", (8, 8))) == "bf16"
+    assert spec("lm_head") == "bf16"
+
+
+def test_fused_names_stand_for_their_halves() -> None:
+    config = _config(PACK, int_spec(4, group(32)))
+    section = config.quant["config_groups"]["group_0"]
+    fused = Module("model.layers.0.mlp.experts.0.gate_up_proj", {})
+    section["targets"] = [r"re:.*\.gate_proj", r"re:.*\.up_proj"]
+    assert FORMAT.scheme(config, fused).spec == int_spec(4, group(32))
+    section["targets"] = [r"re:.*\.gate_proj"]
+    with pytest.raises(UnsupportedFormat, match="halves"):
+        FORMAT.scheme(config, fused)
+    section["targets"] = [r"re:.*gate_up_proj"]
+    assert FORMAT.scheme(config, fused).spec == int_spec(4, group(32))
+    section["targets"] = ["Linear"]
+    config.quant["ignore"].extend(["model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.experts.0.up_proj"])
+    assert FORMAT.scheme(config, fused).spec == DENSE_BF16
+
+
+@pytest.mark.parametrize(
+    ("spec", "stored", "want"),
+    [
+        (int_spec(4, group(32)), {".weight_packed": "I32", ".weight_scale": "BF16"}, ct.PackedInts),
+        (int_spec(8, CHANNEL), {".weight": "I8", ".weight_scale": "BF16"}, ct.PlainInts),
+        (FP8_CHANNEL, {".weight": "F8_E4M3", ".weight_scale": "F32"}, ct.Floats),
+        *((spec, {}, ct.Floats) for spec, _ in FIXED.values()),
+    ],
+    ids=str,
+)
+def test_a_format_that_is_not_named_follows_from_the_rest(spec: QuantSpec, stored: Any, want: type) -> None:
+    module = Module(EXPERT, {suffix: Stored(dtype, (N, K)) for suffix, dtype in stored.items()})
+    scheme = FORMAT.scheme(_config(None, spec), module)
+    assert type(scheme) is want and scheme.spec == spec
+
+
+def test_integers_without_format_or_tensors_are_ambiguous() -> None:
+    with pytest.raises(UnsupportedFormat, match="name a format"):
+        FORMAT.scheme(_config(None, int_spec(4, group(32))), Module(EXPERT, {}))
+
+
+def test_static_activations_need_their_scales() -> None:
+    spec = fp8_spec(TENSOR, scale=BF16)
+    static = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    asymmetric = {**static, "type": "int", "symmetric": False}
+    local = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+    cases = [
+        (FLOAT, spec, None, set()),
+        (FLOAT, spec, {**static, "dynamic": True}, set()),
+        (FLOAT, spec, static, {"input_scale"}),
+        (INT, int_spec(8, CHANNEL), asymmetric, {"input_scale", "input_zero_point"}),
+        ("nvfp4-pack-quantized", NVFP4_DIV, local, {"input_global_scale"}),
+    ]
+    for fmt, weights, inputs, needed in cases:
+        scheme = FORMAT.scheme(_config(fmt, weights, inputs), Module(EXPERT, {}))
+        roles = {p.role: p.optional for p in scheme.parts if p.role.startswith("input_")}
+        assert {role for role, optional in roles.items() if not optional} == needed
+        assert len(roles) == 3
+
+
+INT4 = _config(PACK, int_spec(4, group(32)))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (_config("dense", int_spec(4, group(32))), "format"),
+        (_config("marlin-24", int_spec(4, group(32))), "format"),
+        (_config("sparse-24-bitmask", int_spec(4, group(32))), "format"),
+        (_config(PACK, int_spec(4, group(32)), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (_config(PACK, int_spec(4, group(32)), transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        (_config(PACK, int_spec(4, group(32)), moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
+        (_config(PACK, int_spec(4, group(32)), config_groups=None), "config_groups"),
+        (_config(PACK, int_spec(4, group(32)), config_groups={"W4A16": ["Linear"]}), "W4A16"),
+        (_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "does not compile"),
+        (_config(PACK, int_spec(4, group(32)), ignore=[1]), "ignore"),
+        (_config("nvfp4-pack-quantized", MXFP4), "nvfp4"),
+        (_config(FLOAT, int_spec(8, CHANNEL)), "weights.type"),
+        (_config(INT, FP8_CHANNEL), "weights.type"),
+        (_config(PACK, int_spec(4, TENSOR, zero_point=True)), "weights.strategy"),
+        (_with_args(INT4, num_bits=9), "num_bits"),
+        (_with_args(INT4, num_bits=1), "num_bits"),
+        (_with_args(INT4, num_bits=True), "num_bits"),
+        (_with_args(INT4, strategy="attn_head"), "strategy"),
+        (_with_args(INT4, strategy="token"), "strategy"),
+        (_with_args(INT4, group_size=0), "group_size"),
+        (_with_args(INT4, group_size="32"), "group_size"),
+        (_with_args(INT4, dynamic=True), "dynamic"),
+        (_with_args(INT4, actorder="sideways"), "actorder"),
+        (_with_args(INT4, rotation="hadamard"), "rotation"),
+        (_with_args(INT4, strategy="block", block_structure=[128]), "block_structure"),
+        (_with_args(_config(FLOAT, FP8_CHANNEL), symmetric=False), "symmetric"),
+        (_with_args(_config(FLOAT, FP8_CHANNEL), num_bits=4), "num_bits"),
+        (_with_args(INT4, "output_activations", num_bits=8), "output_activations"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(config: Config, match: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=match):
+        FORMAT.scheme(config, Module(EXPERT, {}))
+
+
+def test_what_does_not_change_the_numbers_is_let_pass() -> None:
+    config = _config(
+        PACK,
+        int_spec(4, group(32)),
+        sparsity_config={"format": "dense", "sparsity_structure": "2:4"},
+        kv_cache_scheme={"num_bits": 8, "type": "float"},
+        transform_config={"config_groups": {}},
+    )
+    assert FORMAT.scheme(_with_args(config, observer="mse"), Module(EXPERT, {})).spec == int_spec(4, group(32))
+    assert FORMAT.unknown_keys(config) == []
+    old_block = _with_args(_config(FLOAT, FP8_BLOCK), block_structure="128x128")
+    assert FORMAT.scheme(old_block, Module(EXPERT, {".weight_scale": Stored("F32", (1, 1))})).spec == FP8_BLOCK
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [NVFP4, DENSE_BF16, int_spec(1), int_spec(4, TENSOR), parse_spec("nf4"), parse_spec("mxfp8-e5m2"),
+     parse_spec("int4-g32-zp:fp16"), parse_spec("fp8-b128x128:e8m0")],
+    ids=str,
+)  # fmt: skip
+def test_specs_without_a_form_are_refused(spec: QuantSpec) -> None:
+    with pytest.raises(CannotEncode) as caught:
+        FORMAT.export(spec, [])
+    assert spec != NVFP4 or caught.value.hint == "use nvfp4-div"
