@@ -66,7 +66,7 @@ _DTYPES: dict[str, d.DType] = {
     t.name: t
     for t in (
         d.E2M1, d.E2M3, d.E3M2, d.E3M4, d.E4M3, d.E4M3FNUZ, d.E5M2, d.E8M0, d.UE5M3, d.NF4,
-        d.FP4_BNB, d.INV127, d.TERNARY, d.F16, d.BF16, d.F32,
+        d.BNB_FP4, d.IQ4, d.INV127, d.TERNARY, d.F16, d.BF16, d.F32,
     )
 }  # fmt: skip
 _DTYPES["fp8"] = d.E4M3
