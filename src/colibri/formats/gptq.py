@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from colibri.dtypes import BF16, F16, ZERO16
+from colibri.dtypes import BF16, F16
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
 from colibri.formats.base import (
     BIAS,
@@ -34,7 +35,7 @@ from colibri.formats.base import (
     require,
 )
 from colibri.packing import pack_bits, unpack_bits
-from colibri.quant import ALL, CHANNEL, QuantSpec, group, int_spec, is_integer
+from colibri.quant import ALL, CHANNEL, Block, QuantSpec, group, int_spec
 from colibri.weight import LogicalWeight
 
 BITS = (2, 3, 4, 8)
@@ -61,9 +62,10 @@ class GptqScheme(Scheme):
         scale = stored["scale"].t().contiguous()
         zero = None
         if "zero" in stored:
+            # The offset is added to single zero points: adding it to the packed words would carry.
             zero = (unpack_bits(stored["zero"], bits, n).to(torch.int16) + self.offset).t().contiguous()
         if self.spec.zero is None:
-            self._check_symmetric(zero)
+            check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores minus one)")
             zero = None
         perm = self._perm(stored.get("perm"), k)
         if perm is not None:
@@ -91,35 +93,43 @@ class GptqScheme(Scheme):
             "perm": g_idx,
         }
 
-    def _check_symmetric(self, zero: Tensor | None) -> None:
-        middle = 1 << (self.spec.dtype.bits - 1)
-        if zero is not None and bool((zero != middle).any()):
-            raise BadValue(
-                "the config says symmetric but the zero points are not all the middle code",
-                expected=middle,
-                got=f"{int(zero.min())} to {int(zero.max())}",
-                hint="set sym to false, or check checkpoint_format (v1 stores zero points minus one)",
-            )
-
     def _perm(self, g_idx: Tensor | None, k: int) -> Tensor | None:
         """The sorting permutation of an act-order; None where the order is natural."""
         if g_idx is None:
             return None
         size = self.spec.group or k
         natural = torch.arange(k, dtype=torch.int32, device=g_idx.device) // size
-        trivial = not self.desc_act and not bool(g_idx.any())  # some writers leave zeros
-        if trivial or torch.equal(g_idx - g_idx[:1], natural):  # a shard's groups start anywhere
+        if not self.desc_act:
+            # Some writers leave zeros; a shard's indices start at its own first group.
+            if bool(g_idx.any()) and (int(g_idx[0]) < 0 or not torch.equal(g_idx - g_idx[0], natural)):
+                raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
+            return None
+        if torch.equal(g_idx, natural):
             return None
         order = torch.argsort(g_idx, stable=True)
         if not torch.equal(g_idx[order], natural):
-            raise BadValue("g_idx does not give each group its share of columns", expected=f"{size} columns a group")
-        if not self.desc_act:
-            raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
+            raise BadValue(
+                "g_idx does not give each group its share of columns",
+                expected=f"{size} columns for each of 0 to {int(natural[-1])}",
+                got=f"indices {int(g_idx.min())} to {int(g_idx.max())}, {g_idx.unique().numel()} different",
+            )
         return order.to(torch.int32)
 
 
+def check_symmetric(zero: Tensor | None, bits: int, hint: str) -> None:
+    """Zero points of a symmetric weight, where stored at all, are the middle code."""
+    middle = 1 << (bits - 1)
+    if zero is not None and bool((zero != middle).any()):
+        raise BadValue(
+            "the config says symmetric but the zero points are not all the middle code",
+            expected=middle,
+            got=f"{int(zero.min())} to {int(zero.max())}",
+            hint=hint,
+        )
+
+
 def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
-    """The scheme for one combination of bits, group and version (AutoRound shares it)."""
+    """The scheme for one combination of bits, group and version."""
     groups = "1" if spec.group == ALL else f"k/{spec.group}"
     bits = spec.dtype.bits
     scale = FLOAT_NAMES[spec.scales[0].dtype]
@@ -133,16 +143,37 @@ def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
     return GptqScheme(spec, parts, offset, desc_act)
 
 
+def group_block(size: int, source: str) -> Block:
+    """The block of a `group_size`, where -1 stands for the whole row."""
+    if size != -1 and size < 1:
+        raise UnsupportedFormat("group_size is positive or -1", where=source, got=size)
+    return CHANNEL if size == -1 else group(size)
+
+
+def grouped_integers(spec: QuantSpec, bits: Sequence[int]) -> bool:
+    """Whether `spec` is what GPTQ and AWQ hold: plain integers, 16-bit scales by group or channel."""
+    if not spec.scales or spec.dtype.bits not in bits:
+        return False
+    scale = spec.scales[0]
+    plain = int_spec(spec.dtype.bits, scale.block, zero_point=spec.zero is not None, scale=scale.dtype)
+    return spec == plain and scale.block[0] == 1 and scale.dtype in (F16, BF16)
+
+
 class Gptq(Format):
     name = "gptq"
-    used = frozenset({"bits", "group_size", "sym", "desc_act", "checkpoint_format", "dynamic"})
+    used = frozenset(
+        {
+            "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype", "dynamic",
+            "is_marlin_format",
+        }
+    )  # fmt: skip
     ignored = frozenset(
         {
-            "lm_head", "pack_dtype", "meta", "modules_in_block_to_quantize", "static_groups",
-            "damp_percent", "damp_auto_increment", "true_sequential", "quantizer", "version", "dataset",
-            "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size",
-            "pad_token_id", "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs",
-            "tokenizer", "use_cuda_fp16", "model_name_or_path", "model_file_base_name", "is_marlin_format",
+            "lm_head", "meta", "method", "modules_in_block_to_quantize", "static_groups", "damp_percent",
+            "damp_auto_increment", "true_sequential", "quantizer", "version", "dataset", "model_seqlen",
+            "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
+            "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "tokenizer",
+            "use_cuda_fp16", "model_name_or_path", "model_file_base_name", "act_group_aware", "mse", "backend",
         }
     )  # fmt: skip
 
@@ -150,47 +181,46 @@ class Gptq(Format):
         return config.method in ("gptq", "gptq_v2")
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        overrides = self._overrides(config, module.name)
-        if overrides is None or (module.has(".weight") and not module.has(".qweight")):
+        merged = overridden(config, module.name, self.used | self.ignored)
+        if merged is None or (module.has(".weight") and not module.has(".qweight")):
             return dense(module)
-        merged = Config(config.model, {**config.quant, **overrides}, config.method, config.source)
         bits = require(merged, "bits", int, BITS)
-        size = require(merged, "group_size", int)
-        if size != -1 and size < 1:
-            raise UnsupportedFormat("group_size is positive or -1", where=config.source, got=size)
-        default = "gptq_v2" if config.method == "gptq_v2" else "gptq"
-        version = optional(merged, "checkpoint_format", str, default, ("gptq", "gptq_v2"))
+        block = group_block(require(merged, "group_size", int), config.source)
+        optional(merged, "pack_dtype", str, "int32", ("int32",))
         scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)
-        block = CHANNEL if size == -1 else group(size)
         spec = int_spec(bits, block, zero_point=not optional(merged, "sym", bool, True), scale=scale)
-        desc_act = optional(merged, "desc_act", bool, False) and size != -1
-        return gptq_scheme(spec, offset=int(version == "gptq"), desc_act=desc_act)
+        desc_act = optional(merged, "desc_act", bool, False) and block != CHANNEL  # one group has one order
+        return gptq_scheme(spec, offset=self._offset(merged), desc_act=desc_act)
 
-    def _overrides(self, config: Config, name: str) -> Mapping[str, Any] | None:
-        """The `dynamic` rule for this module: first match wins, "-:" means unquantised (None)."""
-        rules = optional(config, "dynamic", dict, {})
-        for pattern, values in rules.items():
-            if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
-                if pattern.startswith("-:"):
-                    return None
-                return dict(checked(values, f"dynamic.{pattern}", dict, (), config.source))
-        return {}
+    def _offset(self, config: Config) -> int:
+        """What the stored zero points lack, from the version in any of its spellings."""
+        version = optional(config, "checkpoint_format", str, optional(config, "format", str, config.method))
+        if optional(config, "is_marlin_format", bool, False):
+            version = "marlin"
+        if version not in ("gptq", "gptq_v2"):
+            raise UnsupportedFormat(
+                f"the tensors are laid out for one kernel ('{version}'), not as GPTQ",
+                where=config.source,
+                expected="checkpoint_format gptq or gptq_v2",
+                got=version,
+                hint="export the checkpoint again as gptq",
+            )
+        return int(version == "gptq")
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
-        ok = is_integer(spec) and spec.dtype.bits in BITS and len(spec.scales) == 1 and not spec.minimum
-        scale = spec.scales[0] if spec.scales else None
-        if not ok or scale is None or scale.block[0] != 1 or scale.dtype not in (F16, BF16):
-            raise CannotEncode("GPTQ holds 2-, 3-, 4- and 8-bit integers by group or channel", got=spec)
-        if spec.zero is not None and spec.zero.dtype != ZERO16:
-            raise CannotEncode("GPTQ holds integer zero points", got=spec)
+        if not grouped_integers(spec, BITS):
+            raise CannotEncode(
+                "GPTQ holds 2-, 3-, 4- and 8-bit integers with 16-bit scales by group or channel", got=spec
+            )
         config = {
             "quant_method": "gptq",
             "bits": spec.dtype.bits,
             "group_size": spec.group or -1,
             "sym": spec.zero is None,
             "desc_act": False,
+            # A zero point of 0 has no form in version 1.
             "checkpoint_format": "gptq_v2" if spec.zero is not None else "gptq",
-            "dynamic": {f"-:{re.escape(name)}$": {} for name in dense_modules},
+            "dynamic": {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {},
         }
         return config, gptq_scheme(spec, offset=int(spec.zero is None), desc_act=False)
 
@@ -215,6 +245,37 @@ class Gptq(Format):
         }
         name = f"{spec}-{version}{'-actorder' if desc_act else ''}"
         return Example(name, Config(quant=quant, method="gptq"), gptq_scheme(spec, offset=offset, desc_act=desc_act))
+
+
+def overridden(config: Config, name: str, known: frozenset[str]) -> Config | None:
+    """`config` as its `dynamic` rules change it for one module; None where they leave it unquantised.
+
+    The first pattern that matches from the start of the name wins; "-:" means unquantised.
+    """
+    for pattern, values in optional(config, "dynamic", dict, {}).items():
+        if not compiled(pattern.removeprefix("+:").removeprefix("-:"), "dynamic", config.source).match(name):
+            continue
+        if pattern.startswith("-:"):
+            return None
+        changes = checked(values, f"dynamic.{pattern}", dict, (), config.source)
+        strange = sorted(set(changes) - known)
+        if strange:
+            raise UnsupportedFormat(
+                f"dynamic rule '{pattern}' changes what is not understood", where=config.source, got=", ".join(strange)
+            )
+        return replace(config, quant={**config.quant, **changes})
+    return config
+
+
+@lru_cache(maxsize=1 << 14)  # re's own cache is smaller than the rule lists of large models
+def compiled(pattern: str, key: str, source: str) -> re.Pattern[str]:
+    """A regular expression from a config, or an error that names where it is."""
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnsupportedFormat(
+            f"'{key}' holds a pattern that is not a regular expression", where=source, got=f"'{pattern}': {error}"
+        ) from None
 
 
 FORMAT = Gptq()
