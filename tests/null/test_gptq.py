@@ -1,0 +1,289 @@
+"""GPTQ: the numbers of its definition, and a slow packer written from it as the judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.codec import dequantize, quantize
+from colibri.dtypes import BF16, F16, F32
+from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
+from colibri.formats import detect
+from colibri.formats.base import Config, Dense, Module, Stored
+from colibri.formats.gptq import FORMAT, GptqScheme, gptq_scheme
+from colibri.grammar import parse_spec
+from colibri.quant import CHANNEL, group, int_spec
+from colibri.testing.weights import random_weight
+from colibri.weight import LogicalWeight
+
+CODES = [3, 14, 8, 7, 0, 15, 9, 1]
+NAME = "model.layers.0.mlp.experts.7.gate_proj"
+
+
+def words(*values: int) -> Tensor:
+    """32-bit patterns as the int32 that holds them."""
+    return torch.from_numpy(np.array(values, dtype=np.uint32).view(np.int32).copy())
+
+
+def config(**values: Any) -> Config:
+    quant = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False, **values}
+    return Config(quant=quant, method="gptq")
+
+
+def resolve(module: Module | None = None, **values: Any) -> GptqScheme:
+    scheme = FORMAT.scheme(config(**values), module or Module(NAME))
+    assert isinstance(scheme, GptqScheme)
+    return scheme
+
+
+def pack_stream(codes: list[int], bits: int) -> list[int]:
+    """Element i in bits [i*b, (i+1)*b) of one string; bit j of it is bit j % 32 of word j // 32."""
+    out = [0] * -(-len(codes) * bits // 32)
+    for i, code in enumerate(codes):
+        for bit in range(bits):
+            position = i * bits + bit
+            out[position // 32] |= ((code >> bit) & 1) << (position % 32)
+    return out
+
+
+def by_hand(codes: np.ndarray, zero: np.ndarray, bits: int, offset: int) -> tuple[Tensor, Tensor]:
+    """qweight [K^, N] and qzeros [G, N^] of codes [N, K] and zero points [N, G], one bit at a time."""
+    qweight = [pack_stream(row.tolist(), bits) for row in codes]
+    qzeros = [pack_stream((zero[:, g] - offset).tolist(), bits) for g in range(zero.shape[1])]
+    return torch.stack([words(*w) for w in qweight], dim=1), torch.stack([words(*w) for w in qzeros])
+
+
+# ---- the numbers of the definition
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("gptq", [-2.5, 3, 0, -0.5, -4, 3.5, 0.5, -3.5]),
+        ("gptq_v2", [-2, 3.5, 0.5, 0, -3.5, 4, 1, -3]),  # the same file misread: everything off by one step
+    ],
+)
+def test_numbers_of_both_versions(version: str, expected: list[float]) -> None:
+    scheme = resolve(group_size=-1, sym=False, checkpoint_format=version)
+    stored = {
+        "codes": words(0x19F078E3).reshape(1, 1).repeat(1, 8),
+        "zero": words(0x77777777).reshape(1, 1),
+        "scale": torch.full((1, 8), 0.5, dtype=torch.float16),
+    }
+    assert dequantize(scheme.decode(stored, 8, 8)).tolist() == [expected] * 8
+
+
+def test_zero_points_are_incremented_after_unpacking() -> None:
+    """0x7777777F + 0x11111111 would carry into the second zero point."""
+    scheme = resolve(group_size=-1, sym=False)
+    stored = {
+        "codes": torch.zeros(1, 8, dtype=torch.int32),
+        "zero": words(0x7777777F).reshape(1, 1),
+        "scale": torch.ones(1, 8, dtype=torch.float16),
+    }
+    weight = scheme.decode(stored, 8, 8)
+    assert weight.zero is not None and weight.zero.flatten().tolist() == [16, 8, 8, 8, 8, 8, 8, 8]
+    assert torch.equal(scheme.encode(weight)["zero"], stored["zero"])
+
+
+@pytest.mark.parametrize(("version", "word"), [("gptq", 0x77777777), ("gptq_v2", 0x88888888)])
+def test_symmetric_zero_points_are_written_and_checked(version: str, word: int) -> None:
+    scheme = resolve(checkpoint_format=version)
+    weight = random_weight(scheme, 8, 64, torch.Generator().manual_seed(0))
+    stored = scheme.encode(weight)
+    assert torch.equal(stored["zero"], words(word).reshape(1, 1))
+    other = resolve(checkpoint_format="gptq_v2" if version == "gptq" else "gptq")
+    with pytest.raises(BadValue, match="checkpoint_format"):
+        other.decode(stored, 8, 64)
+    del stored["zero"], stored["perm"]
+    assert scheme.decode(stored, 8, 64).equals(weight)  # both may be missing
+
+
+# ---- the slow packer and the formula, spelled out
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_agrees_with_a_packer_that_moves_single_bits(bits: int, version: str, desc_act: bool) -> None:
+    rng = np.random.default_rng(bits)
+    n, k, size, offset = 40, 96, 32, int(version == "gptq")
+    codes = rng.integers(0, 1 << bits, (n, k))
+    zero = rng.integers(offset, (1 << bits) + offset, (n, k // size))
+    scale = rng.standard_normal((n, k // size)).astype(np.float16)
+    g_idx = np.arange(k) // size
+    if desc_act:
+        rng.shuffle(g_idx)
+    qweight, qzeros = by_hand(codes, zero, bits, offset)
+    stored = {
+        "codes": qweight,
+        "zero": qzeros,
+        "scale": torch.from_numpy(scale.T.copy()),
+        "perm": torch.from_numpy(g_idx.astype(np.int32)),
+    }
+    expected = np.empty((n, k), dtype=np.float32)
+    for row in range(n):
+        for column in range(k):
+            g = g_idx[column]
+            expected[row, column] = np.float32(codes[row, column] - zero[row, g]) * np.float32(scale[row, g])
+    scheme = resolve(bits=bits, group_size=size, sym=False, desc_act=desc_act, checkpoint_format=version)
+    weight = scheme.decode(stored, n, k)
+    assert np.array_equal(dequantize(weight).numpy(), expected)
+    again = scheme.encode(weight)
+    assert again.keys() == stored.keys() and all(torch.equal(again[role], stored[role]) for role in stored)
+
+
+# ---- act-order
+
+
+def ordered() -> tuple[GptqScheme, dict[str, Tensor]]:
+    scheme = resolve(group_size=32, desc_act=True)
+    stored = scheme.encode(random_weight(scheme, 8, 64, torch.Generator().manual_seed(1)))
+    return scheme, stored
+
+
+def test_natural_order_is_no_act_order() -> None:
+    scheme, stored = ordered()
+    assert scheme.act_order and scheme.decode(stored, 8, 64).perm is None
+
+
+@pytest.mark.parametrize(
+    "g_idx",
+    [
+        pytest.param([0] * 32 + [2] * 32, id="beyond the groups"),
+        pytest.param([-1] * 32 + [0] * 32, id="negative"),
+        pytest.param([0] * 31 + [1] * 33, id="uneven"),
+        pytest.param([0] * 64, id="all zeros with desc_act"),
+    ],
+)
+def test_impossible_group_indices_are_refused(g_idx: list[int]) -> None:
+    scheme, stored = ordered()
+    stored["perm"] = torch.tensor(g_idx, dtype=torch.int32)
+    with pytest.raises(BadValue, match="g_idx"):
+        scheme.decode(stored, 8, 64)
+
+
+def test_reordered_columns_need_desc_act() -> None:
+    scheme = resolve(group_size=32)
+    weight = random_weight(scheme, 8, 64, torch.Generator().manual_seed(1))
+    stored = scheme.encode(weight)
+    for harmless in (torch.zeros(64, dtype=torch.int32), stored["perm"] + 3):  # a shard starts at any group
+        assert scheme.decode({**stored, "perm": harmless}, 8, 64).equals(weight)
+    for wrong in (stored["perm"].flip(0), stored["perm"] - 5):
+        with pytest.raises(BadValue, match="desc_act is false"):
+            scheme.decode({**stored, "perm": wrong}, 8, 64)
+
+
+def test_one_group_has_one_order() -> None:
+    scheme = resolve(group_size=-1, desc_act=True)
+    assert not scheme.act_order and scheme.spec.scales[0].block == CHANNEL
+    stored = scheme.encode(random_weight(scheme, 8, 64, torch.Generator().manual_seed(1)))
+    assert not stored["perm"].any() and stored["scale"].shape == (1, 8)
+    stored["perm"][5] = 1
+    with pytest.raises(BadValue, match="g_idx"):
+        scheme.decode(stored, 8, 64)
+
+
+# ---- what cannot be held
+
+
+@pytest.mark.parametrize(("version", "zero"), [("gptq", 0), ("gptq_v2", 16)])
+def test_zero_points_without_a_form_are_refused(version: str, zero: int) -> None:
+    scheme = resolve(sym=False, checkpoint_format=version)
+    weight = random_weight(scheme, 8, 64, torch.Generator().manual_seed(2))
+    assert weight.zero is not None
+    weight.zero[0, 0] = zero
+    with pytest.raises(CannotEncode, match="zero points"):
+        scheme.encode(weight)
+
+
+@pytest.mark.parametrize("name", ["int4-g128:fp16", "int4-g32-zp", "int8", "int3-g64:fp16", "int2-g32:fp16-zp"])
+def test_what_is_written_reads_back(name: str) -> None:
+    spec = parse_spec(name)
+    quant, scheme = FORMAT.export(spec, ["lm_head", "model.layers.0.mlp.gate"])
+    read = Config(quant=quant, method=quant["quant_method"])
+    headers = {".scales": Stored("BF16" if spec.scales[0].dtype == BF16 else "F16", ())}
+    assert detect(read) is FORMAT and FORMAT.scheme(read, Module(NAME, headers)) == scheme
+    assert isinstance(FORMAT.scheme(read, Module("model.layers.0.mlp.gate")), Dense)
+    assert not isinstance(FORMAT.scheme(read, Module("model.layers.0.mlp.gate_proj", headers)), Dense)
+    weight = quantize(torch.randn(32, 256, generator=torch.Generator().manual_seed(3)), spec)
+    assert scheme.decode(scheme.encode(weight), 32, 256).equals(weight)
+
+
+@pytest.mark.parametrize("name", ["ternary", "uint4-g32", "int5-g32", "fp8-block", "int4-tensor", "int4-g32:fp32", "nf4"])
+def test_other_specs_are_not_written(name: str) -> None:
+    with pytest.raises(CannotEncode, match="GPTQ holds"):
+        FORMAT.export(parse_spec(name), [])
+
+
+# ---- configs
+
+
+def test_dynamic_rules() -> None:
+    rules = {
+        r"-:.*\.gate$": {},
+        r"+:model\.layers\.0\..*down_proj": {"bits": 8, "group_size": 32},
+        r"model\.layers\.0\.": {"sym": False},
+        r"layers": {"bits": 2},  # matches from the start of the name only
+    }
+    read = config(dynamic=rules)
+
+    def scheme(name: str) -> Any:
+        return FORMAT.scheme(read, Module(name))
+
+    assert isinstance(scheme("model.layers.0.mlp.gate"), Dense)
+    assert scheme("model.layers.0.mlp.experts.0.down_proj").spec == int_spec(8, group(32), scale=F16)
+    assert scheme(NAME).spec == int_spec(4, group(64), zero_point=True, scale=F16)  # the first that matches wins
+    assert scheme("model.layers.1.mlp.experts.0.down_proj").spec == int_spec(4, group(64), scale=F16)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dynamic": {"-:(": {}}}, "not a regular expression"),
+        ({"dynamic": {"+:.*": {"adapter": {}}}}, "adapter"),
+        ({"dynamic": {"+:.*": 8}}, "dynamic"),
+        ({"dynamic": [1]}, "dynamic"),
+        ({"checkpoint_format": "marlin"}, "one kernel"),
+        ({"checkpoint_format": "bitblas"}, "one kernel"),
+        ({"format": "bitblas"}, "one kernel"),
+        ({"is_marlin_format": True}, "one kernel"),
+        ({"pack_dtype": "int64"}, "pack_dtype"),
+        ({"bits": 5}, "2, 3, 4, 8"),
+        ({"bits": True}, "bits"),
+        ({"bits": None}, "bits"),
+        ({"group_size": 0}, "group_size"),
+        ({"group_size": "128"}, "group_size"),
+        ({"sym": "yes"}, "sym"),
+    ],
+)
+def test_configs_not_understood(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=message):
+        resolve(**values)
+
+
+def test_spellings_of_the_version() -> None:
+    assert resolve().offset == 1
+    assert resolve(format="gptq_v2").offset == 0
+    assert resolve(checkpoint_format="gptq", format="gptq_v2").offset == 1
+    old = FORMAT.scheme(Config(quant=dict(config().quant), method="gptq_v2"), Module(NAME))
+    assert isinstance(old, GptqScheme) and old.offset == 0
+
+
+def test_stored_scales_are_kept_and_plain_modules_left_alone() -> None:
+    for name, dtype in (("F16", F16), ("BF16", BF16), ("F32", F32)):
+        module = Module(NAME, {".qweight": Stored("I32", (8, 8)), ".scales": Stored(name, (1, 8))})
+        assert resolve(module).spec.scales[0].dtype == dtype
+    plain = FORMAT.scheme(config(), Module("lm_head", {".weight": Stored("F16", (8, 8))}))
+    assert isinstance(plain, Dense) and plain.spec.dtype == F16
+
+
+def test_bias_travels_along() -> None:
+    scheme = gptq_scheme(int_spec(4, group(32), scale=F16), offset=1, desc_act=False)
+    weight = random_weight(scheme, 8, 64, torch.Generator().manual_seed(4))
+    biased = LogicalWeight(weight.spec, weight.codes, weight.scales, bias=torch.randn(8).half())
+    assert scheme.decode(scheme.encode(biased), 8, 64).equals(biased)
