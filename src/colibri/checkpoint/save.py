@@ -238,7 +238,9 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
     if not names:
         return
     if not overwrite:
-        raise CheckpointError("the destination exists and is not empty", where=str(destination))
+        raise CheckpointError(
+            "the destination exists and is not empty", where=str(destination), hint="--overwrite replaces a checkpoint"
+        )
     if not any(name == "config.json" or name.endswith((".safetensors", ".gguf")) for name in names):
         raise CheckpointError(
             "the destination is not a checkpoint, so it is not replaced",
