@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colibri.dtypes import BF16, E8M0, F32, INTEGER, TERNARY, ZERO16, DType, biased_type
 from colibri.errors import BadValue
-from colibri.quant import ALL, DIV, Block, QuantSpec, Scale, Zero, blocks_along
+from colibri.quant import ALL, DIV, Block, Level, QuantSpec, Scale, blocks_along
 from colibri.weight import LogicalWeight, expand
 
 FLOOR, CEIL = "floor", "ceil"  # how an MX block rounds its power-of-two scale
@@ -183,7 +183,7 @@ def recast(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight | None:
     n, k = source.n, source.k
     fine = source.reblock(_with_blocks(source.spec, spec))
 
-    def convert(old: Scale | Zero, new: Scale | Zero, tensor: Tensor) -> Tensor:
+    def convert(old: Level, new: Level, tensor: Tensor) -> Tensor:
         return tensor if old.dtype == new.dtype else new.dtype.encode(old.dtype.decode(tensor))
 
     assert (n, k) == (fine.n, fine.k)
@@ -218,7 +218,7 @@ def _with_blocks(old: QuantSpec, new: QuantSpec) -> QuantSpec:
     )
 
 
-def _refines(old: Scale | Zero, new: Scale | Zero) -> bool:
+def _refines(old: Level, new: Level) -> bool:
     if isinstance(old, Scale) and isinstance(new, Scale) and old.op != new.op:
         return False
     return all(b == a or (b != ALL and (a == ALL or a % b == 0)) for a, b in zip(old.block, new.block))

@@ -13,6 +13,7 @@ blocks. Stored scale dtypes are kept, never cast.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from colibri.dtypes import (
@@ -52,16 +53,13 @@ def blocks_along(size: int, side: int) -> int:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """One level of scaling: a number of `dtype` for each block."""
+class Level:
+    """A number of `dtype` for each block."""
 
     dtype: DType
     block: Block
-    op: str = MUL
 
     def __post_init__(self) -> None:
-        if self.op not in (MUL, DIV):
-            raise SpecError("a scale multiplies or divides", expected="mul or div", got=self.op)
         if min(self.block) < 0:
             raise SpecError("block sides are positive, or ALL (0)", got=self.block)
 
@@ -70,14 +68,20 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Zero:
+class Scale(Level):
+    """One level of scaling, or of the minimum."""
+
+    op: str = MUL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.op not in (MUL, DIV):
+            raise SpecError("a scale multiplies or divides", expected="mul or div", got=self.op)
+
+
+@dataclass(frozen=True)
+class Zero(Level):
     """A zero point for each block: integers up to 2**bits (`ZERO16`), or floats."""
-
-    dtype: DType
-    block: Block
-
-    def shape(self, n: int, k: int) -> tuple[int, int]:
-        return blocks_along(n, self.block[0]), blocks_along(k, self.block[1])
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class QuantSpec:
         return self.dtype.wide is None
 
     @property
-    def levels(self) -> tuple[Scale | Zero, ...]:
+    def levels(self) -> tuple[Level, ...]:
         """Everything that is stored per block."""
         return self.scales + ((self.zero,) if self.zero else ()) + self.minimum
 
@@ -127,6 +131,15 @@ class QuantSpec:
             stored += rows * columns * bits
         return stored / (n * k)
 
+    def with_blocks(self, change: Callable[[Block], Block]) -> QuantSpec:
+        """The same levels over other blocks."""
+        return replace(
+            self,
+            scales=tuple(replace(s, block=change(s.block)) for s in self.scales),
+            zero=self.zero and replace(self.zero, block=change(self.zero.block)),
+            minimum=tuple(replace(s, block=change(s.block)) for s in self.minimum),
+        )
+
     def map_blocks(self, side: int, size: int) -> QuantSpec:
         """The same numbers with each block's `side` (0 rows, 1 columns) cut to gcd(side, size).
 
@@ -135,17 +148,12 @@ class QuantSpec:
         """
 
         def cut(block: Block) -> Block:
-            if block[side] in (ALL, 1):
+            if block[side] == ALL:
                 return block
             finer = math.gcd(block[side], size)
             return (finer, block[1]) if side == 0 else (block[0], finer)
 
-        return replace(
-            self,
-            scales=tuple(replace(s, block=cut(s.block)) for s in self.scales),
-            zero=self.zero and replace(self.zero, block=cut(self.zero.block)),
-            minimum=tuple(replace(s, block=cut(s.block)) for s in self.minimum),
-        )
+        return self.with_blocks(cut)
 
     def stacked(self, rows: int) -> QuantSpec:
         """The spec of several such matrices of `rows` rows stacked along N.
@@ -153,17 +161,7 @@ class QuantSpec:
         A scale that spanned all rows becomes one per stacked matrix, so that gate and up keep
         their own global scales exactly; blocks are cut so that none straddles two matrices.
         """
-        fine = self.map_blocks(0, rows)
-
-        def per_matrix(block: Block) -> Block:
-            return (rows, block[1]) if block[0] == ALL else block
-
-        return replace(
-            fine,
-            scales=tuple(replace(s, block=per_matrix(s.block)) for s in fine.scales),
-            zero=fine.zero and replace(fine.zero, block=per_matrix(fine.zero.block)),
-            minimum=tuple(replace(s, block=per_matrix(s.block)) for s in fine.minimum),
-        )
+        return self.map_blocks(0, rows).with_blocks(lambda block: (block[0] or rows, block[1]))
 
 
 def int_spec(bits: int, block: Block = CHANNEL, *, zero_point: bool = False, scale: DType = BF16) -> QuantSpec:
