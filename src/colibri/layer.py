@@ -205,6 +205,12 @@ class RoutedExperts(PackedModule):
         self.handle = handle_of(self)
         return self
 
+    def take_router(self, role: str, tensor: Tensor) -> None:
+        """The router's bias or correction bias (kept in fp32: rounding would change selections),
+        or its hash table."""
+        held = tensor if role == "table" else tensor.float()
+        self.register_buffer(f"router_{role}", held, persistent=False)
+
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Push checkpoint tensors in any order; gives the names that were this layer's."""
         return self._require_pusher().push(pairs)

@@ -7,7 +7,7 @@ same code that loads from files, reading from what was pushed instead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,10 +18,8 @@ from colibri.checkpoint.load import load_expert
 from colibri.checkpoint.naming import Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongShape
 from colibri.layer import RoutedExperts
+from colibri.recipe import Options, Recipe
 from colibri.stored import DTYPE_NAMES, Config, Stored
-
-if TYPE_CHECKING:
-    from colibri.loading import Options, Recipe
 
 
 def from_config(
@@ -32,8 +30,6 @@ def from_config(
     With `tensors` (names and headers of the checkpoint) an expert is packed and its tensors let go
     as soon as the last of them comes; without, at `finish()`. Options as in `from_checkpoint`.
     """
-    from colibri.loading import Options, Recipe
-
     wanted, model = Options(**options), config_of_model(config)
     made = RoutedExperts()
     recipe = None
@@ -61,11 +57,11 @@ class Pusher:
     ) -> None:
         self.layer, self.config, self.index, self.options = layer, config, index, options
         self.naming = options.naming or names.find(config.model)
+        self.router_names = self.naming.router.names(index)
         self.recipe = recipe
         self.pending: dict[str, Tensor] = {}
         self.headers: dict[str, Stored] = {}
-        self.stale: set[int] = set(recipe.plan.experts) if recipe and empty else set()  # experts never written
-        self.empty = empty
+        self.stale: set[int] = set(recipe.plan.experts) if recipe and empty else set()  # not (wholly) written
 
     @property
     def settled(self) -> bool:
@@ -76,6 +72,10 @@ class Pusher:
         """Take this layer's tensors from `pairs`; gives the names taken."""
         taken = set()
         for name, tensor in pairs:
+            role = self.router_names.get(name)
+            if role is not None:
+                self.layer.take_router(role, tensor)
+                taken.add(name)
             claim = self._claim(name)
             if claim is None:
                 continue
@@ -87,17 +87,14 @@ class Pusher:
         return taken
 
     def finish(self) -> None:
-        """Pack what is left; raise everything that never came."""
+        """Pack what is left; raise everything that never came (which may still be pushed)."""
         if self.recipe is None:
             self._make_recipe()
-        assert self.recipe is not None
-        touched = self.recipe.plan.experts if self.empty else self._touched()
-        for expert in sorted(set(touched) & (self.stale | self._touched())):
+        for expert in sorted(self._touched()):
             self._write(expert)
-        self.pending.clear()
         if self.stale:
             raise CheckpointProblems(self._never_written(), where=f"layer {self.index}")
-        self.empty = False
+        self.pending.clear()
 
     def _claim(self, name: str) -> Claim | None:
         for form in self.naming.forms:
@@ -114,8 +111,6 @@ class Pusher:
 
     def _make_recipe(self) -> None:
         """The headers are known only now: build the manifest from what was pushed."""
-        from colibri.loading import Recipe
-
         count = names.sizes(self.config.model).experts
         local = None if count is None else frozenset(self.options.placement.experts(count))
         manifest = manifests.build(self.config, self.headers, self.naming, experts=local)
@@ -130,25 +125,25 @@ class Pusher:
         return {s.tensor for (e, _), p in held.items() if e == expert for s in p.sources.values()}
 
     def _touched(self) -> set[int]:
+        """Local experts of which something has come and is not packed yet."""
         assert self.recipe is not None
         return {e for e in self.recipe.plan.experts if self._names_of(e) & self.pending.keys()}
 
     def _flush(self, expert: int | None) -> None:
-        """Pack `expert` (None: all) if nothing of it is missing, and let its tensors go."""
+        """Pack `expert` (None: all) if nothing of it is missing, and let its own tensors go."""
         if self.recipe is None:
             return
-        for candidate in self.recipe.plan.experts if expert is None else (expert,):
-            if self._names_of(candidate) <= self.pending.keys():
-                self._write(candidate)
-        if expert is not None and self._names_of(expert) <= self.pending.keys():
+        for candidate in set(self.recipe.plan.experts) if expert is None else {expert}:
+            self._write(candidate)
+        if expert is not None and expert not in self.stale:
             for name in self._names_of(expert):
-                self.pending.pop(name)
+                self.pending.pop(name, None)
 
     def _write(self, expert: int) -> None:
-        """Pack one expert into every slot that holds it."""
+        """Pack one expert into every slot that holds it; a refit that is incomplete marks it stale."""
         assert self.recipe is not None
-        missing = self._names_of(expert) - self.pending.keys()
-        if missing:
+        if not self._names_of(expert) <= self.pending.keys():
+            self.stale.add(expert)
             return
         recipe, problem = self.recipe, self.recipe.choice.problem
         weights = load_expert(self._read, recipe.plan, expert)
@@ -175,7 +170,7 @@ class Pusher:
             if expert not in self.stale:
                 continue
             for role, source in projection.sources.items():
-                if source.tensor not in self.headers:
+                if source.tensor not in self.pending:
                     problems.append(
                         MissingTensor(
                             f"'{role}' was never pushed",

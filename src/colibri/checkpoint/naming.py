@@ -104,6 +104,17 @@ class Router:
     bias: str | None = None
     correction: str | None = None  # added to scores for selection only
     table: str | None = None  # token id -> expert ids
+    prefixes: tuple[str, ...] = (*PREFIXES, "transformer.")
+
+    def names(self, layer: int) -> dict[str, str]:
+        """Every spelling of the tensors a layer keeps (all but the gate's matrix) -> their role."""
+        roles = {"bias": self.bias, "correction": self.correction, "table": self.table}
+        return {
+            prefix + template.format(layer=layer): role
+            for role, template in roles.items()
+            if template is not None
+            for prefix in self.prefixes
+        }
 
 
 @dataclass(frozen=True)
@@ -269,7 +280,7 @@ TABLE: tuple[Naming, ...] = (
 
 def find(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
     """The row for a config.json, by its `model_type` or that of its text part."""
-    wanted = [section.get("model_type") for section in _sections(model)]
+    wanted = [section.get("model_type") for section in sections(model)]
     for naming in table:
         if any(name in naming.model_types for name in wanted):
             return naming
@@ -285,7 +296,7 @@ def sizes(model: Mapping[str, Any]) -> Sizes:
     """Experts, hidden, intermediate, top-k and layers under whichever name the family uses."""
 
     def look(*keys: str) -> int | None:
-        for section in _sections(model):
+        for section in sections(model):
             for key in keys:
                 value = section.get(key)
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -301,7 +312,7 @@ def sizes(model: Mapping[str, Any]) -> Sizes:
     )
 
 
-def _sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The config itself and the nested ones that describe its text model and its experts."""
     nested = [model.get(key) for key in ("text_config", "ffn_config")]
     return [model, *(part for part in nested if isinstance(part, Mapping))]

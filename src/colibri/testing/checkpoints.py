@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colibri.checkpoint.resolve import is_matrix_like
+from colibri.checkpoint.save import CheckpointWriter
 from colibri.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from colibri.formats.base import Example, Part
 from colibri.stored import DTYPE_NAMES, Config, Stored
@@ -99,6 +101,18 @@ def _config(config: Config, naming: Naming, size: Geometry) -> Config:
         "num_experts_per_tok": size.top_k,
         "moe_intermediate_size": size.intermediate,
         "model_type": naming.model_types[0],
+        "architecture": "qwen3moe",  # what GGUF calls the family
         **config.model,
     }
     return Config(model, config.quant, config.method, config.source)
+
+
+def save(made: Generated, folder: Path) -> Path:
+    """Write a generated checkpoint as a folder another engine would recognise."""
+    with CheckpointWriter(folder, made.headers) as writer:
+        for name, tensor in made.tensors.items():
+            writer.write(name, tensor)
+        quant = {"quant_method": made.config.method, **made.config.quant} if made.config.method else None
+        model = dict(made.config.model)
+        writer.write_json("config.json", model | {"quantization_config": quant} if quant else model)
+    return folder

@@ -1,0 +1,116 @@
+"""Runs inline PTX on arrays of registers: proves unpacking bit for bit without a GPU.
+
+Only the instructions our generators emit, each as the PTX manual defines it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Register = NDArray[np.uint32]
+
+
+def run(text: str, outputs: int, inputs: Sequence[Register]) -> list[Register]:
+    """The statement list on registers $0 .. ; returns the outputs."""
+    state: dict[str, Register] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+    for statement in re.sub(r"\.reg[^;]*;", "", text.strip().strip("{}")).split(";"):
+        if statement.strip():
+            _step(statement.strip(), state)
+    return [state[f"${i}"] for i in range(outputs)]
+
+
+def _step(statement: str, state: dict[str, Register]) -> None:
+    operation, rest = statement.split(None, 1)
+    pair = re.match(r"\{(\w+), (\w+)\}, (\S+)", rest)
+    if pair:
+        word = state[pair[3]]
+        state[pair[1]], state[pair[2]] = word & np.uint32(0xFFFF), word >> np.uint32(16)
+        return
+    target, *operands = [part.strip() for part in rest.split(",")]
+    state[target] = _OPERATIONS[operation](*(_value(operand, state) for operand in operands))
+
+
+def _value(operand: str, state: dict[str, Register]) -> Register:
+    if operand in state:
+        return state[operand]
+    number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+    return np.array(number & 0xFFFFFFFF, dtype=np.uint32)
+
+
+def _permute(a: Register, b: Register, selector: Register) -> Register:
+    source = [((a if i < 4 else b) >> np.uint32(8 * (i % 4))) & np.uint32(255) for i in range(8)]
+    shape = np.broadcast_shapes(a.shape, b.shape, selector.shape)
+    out = np.zeros(shape, dtype=np.uint32)
+    for i in range(4):
+        pick = np.broadcast_to((selector >> np.uint32(4 * i)) & np.uint32(7), shape)
+        out |= np.choose(pick, [np.broadcast_to(s, shape) for s in source]).astype(np.uint32) << np.uint32(8 * i)
+    return out
+
+
+def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
+    out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), dtype=np.uint32)
+    for i in range(8):
+        if int(table) >> i & 1:
+            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return out
+
+
+def _halves(dtype: torch.dtype, combine: Callable[..., torch.Tensor]) -> Callable[..., Register]:
+    """An operation on both 16-bit halves, computed in fp32 and rounded once."""
+
+    def apply(*registers: Register) -> Register:
+        out = np.zeros(np.broadcast_shapes(*(r.shape for r in registers)), dtype=np.uint32)
+        for shift in (0, 16):
+            values = [_as(dtype, (r >> np.uint32(shift)) & np.uint32(0xFFFF)) for r in registers]
+            out |= _bits(combine(*values).to(dtype)) << np.uint32(shift)
+        return out
+
+    return apply
+
+
+def _as(dtype: torch.dtype, half: Register) -> torch.Tensor:
+    return torch.from_numpy(half.astype(np.uint16).view(np.int16)).view(dtype).float()
+
+
+def _bits(values: torch.Tensor) -> Register:
+    return values.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+
+
+def _float(register: Register) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(register).view(np.float32))
+
+
+def _convert_pair(dtype: torch.dtype) -> Callable[[Register, Register], Register]:
+    """cvt.rn.*x2.f32 d, a, b: a to the upper half."""
+    return lambda a, b: _bits(_float(a).to(dtype)) << np.uint32(16) | _bits(_float(b).to(dtype))
+
+
+def _extract(word: Register, start: Register, length: Register) -> Register:
+    assert int(length) == 8
+    return ((word >> start) & np.uint32(255)).astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32)
+
+
+_OPERATIONS: dict[str, Callable[..., Register]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "shf.l.wrap.b32": lambda low, high, n: high << n | low >> (np.uint32(32) - n),
+    "prmt.b32": _permute,
+    "lop3.b32": _lop3,
+    "bfe.s32": _extract,
+    "mad.lo.s32": lambda a, b, c: (a.astype(np.uint64) * b + c).astype(np.uint32),
+    "mul.rn.bf16x2": _halves(torch.bfloat16, lambda a, b: a * b),
+    "mul.rn.f16x2": _halves(torch.float16, lambda a, b: a * b),
+    "sub.rn.bf16x2": _halves(torch.bfloat16, lambda a, b: a - b),
+    "sub.rn.f16x2": _halves(torch.float16, lambda a, b: a - b),
+    "mul.rn.f32": lambda a, b: (_float(a) * _float(np.broadcast_to(b, a.shape))).numpy().view(np.uint32),
+    "cvt.f32.f16": lambda a: _as(torch.float16, a).numpy().view(np.uint32),
+    "cvt.rn.bf16x2.f32": _convert_pair(torch.bfloat16),
+    "cvt.rn.f16x2.f32": _convert_pair(torch.float16),
+}

@@ -1,0 +1,258 @@
+"""`RoutedExperts` as its user holds it: loaded from real files, pushed, moved, saved, compiled."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.checkpoint import naming as names
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.placement import Placement
+from colibri.codec import dequantize
+from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError
+from colibri.formats import registry
+from colibri.formats.base import Example
+from colibri.layer import QuantizedLinear, RoutedExperts
+from colibri.testing.checkpoints import Generated, Geometry, generate, save
+from colibri.testing.conformance import all_examples, whole_matrices
+
+SIZE = Geometry(experts=4, hidden=128, intermediate=256, layers=2, top_k=2)
+ROWS = {row.family: row for row in names.TABLE}
+PICKED = {"dense": "bf16", "gptq": "actorder", "compressed-tensors": "nvfp4", "fp8": "block", "mxfp4": "", "awq": ""}
+
+
+def _example(fmt: str, part: str = "") -> Example:
+    return next(e for e in registry()[fmt].examples() if part in e.name)
+
+
+def _make(fmt: str = "gptq", part: str = "", family: str = "qwen3_moe", form: int = 0, seed: int = 0) -> Generated:
+    row = ROWS[family]
+    return generate(_example(fmt, part), row, row.forms[form], SIZE, seed=seed)
+
+
+def _inputs(tokens: int = 9, seed: int = 0, experts: int = SIZE.experts) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, SIZE.hidden, generator=g).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(experts, generator=g)[: SIZE.top_k] for _ in range(tokens)])
+    return x, ids, torch.rand(tokens, SIZE.top_k, generator=g)
+
+
+def _bias(made: Generated, layer: int, expert: int, name: str) -> Tensor:
+    weight = made.weights.get((layer, expert, name))
+    held = weight.bias if weight is not None else None
+    return torch.zeros(()) if held is None else held.double()
+
+
+def _by_hand(made: Generated, family: str, form: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """silu(x G') * (x U') D', weighted and summed, written out token by token in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    matrices = [whole_matrices(made, ROWS[family].forms[form], layer, e) for e in range(SIZE.experts)]
+    for token in range(x.shape[0]):
+        for slot in range(ids.shape[1]):
+            expert = int(ids[token, slot])
+            gate, up, down = (m.double() for m in matrices[expert])
+            b_gate, b_up, b_down = (_bias(made, layer, expert, name) for name in ("gate", "up", "down"))
+            row = x[token].double()
+            hidden = torch.nn.functional.silu(gate @ row + b_gate) * (up @ row + b_up)
+            out[token] += weights[token, slot].double() * (down @ hidden + b_down)
+    return out
+
+
+@pytest.mark.parametrize("fmt", sorted(PICKED))
+def test_forward_equals_the_sum_written_out_by_hand(fmt: str, tmp_path: Path) -> None:
+    made = _make(fmt, PICKED[fmt])
+    layer = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=1, activations="fp32")
+    x, ids, weights = _inputs()
+    got = layer(x, topk_ids=ids, topk_weights=weights)
+    want = _by_hand(made, "qwen3_moe", 0, 1, x, ids, weights)
+    error = (got.double() - want).norm(dim=1) / want.norm(dim=1)
+    assert error.max() < 4e-3, "one bf16 rounding of the output at the worst row"
+    assert layer.report is not None
+    assert layer.report.format == fmt
+    assert "reference" in str(layer.report)
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", 1), ("mixtral", 0), ("qwen3_vl_moe", 1), ("dbrx", 0)])
+def test_fused_stacked_and_transposed_spellings_compute_the_same(family: str, form: int, tmp_path: Path) -> None:
+    made = _make("dense", "fp32", family, form)
+    folder = save(made, tmp_path / "m")
+    layer = RoutedExperts.from_checkpoint(folder, layer=0, dtype=torch.float32)
+    x, ids, weights = _inputs()
+    got = layer(x.float(), topk_ids=ids, topk_weights=weights)
+    want = _by_hand(made, family, form, 0, x, ids, weights)
+    assert ((got.double() - want).norm(dim=1) / want.norm(dim=1)).max() < 1e-5
+
+
+def _same(a: RoutedExperts, b: RoutedExperts) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["headers-known", "headers-unknown"])
+@pytest.mark.parametrize("form", [0, 1], ids=["per-expert", "stacked"])
+@pytest.mark.parametrize("fmt", ["gptq", "dense", "fp8"])
+def test_push_in_any_order_equals_pull(fmt: str, form: int, known: bool, tmp_path: Path) -> None:
+    if fmt == "gptq" and form == 1:
+        fmt = "compressed-tensors"
+    made = _make(fmt, form=form)
+    folder = save(made, tmp_path / "m")
+    pulled = RoutedExperts.from_checkpoint(folder, layer=0)
+    config = Checkpoint.open(folder).config.model
+    pushed = RoutedExperts.from_config(config, 0, tensors=made.headers if known else None)
+    pairs = list(made.tensors.items())
+    random.Random(3).shuffle(pairs)
+    taken = pushed.load_weights(iter(pairs))
+    assert taken == {name for name in made.tensors if ".layers.0." in name}
+    pushed.finish()
+    assert _same(pulled, pushed)
+
+
+def test_finish_names_every_tensor_that_never_came(tmp_path: Path) -> None:
+    made = _make("gptq")
+    config = Checkpoint.open(save(made, tmp_path / "m")).config.model
+    lost = "model.layers.0.mlp.experts.2.up_proj.scales"
+    for known in (made.headers, None):
+        layer = RoutedExperts.from_config(config, 0, tensors=known)
+        layer.load_weights((n, t) for n, t in made.tensors.items() if n != lost)
+        with pytest.raises(CheckpointProblems, match=r"expert 2, up.*\n?.*") as caught:
+            layer.finish()
+        assert lost in str(caught.value)
+        x, ids, weights = _inputs()
+        with pytest.raises(MissingTensor):
+            layer(x, topk_ids=ids, topk_weights=weights)
+        layer.load_weights([(lost, made.tensors[lost])])
+        layer.finish()
+        assert torch.isfinite(layer(x, topk_ids=ids, topk_weights=weights)).all()
+
+
+def test_a_second_push_refits_a_live_layer(tmp_path: Path) -> None:
+    old, new = _make("gptq", seed=1), _make("gptq", seed=2)
+    live = RoutedExperts.from_checkpoint(save(old, tmp_path / "old"), layer=0)
+    fresh = RoutedExperts.from_checkpoint(save(new, tmp_path / "new"), layer=0)
+    address = {n: p.data_ptr() for n, p in live.named_parameters()}
+    live.load_weights(new.tensors.items())
+    live.finish()
+    assert _same(live, fresh)
+    assert address == {n: p.data_ptr() for n, p in live.named_parameters()}, "refit in place"
+
+
+def test_expert_parallel_ranks_take_only_their_own(tmp_path: Path) -> None:
+    made = _make("gptq")
+    folder = save(made, tmp_path / "m")
+    x, ids, weights = _inputs()
+    whole = RoutedExperts.from_checkpoint(folder, layer=0)(x.float(), topk_ids=ids, topk_weights=weights)
+    parts = []
+    for rank in range(2):
+        layer = RoutedExperts.from_checkpoint(folder, layer=0, placement=Placement(ep_rank=rank, ep_size=2))
+        assert layer.problem.experts == 2
+        parts.append(layer(x.float(), topk_ids=ids, topk_weights=weights))
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))
+
+
+def test_state_dict_round_trip_and_dtype_casts_change_nothing(tmp_path: Path) -> None:
+    made = _make("compressed-tensors", "nvfp4")
+    layer = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=0)
+    x, ids, weights = _inputs()
+    want = layer(x, topk_ids=ids, topk_weights=weights)
+    other = copy.deepcopy(layer)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other.load_state_dict(layer.state_dict())
+    for moved in (other, other.to(torch.float16), other.half(), other.to("cpu")):
+        assert torch.equal(moved(x, topk_ids=ids, topk_weights=weights), want)
+
+
+def test_compiled_forward_is_one_operator_and_equal(tmp_path: Path) -> None:
+    layer = RoutedExperts.from_checkpoint(save(_make("gptq"), tmp_path / "m"), layer=0)
+    x, ids, weights = _inputs()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, topk_ids=ids, topk_weights=weights), layer(x, topk_ids=ids, topk_weights=weights))
+
+
+def test_requantising_while_loading_reports_its_cost(tmp_path: Path) -> None:
+    folder = save(_make("dense", "bf16"), tmp_path / "m")
+    rules = [("0", {"w13": "mxfp4", "w2": "int4-g64"}), ("1-9", "fp8-channel")]
+    first = RoutedExperts.from_checkpoint(folder, layer=0, weights=rules)
+    second = RoutedExperts.from_checkpoint(folder, layer=1, weights=rules)
+    assert first.report is not None and second.report is not None
+    assert first.report.kept == {"w13": "mxfp4", "w2": "int4-g64"}
+    assert second.report.kept["w2"].startswith("fp8")
+    assert 0.02 < first.report.losses["w13"].rms_error < 0.2
+    x, ids, weights = _inputs()
+    exact = RoutedExperts.from_checkpoint(folder, layer=0)(x, topk_ids=ids, topk_weights=weights)
+    near = first(x, topk_ids=ids, topk_weights=weights)
+    relative = (near.float() - exact.float()).norm() / exact.float().norm()
+    assert 0.01 < relative < 0.4
+
+
+def test_asking_for_eight_bit_activations_gives_them(tmp_path: Path) -> None:
+    folder = save(_make("mxfp4"), tmp_path / "m")
+    x, ids, weights = _inputs()
+    wide = RoutedExperts.from_checkpoint(folder, layer=0)
+    narrow = RoutedExperts.from_checkpoint(folder, layer=0, activations="fp8")
+    assert narrow.report is not None and narrow.report.activations == {"w13": "fp8", "w2": "fp8"}
+    a, b = (layer(x, topk_ids=ids, topk_weights=weights).float() for layer in (wide, narrow))
+    assert 0.005 < (a - b).norm() / a.norm() < 0.1
+
+
+def test_expert_weights_are_views_that_move_an_expert(tmp_path: Path) -> None:
+    layer = RoutedExperts.from_checkpoint(save(_make("gptq"), tmp_path / "m"), layer=0)
+    x, ids, weights = _inputs()
+    want = layer(x, topk_ids=ids, topk_weights=weights)
+    for view in layer.expert_weights():
+        assert view.shape[0] == SIZE.experts
+        view[[0, 3]] = view[[3, 0]]
+    swapped = torch.where(ids == 0, 3, torch.where(ids == 3, 0, ids))
+    assert torch.equal(layer(x, topk_ids=swapped, topk_weights=weights), want)
+
+
+def test_quantized_linear_loads_any_module_by_name(tmp_path: Path) -> None:
+    made = _make("gptq", "int4-g64:fp16-zp-gptq_v2")
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    linear = QuantizedLinear.from_checkpoint(save(made, tmp_path / "m"), name, activations="fp32")
+    x = torch.randn(2, 5, SIZE.intermediate)
+    want = x @ dequantize(made.weights[1, 3, "down"]).t()
+    torch.testing.assert_close(linear(x), want, rtol=1e-5, atol=1e-4)
+
+
+def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    layer = RoutedExperts.from_checkpoint(save(_make("gptq"), tmp_path / "m"), layer=0)
+    x, ids, weights = _inputs()
+    with pytest.raises(LaunchError, match="does not fit"):
+        layer(x[:, :64], topk_ids=ids, topk_weights=weights)
+    with pytest.raises(LaunchError, match="topk_ids"):
+        layer(x, topk_ids=ids[:3], topk_weights=weights)
+    assert layer(x[:0], topk_ids=ids[:0], topk_weights=weights[:0]).shape == (0, SIZE.hidden)
+    with pytest.raises(MissingTensor, match="layer 7"):
+        RoutedExperts.from_checkpoint(tmp_path / "m", layer=7)
+    with pytest.raises(SpecError):
+        RoutedExperts.from_checkpoint(tmp_path / "m", layer=0, weights="int9")
+
+
+@pytest.mark.parametrize(("fmt", "example"), [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in all_examples()])
+def test_every_format_computes(fmt: object, example: Example) -> None:
+    """Each variant of each format, from memory through the reference backend."""
+    from colibri.checkpoint import manifest as manifests
+    from colibri.recipe import Options, Recipe
+
+    family = example.config.model.get("model_type", "qwen3_moe")
+    row = names.find({"model_type": family})
+    size = Geometry(experts=2, hidden=example.k, intermediate=example.k)
+    made = generate(example, row, row.forms[0], size)
+    manifest = manifests.build(made.config, made.headers, row)
+    layer = Recipe.make(manifest, 0, Options(dtype=torch.float32)).pull(made.read)
+    x = torch.randn(3, example.k)
+    ids = torch.tensor([[0], [1], [0]]).expand(3, layer.problem.top_k).contiguous()
+    ids[:, 1:] = -1
+    weights = torch.ones(ids.shape)
+    gate, up, down = whole_matrices(made, row.forms[0], 0, 0)
+    got = layer(x, topk_ids=ids, topk_weights=weights)
+    assert torch.isfinite(got).all()
+    if up is not None and example.scheme.part("pre_quant_scale") is None and not example.bias:
+        want = layer.problem.activation(torch.cat([x[0] @ gate.t(), x[0] @ up.t()])) @ down.t()
+        torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
