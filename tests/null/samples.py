@@ -33,5 +33,5 @@ def every_dtype() -> dict[str, Tensor]:
     return tensors | {
         "scalar": torch.tensor(1.5),
         "empty": torch.empty(4, 0, 3),
-        "one": torch.ones(1, dtype=torch.int8),
+        "odd": torch.ones(3, dtype=torch.int8),
     }

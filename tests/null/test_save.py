@@ -150,6 +150,42 @@ def test_only_what_was_declared_is_written(tmp_path: Path) -> None:
             out.write_json("model.safetensors", {})
 
 
+def test_a_tensor_may_come_by_rows(tmp_path: Path) -> None:
+    tensors = {
+        "a": random_bytes(torch.float16, (6, 3, 2)),
+        "b": random_bytes(torch.float16, (5, 2)),
+        "none": torch.ones(0, 3),
+    }
+    with CheckpointWriter(tmp_path / "out", stored(tensors)) as out:
+        for first, last in ((4, 6), (0, 1), (1, 4)):
+            out.write("a", tensors["a"][first:last], first)
+        out.write("none", tensors["none"], 0)
+        out.write("b", tensors["b"][1:3], 1)
+        for rows, first, error in (
+            (tensors["b"][2:4], 2, DuplicateTensor),
+            (tensors["b"], None, DuplicateTensor),
+            (tensors["b"][3:], 4, WrongShape),
+            (tensors["b"][:1], -1, WrongShape),
+        ):
+            with pytest.raises(error, match="b"):
+                out.write("b", rows, first)
+        out.write("b", tensors["b"][:1], 0)
+        out.write("b", tensors["b"][3:], 3)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_rows_that_are_missing_are_missed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MissingTensor, match="'a'"),
+        CheckpointWriter(tmp_path / "out", {"a": Stored("F32", (4,))}) as out,
+    ):
+        out.write("a", torch.ones(3), 0)
+        with pytest.raises(DuplicateTensor):
+            out.write("a", torch.ones(1), 2)
+    assert only(tmp_path) == []
+
+
 def test_files_are_copied_beside_the_tensors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with CheckpointWriter(tmp_path / "out", {}) as out:

@@ -100,7 +100,7 @@ class CheckpointWriter:
         self.shards = plan_shards(self.tensors, max_shard_bytes)
         self._place = {name: shard for shard in self.shards for name in shard.offsets}
         self._overwrite = overwrite
-        self._started: set[tuple[str, int]] = set()
+        self._started: dict[str, list[tuple[int, int]]] = {}
         self._rows: dict[str, int] = {}
         self._written: set[str] = set()
         self._names = {shard.name for shard in self.shards} | ({INDEX} if len(self.shards) > 1 else set())
@@ -141,23 +141,28 @@ class CheckpointWriter:
         got = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         if got != stored.dtype:
             raise WrongDtype("the tensor is not as declared", where=name, expected=stored.dtype, got=got)
-        whole, rows = (1, 1) if first_row is None else (stored.shape[0], len(tensor))
-        shape = stored.shape if first_row is None else (rows, *stored.shape[1:])
-        if tuple(tensor.shape) != shape or (first_row or 0) + rows > whole:
-            raise WrongShape(
-                "the tensor is not as declared", where=name, expected=stored.shape, got=tuple(tensor.shape)
-            )
-        with self._lock:
-            if (name, first_row or 0) in self._started or name in self._written:
-                raise DuplicateTensor(f"tensor '{name}' is written twice", where=str(self.destination))
-            self._started.add((name, first_row or 0))
+        whole = stored.shape[0] if stored.shape else 1
+        first, rows = (0, whole) if first_row is None else (first_row, len(tensor))
+        shape = (rows, *stored.shape[1:]) if stored.shape else ()
+        if tuple(tensor.shape) != shape or first < 0 or first + rows > whole:
+            got = f"{tuple(tensor.shape)}" + ("" if first_row is None else f" from row {first}")
+            raise WrongShape("the tensor is not as declared", where=name, expected=stored.shape, got=got)
+        self._claim(name, first, first + rows)
         data = tensor.detach().cpu().contiguous()
-        offset = shard.offsets[name] + (first_row or 0) * (_nbytes(stored) // whole)
+        offset = shard.offsets[name] + first * (_nbytes(stored) // max(whole, 1))
         drain(self._descriptors[shard.name], data, offset, self.destination / shard.name)
         with self._lock:
             self._rows[name] = self._rows.get(name, 0) + rows
-            if self._rows[name] == whole:
+            if self._rows[name] == whole:  # spans never overlap, so this many rows are all of them
                 self._written.add(name)
+
+    def _claim(self, name: str, first: int, stop: int) -> None:
+        """Set rows aside for one writer: each is written once."""
+        with self._lock:
+            spans = self._started.setdefault(name, [])
+            if name in self._written or any(first < high and low < stop for low, high in spans):
+                raise DuplicateTensor(f"tensor '{name}' is written twice", where=str(self.destination))
+            spans.append((first, stop))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """A JSON file beside the tensors."""
