@@ -1,18 +1,16 @@
 """From one checkpoint to another, matrix by matrix.
 
-The next matrix is read while one is requantised and the last one written; torch's threads do the
-arithmetic. What goes where was decided before (`target`); here numbers are moved, rounded only where
-they must be, and what the rounding cost is kept.
+A few matrices are in work at once, each read, requantised and written by one thread. What goes where
+was decided before (`target`); here numbers are moved, rounded only where they must be, and what the
+rounding cost is kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.load import load_projection
 from colibri.checkpoint.manifest import Projection
 from colibri.checkpoint.others import OtherModule, quantized_modules, row_chunks
+from colibri.checkpoint.parallel import ordered
 from colibri.checkpoint.save import CheckpointWriter
 from colibri.checkpoint.target import GGUF, Job, Output, Target, plan
 from colibri.codec import FLOOR, Loss, dequantize, loss, quantize, recast
@@ -33,9 +32,6 @@ from colibri.weight import INPUT_ROLES, LogicalWeight, stack
 
 COPY_BYTES = 32 << 20  # of a tensor that is only copied, at a time
 
-Item = TypeVar("Item")
-Loaded = TypeVar("Loaded")
-Made = TypeVar("Made")
 Progress = Callable[[int], None]
 
 
@@ -136,27 +132,26 @@ class _Experts:
         self.out, self.report, self.progress = out, report, progress
 
     def run(self) -> None:
-        for job, cost in _pipeline(self.output.jobs, self._read, self._make, self._write):
+        for job, cost in ordered(self._convert, self.output.jobs):
             self.report.layers[job.layer] = self.report.layers.get(job.layer, Loss()).merge(cost)
             self.progress(sum(_bytes(self.source, p) // _shares(p) for p in job.sources))
 
-    def _read(self, job: Job) -> list[LogicalWeight]:
-        return [load_projection(self.source.read, projection) for projection in job.sources]
-
-    def _make(self, job: Job, weights: list[LogicalWeight]) -> tuple[dict[str, Tensor], Loss]:
-        """The tensors of the job's module and what rounding them cost."""
+    def _convert(self, job: Job) -> Loss:
+        """One module of the output, start to end; returns what rounding it cost."""
         scheme, cost, made = self.output.scheme, Loss(), []
-        for weight in weights:
-            fitted, part = fit(_to(weight, self.options.device), scheme, self.options.mx_rule)
+        for projection in job.sources:
+            weight = _to(load_projection(self.source.read, projection), self.options.device)
+            fitted, part = fit(weight, scheme, self.options.mx_rule)
             made.append(_to(fitted, "cpu"))
             cost = cost.merge(part)
         weight = made[0] if len(made) == 1 else stack(made)
         if len(made) > 1 and self.output.form.interleaved:
             weight = weight.rows(torch.arange(weight.n).view(2, -1).t().reshape(-1))
-        return scheme.encode(weight), cost
+        self._write(job, scheme.encode(weight))
+        return cost
 
-    def _write(self, job: Job, made: tuple[dict[str, Tensor], Loss]) -> Loss:
-        for role, tensor in made[0].items():
+    def _write(self, job: Job, tensors: Mapping[str, Tensor]) -> None:
+        for role, tensor in tensors.items():
             name, expert = self.output.place(job, role)
             tensor = tensor.t() if self.output.flipped(job, role) else tensor
             if expert is None:
@@ -165,31 +160,6 @@ class _Experts:
                 self.out.write(name, tensor, expert * tensor.shape[0])
             else:
                 self.out.write(name, tensor.unsqueeze(0), expert)
-        return made[1]
-
-
-def _pipeline(
-    items: Iterable[Item],
-    read: Callable[[Item], Loaded],
-    make: Callable[[Item, Loaded], Made],
-    write: Callable[[Item, Made], Loss],
-) -> Iterator[tuple[Item, Loss]]:
-    """Each item read, made and written in order; three are in flight at most, one in each stage."""
-    queue = iter(items)
-    item = next(queue, None)
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        ahead = None if item is None else reader.submit(read, item)
-        behind: tuple[Item, Future[Loss]] | None = None
-        while item is not None and ahead is not None:
-            loaded, following = ahead.result(), next(queue, None)
-            ahead = None if following is None else reader.submit(read, following)
-            made = make(item, loaded)
-            if behind is not None:
-                yield behind[0], behind[1].result()
-            behind = item, writer.submit(write, item, made)
-            item = following
-        if behind is not None:
-            yield behind[0], behind[1].result()
 
 
 def fit(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -> tuple[LogicalWeight, Loss]:

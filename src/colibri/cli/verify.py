@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,7 @@ from colibri.errors import CheckpointProblems, ColibriError, UnsupportedFormat
 
 if TYPE_CHECKING:
     from colibri.checkpoint.files import Checkpoint
-    from colibri.checkpoint.manifest import Layer, Manifest, Projection
-    from colibri.checkpoint.values import Findings
+    from colibri.checkpoint.manifest import Layer, Manifest
 
 SHOWN = 50  # problems printed for people
 
@@ -122,27 +119,14 @@ def _unknown_keys(manifest: Manifest) -> list[ColibriError]:
 
 
 def _check_values(checkpoint: Checkpoint, layers: Iterable[Layer], verdict: Verdict) -> None:
+    from colibri.checkpoint.parallel import ordered
     from colibri.checkpoint.values import check_values
 
     projections = [p for layer in layers for p in layer.projections.values()]
     check = partial(check_values, checkpoint.read)
     with ui.progress("values", len(projections)) as advance:
-        for findings in _parallel(check, projections):
+        for _, findings in ordered(check, projections):
             verdict.problems.extend(findings.problems)
             verdict.notes.extend(findings.notes)
             verdict.matrices += 1
             advance(1)
-
-
-def _parallel(
-    check: Callable[[Projection], Findings], projections: Iterable[Projection], workers: int = 2
-) -> Iterator[Findings]:
-    """Results in order; no more than a few matrices are held at a time."""
-    pending: deque[Future[Findings]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for projection in projections:
-            pending.append(pool.submit(check, projection))
-            if len(pending) > workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
