@@ -19,6 +19,7 @@ from colibri.grammar import parse_activation, parse_spec
 from colibri.quant import (
     CHANNEL,
     DENSE_BF16,
+    DENSE_F16,
     FP8_BLOCK,
     FP8_CHANNEL,
     MXFP4,
@@ -89,16 +90,17 @@ def test_the_most_specific_target_decides() -> None:
     quant = {**base, "format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
     config = Config(quant=quant, method="compressed-tensors")
 
-    def spec(name: str, **stored: Stored) -> str:
-        return str(FORMAT.scheme(config, Module(name, {f".{k}": v for k, v in stored.items()})).spec)
+    def spec(name: str, **stored: Stored) -> QuantSpec:
+        return FORMAT.scheme(config, Module(name, {f".{k}": v for k, v in stored.items()})).spec
 
-    assert spec(EXPERT) == "mxfp4"
-    assert spec("model.layers.0.mlp.experts.3.down_proj") == "fp8-channel:bf16"
-    assert spec("model.layers.0.mlp.experts.3.down_proj", weight_scale=Stored("F32", (1,))) == "fp8"
-    assert spec("model.layers.0.mlp.experts.4.up_proj") == "int4-g32"
-    assert spec("model.layers.0.mlp.gate", weight=Stored("F16", (8, 8))) == "fp16"
-    assert spec("model.layers.0.mlp.experts.4.up_proj", weight=Stored("BF16", (8, 8))) == "bf16"
-    assert spec("lm_head") == "bf16"
+    down = "model.layers.0.mlp.experts.3.down_proj"
+    assert spec(EXPERT) == MXFP4
+    assert spec(down) == fp8_spec(CHANNEL, scale=BF16)
+    assert spec(down, weight_scale=Stored("F32", (1,))) == FP8_CHANNEL
+    assert spec("model.layers.0.mlp.experts.4.up_proj") == int_spec(4, group(32))
+    assert spec("model.layers.0.mlp.gate", weight=Stored("F16", (8, 8))) == DENSE_F16
+    assert spec("model.layers.0.mlp.experts.4.up_proj", weight=Stored("BF16", (8, 8))) == DENSE_BF16
+    assert spec("lm_head") == DENSE_BF16
 
 
 def test_fused_names_stand_for_their_halves() -> None:

@@ -8,6 +8,7 @@ unquantised. Its NVFP4 stores the global scale as a divisor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from colibri.dtypes import BF16, E4M3, F16, F32, ZERO16, DType
@@ -202,6 +203,7 @@ def _words(weights: Args, module: Module) -> str:
     return ct.PADDED if packed[-1] == padded_width != dense_width else ct.DENSE
 
 
+@lru_cache(maxsize=256)
 def _build(fmt: str, found: Group, scale: DType, words: str, source: str) -> Scheme:
     """The scheme of a format for these arguments."""
     weights, inputs = found.weights, _input_parts(found.inputs)

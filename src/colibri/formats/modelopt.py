@@ -132,6 +132,7 @@ class ModelOpt(Format):
         yield Example("mixed-precision", Config(quant=mixed, method="modelopt_mixed"), scheme)
 
 
+@lru_cache(maxsize=64)
 def _build(algorithm: Algorithm, scale: DType) -> Floats:
     """The scheme of an algorithm with the scale dtype found in the file."""
     spec = algorithm.spec
