@@ -214,7 +214,9 @@ def test_what_is_written_reads_back(name: str) -> None:
     assert scheme.decode(scheme.encode(weight), 32, 256).equals(weight)
 
 
-@pytest.mark.parametrize("name", ["ternary", "uint4-g32", "int5-g32", "fp8-block", "int4-tensor", "int4-g32:fp32", "nf4"])
+@pytest.mark.parametrize(
+    "name", ["ternary", "uint4-g32", "int5-g32", "fp8-block", "int4-tensor", "int4-g32:fp32", "nf4"]
+)
 def test_other_specs_are_not_written(name: str) -> None:
     with pytest.raises(CannotEncode, match="GPTQ holds"):
         FORMAT.export(parse_spec(name), [])
