@@ -39,7 +39,7 @@ def _value(operand: str, state: dict[str, Register]) -> Register:
     if operand in state:
         return state[operand]
     number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
-    return np.array(number & 0xFFFFFFFF, dtype=np.uint32)
+    return np.array([number & 0xFFFFFFFF], dtype=np.uint32)
 
 
 def _permute(a: Register, b: Register, selector: Register) -> Register:
@@ -55,7 +55,7 @@ def _permute(a: Register, b: Register, selector: Register) -> Register:
 def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
     out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), dtype=np.uint32)
     for i in range(8):
-        if int(table) >> i & 1:
+        if int(table.item()) >> i & 1:
             out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
     return out
 
@@ -91,7 +91,7 @@ def _convert_pair(dtype: torch.dtype) -> Callable[[Register, Register], Register
 
 
 def _extract(word: Register, start: Register, length: Register) -> Register:
-    assert int(length) == 8
+    assert length.item() == 8
     return ((word >> start) & np.uint32(255)).astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32)
 
 

@@ -1,0 +1,1 @@
+"""Source to compiled kernel to launch. Knows nothing of experts or weights."""

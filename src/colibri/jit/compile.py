@@ -1,0 +1,202 @@
+"""Ahead-of-time compilation of Gluon and Triton kernels: no GPU is needed, and none is looked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from colibri.errors import ColibriError
+
+# Serialised wgmma and ignored register limits: a kernel that compiles with one of these is broken.
+FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
+
+
+class CompileError(ColibriError):
+    """A kernel that does not compile, or compiles to something that must not ship."""
+
+
+@dataclass(frozen=True)
+class Desc:
+    """The type of a tensor-map argument: element type, box, shared-memory swizzle in bytes."""
+
+    dtype: str
+    box: tuple[int, ...]
+    swizzle: int
+
+    @property
+    def rank(self) -> int:
+        return len(self.box)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One configuration of one kernel: everything that decides the binary.
+
+    `arguments` maps run-time arguments to types: a `Desc`, or Triton's spelling (`*bf16`, `i32`,
+    `fp32`). `aligned` names those that are multiples of 16. `constants` are compile-time values.
+    """
+
+    module: str
+    kernel: str
+    arguments: tuple[tuple[str, str | Desc], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...] = ()
+    options: tuple[tuple[str, int], ...] = ()
+    arch: int = 90
+
+    @property
+    def key(self) -> str:
+        """Content address: the sources of the module's package, the compiler's version, the configuration."""
+        parts = [source_digest(self.module), compiler_version(), repr(self)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def label(self) -> str:
+        """For people: the kernel and its constants."""
+        return f"{self.kernel}({', '.join(f'{k}={v}' for k, v in self.constants)})"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel and what launching it needs to know."""
+
+    cubin: bytes
+    name: str
+    shared: int
+    threads: int
+    registers: int
+    descs: tuple[dict[str, Any], ...] = field(default=())
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but the code, for JSON."""
+        facts = asdict(self)
+        facts.pop("cubin")
+        return facts
+
+
+@lru_cache(maxsize=None)
+def source_digest(module: str) -> str:
+    """A hash over every source file of the kernel's package: any edit there rebuilds."""
+    package = importlib.import_module(module.rpartition(".")[0])
+    digest = hashlib.sha256()
+    for folder in sorted(package.__path__):
+        for path in sorted(Path(folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def compiler_version() -> str:
+    from importlib.metadata import version
+
+    return f"triton {version('triton')}"
+
+
+def build(source: Source) -> Binary:
+    """Compile, and refuse spills and the warnings that mean serialised tensor-core work."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    with _fresh_compiles():
+        try:
+            compiled = triton.compile(
+                _ast(source), target=GPUTarget("cuda", source.arch, 32), options=dict(source.options)
+            )
+        except Exception as error:
+            raise CompileError(f"{source.label} does not compile: {_root(error)}") from error
+    registers = _inspect(source, compiled.asm["ptx"])
+    meta = compiled.metadata
+    if meta.global_scratch_size or meta.profile_scratch_size:
+        raise CompileError(f"{source.label} wants scratch memory from its launcher")
+    return Binary(
+        compiled.asm["cubin"],
+        meta.name,
+        int(meta.shared),
+        32 * int(meta.num_warps),
+        registers,
+        tuple(_plain(d) for d in (meta.tensordesc_meta or ())),
+    )
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first error of a chain: Triton wraps one for each nested call."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def _fresh_compiles() -> Iterator[None]:
+    """Triton's own cache is left out: it does not see every file our sources depend on.
+
+    Line tables too: they double a binary's size.
+    """
+    from triton import knobs
+
+    knob = knobs.compilation
+    before = knob.always_compile, knob.disable_line_info
+    knob.always_compile, knob.disable_line_info = True, True
+    try:
+        yield
+    finally:
+        knob.always_compile, knob.disable_line_info = before
+
+
+def _ast(source: Source) -> Any:
+    kernel = vars(importlib.import_module(source.module))[source.kernel]
+    signature: dict[str, str] = {}
+    for name, kind in source.arguments:
+        signature[name] = _desc_type(kind) if isinstance(kind, Desc) else kind
+    constants = {}
+    for name, value in source.constants:
+        constants[(len(signature),)] = value
+        signature[name] = "constexpr"
+    names = [name for name, _ in source.arguments]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned}
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constants, attributes)
+    from triton.compiler import ASTSource
+
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _desc_type(desc: Desc) -> str:
+    from triton.experimental.gluon import language as gl
+
+    bits = {"i32": 32, "bf16": 16, "fp16": 16, "fp8e4nv": 8}[desc.dtype]
+    layout = gl.NVMMASharedLayout(desc.swizzle, bits, desc.rank)
+    return f"tensordesc<{desc.dtype}{list(desc.box)},{layout!r}>"
+
+
+def _plain(meta: Any) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(meta)))
+
+
+def _inspect(source: Source, ptx: str) -> int:
+    """Assemble once more with a report: registers, spills, warnings."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "kernel.ptx"
+        text.write_text(ptx)
+        command = [knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{source.arch}a", str(text), "-o", f"{folder}/kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    if FATAL_WARNINGS.search(report):
+        raise CompileError(f"{source.label}: {FATAL_WARNINGS.search(report)[0]} from the assembler")  # type: ignore[index]
+    spills = re.search(r"(\d+) bytes spill stores", report)
+    if spills and int(spills[1]):
+        raise CompileError(f"{source.label} spills {spills[1]} bytes of registers")
+    used = re.search(r"Used (\d+) registers", report)
+    return int(used[1]) if used else 0

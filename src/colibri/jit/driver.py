@@ -1,0 +1,135 @@
+"""The few calls of the CUDA driver that launching takes, through ctypes.
+
+Why not cuda.core: its launch costs 17 us of host time, a Triton launch 19 to 31; with parameters laid out
+once, the driver's own call is a few. A layer makes up to a dozen launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+from colibri.errors import ColibriError
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# Tensor-map element types by their bytes: only the size matters for copies without reduction.
+_MAP_TYPES = {1: 0, 2: 1, 4: 2}  # UINT8, UINT16, UINT32
+_L2_PROMOTION_128B = 2
+MAP_BYTES = 128
+
+
+class DriverError(ColibriError):
+    """The CUDA driver refused a call."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError("there is no CUDA driver on this machine") from error
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(code, ctypes.byref(text))
+        raise DriverError(f"{what} failed: {(text.value or b'?').decode()} (error {code})")
+
+
+def load_function(cubin: bytes, name: str, shared: int) -> int:
+    """A function handle in the current context, allowed `shared` bytes of dynamic shared memory."""
+    cuda = library()
+    handle, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(
+        cuda.cuLibraryLoadData(ctypes.byref(handle), cubin, None, None, 0, None, None, 0), f"loading kernel '{name}'"
+    )
+    _check(cuda.cuLibraryGetKernel(ctypes.byref(kernel), handle, name.encode()), f"finding kernel '{name}'")
+    _check(cuda.cuKernelGetFunction(ctypes.byref(function), kernel), f"finding function '{name}'")
+    _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"reserving shared memory for '{name}'")
+    assert function.value is not None
+    return function.value
+
+
+def encode_map(
+    pointer: int, item: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int, into: int
+) -> None:
+    """Write a tensor map for a row-major tensor; `strides` are in elements, `into` is 64-byte aligned."""
+    rank = len(shape)
+    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    steps = (ctypes.c_uint64 * max(rank - 1, 1))(*(s * item for s in reversed(strides[:-1])))
+    sides = (ctypes.c_uint32 * rank)(*reversed(box))
+    ones = (ctypes.c_uint32 * rank)(*([1] * rank))
+    code = library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(into), _MAP_TYPES[item], rank, ctypes.c_void_p(pointer), sizes, steps, sides, ones, 0, swizzle,
+        _L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    _check(code, f"describing a tensor of shape {list(shape)} in boxes of {list(box)}")
+
+
+class Launch:
+    """One kernel with its parameters laid out in memory: changing an argument is one store.
+
+    `values` are (name, bytes): a pointer, an integer, a float, a tensor map. Addresses of parameters
+    never move, so the driver is always handed the same array.
+    """
+
+    def __init__(
+        self, function: int, threads: int, shared: int, values: list[tuple[str, bytes]], dependent: bool
+    ) -> None:
+        room = sum(-(-len(value) // 64) * 64 for _, value in values) + 64
+        self._memory = ctypes.create_string_buffer(room)
+        at = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._pointers = (ctypes.c_void_p * len(values))()
+        self.address: dict[str, int] = {}
+        for i, (name, value) in enumerate(values):
+            ctypes.memmove(at, value, len(value))
+            self.address.setdefault(name, at)
+            self._pointers[i] = at
+            at += -(-len(value) // 64) * 64
+        attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
+        self._attribute = attribute
+        self._config = _Config(1, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute), int(dependent))
+        self._arguments: tuple[Any, ...] = (
+            ctypes.c_void_p(ctypes.addressof(self._config)),
+            ctypes.c_void_p(function),
+            ctypes.c_void_p(ctypes.addressof(self._pointers)),
+            None,
+        )
+        self._call = library().cuLaunchKernelEx
+
+    def pointer_slot(self, name: str) -> ctypes.c_uint64:
+        """A view of a 64-bit argument: assigning its `value` changes the argument."""
+        return ctypes.c_uint64.from_address(self.address[name])
+
+    def integer_slot(self, name: str) -> ctypes.c_int32:
+        return ctypes.c_int32.from_address(self.address[name])
+
+    def grid(self, x: int, y: int = 1) -> None:
+        self._config.gx, self._config.gy = x, y
+
+    def __call__(self, stream: int) -> None:
+        self._config.stream = stream
+        code = self._call(*self._arguments)
+        if code:
+            _check(code, "launching a kernel")

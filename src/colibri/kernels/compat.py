@@ -1,0 +1,29 @@
+"""The one place that knows which Triton this is.
+
+Built and measured with 3.6; 3.7 and 3.8 compile the same sources unchanged. 3.9 renamed nothing that
+is used here. Older ones lack Gluon's Hopper layouts.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+OLDEST = (3, 6)
+
+
+def triton_version() -> str | None:
+    """The installed Triton, without importing it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def problem() -> str | None:
+    """Why kernels cannot be compiled here; None when they can."""
+    found = triton_version()
+    if found is None:
+        return "Triton is not installed"
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"Triton {found} is too old"
+    return None

@@ -1,0 +1,313 @@
+"""The grouped product of every weight form on Hopper: one pipeline, one scheduler (Gluon).
+
+    out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
+
+The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, tokens
+are B in swizzled shared memory. So a tile may have 8 tokens or 256, and one kernel serves decode and
+prefill. A CTA is one warpgroup that multiplies and one warp that feeds it through a ring of stages;
+two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tiles
+p, p + grid, ... of a list made on the device (`rows`), so the host never learns the routing.
+
+A tile is one unit (128 features) by one token tile of T or, as T + U, two accumulator widths (96 =
+64 + 32), since widths are powers of two.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from colibri.kernels import dequant
+from colibri.kernels.dequant import dequantise, form_of, load_codes, load_scales
+from colibri.kernels.epilogue import scale_rows, store_rows
+
+# When a kernel waits for the one before it (programmatic dependent launch).
+ALONE, FIRST, LATER = 0, 1, 2
+
+
+@gluon.constexpr_function
+def stage_blocks(form, SLICES):
+    """Scale blocks in a stage of SLICES slices; a group wider than the stage is loaded again."""
+    if form.scale_words == 0 or form.block_columns == 0:
+        return min(form.scale_words, 1)
+    return max(1, SLICES * form.slice_columns // form.block_columns)
+
+
+@gluon.constexpr_function
+def block_of(form, SLICES, slice):
+    """The stage's scale block that a slice belongs to."""
+    if form.block_columns == 0:
+        return 0
+    return min(slice * form.slice_columns // form.block_columns, stage_blocks(form, SLICES) - 1)
+
+
+@gluon.constexpr_function
+def stages_per_block(form, SLICES):
+    """Stages that read the same scale block (0: all of them)."""
+    return 0 if form.block_columns == 0 else max(1, form.block_columns // (SLICES * form.slice_columns))
+
+
+@gluon.constexpr_function
+def stage_scale_words(form, SLICES):
+    """32-bit words of scales in a stage."""
+    return 64 * form.scale_words * stage_blocks(form, SLICES)
+
+
+@gluon.constexpr_function
+def scale_box(form, SLICES):
+    """Words one copy of scales brings."""
+    return min(stage_scale_words(form, SLICES), 256)
+
+
+@gluon.constexpr_function
+def scale_copies(form, SLICES):
+    """Copies that bring a stage's scales."""
+    return -(-stage_scale_words(form, SLICES) // 256)
+
+
+@gluon.jit
+def wait_for_predecessor():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_successor_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def tile_at(tiles, index, units, TOKENS_INNER: gl.constexpr):
+    """Tile number to (expert, unit, first row, rows).
+
+    A record of the list is (expert, first row, rows + 512 * tiles of the expert, the first of them). An
+    expert's tiles lie together, so with TOKENS_INNER all its token tiles meet one unit's weights in L2.
+    """
+    tile = index // units
+    unit = index % units
+    if TOKENS_INNER:
+        first = gl.load(tiles + tile * 4 + 3)
+        count = gl.load(tiles + tile * 4 + 2) >> 9
+        inner = index - first * units
+        unit = inner // count
+        tile = first + inner % count
+    record = tiles + tile * 4
+    return gl.load(record), unit, gl.load(record + 1), gl.load(record + 2) & 511
+
+
+@gluon.jit
+def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_blocks, SLICES: gl.constexpr,
+                 form: gl.constexpr):  # fmt: skip
+    """Start the copies of a stage's codes and scales; `unit` counts over all experts."""
+    tma.async_copy_global_to_shared(
+        w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, wb.index(stage)
+    )
+    if dequant.scale_words(form) > 0:
+        COPIES: gl.constexpr = scale_copies(form, SLICES)
+        SHARED: gl.constexpr = stages_per_block(form, SLICES)
+        start = unit * scale_blocks
+        if SHARED == 1:
+            start += block * stage_blocks(form, SLICES)
+        elif SHARED > 1:
+            start += block // SHARED
+        for i in gl.static_range(COPIES):
+            at = start * (64 * dequant.scale_words(form)) + i * scale_box(form, SLICES)
+            tma.async_copy_global_to_shared(s_desc, [at], bar, sb.index(stage * COPIES + i))
+
+
+@gluon.jit
+def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices, scale_blocks,
+         T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr,
+         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
+
+    PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
+    then be older than the predecessor.
+    """
+    COLUMNS: gl.constexpr = dequant.slice_columns(form)
+    BYTES: gl.constexpr = SLICES * (T + U) * 128 + w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    blocks = (slices + SLICES - 1) // SLICES
+    if DEPEND == 1 and not PREFETCH:
+        wait_for_predecessor()
+    count = gl.load(tile_count) * units
+    ahead = 0
+    if PREFETCH:
+        if gl.program_id(0) < count:
+            e, unit, row, rows = tile_at(tiles, gl.program_id(0), units, TOKENS_INNER)
+            ahead = gl.minimum(blocks, STAGES)
+            for i in range(ahead):
+                mbarrier.expect(full.index(i), BYTES)
+                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, i, slices, scale_blocks, SLICES,
+                             form)  # fmt: skip
+        wait_for_predecessor()
+    step = 0
+    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+        e, unit, row, rows = tile_at(tiles, index, units, TOKENS_INNER)
+        for block in range(blocks):
+            stage = step % STAGES
+            bar = full.index(stage)
+            if step >= ahead:
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
+                copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
+                             form)  # fmt: skip
+            for j in gl.static_range(SLICES):
+                k = (block * SLICES + j) * COLUMNS
+                tma.async_copy_global_to_shared(x_desc, [row, k], bar, xb.index(stage * SLICES + j))
+                if U > 0:
+                    tma.async_copy_global_to_shared(x2_desc, [row + T, k], bar, x2b.index(stage * SLICES + j))
+            step += 1
+
+
+@gluon.jit
+def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
+    """Packed words of a half of a slice, and their scales (the words again where there are none)."""
+    codes = load_codes(wb.index(stage), slice, half, form)
+    if dequant.scale_words(form) > 0:
+        BLOCK: gl.constexpr = block_of(form, SLICES, slice)
+        PER_BOX: gl.constexpr = scale_box(form, SLICES) // (64 * dequant.scale_words(form))
+        box = sb.index(stage * scale_copies(form, SLICES) + BLOCK // PER_BOX)
+        return codes, load_scales(box, BLOCK % PER_BOX, half, form)
+    else:
+        return codes, codes
+
+
+@gluon.jit
+def load_stage(wb, sb, stage, SLICES: gl.constexpr, form: gl.constexpr):
+    """(codes, scales) of slice 0 half 0, of half 1, of slice 1 ..."""
+    held = ()
+    for j in gl.static_range(SLICES):
+        held += (load_half(wb, sb, stage, j, 0, SLICES, form), load_half(wb, sb, stage, j, 1, SLICES, form))
+    return held
+
+
+@gluon.jit
+def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
+             SLICES: gl.constexpr, form: gl.constexpr):  # fmt: skip
+    """The product of one tile: accumulators of both halves, [64, T] and [64, U] each.
+
+    While one half's wgmma runs, the other half is dequantised: registers an outstanding wgmma reads
+    are never written, because each dequantisation waits for the wgmma before the last. A stage goes
+    back to the feeder once the first wgmma of the next stage has followed it.
+    """
+    DEPTH: gl.constexpr = 32 if dequant.narrow(form) else 16
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, DEPTH])
+    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, U if U > 0 else 8, DEPTH])
+    KWIDTH: gl.constexpr = 4 if dequant.narrow(form) else 2
+    top = gl.zeros([64, T], gl.float32, WIDE)
+    bottom = gl.zeros([64, T], gl.float32, WIDE)
+    if U > 0:
+        top2 = gl.zeros([64, U], gl.float32, THIN)
+        bottom2 = gl.zeros([64, U], gl.float32, THIN)
+    for block in range(blocks):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        held = load_stage(wb, sb, stage, SLICES, form)
+        for j in gl.static_range(SLICES):
+            x = xb.index(stage * SLICES + j).permute((1, 0))
+            a = dequantise(held[2 * j][0], held[2 * j][1], WIDE, form)
+            top = warpgroup_mma(a, x, top, is_async=True)
+            if U > 0:
+                x2 = x2b.index(stage * SLICES + j).permute((1, 0))
+                a2 = gl.convert_layout(a, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
+                top2 = warpgroup_mma(a2, x2, top2, is_async=True)
+                top, bottom, top2, bottom2 = warpgroup_mma_wait(2, deps=[top, bottom, top2, bottom2])
+            else:
+                top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
+            if j == 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
+            b = dequantise(held[2 * j + 1][0], held[2 * j + 1][1], WIDE, form)
+            bottom = warpgroup_mma(b, x, bottom, is_async=True)
+            if U > 0:
+                b2 = gl.convert_layout(b, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
+                bottom2 = warpgroup_mma(b2, x2, bottom2, is_async=True)
+                top, bottom, top2, bottom2 = warpgroup_mma_wait(2, deps=[top, bottom, top2, bottom2])
+            else:
+                top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
+        step += 1
+    if U > 0:
+        top, bottom, top2, bottom2 = warpgroup_mma_wait(0, deps=[top, bottom, top2, bottom2])
+    else:
+        top, bottom = warpgroup_mma_wait(0, deps=[top, bottom])
+        top2 = top
+        bottom2 = bottom
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
+    return top, bottom, top2, bottom2, step
+
+
+@gluon.jit
+def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units, slices,
+         columns, limit, alpha, beta, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+         form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
+    """The multiplying warpgroup: product and epilogue of every tile."""
+    CHUNK: gl.constexpr = min(T, 32)
+    NARROW: gl.constexpr = dequant.narrow(form)
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    if DEPEND == 1:
+        wait_for_predecessor()
+    if DEPEND > 0:
+        let_successor_start()
+    blocks = (slices + SLICES - 1) // SLICES
+    count = gl.load(tile_count) * units
+    step = 0
+    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+        top, bottom, top2, bottom2, step = multiply(
+            xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form
+        )
+        e, unit, row, rows = tile_at(tiles, index, units, TOKENS_INNER)
+        f = factors + (e * units + unit) * 128
+        b = bias + (e * units + unit) * 128
+        top = scale_rows(top, f, b, token_scales, row, rows, BIAS, NARROW)
+        bottom = scale_rows(bottom, f + 64, b + 64, token_scales, row, rows, BIAS, NARROW)
+        store_rows(out, slots, staging, top, bottom, row, rows, unit * WIDTH, columns, limit, alpha, beta, CHUNK, KIND,
+                   ACTIVATION)  # fmt: skip
+        if U > 0:
+            top2 = scale_rows(top2, f, b, token_scales, row + T, rows - T, BIAS, NARROW)
+            bottom2 = scale_rows(bottom2, f + 64, b + 64, token_scales, row + T, rows - T, BIAS, NARROW)
+            LOW: gl.constexpr = min(U, CHUNK)
+            store_rows(out, slots, staging.slice(0, LOW, 0), top2, bottom2, row + T, rows - T, unit * WIDTH, columns,
+                       limit, alpha, beta, LOW, KIND, ACTIVATION)  # fmt: skip
+    if DEPEND == 2:
+        wait_for_predecessor()
+
+
+@gluon.jit
+def grouped(
+    x_desc, x2_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, units, slices,
+    scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
+    ACT: gl.constexpr, ZERO: gl.constexpr, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
+    SLICES: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
+    form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
+    COLUMNS: gl.constexpr = dequant.slice_columns(form)
+    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, COLUMNS], x_desc.layout)
+    if U > 0:
+        x2b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, U, COLUMNS], x2_desc.layout)
+    else:
+        x2b = xb
+    wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    if dequant.scale_words(form) > 0:
+        sb = gl.allocate_shared_memory(gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout)
+    else:
+        sb = wb
+    CHUNK: gl.constexpr = min(T, 32)
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    STAGING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], out.dtype.element_ty)
+    staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    gl.warp_specialize([
+        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units,
+                slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, form, KIND, ACTIVATION, BIAS, TOKENS_INNER,
+                DEPEND)),
+        (feed, (x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices,
+                scale_blocks, T, U, STAGES, SLICES, form, TOKENS_INNER, DEPEND, PREFETCH)),
+    ], [1], [24])  # fmt: skip

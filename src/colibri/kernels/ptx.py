@@ -1,0 +1,340 @@
+"""How packed codes become numbers, in inline PTX: one small generator for each code and each scale.
+
+A thread of a warpgroup holds, for one half of a unit (64 features), the A fragment of wgmma. With
+16-bit activations that is 16 registers for the 64 columns of a slice. Bits of the feature n and of
+the column k within the slice name a register and its half:
+
+    n5 n4: warp    n2 n1 n0: lane / 4    n3: row r or r + 8      (features of the half)
+    k2 k1: lane % 4    k0: half of the register    k5 k4: wgmma's k16 step    k3: its upper 8 columns
+
+Every generator returns the statements that fill registers of one (n3, k3, k4, k5), k0 being the two
+halves. `PLACES` says where the packer puts each bit so that the statements find it; tests run the
+statements in an emulator on packed words and compare with the canonical numbers.
+
+Numbers come out as `value * 2**-shift` with the shift a constant of the form: cheap placements of
+exponent bits are off by a power of two, which is put right once a row (`ROW_SHIFT`) or in the group's
+factor, never by an instruction of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from colibri.kernels import forms as f
+from colibri.kernels.forms import Form
+
+Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the word)
+
+# Two words hold the eight bf16 registers of one k5 in windows of the mask: sign at 15, exponent and
+# mantissa at 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that
+# no window covers, merged from both words, give the other two. 16 operations for 16 codes.
+_E2M1_MASK = 0x81C081C0
+_E2M1_BITS = ((3, 15), (2, 8), (1, 7), (0, 6))
+_TURNS, _MERGED_TURNS, _MERGED_FROM_0 = (0, 4, 10), (6, 12), 0x06030603
+
+MULTIPLY = {f.BF16: "mul.rn.bf16x2", f.F16: "mul.rn.f16x2"}
+SUBTRACT = {f.BF16: "sub.rn.bf16x2", f.F16: "sub.rn.f16x2"}
+INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: a small integer beside them is its own bits
+_BOTH = ("0x1010", "0x3232")  # permute selectors: the lower or upper half of a word in both halves
+_ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, where the field starts
+
+
+class Unpack:
+    """A form's inline statements: 4 packed words and `metas` scale words to `outputs` registers.
+
+    A class and not a function because Triton lets compile-time code call nothing else of ours.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.text, self.outputs, self.metas = _e4m3_statements(form) if form.activations == f.E4M3 else _statements(form)
+
+    @property
+    def constraints(self) -> str:
+        """Each operand of the elementwise call comes as four registers (pack = 4)."""
+        return ",".join(["=&r"] * self.outputs + ["r"] * (4 + 4 * self.metas))
+
+
+def power(exponent: int, activations: str) -> str:
+    """2**exponent in both halves of a register."""
+    one, low = _ONE_EXPONENT[activations]
+    return _pair((one + exponent) << low)
+
+
+def _pair(bits: int) -> str:
+    return f"0x{bits << 16 | bits:08x}"
+
+
+# ---------------------------------------------------------------- where the bits of a code lie
+
+
+def places(form: Form, n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
+    """Word and bit for each bit of one code, 16-bit activations."""
+    if form.code == f.E2M1_CODE and form.activations == f.BF16:
+        return _e2m1_places(n3, k3, k4, k5, k0)
+    if form.bits == 4:
+        start = 4 * (n3 + 2 * k3) + 16 * k0
+        return tuple((b, k4 + 2 * k5, start + b) for b in range(4))
+    start = 8 * k4 + 16 * k0
+    return tuple((b, 4 * k5 + n3 + 2 * k3, start + b) for b in range(8))
+
+
+def _e2m1_places(n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
+    found = []
+    window = n3 + 2 * k3
+    for bit, position in _E2M1_BITS:
+        target = position + 16 * k0
+        if window < 3:
+            word, source = k4, (target - _TURNS[window]) % 32
+        else:
+            merged = (target - _MERGED_TURNS[k4]) % 32
+            word, source = (0, merged) if _MERGED_FROM_0 >> merged & 1 else (1, merged - 2)
+        found.append((bit, word + 2 * k5, source))
+    return tuple(found)
+
+
+def places_e4m3(form: Form, n3: int, k4: int, k5: int, k6: int, k10: int) -> Bits:
+    """The same for fp8 activations, where a register holds four columns (k1 k0 = `k10`)."""
+    if form.bits == 8:
+        return tuple((b, 8 * k6 + 4 * k5 + n3 + 2 * k4, 8 * k10 + b) for b in range(8))
+    word, nibble = 4 * k6 + n3 + 2 * k5, 4 * (k10 + 4 * k4)
+    sign = 8 * k10 + (3 if k4 else 7)
+    return ((0, word, nibble), (1, word, nibble + 1), (2, word, nibble + 2), (3, word, sign))
+
+
+# ---------------------------------------------------------------- codes to 16-bit numbers
+
+
+def _e2m1_bf16(words: list[str], out: dict[tuple[int, int, int], str]) -> list[str]:
+    """e2m1 as bf16 times 2**-126: its exponent and mantissa bits as the low ones of bf16's."""
+    lines = []
+    for k4 in range(2):
+        for window in range(3):
+            source = words[k4]
+            if window:
+                turn = _TURNS[window]
+                lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {turn};")
+                source = "t"
+            lines.append(f"and.b32 {out[window & 1, window >> 1, k4]}, {source}, {_E2M1_MASK:#x};")
+    lines += [f"shl.b32 t, {words[1]}, 2;", f"lop3.b32 t, {words[0]}, t, {_MERGED_FROM_0:#x}, 0xe4;"]
+    for k4, turn in enumerate(_MERGED_TURNS):
+        lines += [f"shf.l.wrap.b32 u, t, t, {turn};", f"and.b32 {out[1, 1, k4]}, u, {_E2M1_MASK:#x};"]
+    return lines
+
+
+def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: Form) -> list[str]:
+    """int4 as 128 + code (bf16) or 1024 + code (fp16); e2m1 as fp16 times 2**-14."""
+    lines = []
+    for (n3, k3, k4), register in out.items():
+        shift = 4 * (n3 + 2 * k3)
+        if form.code == f.INT4_CODE:
+            magic = _pair(INT4_MAGIC[form.activations])
+            source = words[k4]
+            if shift:
+                lines.append(f"shr.u32 t, {source}, {shift};")
+                source = "t"
+            lines.append(f"lop3.b32 {register}, {source}, 0x000f000f, {magic}, 0xea;")
+        else:
+            lines += [
+                f"shl.b32 t, {words[k4]}, {12 - shift};",
+                "and.b32 u, t, 0x70007000;",
+                "shr.u32 u, u, 3;",
+                f"lop3.b32 {register}, t, 0x80008000, u, 0xea;",
+            ]
+    return lines
+
+
+def _byte(word: str, k4: int, register: str, form: Form) -> list[str]:
+    """int8 exactly; e4m3 times 2**-120 (bf16) or 2**-8 (fp16): sign kept, the rest moved down."""
+    if form.code == f.E4M3_CODE:
+        down = 4 if form.activations == f.BF16 else 1
+        return [
+            f"shl.b32 t, {word}, {8 - 8 * k4};",
+            "and.b32 u, t, 0x7f007f00;",
+            f"shr.u32 u, u, {down};",
+            f"lop3.b32 {register}, t, 0x80008000, u, 0xea;",
+        ]
+    lines = [f"shr.u32 t, {word}, {8 * k4};"]
+    if form.activations == f.F16:
+        return [*lines, f"lop3.b32 t, t, 0x00ff00ff, {_pair(0x6400)}, 0xea;", f"sub.rn.f16x2 {register}, t, {_pair(0x6480)};"]
+    # bf16 has seven mantissa bits: 128 + the low seven, less 128 or 256 by the eighth.
+    return [
+        *lines,
+        f"lop3.b32 u, t, 0x00800080, {_pair(0x4380)}, 0x6a;",
+        f"lop3.b32 t, t, 0x007f007f, {_pair(0x4300)}, 0xea;",
+        f"sub.rn.bf16x2 {register}, t, u;",
+    ]
+
+
+# ---------------------------------------------------------------- scales
+
+
+def _factors(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int, int], str]]:
+    """Statements that make the factor of (n3, k4, k5), and the register it is in."""
+    lines: list[str] = []
+    where: dict[tuple[int, int, int], str] = {}
+    if not metas:
+        return lines, where
+    for k5, n3, k4 in itertools.product(k5s, range(2), range(2)):
+        # Which factor: one for 16, 32 or at least 64 columns.
+        fine = (n3, k4, k5) if form.scale == f.E4M3_G16 else (n3, 0, k5 if form.group == 32 else 0)
+        name = "m{}{}{}".format(*fine)
+        if name not in where.values():
+            lines += _factor(name, form, metas, fine)
+        where[n3, k4, k5] = name
+    return lines, where
+
+
+def _factor(name: str, form: Form, metas: list[str], which: tuple[int, int, int]) -> list[str]:
+    n3, k4, k5 = which
+    if form.scale == f.E4M3_G16:
+        byte = n3 + 2 * k4
+        return [f"prmt.b32 {name}, {metas[k5]}, 0, 0x{byte}4{byte}4;", *_e4m3_factor(name, form.activations)]
+    if form.scale == f.E8M0_G32:
+        byte, low = n3 + 2 * k5, _ONE_EXPONENT[form.activations][1]
+        return [f"prmt.b32 {name}, {metas[0]}, 0, 0x4{byte}4{byte};", f"shl.b32 {name}, {name}, {low};"]
+    return _group_factor(name, form, metas, n3, k5)
+
+
+def _e4m3_factor(name: str, activations: str) -> list[str]:
+    """A scale byte in the high half-byte pair to a factor; what its exponent lacks is in `ROW_SHIFT`."""
+    down = 4 if activations == f.BF16 else 1
+    lines = [f"and.b32 t, {name}, 0x7f007f00;", f"shr.u32 t, t, {down};", f"lop3.b32 {name}, {name}, 0x80008000, t, 0xea;"]
+    if activations == f.F16:
+        return [*lines, f"mul.rn.f16x2 {name}, {name}, {power(15, f.F16)};"]
+    return lines + [f"mul.rn.bf16x2 {name}, {name}, {power(113, f.BF16)};"] * 2
+
+
+def _group_factor(name: str, form: Form, metas: list[str], n3: int, part: int) -> list[str]:
+    """A group's stored number in the activations' type, in both halves of a register."""
+    to = "bf16x2" if form.activations == f.BF16 else "f16x2"
+    if form.scale == f.F32_GROUP:
+        lines = [f"mov.b32 x, {metas[2 * part + n3]};"]
+        if form.code == f.E4M3_CODE:  # its shift goes in here
+            lines.append(f"mul.rn.f32 x, x, 0f{(127 + code_shift(form)) << 23:08X};")
+        return [*lines, f"cvt.rn.{to}.f32 {name}, x, x;"]
+    if form.scale == form.activations:
+        return [f"prmt.b32 {name}, {metas[part]}, 0, {_BOTH[n3]};"]
+    if form.scale == f.BF16_GROUP:
+        high = "0x1044" if n3 == 0 else "0x3244"  # bf16 is the upper half of fp32
+        return [f"prmt.b32 {name}, {metas[part]}, 0, {high};", f"mov.b32 x, {name};", f"cvt.rn.f16x2.f32 {name}, x, x;"]
+    return [f"mov.b32 {{h0, h1}}, {metas[part]};", f"cvt.f32.f16 x, h{n3};", f"cvt.rn.bf16x2.f32 {name}, x, x;"]
+
+
+def code_shift(form: Form) -> int:
+    """The power of two that the placement of a code's exponent lacks."""
+    if form.activations == f.E4M3:
+        return 0
+    shifts = {f.E2M1_CODE: {f.BF16: 126, f.F16: 14}, f.E4M3_CODE: {f.BF16: 120, f.F16: 8}}
+    return shifts.get(form.code, {}).get(form.activations, 0)
+
+
+def row_shift(form: Form) -> int:
+    """What is left of it for the factor of a row: only where a group's factor could not hold it."""
+    if form.scale == f.E4M3_G16:
+        return {f.BF16: 20, f.F16: 7}[form.activations]
+    return 0
+
+
+# ---------------------------------------------------------------- whole statements
+
+
+def _statements(form: Form) -> tuple[str, int, int]:
+    outputs = 16 if form.bits == 4 else 8
+    words = [f"${outputs + i}" for i in range(4)]
+    metas = [f"${outputs + 4 + 4 * i}" for i in range(form.scale_words)]
+    split = form.scale_words - form.zero_words
+    k5s = (0, 1) if form.bits == 4 else (0,)
+    lines, factor = _factors(form, metas[:split], k5s)
+    more, zero = _zeros(form, metas[split:], k5s)
+    lines += more
+    for k5 in k5s:
+        out = _output_registers(form, k5)
+        if form.bits == 8:
+            for (n3, k3, k4), register in out.items():
+                lines += _byte(words[n3 + 2 * k3], k4, register, form)
+        elif form.code == f.E2M1_CODE and form.activations == f.BF16:
+            lines += _e2m1_bf16(words[2 * k5 : 2 * k5 + 2], out)
+        else:
+            lines += _nibbles(words[2 * k5 : 2 * k5 + 2], out, form)
+        for (n3, _, k4), register in out.items():
+            lines += _finish(form, register, zero.get((n3, k5)), factor.get((n3, k4, k5)))
+    lines, constants = _name_constants(lines)
+    named = ["t", "u", *sorted({*factor.values(), *zero.values()}), *constants]
+    head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x; .reg .b16 h0, h1;\n"
+    return head + "\n".join(lines) + "\n}", outputs, form.scale_words
+
+
+def _name_constants(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Packed arithmetic takes no immediates: each constant goes to a register of its own first."""
+    names: dict[str, str] = {}
+
+    def name(match: re.Match[str]) -> str:
+        return names.setdefault(match[0], f"c{len(names)}")
+
+    named = [re.sub(r"0x[0-9a-f]{8}\b", name, line) if "x2 " in line else line for line in lines]
+    return [f"mov.b32 {register}, {value};" for value, register in names.items()] + named, list(names.values())
+
+
+def _output_registers(form: Form, k5: int) -> dict[tuple[int, int, int], str]:
+    """Output tensor j = n3 + 2 k3 (+ 4 k4 for nibbles); its four elements are two registers."""
+    out = {}
+    for k4, k3, n3 in itertools.product(range(2), repeat=3):
+        j = n3 + 2 * k3
+        out[n3, k3, k4] = f"${2 * (j + 4 * k4) + k5}" if form.bits == 4 else f"${2 * j + k4}"
+    return out
+
+
+def _zeros(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int], str]]:
+    """Zero points, stored with the code's magic number added, in both halves of a register."""
+    lines: list[str] = []
+    where: dict[tuple[int, int], str] = {}
+    if not form.zero:
+        return lines, where
+    for k5, n3 in itertools.product(k5s, range(2)):
+        part = k5 if form.group == 32 else 0
+        name = f"z{n3}{part}"
+        if name not in where.values():
+            lines.append(f"prmt.b32 {name}, {metas[part]}, 0, {_BOTH[n3]};")
+        where[n3, k5] = name
+    return lines, where
+
+
+def _finish(form: Form, register: str, zero: str | None, factor: str | None) -> list[str]:
+    """Take off the zero point, multiply by the factor; both where the form has them."""
+    act = form.activations
+    lines = []
+    if form.code == f.INT4_CODE:
+        lines.append(f"{SUBTRACT[act]} {register}, {register}, {zero or _pair(INT4_MAGIC[act] + 8)};")
+    if factor is not None:
+        lines.append(f"{MULTIPLY[act]} {register}, {register}, {factor};")
+    elif code_shift(form):
+        lines.append(f"{MULTIPLY[act]} {register}, {register}, {power(code_shift(form), act)};")
+    return lines
+
+
+def _e4m3_statements(form: Form) -> tuple[str, int, int]:
+    """fp8 activations: e4m3 codes pass through; e2m1 is looked up in a table that holds 2**d.
+
+    The look-up table of (row, group) is e2m1's eight magnitudes as e4m3 codes with d added to every
+    exponent but zero's: two multiply-adds. A permute instruction then looks up four codes at a time.
+    """
+    if form.code == f.E4M3_CODE:
+        return "\n".join(f"mov.b32 ${j}, ${4 + j};" for j in range(4)), 4, 0
+    lines = ["{", ".reg .b32 d, l, h, s, p, t;"]
+    for q in range(4):
+        n3, k5 = q & 1, q >> 1
+        word, low, high = f"${8 + q}", f"${n3 + 4 * k5}", f"${n3 + 2 + 4 * k5}"
+        lines += [
+            f"bfe.s32 d, $12, {8 * q}, 8;",
+            "mad.lo.s32 l, d, 0x08080800, 0x3c383000;",
+            "mad.lo.s32 h, d, 0x08080808, 0x4c484440;",
+            f"and.b32 s, {word}, 0x77777777;",
+            "prmt.b32 p, l, h, s;",
+            f"lop3.b32 {low}, {word}, 0x80808080, p, 0xea;",
+            "shr.u32 s, s, 16;",
+            "prmt.b32 p, l, h, s;",
+            f"shl.b32 t, {word}, 4;",
+            f"lop3.b32 {high}, t, 0x80808080, p, 0xea;",
+        ]
+    return "\n".join([*lines, "}"]), 8, 1

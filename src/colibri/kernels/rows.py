@@ -1,0 +1,215 @@
+"""Rows around the products, in plain Triton: dispatch, permutation, quantisation, combine.
+
+Dispatch turns ids into lists of tiles on the device. Rows of an expert lie together and in slot
+order (slot = token * top_k + choice), so equal inputs give equal places. Full tiles have T0 rows; what
+remains of an expert goes to the smallest class that holds it, one list a class. Ids below zero (other
+ranks', padding) get no place.
+
+Every kernel waits for its predecessor before it touches memory and lets its successor start at
+once: programmatic dependent launch, a no-op where the launch does not ask for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.constexpr, T1: tl.constexpr,
+                 T2: tl.constexpr, T3: tl.constexpr):  # fmt: skip
+    """The lists: T0 > T1 > T2 > T3, 0 = no such class. Class c's list starts at CAPACITY + (c - 1) * E.
+
+    A record is (expert, first row, rows + 512 * tiles of the expert in this list, the first of them).
+    """
+    e = tl.arange(0, E)
+    full = total // T0
+    rest = total - full * T0
+    kind = tl.zeros([E], tl.int32)
+    if T1 > 0:
+        kind = tl.where(rest <= T1, 1, kind)
+    if T2 > 0:
+        kind = tl.where(rest <= T2, 2, kind)
+    if T3 > 0:
+        kind = tl.where(rest <= T3, 3, kind)
+    kind = tl.where(rest == 0, -1, kind)
+    n = full + (kind == 0).to(tl.int32)
+    first = tl.cumsum(n, 0) - n
+    tl.store(counts, tl.sum(n, 0))
+    for i in range(0, tl.max(n, 0)):
+        record = tiles + (first + i) * 4
+        mine = i < n
+        tl.store(record, e, mask=mine)
+        tl.store(record + 1, start + i * T0, mask=mine)
+        tl.store(record + 2, tl.minimum(T0, total - i * T0) + n * 512, mask=mine)
+        tl.store(record + 3, first, mask=mine)
+    for c in tl.static_range(1, 4):
+        if (T1 if c == 1 else (T2 if c == 2 else T3)) > 0:
+            mine = kind == c
+            first = tl.cumsum(mine.to(tl.int32), 0) - mine.to(tl.int32)
+            record = tiles + (CAPACITY + (c - 1) * E + first) * 4
+            tl.store(counts + 4 * c, tl.sum(mine.to(tl.int32), 0))
+            tl.store(record, e, mask=mine)
+            tl.store(record + 1, start + full * T0, mask=mine)
+            tl.store(record + 2, rest + 512, mask=mine)
+            tl.store(record + 3, first, mask=mine)
+
+
+@triton.jit
+def _place(ids, slot0, n, base, slots, places, P: tl.constexpr, E: tl.constexpr):
+    """Places of slots slot0 .. slot0 + n (n <= P), given each expert's next free one; counts them."""
+    i = tl.arange(0, P)
+    mine = tl.load(ids + slot0 + i, mask=i < n, other=-1)
+    j = tl.arange(0, P)
+    other = tl.load(ids + slot0 + j, mask=j < n, other=-1)
+    before = tl.sum(((mine[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    placed = mine >= 0
+    place = tl.where(placed, before + tl.gather(base, tl.maximum(mine, 0), 0), -1)
+    tl.store(slots + place, slot0 + i, mask=placed)
+    tl.store(places + slot0 + i, place, mask=i < n)
+    return tl.histogram(tl.maximum(mine, 0), E, mask=placed)
+
+
+@triton.jit
+def _send_row(x, weights, perm, ids, places, out, scales, token, hidden, H: tl.constexpr, TOP_K: tl.constexpr,
+              NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr):  # fmt: skip
+    """A token's row to each of its places.
+
+    NARROW: as e4m3 with one scale a row (448 is e4m3's largest number). ORDERED: columns in the order
+    of the expert's weights (act-order). WEIGHTED: times the routing weight (top-1 only).
+    """
+    k = tl.arange(0, H)
+    inside = k < hidden
+    source = x + token.to(tl.int64) * hidden
+    row = tl.load(source + k, mask=inside, other=0.0)
+    if WEIGHTED:
+        row = (row.to(tl.float32) * tl.load(weights + token)).to(row.dtype)
+    if NARROW:
+        value = row.to(tl.float32)
+        scale = tl.max(tl.abs(value), 0) / 448.0
+        scale = tl.where(scale > 0, scale, 1.0)
+        row = tl.div_rn(value, scale).to(tl.float8e4nv)
+    for choice in tl.static_range(TOP_K):
+        slot = token * TOP_K + choice
+        place = tl.load(places + slot)
+        if place >= 0:
+            target = out + place.to(tl.int64) * hidden
+            if ORDERED:
+                order = tl.load(perm + tl.load(ids + slot).to(tl.int64) * hidden + k, mask=inside, other=0)
+                tl.store(target + k, tl.load(source + order, mask=inside, other=0.0), mask=inside)
+            else:
+                tl.store(target + k, row, mask=inside)
+            if NARROW:
+                tl.store(scales + place, scale)
+
+
+@triton.jit
+def dispatch_small(
+    ids, x, weights, perm, slots, places, out, scales, tiles, counts, tokens, hidden, capacity, R: tl.constexpr,
+    TOKENS: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, T0: tl.constexpr,
+    T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, NARROW: tl.constexpr, WEIGHTED: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """One launch for few tokens: every program counts all ids, sends TOKENS rows; the last writes the lists."""
+    gdc_wait()
+    gdc_launch_dependents()
+    b = tl.program_id(0)
+    total_slots = tokens * TOP_K
+    o = tl.arange(0, R)
+    v = tl.load(ids + o, mask=o < total_slots, other=-1)
+    total = tl.histogram(tl.maximum(v, 0), E, mask=v >= 0)
+    start = tl.cumsum(total, 0) - total
+    if b == tl.num_programs(0) - 1:
+        _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
+    else:
+        slot0 = b * (TOKENS * TOP_K)
+        before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
+        _place(ids, slot0, tl.minimum(total_slots - slot0, TOKENS * TOP_K), start + before, slots, places, P, E)
+        tl.debug_barrier()
+        for token in range(b * TOKENS, tl.minimum(b * TOKENS + TOKENS, tokens)):
+            _send_row(x, weights, perm, ids, places, out, scales, token, hidden, H, TOP_K, NARROW, WEIGHTED, ORDERED)
+
+
+@triton.jit
+def count_ids(ids, counted, total_slots, CHUNK: tl.constexpr, E: tl.constexpr):
+    """Many tokens, first of three: how often each expert occurs in each chunk of slots."""
+    gdc_wait()
+    gdc_launch_dependents()
+    b = tl.program_id(0)
+    o = b * CHUNK + tl.arange(0, CHUNK)
+    v = tl.load(ids + o, mask=o < total_slots, other=-1)
+    tl.store(counted + b * E + tl.arange(0, E), tl.histogram(tl.maximum(v, 0), E, mask=v >= 0))
+
+
+@triton.jit
+def place_ids(
+    ids, counted, slots, places, tiles, counts, total_slots, capacity, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    P: tl.constexpr, E: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+):  # fmt: skip
+    """Second: places for a chunk of slots, from the counts of all; the last program writes the lists."""
+    gdc_wait()
+    gdc_launch_dependents()
+    b = tl.program_id(0)
+    chunks = tl.num_programs(0) - 1
+    total = tl.zeros([E], tl.int32)
+    earlier = tl.zeros([E], tl.int32)
+    for c0 in range(0, chunks, CHUNKS):
+        c = c0 + tl.arange(0, CHUNKS)
+        h = tl.load(counted + c[:, None] * E + tl.arange(0, E)[None, :], mask=(c < chunks)[:, None], other=0)
+        total += tl.sum(h, 0)
+        earlier += tl.sum(tl.where((c < b)[:, None], h, 0), 0)
+    start = tl.cumsum(total, 0) - total
+    if b == chunks:
+        _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
+    else:
+        base = start + earlier
+        for slot0 in range(b * CHUNK, tl.minimum(b * CHUNK + CHUNK, total_slots), P):
+            base += _place(ids, slot0, tl.minimum(total_slots - slot0, P), base, slots, places, P, E)
+
+
+@triton.jit
+def send_rows(
+    x, weights, perm, ids, places, out, scales, hidden, H: tl.constexpr, TOP_K: tl.constexpr, NARROW: tl.constexpr,
+    WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Third: one token a program, its row to all its places."""
+    gdc_wait()
+    gdc_launch_dependents()
+    _send_row(
+        x, weights, perm, ids, places, out, scales, tl.program_id(0), hidden, H, TOP_K, NARROW, WEIGHTED, ORDERED
+    )
+
+
+@triton.jit
+def quantise_rows(x, out, scales, width, W: tl.constexpr):
+    """Each row as e4m3 with one scale of its own; a row a program."""
+    gdc_wait()
+    gdc_launch_dependents()
+    r = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, W)
+    inside = k < width
+    value = tl.load(x + r * width + k, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(value), 0) / 448.0
+    scale = tl.where(scale > 0, scale, 1.0)
+    tl.store(out + r * width + k, tl.div_rn(value, scale).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + r, scale)
+
+
+@triton.jit
+def combine_rows(y, weights, ids, out, hidden, BLOCK: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr):
+    """A token's rows lie together: their weighted sum in fp32, in slot order, rounded once."""
+    gdc_wait()
+    gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        slot = token * TOP_K + choice
+        mine = tl.load(ids + slot) >= 0
+        row = tl.load(y + slot * hidden + c, mask=inside & mine, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights + slot)
+        total += row
+    tl.store(out + token * hidden + c, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,136 @@
+"""Packed words run through the kernels' own PTX give the canonical numbers, bit for bit, for every form."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from colibri.kernels import forms as f
+from colibri.kernels import fragments
+from colibri.kernels.forms import Form
+from colibri.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
+from colibri.testing import ptx as emulator
+
+N, K = 256, 256
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+VALUES = {
+    f.E2M1_CODE: torch.cat([E2M1, -E2M1]),
+    f.INT4_CODE: torch.arange(16) - 8.0,
+    f.INT8_CODE: torch.arange(256) - 128.0,
+    f.E4M3_CODE: torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+}
+TYPES = {f.BF16: torch.bfloat16, f.F16: torch.float16}
+SIXTEEN = (f.BF16, f.F16)
+FORMS = [
+    *(Form(f.E2M1_CODE, f.E8M0_G32, 32, a) for a in (*SIXTEEN, f.E4M3)),
+    *(Form(f.E2M1_CODE, f.E4M3_G16, 16, a) for a in SIXTEEN),
+    *(
+        Form(f.INT4_CODE, s, g, a, z)
+        for a, s, g, z in itertools.product(SIXTEEN, (f.BF16_GROUP, f.F16_GROUP), (32, 64, 128), (False, True))
+    ),
+    *(Form(f.INT4_CODE, f.NO_SCALE, 0, a, z) for a, z in itertools.product(SIXTEEN, (False, True))),
+    *(Form(f.INT8_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.BF16_GROUP, 128), (f.F32_GROUP, 128))),
+    *(Form(f.E4M3_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.F32_GROUP, 128))),
+    Form(f.E4M3_CODE, f.NO_SCALE, 0, f.E4M3),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_codes_round_trip(form: Form) -> None:
+    codes = torch.randint(0, 1 << form.bits, (N, K), dtype=torch.uint8)
+    words = fragments.pack_codes(form, codes)
+    assert words.numel() == fragments.code_words(form, N, K)
+    assert torch.equal(fragments.unpack_codes(form, words, N, K), codes)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_statements_give_the_numbers(form: Form) -> None:
+    torch.manual_seed(0)
+    codes = torch.randint(0, 1 << form.bits, (N, K), dtype=torch.uint8)
+    if form.code == f.E4M3_CODE:
+        codes = torch.where(codes & 127 == 127, torch.zeros_like(codes), codes)
+    value = VALUES[form.code][codes.long()]
+    metas, value = _scales(form, value)
+    want = fragments._fragment_view(form, value)
+    words = fragments._from_rows(form, fragments.pack_codes(form, codes), N, K).numpy().view(np.uint32)
+    got = _run(form, words, metas, want.shape)
+    if form.activations == f.E4M3:
+        assert torch.equal(got.float(), want)
+    else:
+        assert torch.equal(got, (want * 2.0 ** -row_shift(form)).to(TYPES[form.activations]))
+
+
+def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Random scales: [unit, slice, half, 4, 4, 2, words] for the emulator, and the numbers they give.
+
+    Numbers are rounded as the kernel rounds them: once for the scale, once for the product.
+    """
+    groups = K // form.group if form.group else 1
+    spread = lambda t: t.repeat_interleave(form.group or K, 1)  # noqa: E731
+    if form.scale == f.E8M0_G32:
+        low, high, offset = {f.BF16: (-60, 2, 253), f.F16: (-23, 2, 29), f.E4M3: (-5, 7, 0)}[form.activations]
+        exponent = torch.randint(low, high, (N, groups), dtype=torch.int32)
+        return _per_slice(form, fragments.pack_bytes(form, exponent + offset)), value * spread(torch.exp2(exponent.float()))
+    if form.scale == f.E4M3_G16:
+        bytes_ = torch.randint(0, 127, (N, groups), dtype=torch.int32)
+        scale = bytes_.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        return _per_slice(form, fragments.pack_bytes(form, bytes_)), value * spread(scale)
+    parts = []
+    zero = torch.full((N, groups), 8)
+    scale = torch.ones(N, groups)
+    if form.scale in (f.BF16_GROUP, f.F16_GROUP):
+        stored = (torch.rand(N, groups) + 0.01).to(TYPES[form.scale])
+        parts.append(fragments.pack_halves(form, stored.view(torch.int16)))
+        scale = stored.to(TYPES[form.activations]).float()
+    elif form.scale == f.F32_GROUP:
+        stored = torch.rand(N, groups) + 0.01
+        parts.append(fragments.pack_floats(form, stored.view(torch.int32)))
+        scale = stored.to(TYPES[form.activations]).float()
+    if form.zero:
+        zero = torch.randint(0, 17, (N, groups))
+        parts.append(fragments.pack_halves(form, (zero + INT4_MAGIC[form.activations]).to(torch.int16)))
+    if form.code == f.INT4_CODE:
+        value = value + 8 - spread(zero)
+    words = torch.cat(parts, -1).reshape(-1) if parts else None
+    return None if words is None else _per_slice(form, words), value * spread(scale)
+
+
+def _per_slice(form: Form, words: torch.Tensor) -> torch.Tensor:
+    assert words.numel() == fragments.scale_count(form, N, K)
+    blocks = words.view(N // 128, -1, 2, 4, 4, 2, form.scale_words)
+    slices = K // form.slice_columns
+    return blocks.repeat_interleave(slices // blocks.shape[1], 1)
+
+
+def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Every thread's registers, element by element of `_fragment_view`."""
+    statements = Unpack(form)
+    out = torch.empty(shape, dtype=TYPES.get(form.activations, torch.float8_e4m3fn))
+    for four in range(words.shape[-1] // 4):
+        inputs = [words[..., 4 * four + i] for i in range(4)]
+        for m in range(statements.metas):
+            which = four if form.activations == f.E4M3 else m
+            assert metas is not None
+            inputs += [np.broadcast_to(metas[..., which : which + 1].numpy().view(np.uint32), inputs[0].shape)] * 4
+        registers = emulator.run(statements.text, statements.outputs, inputs)
+        if form.activations == f.E4M3:
+            for j, register in enumerate(registers):
+                k5, k6 = (j >> 2, four) if form.bits == 4 else (four & 1, four >> 1)
+                parts = torch.from_numpy(np.ascontiguousarray(register).view(np.uint8).reshape(*register.shape, 4).copy())
+                out[..., j & 1, (j >> 1) & 1, k5, k6, :] = parts.view(torch.float8_e4m3fn)
+            continue
+        for i, register in enumerate(registers):
+            j, e = i >> 1, i & 1
+            k4, k5 = (j >> 2, e) if form.bits == 4 else (e, four)
+            halves = torch.from_numpy(np.ascontiguousarray(register).view(np.int16).reshape(*register.shape, 2).copy())
+            out[..., j & 1, (j >> 1) & 1, k4, k5, :] = halves.view(out.dtype)
+    return out
+
+
+def test_shifts_are_consistent() -> None:
+    """An exponent a placement lacks is put back exactly once."""
+    for form in FORMS:
+        assert code_shift(form) >= row_shift(form) >= 0
