@@ -1,0 +1,143 @@
+"""How fast and in how little memory `colibri convert` works.
+
+    python benchmarks/convert.py [--dir FOLDER] [--gigabytes 2]
+
+Makes a bf16 checkpoint with 64 experts a layer in FOLDER (a temporary one unless given), converts
+it, and writes figures and the machine they were measured on to benchmarks/results/convert.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from colibri.checkpoint.convert import Options, Report, convert, prepare
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.target import choose
+from colibri.cli.env import describe
+from colibri.grammar import parse_spec
+from colibri.testing.checkpoints import Geometry
+from colibri.testing.models import write_model
+
+RESULTS = Path(__file__).parent / "results" / "convert.json"
+SPECS = ("mxfp4", "int4-g128")
+HIDDEN, INTERMEDIATE, EXPERTS = 2048, 1024, 64
+EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
+SLACK = 256 << 20
+RATE = 100e6  # bytes of source a second
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory this process held while it ran, sampled."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak, self._done = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, anonymous())
+
+    def __enter__(self) -> Peak:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+
+def anonymous() -> int:
+    """Bytes of memory that is not backed by files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("this kernel does not tell RssAnon")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, help="where to put the checkpoints")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the source")
+    parser.add_argument("--spec", action="append", help=f"target specs (default: {' '.join(SPECS)})")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    layers = max(1, round(options.gigabytes * 1e9 / (EXPERTS * EXPERT_BYTES) + 0.5))
+    size = Geometry(EXPERTS, HIDDEN, INTERMEDIATE, layers, top_k=8)
+    with tempfile.TemporaryDirectory(prefix="colibri-bench-", dir=options.dir) as folder:
+        source = Path(folder) / "source"
+        print(f"writing {layers} layers x {EXPERTS} experts of {EXPERT_BYTES / 1e6:.1f} MB", flush=True)
+        write_model(source, size)
+        results = [measure(source, Path(folder) / spec, spec) for spec in options.spec or SPECS]
+    save(options.out, results, size)
+
+
+def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
+    target, how = choose(parse_spec(spec)), Options()
+    with Checkpoint.open(source) as checkpoint:
+        total = sum(info.nbytes for info in checkpoint.tensors.values())
+        baseline = anonymous()
+        with Peak() as memory:
+            start = time.perf_counter()
+            report: Report = convert(checkpoint, destination, prepare(checkpoint, target, how), how)
+            seconds = time.perf_counter() - start
+    bound = 2 * EXPERT_BYTES + SLACK
+    found: dict[str, Any] = {
+        "spec": spec,
+        "format": report.target.format.name,
+        "source_bytes": total,
+        "written_bytes": report.written_bytes,
+        "seconds": round(seconds, 3),
+        "megabytes_per_second": round(total / seconds / 1e6, 1),
+        "peak_anonymous_bytes": max(0, memory.peak - baseline),
+        "bound_anonymous_bytes": bound,
+        "rms_error": report.total.rms_error,
+        "within_bounds": total / seconds >= RATE and memory.peak - baseline <= bound,
+    }
+    print(
+        f"{spec}: {found['megabytes_per_second']} MB/s of source, "
+        f"{found['peak_anonymous_bytes'] / 2**20:.0f} MiB above the process "
+        f"(bound {bound / 2**20:.0f}), {'within' if found['within_bounds'] else 'OUT OF'} bounds",
+        flush=True,
+    )
+    return found
+
+
+def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
+    machine = describe()
+    document = {
+        "command": f"python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}".strip(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "model": {"layers": size.layers, "experts": size.experts, "hidden": size.hidden, "inter": size.intermediate},
+        "machine": {
+            "cpu": machine["cpu"],
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "python": machine["python"],
+            "torch": machine["packages"]["torch"],
+        },
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"wrote {path}")
+
+
+def commit() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
