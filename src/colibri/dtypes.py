@@ -22,7 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -262,17 +262,20 @@ def minifloat(
     return DType(name, exponent + mantissa + int(signed), FLOAT, tuple(table), (mantissa, bias), native)
 
 
+@cache
 def int_type(bits: int) -> DType:
     """Two's complement."""
     half = 1 << (_width(bits) - 1)
     return DType(f"int{bits}", bits, INTEGER, tuple(float((c ^ half) - half) for c in range(2 * half)))
 
 
+@cache
 def uint_type(bits: int) -> DType:
     """Unsigned; what a zero point is subtracted from."""
     return DType(f"uint{bits}", bits, INTEGER, tuple(float(c) for c in range(1 << _width(bits))))
 
 
+@cache
 def biased_type(bits: int) -> DType:
     """Offset binary, value = code - 2**(bits-1): the canonical form of every signed integer."""
     half = 1 << (_width(bits) - 1)

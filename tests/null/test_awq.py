@@ -99,8 +99,9 @@ def test_other_arrangements_are_refused(version: str) -> None:
 def test_gemv_is_told_apart() -> None:
     with pytest.raises(UnsupportedFormat, match="gemv' packs along K"):
         resolve(version="gemv")
-    with pytest.raises(UnsupportedFormat, match="only gemm"):
-        resolve(backend="llm-awq")
+    for other in ({"backend": "llm-awq"}, {"format": "gemv"}, {"checkpoint_format": "gemv_fast"}):
+        with pytest.raises(UnsupportedFormat, match="only gemm"):
+            resolve(**other)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ def test_gemv_is_told_apart() -> None:
         ({"group_size": None}, "group_size"),
         ({"zero_point": 1}, "zero_point"),
         ({"version": 4}, "version"),
+        ({"pack_dtype": "int64"}, "pack_dtype"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({"modules_to_not_convert": [4]}, "modules_to_not_convert"),
         ({"dynamic": {"+:[": {}}}, "regular expression"),

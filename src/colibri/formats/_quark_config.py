@@ -137,7 +137,7 @@ def find_entry(entries: Collection[str], name: str, key: str, source: str) -> st
     listed, patterns = _split(tuple(entries), key, source)
     parts = name.split(".")
     spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(len(parts), i, -1))
-    found = next((span for span in spans if span in listed), None)
+    found = next((span for span in spans if span in listed), None) if listed else None
     return found or next((entry for entry, pattern in patterns if pattern.match(name)), None)
 
 

@@ -46,15 +46,15 @@ UNQUANTIZED = 16  # bits from which on a module is left alone
 class AutoRound(Format):
     name = "auto-round"
     used = PER_MODULE | {
-        "packing_format", "extra_config", "block_name_to_quantize", "to_quant_block_names", "modules_to_not_convert",
-        *UNREADABLE,
+        "packing_format", "desc_act", "extra_config", "block_name_to_quantize", "to_quant_block_names",
+        "modules_to_not_convert", *UNREADABLE,
     }  # fmt: skip
     ignored = frozenset(
         {
             "autoround_version", "backend", "vllm_backend", "batch_size", "dataset", "iters", "nsamples", "seqlen",
             "lr", "minmax_lr", "low_gpu_mem_usage", "low_cpu_mem_usage", "enable_quanted_input", "scale_dtype",
             "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps", "amp", "seed", "sampler",
-            "damp_percent", "desc_act", "true_sequential", "lm_head", "static_kv_dtype", "quant_lm_head", "version",
+            "damp_percent", "true_sequential", "lm_head", "static_kv_dtype", "quant_lm_head", "version",
             "static_attention_dtype", "provider",
         }
     )  # fmt: skip
@@ -93,7 +93,7 @@ class AutoRound(Format):
             skipped = config.quant.get("modules_to_not_convert")
             quant = {**shared, "zero_point": not symmetric, "modules_to_not_convert": skipped}
             return awq.FORMAT, replace(config, quant=quant, method="awq")
-        quant = {**shared, "sym": symmetric, "desc_act": False, "checkpoint_format": kind}
+        quant = {**shared, "sym": symmetric, "desc_act": config.quant.get("desc_act"), "checkpoint_format": kind}
         return gptq.FORMAT, replace(config, quant=quant, method="gptq")
 
     def examples(self) -> Iterator[Example]:

@@ -36,6 +36,13 @@ from colibri.weight import LogicalWeight
 
 BITS = 4
 WORD = 8  # rows in a word
+# The keys under which writers name the arrangement, and their names for gemm.
+ARRANGEMENTS = {
+    "version": ("gemm",),
+    "format": ("gemm",),
+    "checkpoint_format": ("gemm", "awq"),
+    "backend": ("autoawq", "auto"),
+}
 # What the other arrangements do instead, for the error that refuses them.
 OTHERS = {
     "gemv": "packs along K, [N, K/8], with scales transposed and padded",
@@ -91,14 +98,14 @@ class Awq(Format):
     name = "awq"
     used = frozenset(
         {
-            "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "backend",
-            "modules_to_not_convert", "dynamic",
+            "bits", "w_bit", "group_size", "q_group_size", "zero_point", "pack_dtype", "modules_to_not_convert",
+            "dynamic", *ARRANGEMENTS,
         }
     )  # fmt: skip
     ignored = frozenset(
         {
-            "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "lm_head", "method", "meta",
-            "checkpoint_format", "pack_dtype", "sym", "desc_act",
+            "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "lm_head", "method", "meta", "sym",
+            "desc_act",
         }
     )  # fmt: skip
 
@@ -124,14 +131,14 @@ class Awq(Format):
         return any(checked(entry, "modules_to_not_convert", str, (), config.source) in module.name for entry in listed)
 
     def _check_arrangement(self, config: Config) -> None:
-        default = optional(config, "format", str, "gemm")
-        names = [optional(config, "version", str, default).lower(), optional(config, "backend", str, "autoawq").lower()]
-        for name in names:
-            if name not in ("gemm", "autoawq", "auto"):
+        optional(config, "pack_dtype", str, "int32", ("int32",))
+        for key, legal in ARRANGEMENTS.items():
+            name = optional(config, key, str, legal[0]).lower()
+            if name not in legal:
                 raise UnsupportedFormat(
                     f"AWQ '{name}' {OTHERS.get(name, 'is not known')}; only gemm is read, which packs along N",
                     where=config.source,
-                    expected="version gemm",
+                    expected=f"{key} {legal[0]}",
                     got=name,
                     hint="convert the checkpoint to gemm",
                 )

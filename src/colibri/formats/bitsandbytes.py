@@ -262,7 +262,7 @@ def _piece(config: Config, block: int) -> int:
     text = config.model.get("text_config")
     sections = [config.model, *([text] if isinstance(text, Mapping) else [])]
     sizes = [section.get(key) for section in sections for key in SIZE_KEYS]
-    return math.gcd(block, *(size for size in sizes if isinstance(size, int) and size > 0))
+    return math.gcd(block, *(size for size in sizes if type(size) is int and size > 0))
 
 
 def _config(kind: str, skipped: list[str] | None, storage: str = "uint8") -> dict[str, Any]:
