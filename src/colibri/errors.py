@@ -113,6 +113,10 @@ class ShardError(ColibriError):
     """A parallel layout that the sizes do not allow; names the legal ones."""
 
 
+class RanksDisagree(ColibriError):
+    """Ranks of one group that chose differently where they must be alike; names the odd ones."""
+
+
 class UnsupportedProblem(ColibriError):
     """No backend can, or the one asked for cannot; the text is the table of reasons."""
 

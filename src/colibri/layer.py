@@ -7,7 +7,9 @@ through `load_weights` and `finish`, which refuse to let an incomplete one compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +18,18 @@ from torch import Tensor, nn
 
 from colibri import oracle
 from colibri.backends.base import Plan
-from colibri.dispatch import Contiguous, Dispatch, Indexed, localize
+from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, localize
 from colibri.errors import LaunchError, MissingTensor
 from colibri.layout import Layout, Packed
-from colibri.problem import Device, Problem, parse_device
-from colibri.routing import Routing, route
+from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem, parse_device
+from colibri.routing import Routed, Routing, route
 
 if TYPE_CHECKING:
     from colibri.push import Pusher
     from colibri.report import LoadReport
 
 NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
+_FORMS: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,7 +40,7 @@ class PackedModule(nn.Module):
         super().__init__()
         self._choice: oracle.Choice | None = None
         self._names: dict[str, tuple[str, ...]] = {}
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[str, int], Plan] = {}
 
     def adopt(self, choice: oracle.Choice, weights: Mapping[str, Packed]) -> None:
         """Take the packed weights of a problem; replaces what was there."""
@@ -118,10 +121,11 @@ class PackedModule(nn.Module):
             raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
 
     def _run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        tokens = x.shape[0]
-        plan = self._plans.get(tokens)
+        form, tokens = _FORMS[type(dispatch)], x.shape[0]
+        plan = self._plans.get((form, tokens))
         if plan is None:
-            plan = self._plans[tokens] = self.choice.backend.plan(self.problem, tokens, self.choice.device)
+            problem = replace(self.problem, dispatch=form)
+            plan = self._plans[form, tokens] = self.choice.backend.plan(problem, tokens, self.choice.device)
         return self.choice.backend.run(plan, x, dispatch, self.packed, out)
 
 
@@ -162,9 +166,7 @@ class RoutedExperts(PackedModule):
 
         Ids are global; those of other ranks, and -1, contribute nothing.
         """
-        self._check_ready()
-        self._check_input(x)
-        self._check_routing(x, topk_ids, topk_weights)
+        self.check(x, topk_ids, topk_weights)
         if torch.compiler.is_compiling():
             live = list(self.parameters(recurse=False))
             result: Tensor = torch.ops.colibri.routed_experts(x, topk_ids, topk_weights, live, self.handle)
@@ -179,13 +181,22 @@ class RoutedExperts(PackedModule):
         local = localize(topk_ids, self.expert_map, self.problem.global_experts)
         return self._run(x, Indexed(local, topk_weights.float()), out)
 
+    def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        """Work already dispatched, in local ids: for callers that bring rows to experts themselves."""
+        return self._run(x, dispatch, out)
+
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
         """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
+        routed = self.route(x, router_logits, input_ids)
+        return self.complete(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
+
+    def route(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Routed:
+        """The experts and weights of each row, with the router's own bias, correction and table."""
         self._check_ready()
         if self.routing is None:
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
         logits = router_logits if self.router_bias is None else router_logits + self.router_bias
-        routed = route(
+        return route(
             self.routing,
             logits,
             hidden=x,
@@ -193,7 +204,9 @@ class RoutedExperts(PackedModule):
             table=self.router_table,
             input_ids=input_ids,
         )
-        out = self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights)
+
+    def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
+        """Add what is not a routed expert's: the share of zero experts, and the shared experts."""
         if routed.identity_weight is not None:
             out = (out.float() + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
         return out if self.shared_experts is None else out + self.shared_experts(x)
@@ -222,10 +235,36 @@ class RoutedExperts(PackedModule):
 
     def expert_weights(self) -> list[Tensor]:
         """[E_local, -1] views of everything that makes an expert: what load balancing moves."""
-        moved = []
-        for tensors in self.packed.values():
-            moved += [t.view(t.shape[0], -1) for name, t in tensors.items() if name not in NEVER_MOVED]
-        return moved
+        return self._rows(moved=True)
+
+    def expert_inputs(self) -> list[Tensor]:
+        """[E_local, -1] views of what `expert_weights` leaves out: an expert's input scales.
+
+        Engines keep one input scale for all experts; whoever moves experts here takes these along.
+        """
+        return self._rows(moved=False)
+
+    def _rows(self, *, moved: bool) -> list[Tensor]:
+        held = [(name, t) for tensors in self.packed.values() for name, t in tensors.items()]
+        return [t.view(t.shape[0], math.prod(t.shape[1:])) for name, t in held if (name not in NEVER_MOVED) == moved]
+
+    def hold(self, experts: Sequence[int]) -> None:
+        """Say which logical experts the rows are now, after someone moved them: pushes follow."""
+        if self.pusher is not None:
+            self.pusher.hold(tuple(experts))
+
+    def rehome(self, weights: Mapping[str, Packed], experts: Sequence[int], expert_map: Sequence[int]) -> None:
+        """Take other buffers of the same layout for another number of experts on this rank.
+
+        `experts` are the logical ones by slot, `expert_map` the slot of every physical id. The
+        backend stays: all ranks must keep one layout.
+        """
+        problem = replace(self.problem, experts=len(experts), global_experts=len(expert_map))
+        before = self.choice
+        kept = oracle.select(problem, before.device, before.backend.name)
+        self.adopt(replace(kept, requested=before.requested), weights)
+        self.expert_map = torch.tensor(expert_map, dtype=torch.int32, device=before.device.torch)
+        self.hold(experts)
 
     def layout_signature(self) -> tuple[object, ...]:
         """What all ranks must agree on before experts may be moved between them."""
@@ -242,6 +281,12 @@ class RoutedExperts(PackedModule):
     def _check_ready(self) -> None:
         if self.pusher is not None and not self.pusher.settled:
             raise MissingTensor("tensors were pushed but not finished", hint="call finish() after load_weights()")
+
+    def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Raise where the layer is incomplete or arguments of `forward` do not fit it."""
+        self._check_ready()
+        self._check_input(x)
+        self._check_routing(x, topk_ids, topk_weights)
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         expected = (x.shape[0], self.problem.top_k)

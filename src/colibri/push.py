@@ -7,6 +7,7 @@ same code that loads from files, reading from what was pushed instead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -90,11 +91,18 @@ class Pusher:
         """Pack what is left; raise everything that never came (which may still be pushed)."""
         if self.recipe is None:
             self._make_recipe()
+        self._meet_newcomers()
         for expert in sorted(self._touched()):
             self._write(expert)
         if self.stale:
             raise CheckpointProblems(self._never_written(), where=f"layer {self.index}")
         self.pending.clear()
+
+    def hold(self, experts: tuple[int, ...]) -> None:
+        """The layer's slots now hold `experts`, whole: weights were moved between ranks."""
+        self.stale.clear()
+        if self.recipe is not None:
+            self.recipe = replace(self.recipe, plan=replace(self.recipe.plan, experts=experts))
 
     def _claim(self, name: str) -> Claim | None:
         for form in self.naming.forms:
@@ -104,10 +112,12 @@ class Pusher:
         return None
 
     def _is_local(self, expert: int | None) -> bool:
-        count = names.sizes(self.config.model).experts
-        if expert is None or count is None:
+        if expert is None:
             return True
-        return expert in self.options.placement.experts(count)
+        if self.recipe is not None:
+            return expert in self.recipe.plan.experts
+        count = names.sizes(self.config.model).experts
+        return count is None or expert in self.options.placement.experts(count)
 
     def _make_recipe(self) -> None:
         """The headers are known only now: build the manifest from what was pushed."""
@@ -118,6 +128,19 @@ class Pusher:
         self.recipe = Recipe.make(manifest, self.index, self.options)
         self.stale = set(self.recipe.plan.experts)
         self.recipe.fill(self.layer, self.recipe.allocate(), None)
+
+    def _meet_newcomers(self) -> None:
+        """Experts moved here whose headers were not known when the plan was made: now they came."""
+        assert self.recipe is not None
+        plan = self.recipe.plan
+        known = plan.layer.projections
+        claims = (self._claim(name) for name in self.pending)
+        new = {c.expert for c in claims if c is not None and c.expert is not None} - {e for e, _ in known}
+        if new:
+            manifest = manifests.build(self.config, self.headers, self.naming, experts=new)
+            manifest.check(where=f"layer {self.index}")
+            grown = replace(plan.layer, projections={**known, **manifest.layers[self.index].projections})
+            self.recipe = replace(self.recipe, plan=replace(plan, layer=grown))
 
     def _names_of(self, expert: int) -> set[str]:
         assert self.recipe is not None
@@ -134,7 +157,8 @@ class Pusher:
         if self.recipe is None:
             return
         for candidate in set(self.recipe.plan.experts) if expert is None else {expert}:
-            self._write(candidate)
+            if self._names_of(candidate):
+                self._write(candidate)
         if expert is not None and expert not in self.stale:
             for name in self._names_of(expert):
                 self.pending.pop(name, None)
