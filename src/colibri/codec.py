@@ -85,7 +85,7 @@ def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR) -> Logica
     half a step off; int8 uses amax / 127. Power-of-two scales follow `mx_rule`: OCP's floor
     (may saturate the largest value) or ceil (never does). All-zero blocks get a scale of one.
     """
-    if not torch.isfinite(values).all():
+    if not all(torch.isfinite(extreme) for extreme in torch.aminmax(values)):  # NaN spreads to both
         raise BadValue("cannot quantise NaN or infinity", hint="`colibri verify --values` finds where they are")
     if not spec.quantized:
         return LogicalWeight(spec, spec.dtype.encode(values))
@@ -158,13 +158,20 @@ def loss(source: Tensor, result: LogicalWeight) -> Loss:
         peak = max(peak, want.abs().max().item())
         squares += difference.square().sum(dtype=torch.float64).item()
         energy += want.square().sum(dtype=torch.float64).item()
-        flushed += int(((got == 0) & (want != 0)).sum())
+        flushed += _flushed(want, got)
         if result.spec.quantized:
             codes = result.codes[low:high]
             at_edge = (codes == edge_low.to(codes.device)) | (codes == edge_high.to(codes.device))
-            saturated += int((at_edge & (want.abs() > got.abs() * (1 + 2**-20))).sum())
+            saturated += int(torch.count_nonzero(at_edge & (want.abs() > got.abs() * (1 + 2**-20))))
     rms = math.sqrt(squares / energy) if energy else 0.0
     return Loss(worst / peak if peak else 0.0, rms, saturated, flushed, source.numel())
+
+
+def _flushed(want: Tensor, got: Tensor) -> int:
+    """Values that were not zero and now are; matrices without zeros, the usual case, need one count."""
+    if int(torch.count_nonzero(want)) == want.numel():
+        return want.numel() - int(torch.count_nonzero(got))
+    return int(torch.count_nonzero((got == 0) & (want != 0)))
 
 
 def recast(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight | None:
@@ -323,6 +330,9 @@ def _row_extremes(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     if spec.dtype == TERNARY:
         mean = grouped.float().abs().mean(-1)
         return -mean, mean
+    if spec.zero is None and not spec.minimum:  # only the magnitude is asked for, which is faster
+        largest = grouped.abs().amax(-1).float()
+        return -largest, largest
     low, high = torch.aminmax(grouped, dim=-1)
     return low.float(), high.float()
 
