@@ -6,7 +6,7 @@ are dequantised, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from colibri.codec import dequantize
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
 from colibri.inputs import represent
 from colibri.layout import Layout, MatrixShape, Packed, PlainLayout
-from colibri.problem import Device, Problem
+from colibri.problem import BATCH_INVARIANT, Device, Problem
 from colibri.quant import ActivationSpec
 
 _LAYOUT = PlainLayout()
@@ -81,14 +81,34 @@ class Reference(Backend):
 
 def run_expert(problem: Problem, rows: Tensor, weights: Mapping[str, Packed], expert: int) -> Tensor:
     """One expert on its rows, fp32: w2 @ act(w13 @ q(x) + b13), h quantised again on the way."""
-    projected = product(problem.w13, weights["w13"], expert, rows, problem.activations)
+    each = _each_row if problem.order == BATCH_INVARIANT else _all_rows
+    projected = product(problem.w13, weights["w13"], expert, rows, problem.activations, each)
     if problem.w2 is None:
         return projected
-    hidden = problem.activation(projected)
-    return product(problem.w2, weights["w2"], expert, hidden, problem.second_activations)
+    hidden = each(problem.activation, projected)
+    return product(problem.w2, weights["w2"], expert, hidden, problem.second_activations, each)
 
 
-def product(shape: MatrixShape, packed: Packed, expert: int, rows: Tensor, activations: ActivationSpec) -> Tensor:
+RowFunction = Callable[[Tensor], Tensor]
+
+
+def _all_rows(function: RowFunction, rows: Tensor) -> Tensor:
+    return function(rows)
+
+
+def _each_row(function: RowFunction, rows: Tensor) -> Tensor:
+    """Row by row: libraries choose their order of sums by the number of rows, and with it the bits."""
+    return torch.cat([function(row.clone()) for row in rows.split(1)])
+
+
+def product(
+    shape: MatrixShape,
+    packed: Packed,
+    expert: int,
+    rows: Tensor,
+    activations: ActivationSpec,
+    each: Callable[[RowFunction, Tensor], Tensor] = _all_rows,
+) -> Tensor:
     """rows @ W.T + bias in fp32, the input represented as `activations` says."""
     weight = _LAYOUT.unpack(shape, {name: t[expert] for name, t in packed.items()})
     rows = rows.float()
@@ -96,7 +116,8 @@ def product(shape: MatrixShape, packed: Packed, expert: int, rows: Tensor, activ
         rows = rows * packed["pre_scale"][expert].view(torch.float32)
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
     rows = represent(rows, activations, static)
-    result = rows @ dequantize(weight).t()
+    matrix = dequantize(weight).t()
+    result = each(lambda row: row @ matrix, rows)
     return result if weight.bias is None else result + weight.bias
 
 
