@@ -261,6 +261,8 @@ def document(stored: dict[str, Tensor], **changes: Any) -> Tensor:
         ({"nested_blocksize": 128}, "nested_blocksize"),
         ({"nested_offset": float("nan")}, "nested_offset"),
         ({"nested_offset": "1"}, "nested_offset"),
+        ({"nested_offset": 10**400}, "nested_offset"),
+        ({"nested_offset": -1e300}, "nested_offset"),
     ],
 )
 def test_a_state_that_disagrees_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -291,6 +293,12 @@ def test_double_quantisation_needs_all_its_tensors_and_is_not_written() -> None:
     assert {"nested_scale", "nested_table"} <= set(stored)
     with pytest.raises(CannotEncode, match="double quantisation"):
         scheme.encode(scheme.decode(stored, 32, 128))
+
+
+def test_rows_that_cut_through_blocks_are_not_written() -> None:
+    scheme = FORMAT.export(NF4_G64, [])[1]
+    with pytest.raises(CannotEncode, match="groups of 16 columns"):
+        scheme.encode(quantize(normal(8, 80), NF4_G64))
 
 
 def test_scales_that_differ_within_a_block_are_refused() -> None:

@@ -69,7 +69,14 @@ class Bnb4Scheme(Scheme):
         pairs = unpack_bits(stored["codes"].reshape(-1), 4, n * k + n * k % 2)
         codes = pairs.view(-1, 2).flip(1).reshape(-1)[: n * k].view(n, k)
         absmax = self._denest(stored, state) if self.nested else stored["scale"]
-        return LogicalWeight(self.spec, codes, (absmax[self._block_of(n, k, codes.device)],))
+        block = self._block_of(n, k, codes.device)
+        if block is None:
+            raise BadValue(
+                f"blocks of {self.block} begin inside pieces of {self.spec.group} columns of rows of {k}",
+                expected=f"pieces of {math.gcd(self.block, k)} columns",
+                hint="the model's config must name the sizes of the experts",
+            )
+        return LogicalWeight(self.spec, codes, (absmax[block],))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         if self.nested:
@@ -92,23 +99,25 @@ class Bnb4Scheme(Scheme):
             return None
         return shape[0], shape[1]
 
-    def _block_of(self, n: int, k: int, device: torch.device) -> Tensor:
-        """The flat block of each piece of a row that has a scale of its own: [n, pieces]."""
+    def _block_of(self, n: int, k: int, device: torch.device) -> Tensor | None:
+        """The flat block of each piece of a row that has a scale of its own: [n, pieces].
+
+        None where a block begins inside a piece.
+        """
         size = self.spec.group
         starts = torch.arange(0, k, size, device=device)
         last = (starts + size).clamp(max=k) - 1
         rows = torch.arange(n, device=device)[:, None] * k
         first_block, last_block = (rows + starts) // self.block, (rows + last) // self.block
-        if not torch.equal(first_block, last_block):
-            raise BadValue(
-                f"blocks of {self.block} begin inside pieces of {size} columns of rows of {k}",
-                expected=f"pieces of {math.gcd(self.block, k)} columns",
-                hint="the model's config must name the sizes of the experts",
-            )
-        return first_block
+        return first_block if torch.equal(first_block, last_block) else None
 
     def _flatten_scales(self, scale: Tensor, n: int, k: int) -> Tensor:
         block = self._block_of(n, k, scale.device)
+        if block is None:
+            raise CannotEncode(
+                f"bitsandbytes counts blocks of {self.block} through the rows, which are {k} long",
+                hint=f"groups of {math.gcd(self.block, k)} columns end where blocks do",
+            )
         absmax = torch.zeros(-(-n * k // self.block), dtype=torch.float32, device=scale.device)
         absmax[block] = scale
         if not torch.equal(absmax[block].view(torch.int32), scale.view(torch.int32)):
@@ -120,8 +129,8 @@ class Bnb4Scheme(Scheme):
         if state.get("nested_blocksize") != NESTED_BLOCK:
             raise BadValue("quant_state: nested_blocksize", expected=NESTED_BLOCK, got=state.get("nested_blocksize"))
         offset = state.get("nested_offset")
-        if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not math.isfinite(offset):
-            raise BadValue("quant_state: nested_offset is no number", got=offset)
+        if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not abs(offset) <= F32.max:
+            raise BadValue("quant_state: nested_offset is no fp32 number", got=str(offset)[:40])
         codes = stored["scale"]
         outer = stored["nested_scale"].repeat_interleave(NESTED_BLOCK)[: codes.numel()]
         absmax: Tensor = stored["nested_table"][codes.int()] * outer
