@@ -21,7 +21,7 @@ from colibri.dtypes import FLOAT, INTEGER, ZERO16, DType
 from colibri.errors import BadValue, ColibriError
 from colibri.weight import LogicalWeight, expand
 
-SCALE_ROLES = ("scale", "global_scale")  # of a spec's levels, innermost first
+OUTER_SCALES = ("global_scale", "scale_2")  # what formats call the part that holds a second level
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Checker:
         weight, spec = self.weight, self.spec
         yield from self._finite("codes", "codes", spec.dtype, weight.codes)
         for i, (level, codes) in enumerate(zip(spec.scales, weight.scales)):
-            yield from self._finite(SCALE_ROLES[min(i, 1)], f"scale {i + 1}", level.dtype, codes)
+            yield from self._finite(self._scale_role(i), f"scale {i + 1}", level.dtype, codes)
         yield from self._zero_scales()
         for i, (level, codes) in enumerate(zip(spec.minimum, weight.minimum)):
             yield from self._finite("minimum", f"minimum {i + 1}", level.dtype, codes)
@@ -68,7 +68,7 @@ class _Checker:
         if self.spec.dtype.kind != FLOAT:
             return
         for i, (level, codes) in enumerate(zip(self.spec.scales, self.weight.scales)):
-            yield from self._report(SCALE_ROLES[min(i, 1)], f"scale {i + 1}", "negative", level.dtype.decode(codes) < 0)
+            yield from self._report(self._scale_role(i), f"scale {i + 1}", "negative", level.dtype.decode(codes) < 0)
 
     def _finite(self, role: str, what: str, dtype: DType, codes: Tensor) -> Iterator[BadValue]:
         if dtype.wide is not None:
@@ -95,7 +95,7 @@ class _Checker:
             if spec.zero is not None and weight.zero is not None:
                 values -= expand(spec.zero.dtype.decode(weight.zero), spec.zero.block, weight.n, weight.k)
             lost = expand(zero, level.block, weight.n, weight.k) & (values != 0)
-            yield from self._report(SCALE_ROLES[min(i, 1)], f"scale {i + 1}", "zero over codes that are not", lost)
+            yield from self._report(self._scale_role(i), f"scale {i + 1}", "zero over codes that are not", lost)
 
     def _zero_points(self) -> Iterator[BadValue]:
         weight, spec = self.weight, self.spec
@@ -119,6 +119,11 @@ class _Checker:
             first = [int(i) for i in bad.nonzero()[0]]
             got = f"{count} of {bad.numel()}, the first at {first}"
             yield BadValue(f"{what}: {how}", where=self._where(role), got=got)
+
+    def _scale_role(self, level: int) -> str:
+        """The part that holds a level of scales; some formats have no part for each."""
+        outer = [role for role in OUTER_SCALES if role in self.projection.sources]
+        return outer[0] if level and outer else "scale"
 
     def _where(self, role: str) -> str:
         source = self.projection.sources.get(role)

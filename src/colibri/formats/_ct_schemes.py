@@ -8,7 +8,7 @@ smallest, so that zero points move along with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,10 @@ class PackedInts(Scheme):
         if weight.zero is not None:
             stored["zero"] = self._words(weight.zero.to(torch.uint8).t(), bits).t().contiguous()
         return stored
+
+    def told_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
+        shape = stored("shape")
+        return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
 
     def _words(self, codes: Tensor, bits: int) -> Tensor:
         return pack_padded(codes, bits) if self.words == PADDED else pack_bits(codes, bits, torch.int32)
