@@ -6,7 +6,7 @@ Devices are plain values too, so "what would an sm_90 pick" is answered on any m
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -130,7 +130,3 @@ def parse_device(name: str) -> Device:
     major, minor = torch.cuda.get_device_capability(index)
     return Device("cuda", 10 * major + minor, index)
 
-
-def with_dispatch(problem: Problem, form: str) -> Problem:
-    """The same problem handed over in another dispatch form."""
-    return replace(problem, dispatch=form)

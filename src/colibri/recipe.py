@@ -19,7 +19,7 @@ from colibri.checkpoint.naming import DOWN, GATE, UP, Naming
 from colibri.checkpoint.placement import Placement
 from colibri.checkpoint.routing_config import activation_for, routing_for
 from colibri.codec import Loss
-from colibri.errors import MissingTensor
+from colibri.errors import BadValue, MissingTensor
 from colibri.formats.base import Module
 from colibri.grammar import ACTIVATIONS
 from colibri.layer import RoutedExperts
@@ -99,19 +99,23 @@ class Recipe:
         """Static input scales and pre-scales, one for each local expert."""
         specs = {"w13": self.choice.problem.activations, "w2": self.choice.problem.second_activations}
         inputs = load_inputs(read, self.plan.layer)
+        device = self.choice.device.torch
         for matrix, spec in specs.items():
-            if spec.static or spec.spec.quantized:
-                scales = [_input_scale(inputs, expert, matrix) for expert in self.plan.experts]
-                present = [s for s in scales if s is not None]
-                if len(present) == len(scales):
-                    held = torch.stack(present).to(self.choice.device.torch)
-                    packed[matrix]["input_scale"] = as_integer(held)
-                elif spec.static:
-                    raise MissingTensor(
-                        f"{spec} activations need an input scale for every expert",
-                        where=f"layer {self.plan.layer.index}, {matrix}",
-                        hint="use dynamic activations, for example fp8",
-                    )
+            held = [_expert_inputs(inputs, expert, matrix) for expert in self.plan.experts]
+            scales = [h.scale for h in held if h.scale is not None]
+            if spec.spec.quantized and len(scales) == len(held):
+                packed[matrix]["input_scale"] = as_integer(torch.stack(scales)).to(device)
+            elif spec.static:
+                raise MissingTensor(
+                    f"{spec} activations need an input scale for every expert",
+                    where=f"layer {self.plan.layer.index}, {matrix}",
+                    hint="use dynamic activations, for example fp8",
+                )
+            factors = [h.pre_scale for h in held if h.pre_scale is not None]
+            if factors:
+                stacked = torch.stack(factors)
+                stacked = stacked[:, self.plan.cut.start : self.plan.cut.stop] if matrix == "w2" else stacked
+                packed[matrix]["pre_scale"] = as_integer(stacked.contiguous()).to(device)
 
     def fill(self, layer: RoutedExperts, packed: dict[str, Packed], read: Reader | None) -> None:
         """Give `layer` its weights, and what it needs to route."""
@@ -187,16 +191,27 @@ def _declared_activations(manifest: Manifest, layer: Layer, options: Options) ->
     return declared
 
 
-def _input_scale(inputs: Mapping[tuple[int, str], Mapping[str, Tensor]], expert: int, matrix: str) -> Tensor | None:
-    """The one scale a kernel takes for this expert: the largest of gate's and up's.
+@dataclass(frozen=True)
+class _ExpertInputs:
+    scale: Tensor | None
+    pre_scale: Tensor | None
 
-    `input_global_scale` is stored as the reciprocal of what multiplies.
+
+def _expert_inputs(inputs: Mapping[tuple[int, str], Mapping[str, Tensor]], expert: int, matrix: str) -> _ExpertInputs:
+    """What one product's input is multiplied by and divided by.
+
+    Gate and up share an input: the larger of their scales serves both, and their pre-scales must be
+    one vector. `input_global_scale` is stored as the reciprocal of what multiplies.
     """
-    found = []
+    scales, factors = [], []
     for name in (GATE, UP) if matrix == "w13" else (DOWN,):
         held = inputs.get((expert, name), {})
         if "input_scale" in held:
-            found.append(held["input_scale"].float().reshape(()))
+            scales.append(held["input_scale"].float().reshape(()))
         elif "input_global_scale" in held:
-            found.append(1 / held["input_global_scale"].float().reshape(()))
-    return torch.stack(found).amax() if found else None
+            scales.append(1 / held["input_global_scale"].float().reshape(()))
+        if "pre_quant_scale" in held:
+            factors.append(held["pre_quant_scale"].float().reshape(-1))
+    if any(not torch.equal(factor, factors[0]) for factor in factors):
+        raise BadValue("gate and up have different pre-quantisation scales", where=f"expert {expert}")
+    return _ExpertInputs(torch.stack(scales).amax() if scales else None, factors[0] if factors else None)
