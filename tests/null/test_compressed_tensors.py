@@ -334,8 +334,9 @@ def test_columns_grouped_by_g_idx(order: Any) -> None:
     want = (q.float() - zeros.float()[:, g_idx.long()]) * scale[:, g_idx.long()]
     assert same_bits(dequantize(weight), want)
     assert all(same_bits(t, stored[role]) for role, t in scheme.encode(weight).items())
-    assert scheme.decode({**stored, "perm": torch.arange(K, dtype=torch.int32) // 16}, N, K).perm is None
-    for bad in (torch.zeros_like(g_idx), g_idx + 1):
+    natural = torch.arange(K, dtype=torch.int32) // 16
+    assert scheme.decode({**stored, "perm": natural}, N, K).perm is None
+    for bad in (torch.zeros_like(g_idx), g_idx + 1, natural + 1):
         with pytest.raises(BadValue, match="its share"):
             scheme.decode({**stored, "perm": bad}, N, K)
 

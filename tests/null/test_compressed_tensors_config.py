@@ -84,7 +84,10 @@ def test_the_most_specific_target_decides() -> None:
     base = write_config(PACK, int_spec(4, group(32)))
     groups = {
         "everything": base["config_groups"]["group_0"],
-        "pattern": {**write_config(FLOAT, FP8_CHANNEL)["config_groups"]["group_0"], "targets": [r"re:.*\.down_proj"]},
+        "pattern": {
+            **write_config(FLOAT, FP8_CHANNEL)["config_groups"]["group_0"],
+            "targets": [r"re:.*\.3\.(down|gate)_proj"],
+        },
         "name": {**write_config("mxfp4-pack-quantized", MXFP4)["config_groups"]["group_0"], "targets": [EXPERT]},
     }
     quant = {**base, "format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
