@@ -1,7 +1,8 @@
 """What stands between the two matrix products of an expert.
 
 Gated activations take the gate half first and the up half second; how a checkpoint interleaved
-them is undone at load. Only names ending in `_no_mul` are not gated: their w13 has I rows.
+them is undone at load, so that `swigluoai` and its uninterleaved form are one function here. Only
+names ending in `_no_mul` are not gated: their w13 has I rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colibri.errors import SpecError
+from colibri.errors import LaunchError, SpecError
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Activation:
     """A named function and its constants.
 
     `limit` clamps as each function defines it; `alpha` and `beta` are used by the functions that
-    have them (swigluoai, situ).
+    have them (swigluoai, situ). Their defaults are gpt-oss's, whose limit is 7.
     """
 
     name: str = "silu"
@@ -36,7 +37,13 @@ class Activation:
                 f"no activation is called '{self.name}'", expected=f"one of {', '.join(sorted(_FUNCTIONS))}"
             )
         if self.name in _NEEDS_LIMIT and self.limit is None:
-            raise SpecError(f"{self.name} needs a limit")
+            raise SpecError(f"{self.name} needs a limit", hint="gpt-oss clamps at 7")
+        if self.limit is None:
+            return
+        if self.name not in _TAKES_LIMIT:
+            raise SpecError(f"{self.name} has no limit", expected=f"one of {', '.join(_TAKES_LIMIT)}", got=self.limit)
+        if not 0 < self.limit < math.inf:
+            raise SpecError(f"the limit of {self.name} clamps nothing or everything", expected="> 0", got=self.limit)
 
     @property
     def gated(self) -> bool:
@@ -49,6 +56,8 @@ class Activation:
         """[..., 2I] (gates, then ups) or [..., I] to [..., I], in the dtype it comes in."""
         if not self.gated:
             return _UNGATED[self.name](projected)
+        if projected.shape[-1] % 2:
+            raise LaunchError(f"{self.name} takes gates and ups", expected="an even width", got=projected.shape[-1])
         gate, up = projected.chunk(2, dim=-1)
         return _GATED[self.name](self, gate, up)
 
@@ -69,15 +78,15 @@ def _gelu_tanh(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _swigluoai(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    limit = math.inf if a.limit is None else a.limit
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    assert a.limit is not None
+    gate, up = gate.clamp(max=a.limit), up.clamp(-a.limit, a.limit)
     return gate * torch.sigmoid(gate * a.alpha) * (up + a.beta)
 
 
 def _swiglustep(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """Clamps after the silu, not before."""
-    limit = math.inf if a.limit is None else a.limit
-    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    assert a.limit is not None
+    return F.silu(gate).clamp(max=a.limit) * up.clamp(-a.limit, a.limit)
 
 
 def _situ(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
@@ -101,4 +110,5 @@ _UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh_no_mul": lambda x: F.gelu(x, approximate="tanh"),
 }
 _FUNCTIONS = {**_GATED, **_UNGATED}
-_NEEDS_LIMIT = ("swiglustep",)
+_NEEDS_LIMIT = ("swigluoai", "swiglustep")
+_TAKES_LIMIT = (*_NEEDS_LIMIT, "silu", "situ")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colibri.errors import SpecError
+from colibri.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def sort(ids: Tensor, experts: int) -> Sorted:
     order = torch.argsort(flat, stable=True)
     offsets = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     offsets[1:] = counts[1 : experts + 1].cumsum(0)
-    dropped = flat.numel() - int(offsets[-1])
-    return Sorted(order[dropped:], offsets)
+    first = int(counts[0])
+    return Sorted(order[first : first + int(offsets[-1])], offsets)
 
 
 def to_contiguous(x: Tensor, indexed: Indexed, experts: int) -> tuple[Tensor, Contiguous, Sorted]:
@@ -88,7 +88,7 @@ def to_batched(x: Tensor, indexed: Indexed, experts: int, capacity: int) -> tupl
     groups = sort(indexed.ids, experts)
     counts = groups.offsets.diff()
     if int(counts.max()) > capacity:
-        raise SpecError(
+        raise LaunchError(
             "an expert has more tokens than the batched form holds", expected=f"<= {capacity}", got=int(counts.max())
         )
     out = torch.full((experts, capacity, x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
@@ -104,7 +104,7 @@ def combine(rows: Tensor, groups: Sorted, indexed: Indexed, out: Tensor) -> Tens
     spread = torch.zeros(tokens * top_k, rows.shape[1], dtype=torch.float32, device=rows.device)
     spread[groups.slots] = rows.float()
     weights = torch.where(indexed.ids >= 0, indexed.weights, torch.zeros_like(indexed.weights)).float()
-    weighted = spread.view(tokens, top_k, -1) * weights.unsqueeze(-1)
+    weighted = spread.view(tokens, top_k, rows.shape[1]) * weights.unsqueeze(-1)
     total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
     for slot in range(top_k):
         total += weighted[:, slot]

@@ -79,6 +79,8 @@ MODEL_KEYS = {
     "expert_weights_norm": "{}.expert_weights_norm",
     "expert_group_count": "{}.expert_group_count",
     "expert_group_used_count": "{}.expert_group_used_count",
+    "num_hash_layers": "{}.hash_layer_count",
+    "swiglu_limit": "{}.swiglu_clamp_exp",
 }
 
 
@@ -353,7 +355,9 @@ def _model(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         model["vocab_size"] = tokens.length
     for key, spelled in MODEL_KEYS.items():
         value = metadata.get(spelled.format(architecture))
-        if value is None or isinstance(value, tuple | Skipped):  # some models list a value per layer
+        if isinstance(value, tuple) and len(set(value)) == 1:  # listed layer by layer, all the same
+            value = value[0]
+        if value is None or isinstance(value, tuple | Skipped):
             continue
         if isinstance(value, str) or not math.isfinite(value):
             raise MalformedFile(f"'{spelled.format(architecture)}' is not a number", where=where, got=quoted(value))
