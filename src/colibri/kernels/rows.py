@@ -87,7 +87,7 @@ def _send_row(x, weights, perm, ids, places, out, scales, token, hidden, H: tl.c
         row = (row.to(tl.float32) * tl.load(weights + token)).to(row.dtype)
     if NARROW:
         value = row.to(tl.float32)
-        scale = tl.max(tl.abs(value), 0) / 448.0
+        scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
         scale = tl.where(scale > 0, scale, 1.0)
         row = tl.div_rn(value, scale).to(tl.float8e4nv)
     for choice in tl.static_range(TOP_K):
@@ -190,7 +190,7 @@ def quantise_rows(x, out, scales, width, W: tl.constexpr):
     k = tl.arange(0, W)
     inside = k < width
     value = tl.load(x + r * width + k, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(value), 0) / 448.0
+    scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
     scale = tl.where(scale > 0, scale, 1.0)
     tl.store(out + r * width + k, tl.div_rn(value, scale).to(tl.float8e4nv), mask=inside)
     tl.store(scales + r, scale)

@@ -1,0 +1,92 @@
+"""Which kernel form a matrix takes, or the reasons why none does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colibri.backends.base import Reason
+from colibri.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
+from colibri.kernels import forms as f
+from colibri.kernels.forms import Form
+from colibri.layout import MatrixShape
+from colibri.quant import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MUL, ActivationSpec, QuantSpec, Scale
+
+_ACTIVATIONS = {DENSE_BF16: f.BF16, DENSE_F16: f.F16, FP8_CHANNEL: f.E4M3}
+_GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
+
+
+@dataclass(frozen=True)
+class NoForm(Exception):
+    """Why a matrix has no form."""
+
+    reason: Reason
+
+
+def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
+    """The form of a matrix; raises NoForm with the reason."""
+    spec = shape.spec
+    act = _ACTIVATIONS.get(activations.spec)
+    if act is None or activations.static:
+        raise _no("activations", f"{activations} activations have no Hopper kernel", "bf16, fp16 and fp8 have one")
+    form = _form(spec, act)
+    if shape.k % 32 or shape.n % 16:
+        raise _no("sizes", f"a matrix of {shape.n} x {shape.k}", "K must be a multiple of 32, N of 16")
+    if form.group and shape.k % form.group:
+        raise _no("group", f"K = {shape.k} is no multiple of the group of {form.group}", None)
+    if act == f.E4M3 and form.code == f.E4M3_CODE and form.scale != f.NO_SCALE:
+        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
+    if act == f.E4M3 and form.code in (f.INT4_CODE, f.INT8_CODE):
+        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
+    if act == f.E4M3 and form.scale == f.E4M3_G16:
+        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
+    return form
+
+
+def _form(spec: QuantSpec, act: str) -> Form:
+    if spec.minimum or not spec.scales:
+        raise _no("spec", f"{spec} has no Hopper kernel", None)
+    inner, outer = spec.scales[0], spec.scales[1:]
+    if any(level.block[1] != ALL for level in outer) or (inner.op != MUL and inner.block[1] != ALL):
+        raise _no("spec", f"{spec}: only one level of scales may vary along K", None)
+    code = _code(spec)
+    group = inner.block[1]
+    if code == f.E2M1_CODE and inner.dtype == E8M0 and inner.block == (1, 32) and not outer:
+        return Form(code, f.E8M0_G32, 32, act)
+    if code == f.E2M1_CODE and inner.dtype == E4M3 and inner.block == (1, 16) and outer:
+        return Form(code, f.E4M3_G16, 16, act)
+    if code == f.E2M1_CODE:
+        raise _no("spec", f"{spec}: e2m1 takes e8m0 scales for 32 columns, or e4m3 for 16", None)
+    zero = spec.zero is not None
+    if group == ALL:
+        return Form(code, f.NO_SCALE, 0, act, zero)
+    if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1)):
+        raise _no("group", f"groups of {group} columns", "32 and multiples of 64 have a kernel")
+    scale = _GROUP_SCALES.get(inner.dtype)
+    if scale is None or (scale == f.F32_GROUP and (zero or group == 32)) or (code == f.E4M3_CODE and scale != f.F32_GROUP):
+        raise _no("spec", f"{spec}: scales of {inner.dtype} for this code have no Hopper kernel", None)
+    return Form(code, scale, group, act, zero)
+
+
+def _code(spec: QuantSpec) -> str:
+    if spec.dtype == E2M1:
+        return f.E2M1_CODE
+    if spec.dtype == E4M3:
+        return f.E4M3_CODE
+    if spec.dtype.kind == INTEGER and spec.quantized:
+        if spec.zero is None and spec.dtype == biased_type(4):
+            return f.INT4_CODE
+        if spec.zero is None and spec.dtype == biased_type(8):
+            return f.INT8_CODE
+        if spec.zero is not None and spec.dtype == uint_type(4):
+            if spec.zero.dtype == ZERO16 and spec.zero.block == spec.scales[0].block:
+                return f.INT4_CODE
+    raise _no("spec", f"{spec} has no Hopper kernel yet", "e2m1, int4, int8 and e4m3 codes have one")
+
+
+def _no(code: str, text: str, hint: str | None) -> NoForm:
+    return NoForm(Reason(code, text, hint))
+
+
+def outer_levels(spec: QuantSpec) -> tuple[Scale, ...]:
+    """Levels that cover all of K: they become one factor a row."""
+    return tuple(level for level in spec.scales if level.block[1] == ALL)

@@ -1,0 +1,252 @@
+"""Weights as the Hopper kernels read them: units of 128 features in fragment order.
+
+Of a gated w13, a unit is 64 gate rows over the 64 up rows of the same features, so that both meet in one
+thread. Sizes are padded to whole units and slices with zeros, whose factor is zero too.
+
+What the kernel reads: `codes`, `scales` (inside the loop), `factors` (fp32, one a row: all scales that
+cover K, and powers of two the loop's scales leave out), `bias`, `perm`. `outer` keeps scales that a factor
+cannot give back, for `unpack` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from colibri.backends.hopper.forms import kernel_form, outer_levels
+from colibri.dtypes import E2M1
+from colibri.kernels import forms as f
+from colibri.kernels import fragments
+from colibri.kernels.forms import HALF, ROWS, Form
+from colibri.kernels.ptx import INT4_MAGIC, row_shift
+from colibri.layout import Layout, MatrixShape, as_integer
+from colibri.problem import Problem
+from colibri.quant import CHANNEL, DIV, QuantSpec, Scale
+from colibri.weight import LogicalWeight, expand
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# e8m0 exponents relative to the row's: the largest and the smallest that a form multiplies exactly, and
+# what is added to make the stored byte (the exponent field of the factor).
+_REACH = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, -5, 0)}
+
+
+@dataclass
+class Rerounded:
+    """Codes whose group lies so far below its row's largest scale that they were rounded again."""
+
+    groups: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class HopperLayout(Layout):
+    """The layout of one problem's matrices."""
+
+    problem: Problem
+    rerounded: Rerounded = field(default_factory=Rerounded, compare=False)
+
+    def form(self, shape: MatrixShape) -> Form:
+        first = shape == self.problem.w13
+        return kernel_form(shape, self.problem.activations if first else self.problem.second_activations)
+
+    def gated(self, shape: MatrixShape) -> bool:
+        """Whether the matrix's rows are gates over ups."""
+        return self.problem.w2 is not None and shape == self.problem.w13 and self.problem.activation.gated
+
+    def padded(self, shape: MatrixShape) -> tuple[int, int]:
+        """Rows in whole units, columns in whole slices."""
+        columns = self.form(shape).slice_columns
+        rows = 2 * _up(shape.n // 2, HALF) if self.gated(shape) else _up(shape.n, ROWS)
+        return rows, _up(shape.k, columns)
+
+    def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        form, (n, k) = self.form(shape), self.padded(shape)
+        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "codes": ((fragments.code_words(form, n, k),), torch.int32),
+            "factors": ((n,), torch.int32),
+        }
+        if form.scale_words:
+            held["scales"] = (fragments.scale_count(form, n, k),), torch.int32
+        for i, level in enumerate(_kept(shape.spec)):
+            held[f"outer{i}"] = level.shape(shape.n, shape.k), _INTEGER[level.dtype.storage.itemsize]
+        if shape.bias:
+            held["bias"] = (n,), torch.int32
+        if shape.act_order:
+            held["perm"] = (shape.k,), torch.int32
+        return held
+
+    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+        form = self.form(shape)
+        codes, scales, factors = self._scales(shape, form, weight)
+        out["codes"].copy_(fragments.pack_codes(form, self._place(shape, codes, self.padded(shape)[1])))
+        if scales is not None:
+            out["scales"].copy_(scales)
+        out["factors"].copy_(as_integer(self._place(shape, factors.float())))
+        levels = dict(zip(weight.spec.scales, weight.scales))
+        for i, level in enumerate(_kept(shape.spec)):
+            out[f"outer{i}"].copy_(as_integer(levels[level]))
+        if shape.bias:
+            bias = weight.bias if weight.bias is not None else torch.zeros(shape.n, device=codes.device)
+            out["bias"].copy_(as_integer(self._place(shape, bias.float())))
+        if shape.act_order:
+            natural = torch.arange(shape.k, dtype=torch.int32)
+            out["perm"].copy_(natural if weight.perm is None else weight.perm)
+
+    def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
+        form, (n, k) = self.form(shape), self.padded(shape)
+        codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[:, : shape.k].contiguous()
+        factors = self._take(shape, packed["factors"].view(torch.float32))
+        levels: dict[int, Tensor] = {}
+        kept = iter(range(len(_kept(shape.spec))))
+        for i, level in enumerate(shape.spec.scales):
+            if level in _kept(shape.spec):
+                levels[i] = packed[f"outer{next(kept)}"].view(level.dtype.storage)
+            elif level in outer_levels(shape.spec):
+                levels[i] = factors.unsqueeze(1).to(level.dtype.storage)
+            else:
+                levels[i] = self._unpack_level(shape, form, packed["scales"], factors)
+        return LogicalWeight(
+            shape.spec,
+            codes,
+            tuple(levels[i] for i in range(len(levels))),
+            self._unpack_zero(shape, form, packed["scales"]) if form.zero else None,
+            bias=self._take(shape, packed["bias"].view(torch.float32)) if shape.bias else None,
+            perm=packed["perm"] if shape.act_order else None,
+        )
+
+    # ------------------------------------------------------------ rows and columns
+
+    def _place(self, shape: MatrixShape, rows: Tensor, columns: int | None = None) -> Tensor:
+        """Natural rows [n, ...] in the kernel's order, padded with zeros (to `columns` too, where given)."""
+        n, _ = self.padded(shape)
+        if columns is not None:
+            rows = _pad(rows.t(), columns).t()
+        if not self.gated(shape):
+            return _pad(rows, n).contiguous()
+        gate, up = (_pad(side, n // 2).unflatten(0, (-1, HALF)) for side in rows.chunk(2))
+        return torch.stack([gate, up], 1).flatten(0, 2)
+
+    def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
+        """The inverse for rows: padding dropped, gates over ups."""
+        if not self.gated(shape):
+            return rows[: shape.n]
+        gate, up = rows.unflatten(0, (-1, 2, HALF)).unbind(1)
+        return torch.cat([side.flatten(0, 1)[: shape.n // 2] for side in (gate, up)])
+
+    def _groups(self, shape: MatrixShape, form: Form) -> int:
+        """Groups along the padded K."""
+        return self.padded(shape)[1] // form.group if form.group else 1
+
+    # ------------------------------------------------------------ scales
+
+    def _scales(self, shape: MatrixShape, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Codes (rounded again where they must be), the loop's scale words, one factor a row."""
+        n, k, codes = shape.n, shape.k, weight.codes
+        factors = torch.full((n,), 2.0 ** row_shift(form), device=codes.device)
+        for level, stored in zip(weight.spec.scales, weight.scales):
+            if level in outer_levels(weight.spec):
+                each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1).reshape(-1)
+                factors = factors / each if level.op == DIV else factors * each
+        if not form.scale_words:
+            return codes, None, factors
+        words: list[Tensor] = []
+        if form.scale == f.E8M0_G32:
+            codes, exponents, base = self._exponents(form, weight)
+            return codes, fragments.pack_bytes(form, self._meta(shape, form, exponents)), factors * torch.exp2(base)
+        if form.scale == f.E4M3_G16:
+            return codes, fragments.pack_bytes(form, self._meta(shape, form, weight.scales[0].int())), factors
+        if form.scale != f.NO_SCALE:
+            level = weight.spec.scales[0]
+            each = expand(weight.scales[0], (level.block[0], 1), n, k)
+            if form.scale == f.F32_GROUP:
+                base = _excess(each)
+                words.append(fragments.pack_floats(form, as_integer(self._meta(shape, form, each * torch.exp2(-base)))))
+                factors = factors * torch.exp2(base.squeeze(1))
+            else:
+                words.append(fragments.pack_halves(form, as_integer(self._meta(shape, form, each))))
+        if form.zero and weight.zero is not None:
+            each = expand(weight.zero, (weight.spec.scales[0].block[0], 1), n, k).int() + INT4_MAGIC[form.activations]
+            words.append(fragments.pack_halves(form, self._meta(shape, form, each.to(torch.int16))))
+        return codes, torch.cat(words, -1).reshape(-1), factors
+
+    def _meta(self, shape: MatrixShape, form: Form, values: Tensor) -> Tensor:
+        return self._place(shape, values, self._groups(shape, form))
+
+    def _exponents(self, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
+        """Exponent bytes relative to each row's base, and codes that fit them.
+
+        A group too far below its row's largest is brought up to the reach and its codes rounded again.
+        """
+        top, bottom, offset = _REACH[form.activations]
+        exponents = weight.scales[0].int() - 127
+        base = exponents.amax(1, keepdim=True) - top
+        if form.activations == f.BF16:  # almost every row: no base at all
+            base = base.clamp(min=0)
+        relative = exponents - base
+        short = (bottom - relative).clamp(min=0)
+        codes = weight.codes
+        self.rerounded.of += relative.numel()
+        if bool(short.any()):
+            self.rerounded.groups += int((short > 0).sum())
+            shift = torch.exp2(-short.float()).repeat_interleave(32, 1)[:, : weight.k]
+            codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
+        return codes, (relative + short + offset) & 255, base.squeeze(1).float()
+
+    def _unpack_level(self, shape: MatrixShape, form: Form, words: Tensor, factors: Tensor) -> Tensor:
+        """The innermost scales as stored."""
+        n, _ = self.padded(shape)
+        groups = self._groups(shape, form)
+        level = shape.spec.scales[0]
+        rows, columns = level.shape(shape.n, shape.k)
+        if form.scale in (f.E8M0_G32, f.E4M3_G16):
+            values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
+            if form.scale == f.E8M0_G32:
+                offset = _REACH[form.activations][2]
+                signed = values if offset else (values ^ 128) - 128
+                values = signed - offset + 127 + torch.log2(factors).int().unsqueeze(1)
+            return values[:, :columns].to(torch.uint8)
+        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
+        if form.scale == f.F32_GROUP:
+            values = self._take(shape, fragments.unpack_floats(form, held, n, groups)).view(torch.float32)
+            values = values * (factors / self._outer_product(shape, factors)).unsqueeze(1)
+        else:
+            values = self._take(shape, fragments.unpack_halves(form, held, n, groups)).view(level.dtype.storage)
+        return values[:: level.block[0]][:rows, :columns].contiguous()
+
+    def _outer_product(self, shape: MatrixShape, factors: Tensor) -> Tensor:
+        """Factors hold a power of two above one only beside no other level."""
+        return torch.ones_like(factors) if not outer_levels(shape.spec) else factors
+
+    def _unpack_zero(self, shape: MatrixShape, form: Form, words: Tensor) -> Tensor:
+        n, _ = self.padded(shape)
+        assert shape.spec.zero is not None
+        rows, columns = shape.spec.zero.shape(shape.n, shape.k)
+        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., form.scale_words - form.zero_words :]
+        values = self._take(shape, fragments.unpack_halves(form, held, n, self._groups(shape, form)))
+        values = values - INT4_MAGIC[form.activations]
+        return values[:: shape.spec.zero.block[0] or shape.n][:rows, :columns].to(torch.int16).contiguous()
+
+
+def _pad(rows: Tensor, count: int) -> Tensor:
+    extra = count - rows.shape[0]
+    return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
+
+
+def _up(size: int, side: int) -> int:
+    return -(-size // side) * side
+
+
+def _excess(scales: Tensor) -> Tensor:
+    """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor."""
+    return (torch.frexp(scales.abs().amax(1, keepdim=True))[1] - 6).clamp(min=0).float()
+
+
+def _kept(spec: QuantSpec) -> tuple[Scale, ...]:
+    """Levels over all of K that a row's factor cannot give back."""
+    outer = outer_levels(spec)
+    if len(outer) == 1 and len(spec.scales) == 1 and outer[0].block == CHANNEL and outer[0].op != DIV:
+        return () if outer[0].dtype.wide is not None else outer
+    return outer

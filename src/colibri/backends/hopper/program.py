@@ -1,0 +1,94 @@
+"""A plan bound to one layer's weights and one stream's scratch memory: launches ready to go.
+
+Everything but the caller's tensors and the number of tokens is laid out once. A call stores a few
+pointers and hands each launch to the driver: no allocation, no synchronisation, no shape logic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from colibri.backends.hopper import workspace
+from colibri.backends.hopper.plan import HopperPlan, scratch
+from colibri.backends.hopper.steps import CALL, SCRATCH, Ref, Step, steps
+from colibri.jit.driver import Launch
+from colibri.jit.load import Matrix, prepare
+from colibri.jit.load import Value as Bound
+from colibri.layout import Packed
+
+
+class Program:
+    """Launches of one (plan, weights, stream)."""
+
+    def __init__(self, plan: HopperPlan, weights: Mapping[str, Packed], device: torch.device, stream: int) -> None:
+        assert plan.rule is not None
+        self.plan, self.overlap = plan, plan.rule.overlap
+        self.device = device.index or 0
+        sizes = scratch(plan)
+        self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
+        self.tensors: dict[str, Mapping[str, Tensor]] = {SCRATCH: workspace.views(self.memory, sizes), **weights}
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.pointers: dict[str, list[ctypes.c_uint64]] = {"x": [], "ids": [], "weights": [], "out": []}
+        self.resizers: list[Callable[[int], None]] = []
+        self.tokens = -1
+        self.launches = [self._bind(i, step) for i, step in enumerate(steps(plan))]
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, stream: int) -> None:
+        """Launch for this call's tensors."""
+        tokens = ids.shape[0]
+        if tokens != self.tokens:
+            for resize in self.resizers:
+                resize(tokens)
+            self.tokens = tokens
+        for name, tensor in (("x", x), ("ids", ids), ("weights", weights), ("out", out)):
+            pointer = tensor.data_ptr()
+            for slot in self.pointers[name]:
+                slot.value = pointer
+        for launch in self.launches:
+            launch(stream)
+
+    def _bind(self, number: int, step: Step) -> Launch:
+        """Names to addresses; the first launch of a layer does not overlap what ran before it."""
+        values: dict[str, Bound] = {}
+        for name, value in step.values.items():
+            if isinstance(value, Ref):
+                values[name] = self._resolve(value)
+            else:
+                values[name] = 0 if callable(value) else value
+        launch = prepare(step.source, self.device, values, dependent=self.overlap and number > 0)
+        for name, value in step.values.items():
+            if isinstance(value, Ref) and value.owner == CALL:
+                self.pointers[value.name].append(launch.pointer_slot(name))
+            elif callable(value):
+                self.resizers.append(_follow(launch.integer_slot(name), value))
+        self.resizers.append(self._grid(launch, step))
+        return launch
+
+    def _resolve(self, ref: Ref) -> Bound:
+        if ref.owner == CALL:
+            return 0
+        tensor = self.tensors[ref.owner][ref.name]
+        if ref.mapped is None:
+            return tensor.data_ptr() + ref.offset
+        count = tensor.numel()
+        return Matrix(tensor, (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
+
+    def _grid(self, launch: Launch, step: Step) -> Callable[[int], None]:
+        resident = self.processors * step.persistent
+
+        def resize(tokens: int) -> None:
+            x, y = step.grid(tokens)
+            launch.grid(min(x, resident) if resident else x, y)
+
+        return resize
+
+
+def _follow(slot: ctypes.c_int32, value: Callable[[int], int]) -> Callable[[int], None]:
+    def resize(tokens: int) -> None:
+        slot.value = value(tokens)
+
+    return resize

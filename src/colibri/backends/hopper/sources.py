@@ -1,0 +1,51 @@
+"""The kernels of a plan as compile-time values: what `colibri kernels build` compiles and a run loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colibri.jit.compile import Desc, Source
+from colibri.kernels.forms import BF16, E4M3, F16, Form
+from colibri.tune.hopper import Tile, stage_bytes
+
+GEMM, ROWS_MODULE = "colibri.kernels.gemm", "colibri.kernels.rows"
+ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
+GATED, UNGATED, ROWS = "gated", "ungated", "rows"
+ALONE, FIRST, LATER = 0, 1, 2
+_BOX = 256
+
+
+def product(
+    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, tokens_inner: bool, depend: int,
+    prefetch: bool,
+) -> Source:  # fmt: skip
+    """One product over one class of tiles."""
+    element = ELEMENT[form.activations]
+    scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
+    arguments: list[tuple[str, str | Desc]] = [
+        ("x_desc", Desc(element, (tile.t, form.slice_columns), 128)),
+        ("x2_desc", Desc(element, (tile.u or tile.t, form.slice_columns), 128)),
+        ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
+        ("s_desc", Desc("i32", (min(scale_words, _BOX) or _BOX,), 0)),
+        ("out", f"*{out}"),
+        *((name, "*i32" if name in ("slots", "tiles", "tile_count") else "*fp32")
+          for name in ("slots", "factors", "bias", "token_scales", "tiles", "tile_count")),
+        *((name, "i32") for name in ("units", "slices", "scale_blocks", "columns")),
+        *((name, "fp32") for name in ("limit", "alpha", "beta")),
+    ]  # fmt: skip
+    constants = {
+        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        "T": tile.t, "U": tile.u, "STAGES": tile.stages, "SLICES": tile.slices, "KIND": kind,
+        "ACTIVATION": activation, "BIAS": bias, "TOKENS_INNER": tokens_inner, "DEPEND": depend, "PREFETCH": prefetch,
+    }  # fmt: skip
+    aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
+    options = (("num_warps", 4), ("maxnreg", tile.registers))
+    return Source(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
+
+
+def rows_kernel(name: str, arguments: dict[str, str], constants: dict[str, Any], warps: int) -> Source:
+    """One of the small kernels. Pointers and row widths are multiples of 16."""
+    aligned = tuple(a for a, kind in arguments.items() if kind.startswith("*") or a in ("hidden", "width"))
+    return Source(
+        ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, (("num_warps", warps),)
+    )

@@ -1,0 +1,86 @@
+"""Sources to loaded functions and ready launches, compiled at most once."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from colibri.jit.cache import Cache
+from colibri.jit.compile import Binary, Desc, Source, build
+from colibri.jit.driver import MAP_BYTES, Launch, encode_map, load_function
+
+log = logging.getLogger("colibri")
+
+_SCRATCH = (("scratch", struct.pack("Q", 0)), ("profile", struct.pack("Q", 0)))  # unused pointers Triton appends
+_functions: dict[tuple[Source, int], tuple[int, Binary]] = {}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A row-major tensor behind a tensor-map argument."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between neighbours along each side."""
+        steps = [1]
+        for side in reversed(self.shape[1:]):
+            steps.insert(0, steps[0] * side)
+        return tuple(steps)
+
+
+Value = int | float | Matrix
+
+
+def binary(source: Source, cache: Cache | None = None) -> Binary:
+    """The compiled kernel, from the cache or built now."""
+
+    def compile_now() -> Binary:
+        log.info("compiling %s", source.label)
+        return build(source)
+
+    return (cache or Cache()).get(source.key, source.label, compile_now)
+
+
+def function(source: Source, device: int) -> tuple[int, Binary]:
+    """The function in this device's context (which must be current)."""
+    key = (source, device)
+    if key not in _functions:
+        compiled = binary(source)
+        _functions[key] = load_function(compiled.cubin, compiled.name, compiled.shared), compiled
+    return _functions[key]
+
+
+def prepare(source: Source, device: int, values: Mapping[str, Value], *, dependent: bool) -> Launch:
+    """A launch with every argument set; pointers given as integers, 0 for one that is set later."""
+    handle, compiled = function(source, device)
+    laid_out: list[tuple[str, bytes]] = []
+    descs = iter(compiled.descs)
+    for name, kind in source.arguments:
+        value = values[name]
+        if isinstance(kind, Desc):
+            assert isinstance(value, Matrix), name
+            laid_out.append((name, _tensor_map(value, next(descs))))
+            laid_out += [(f"{name}.shape", struct.pack("i", side)) for side in value.shape]
+            laid_out += [(f"{name}.stride", struct.pack("q", step)) for step in value.strides]
+        elif kind.startswith("*"):
+            laid_out.append((name, struct.pack("Q", value)))
+        else:
+            laid_out.append((name, struct.pack("f" if kind == "fp32" else "i", value)))
+    return Launch(handle, compiled.threads, compiled.shared, [*laid_out, *_SCRATCH], dependent)
+
+
+def _tensor_map(matrix: Matrix, facts: Mapping[str, object]) -> bytes:
+    room = ctypes.create_string_buffer(MAP_BYTES + 64)
+    at = -(-ctypes.addressof(room) // 64) * 64
+    box, item, swizzle = facts["block_size"], facts["elem_size"], facts["swizzle"]
+    assert isinstance(box, list) and isinstance(item, int) and isinstance(swizzle, int)
+    encode_map(matrix.tensor.data_ptr(), item, matrix.shape, matrix.strides, tuple(box), swizzle, at)
+    return ctypes.string_at(at, MAP_BYTES)

@@ -1,0 +1,1 @@
+"""Which configuration runs: a small policy, and measured numbers as data."""

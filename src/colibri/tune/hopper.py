@@ -1,0 +1,96 @@
+"""The policy of the Hopper backend: from sizes to tiles. Pure; numbers that were measured are data.
+
+A rule of the data says, up to how many rows an expert gets on average, which token tiles are used: full
+tiles of the first size, and for what remains of an expert the smallest that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from colibri.kernels.forms import E4M3, Form
+
+SHARED_PER_SM = 228 * 1024
+RESERVED = 1024  # the driver's share of each block's shared memory
+_BARRIERS = 512  # barriers and alignment
+_MOST_STAGES = 8
+# Token tile: (wgmma widths, slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
+_SHAPES = {
+    8: ((8, 0), (4, 2), 4),
+    16: ((16, 0), (4, 1), 4),
+    32: ((32, 0), (4, 2), 2),
+    48: ((32, 16), (2, 1), 2),
+    64: ((64, 0), (2, 1), 2),
+    96: ((64, 32), (2, 1), 2),
+    128: ((128, 0), (2, 2), 2),
+}
+_REGISTERS = {4: 64, 3: 80, 2: 128}  # a thread's share of 65536 with blocks of 256 threads
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One class of token tiles: T + U tokens, and the pipeline that suits it."""
+
+    t: int
+    u: int
+    stages: int
+    slices: int
+    blocks: int  # resident on an SM
+    registers: int
+
+    @property
+    def tokens(self) -> int:
+        return self.t + self.u
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the data say for a number of rows per expert."""
+
+    sizes: tuple[int, ...]
+    overlap: bool  # programmatic dependent launch
+    tokens_inner: bool
+
+
+@lru_cache(maxsize=1)
+def data() -> dict[str, Any]:
+    text = (Path(__file__).parent / "data" / "hopper.json").read_text()
+    return dict(json.loads(text))
+
+
+def rule(activations: str, slots: int, experts: int) -> Rule:
+    """The rule for `slots` rows spread over `experts`."""
+    rows = slots / experts
+    for entry in data()["8-bit" if activations == E4M3 else "16-bit"]:
+        if entry["rows_up_to"] is None or rows <= entry["rows_up_to"]:
+            return Rule(tuple(entry["tiles"]), entry["overlap"], entry["tokens_inner"])
+    raise AssertionError("the last rule has no limit")
+
+
+def stage_bytes(form: Form, tokens: int, slices: int) -> int:
+    """Shared memory of one pipeline stage."""
+    blocks = max(1, slices * form.slice_columns // form.block_columns) if form.block_columns else 1
+    return slices * (tokens + form.slice_rows) * 128 + 256 * form.scale_words * blocks
+
+
+@lru_cache(maxsize=None)
+def tile(form: Form, tokens: int, gated: bool) -> Tile:
+    """The pipeline of a tile size: as many stages as fit beside the other blocks of the SM."""
+    (t, u), (wide, narrow), blocks = _SHAPES[tokens]
+    slices = narrow if form.activations == E4M3 else wide
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(t, 32) * (64 if gated else 128) * 2
+    while slices > 1 and room // stage_bytes(form, tokens, slices) < 2:
+        slices //= 2
+    stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices))
+    assert stages >= 2, (form, tokens)
+    return Tile(t, u, stages, slices, blocks, _REGISTERS[blocks])
+
+
+def bucket(tokens: int) -> int:
+    """Token counts share a plan: four to an octave, rounded up."""
+    step = max(1, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step

@@ -1,0 +1,140 @@
+"""The Hopper backend against the reference, by its worst row: every form, size, routing and activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colibri.activation import Activation
+from colibri.testing.layers import layer_problem, make_layer, routing, worst_row
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+BOUND = {"bf16": 4.5e-3, "fp16": 8e-4, "fp8": 3e-2}
+SPECS = [
+    *((s, a) for a in ("bf16", "fp16") for s in (
+        "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
+        "int8", "int8-g128", "fp8", "fp8-block",
+    )),
+    ("mxfp4", "fp8"), ("fp8", "fp8"),
+]  # fmt: skip
+
+
+def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", experts: int = 8, top_k: int = 2, **sizes):
+    problem = layer_problem(
+        spec, activations, experts=experts, top_k=top_k, **{"hidden": 512, "intermediate": 256, **sizes}
+    )
+    ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
+    x = torch.randn(tokens, problem.hidden, device="cuda").to(problem.input.storage)
+    routed = routing(problem, tokens, 7, kind=kind)
+    want, got = reference(x, routed, torch.empty_like(x, dtype=torch.float32)), ours(x, routed)
+    again = ours(x, routed)
+    assert torch.equal(got, again), "two runs differ"
+    empty = (routed.ids < 0).all(1)
+    assert not got[empty].any()
+    error = worst_row(got[~empty], want[~empty])
+    assert error < BOUND[activations], error
+
+
+@pytest.mark.parametrize(("spec", "activations"), SPECS)
+@pytest.mark.parametrize("tokens", [3, 70, 600])
+def test_every_form(spec: str, activations: str, tokens: int) -> None:
+    compare(spec, activations, tokens)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000])
+def test_every_tile_class(tokens: int, activations: str) -> None:
+    compare("mxfp4", activations, tokens)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_sizes(hidden: int, intermediate: int, activations: str) -> None:
+    for tokens in (5, 200, 2000):
+        compare("mxfp4", activations, tokens, hidden=hidden, intermediate=intermediate)
+
+
+@pytest.mark.parametrize("kind", ["zipf", "one", "holes"])
+@pytest.mark.parametrize("tokens", [4, 100, 1000, 3000])
+def test_routings(kind: str, tokens: int) -> None:
+    compare("mxfp4", "bf16", tokens, kind, experts=60, top_k=6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation("silu"),
+        Activation("silu", limit=0.5),
+        Activation("gelu"),
+        Activation("gelu_tanh"),
+        Activation("swigluoai", limit=0.7),
+        Activation("swiglustep", limit=0.4),
+        Activation("situ", beta=1.5),
+        Activation("situ", limit=0.8),
+        Activation("relu2_no_mul"),
+        Activation("silu_no_mul"),
+        Activation("gelu_no_mul"),
+        Activation("gelu_tanh_no_mul"),
+    ],
+    ids=str,
+)
+def test_activations(activation: Activation, bias: bool) -> None:
+    compare("mxfp4", "bf16", 90, activation=activation, bias=bias)
+
+
+def test_act_order() -> None:
+    compare("int4-g128", "bf16", 90, act_order=True)
+    compare("int4-g128", "bf16", 1500, act_order=True)
+
+
+def test_weight_on_input() -> None:
+    compare("mxfp4", "bf16", 90, top_k=1, weight_on_input=True)
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "int4-g128", "int8", "fp8", "nvfp4"])
+def test_exact_tier(spec: str) -> None:
+    """Small integers and powers of two: every product and sum is exact, so the bits must be too."""
+    problem = layer_problem(
+        spec, "bf16", hidden=256, intermediate=128, experts=4, top_k=1, activation=Activation("relu2_no_mul")
+    )
+    ours, reference = make_layer(problem, "hopper", exact=True), make_layer(problem, "reference", exact=True)
+    x = torch.randint(-2, 3, (200, 256), device="cuda").to(torch.bfloat16)
+    routed = routing(problem, 200, 3)
+    want = torch.empty(200, 256, device="cuda", dtype=torch.float32)
+    reference(x, routed, want)
+    assert worst_row(ours(x, routed), want) < 4e-3
+
+
+def test_graph_capture_and_streams() -> None:
+    problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=2)
+    layer = make_layer(problem, "hopper")
+    x = torch.randn(40, 512, device="cuda").bfloat16()
+    routed, out = routing(problem, 40, 1), torch.empty(40, 512, device="cuda", dtype=torch.bfloat16)
+    want = layer(x, routed)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer(x, routed, out)  # the workspace of this stream
+        stream.synchronize()
+        out.fill_(float("nan"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            layer(x, routed, out)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_batch_invariance() -> None:
+    """The pipeline adds along K in one order whatever the tile: a row's bits do not depend on its batch."""
+    problem = layer_problem("mxfp4", "bf16", hidden=1024, intermediate=512, experts=16, top_k=4)
+    layer = make_layer(problem, "hopper")
+    x = torch.randn(4096, 1024, device="cuda").bfloat16()
+    routed = routing(problem, 4096, 5)
+    whole = layer(x, routed)
+    for tokens in (1, 8, 100, 256, 1024):
+        part = type(routed)(routed.ids[:tokens].contiguous(), routed.weights[:tokens].contiguous())
+        assert torch.equal(layer(x[:tokens].contiguous(), part), whole[:tokens]), tokens
