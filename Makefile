@@ -1,0 +1,58 @@
+# From a clean clone: `make demo` to see it work, `make test` for the linters and all tests.
+# torch is installed first, so that nothing else chooses a build of it. To choose yourself:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test lint format clean
+
+help:
+	@echo "make demo    convert a small generated model between formats and look at the results"
+	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
+	@echo "make lint    linters only"
+	@echo "make clean   remove the virtual environment and caches"
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m colibri.testing.demo
+
+test: lint
+	@echo "== tests"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(VENV)/.installed-dev
+	@echo "== ruff check"
+	@$(BIN)/ruff check .
+	@echo "== ruff format"
+	@$(BIN)/ruff format --check .
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit("colibri needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
+	@echo "== a virtual environment in $(VENV), and torch"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "== colibri"
+	@$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	@echo "== colibri and what its tests need"
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
