@@ -1,0 +1,125 @@
+"""The naming table: every row and form claims what it writes, and loads what it claims."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint import naming as names
+from colibri.checkpoint.load import load_expert, plan_layer
+from colibri.checkpoint.naming import DOWN, GATE, UP, Form, Naming
+from colibri.checkpoint.placement import Placement
+from colibri.codec import dequantize
+from colibri.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
+from colibri.formats import registry
+from colibri.formats.base import Example
+from colibri.stored import Stored
+from colibri.testing.checkpoints import Geometry, generate
+from colibri.testing.conformance import whole_matrices
+from colibri.weight import same_bits
+
+ROWS = [
+    pytest.param(row, form, id=f"{row.family}-{i}") for row in names.TABLE for i, form in enumerate(row.forms)
+]
+SIZE = Geometry(experts=3, hidden=32, intermediate=48, layers=2)
+FAMILIES = (
+    "mixtral qwen2_moe qwen3_moe qwen3_vl_moe deepseek_v2 deepseek_v3 kimi_k2 deepseek_v4 gpt_oss glm4_moe llama4 "
+    "minimax_m2 nemotron_h olmoe phimoe jamba dbrx granitemoe gguf"
+).split()
+
+
+def _dense() -> Example:
+    return next(e for e in registry()["dense"].examples() if e.name == "bf16")
+
+
+def test_all_families_have_a_row() -> None:
+    assert {row.family for row in names.TABLE} >= set(FAMILIES)
+    types = [t for row in names.TABLE for t in row.model_types]
+    assert len(types) == len(set(types)), "a model_type belongs to one row"
+
+
+@pytest.mark.parametrize(("row", "form"), ROWS)
+def test_every_form_loads_what_it_spells(row: Naming, form: Form) -> None:
+    made = generate(_dense(), row, form, SIZE)
+    manifest = manifests.build(made.config, made.headers, row)
+    assert not manifest.problems, [p.render() for p in manifest.problems]
+    assert sorted(manifest.layers) == [0, 1]
+    assert manifest.expert_tensors == set(made.tensors)
+    for index, layer in manifest.layers.items():
+        plan = plan_layer(layer, Placement())
+        for expert in range(SIZE.experts):
+            weights = load_expert(made.read, plan, expert)
+            gate, up, down = whole_matrices(made, form, index, expert)
+            got = dequantize(weights.w13)
+            assert same_bits(got[: gate.shape[0]].contiguous(), gate.contiguous())
+            assert up is None or same_bits(got[gate.shape[0] :].contiguous(), up.contiguous())
+            assert same_bits(dequantize(weights.w2), down.contiguous())
+
+
+def test_names_are_told_apart_and_lora_wrapping_is_seen_through() -> None:
+    form = names.find({"model_type": "qwen3_moe"}).forms[0]
+    claim = names.claim(form, "model.layers.3.mlp.experts.11.up_proj.base_layer.weight_packed")
+    assert claim is not None
+    assert (claim.layer, claim.expert, claim.projection, claim.suffix) == (3, 11, UP, ".weight_packed")
+    assert names.claim(form, "model.layers.3.mlp.experts.1.down_proj.weight").expert == 1  # type: ignore[union-attr]
+    for stranger in ("model.layers.3.mlp.gate.weight", "model.layers.3.mlp.shared_experts.up_proj.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"):
+        assert names.claim(form, stranger) is None
+
+
+def test_projections_of_moe_families() -> None:
+    mixtral = names.find({"model_type": "mixtral"}).forms[0]
+    assert [names.claim(mixtral, f"model.layers.0.block_sparse_moe.experts.2.{w}.weight").projection for w in ("w1", "w3", "w2")] == [GATE, UP, DOWN]  # type: ignore[union-attr]  # fmt: skip
+
+
+def test_an_unknown_family_lists_the_known_ones_and_a_custom_row_serves() -> None:
+    with pytest.raises(UnsupportedFormat, match="qwen3_moe"):
+        names.find({"model_type": "brand_new"})
+    row = Naming("mine", ("brand_new",), (Form("blocks.{layer}.moe", {GATE: ".{expert}.a", UP: ".{expert}.b", DOWN: ".{expert}.c"}),))
+    made = generate(_dense(), row, row.forms[0], SIZE)
+    assert not manifests.build(made.config, made.headers, row).problems
+
+
+def test_nested_configs_tell_sizes() -> None:
+    found = names.sizes({"model_type": "llama4", "text_config": {"num_local_experts": 16, "hidden_size": 8, "intermediate_size": 4, "num_experts_per_tok": 1}})
+    assert (found.experts, found.hidden, found.intermediate, found.top_k) == (16, 8, 4, 1)
+
+
+def test_all_problems_are_reported_together() -> None:
+    row = names.find({"model_type": "qwen3_moe"})
+    made = generate(_dense(), row, row.forms[0], SIZE)
+    headers = dict(made.headers)
+    home = "model.layers.0.mlp.experts"
+    del headers[f"{home}.0.gate_proj.weight"]
+    del headers[f"{home}.2.down_proj.weight"]
+    headers[f"{home}.1.up_proj.weight"] = Stored("BF16", (48, 33))
+    headers[f"{home}.1.extra_proj.weight"] = Stored("BF16", (1,))
+    headers[f"{home}.9.up_proj.weight"] = Stored("BF16", (48, 32))
+    headers[f"{home}.1.down_proj.base_layer.weight"] = headers[f"{home}.1.down_proj.weight"]
+    headers[f"{home}.1.gate_proj.odd"] = Stored("BF16", (1,))
+    kinds = [type(p) for p in manifests.build(made.config, headers, row).problems]
+    assert kinds.count(MissingTensor) == 2
+    assert kinds.count(UnexpectedTensor) == 3
+    assert DuplicateTensor in kinds
+    texts = " ".join(p.render() for p in manifests.build(made.config, headers, row).problems)
+    for fact in ("layer 0, expert 1, up", "[48, 32]", "[48, 33]", "expert 9", "extra_proj", "gate_proj.odd"):
+        assert fact in texts
+
+
+def test_sixty_thousand_names_resolve_in_seconds() -> None:
+    row = names.find({"model_type": "deepseek_v3"})
+    model = {"model_type": "deepseek_v3", "n_routed_experts": 256, "hidden_size": 64, "moe_intermediate_size": 32}
+    shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    headers = {
+        f"model.layers.{layer}.mlp.experts.{e}.{p}.weight": Stored("BF16", shape)
+        for layer in range(80)
+        for e in range(256)
+        for p, shape in shapes.items()
+    }
+    from colibri.stored import Config
+
+    start = time.process_time()
+    manifest = manifests.build(Config(model), headers, row)
+    assert not manifest.problems and len(manifest.layers) == 80
+    assert time.process_time() - start < 20
