@@ -73,6 +73,7 @@ def parse(axes: str) -> tuple[Axis, ...]:
     return tuple(parsed)
 
 
+@lru_cache(maxsize=4096)
 def shape(axes: str, n: int, k: int, ratio: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """The shape a tensor declared by `axes` has for an [n, k] matrix."""
     return tuple(axis.size({"n": n, "k": k}, ratio) for axis in parse(axes))

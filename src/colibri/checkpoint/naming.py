@@ -37,7 +37,7 @@ class Form:
     exclusive: bool = True  # nothing but experts lives below home
     prefixes: tuple[str, ...] = PREFIXES
 
-    @property
+    @cached_property
     def stacked(self) -> bool:
         return all("{expert}" not in name for name in self.names.values())
 

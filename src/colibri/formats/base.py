@@ -186,14 +186,15 @@ class Dense(Scheme):
         return {"codes": weight.codes}
 
 
-_DENSE_SPECS = {"BF16": DENSE_BF16, "F16": DENSE_F16, "F32": DENSE_F32}
+_DENSE = {
+    stored: Dense(spec, (part("codes", (".weight", ""), stored, "n k"), BIAS))
+    for stored, spec in (("BF16", DENSE_BF16), ("F16", DENSE_F16), ("F32", DENSE_F32))
+}
 
 
 def dense(module: Module) -> Dense:
     """The scheme of a module a format leaves alone, in the dtype it is stored in."""
-    name = module.dtype(".weight", "", default="BF16")
-    stored = name if name in FLOATS else "BF16"
-    return Dense(_DENSE_SPECS[stored], (part("codes", (".weight", ""), stored, "n k"), BIAS))
+    return _DENSE.get(module.dtype(".weight", "", default="BF16"), _DENSE["BF16"])
 
 
 @dataclass(frozen=True)
