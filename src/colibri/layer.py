@@ -206,9 +206,12 @@ class RoutedExperts(PackedModule):
         )
 
     def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
-        """Add what is not a routed expert's: the share of zero experts, and the shared experts."""
+        """Add what is not a routed expert's: the share of zero experts, a scale that was left to the
+        output, and the shared experts."""
         if routed.identity_weight is not None:
             out = (out.float() + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
+        if self.routing is not None and self.routing.apply_scale_to_output:
+            out = out * self.routing.routed_scaling_factor
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def enable_compile(self) -> RoutedExperts:

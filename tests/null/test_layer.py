@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecE
 from colibri.formats import registry
 from colibri.formats.base import Example
 from colibri.layer import QuantizedLinear, RoutedExperts
+from colibri.routing import Routing
 from colibri.testing.checkpoints import Generated, Geometry, generate, save
 from colibri.testing.conformance import all_examples, whole_matrices
 
@@ -256,3 +258,16 @@ def test_every_format_computes(fmt: object, example: Example) -> None:
     if up is not None and example.scheme.part("pre_quant_scale") is None and not example.bias:
         want = layer.problem.activation(torch.cat([x[0] @ gate.t(), x[0] @ up.t()])) @ down.t()
         torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_a_scale_left_to_the_output_is_applied_there(tmp_path: Path) -> None:
+    folder = save(_make("dense", "fp32"), tmp_path / "m")
+    folded = Routing(scoring="softmax", top_k=SIZE.top_k, renormalize=True, routed_scaling_factor=2.5)
+    outside = replace(folded, apply_scale_to_output=True)
+    x = _inputs()[0].float()
+    logits = torch.randn(x.shape[0], SIZE.experts, generator=torch.Generator().manual_seed(5))
+    a, b = (
+        RoutedExperts.from_checkpoint(folder, layer=0, dtype=torch.float32, routing=r).forward_routed(x, logits)
+        for r in (folded, outside)
+    )
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
