@@ -1,0 +1,50 @@
+"""What the documents show is run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import colibri.formats as formats
+from colibri.checkpoint.convert import Options, convert, prepare
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.target import choose
+from colibri.grammar import parse_spec
+from colibri.testing import conformance
+from colibri.testing.checkpoints import Geometry
+from colibri.testing.models import write_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = Geometry(experts=2, hidden=128, intermediate=64)
+
+
+def blocks(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "model", SMALL)
+    (example,) = blocks("README.md")
+    exec(compile(example.replace("path/to/model", str(tmp_path / "model")), "README.md", "exec"), {})
+    assert capsys.readouterr().out == "bf16 torch.Size([64, 128])\n"
+
+
+def test_the_format_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes the suite, and `convert` writes and reads it."""
+    (source,) = blocks("docs/add-a-format.md")
+    (tmp_path / "guide_row_float.py").write_text(source)
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    formats.registry.cache_clear()
+    try:
+        conformance.check_format(formats.registry()["row-float"])
+        write_model(tmp_path / "model", SMALL)
+        target = choose(parse_spec("e5m2-channel"), "row-float")
+        with Checkpoint.open(tmp_path / "model") as checkpoint:
+            convert(checkpoint, tmp_path / "out", prepare(checkpoint, target, Options()), Options())
+        with Checkpoint.open(tmp_path / "out") as checkpoint:
+            assert "model.layers.0.mlp.experts.1.up_proj.row_float" in checkpoint.tensors
+            assert "model.layers.0.mlp.gate" in checkpoint.config.quant["skip"]
+    finally:
+        formats.registry.cache_clear()
