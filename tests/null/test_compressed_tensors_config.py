@@ -13,6 +13,7 @@ from colibri.dtypes import BF16
 from colibri.errors import CannotEncode, UnsupportedFormat
 from colibri.formats import _ct_schemes as ct
 from colibri.formats._ct_config import FIXED, FLOAT, INT, PACK, write_config
+from colibri.formats._floats import FloatScheme
 from colibri.formats.base import Config, Module, Stored
 from colibri.formats.compressed_tensors import FORMAT
 from colibri.grammar import parse_activation, parse_spec
@@ -127,8 +128,8 @@ def test_fused_names_stand_for_their_halves() -> None:
     [
         (int_spec(4, group(32)), {".weight_packed": "I32", ".weight_scale": "BF16"}, ct.PackedInts),
         (int_spec(8, CHANNEL), {".weight": "I8", ".weight_scale": "BF16"}, ct.PlainInts),
-        (FP8_CHANNEL, {".weight": "F8_E4M3", ".weight_scale": "F32"}, ct.Floats),
-        *((spec, {}, ct.Floats) for spec, _ in FIXED.values()),
+        (FP8_CHANNEL, {".weight": "F8_E4M3", ".weight_scale": "F32"}, FloatScheme),
+        *((spec, {}, FloatScheme) for spec, _ in FIXED.values()),
     ],
     ids=str,
 )

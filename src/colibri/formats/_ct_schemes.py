@@ -1,29 +1,28 @@
-"""How compressed-tensors lays numbers out; the float schemes serve ModelOpt as well.
+"""How compressed-tensors lays numbers out.
 
 Three kinds cover every format name: integers packed into 32-bit words, integers in bytes of their
-own, and mini-floats. All stored integers are signed; the canonical code is what they are above the
-smallest, so that zero points move along with them.
+own, and mini-floats, which lie as everywhere (`_floats`). All stored integers are signed; the
+canonical code is what they are above the smallest, so that zero points move along with them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from colibri.dtypes import E4M3, E8M0, DType
-from colibri.errors import BadValue, WrongShape
-from colibri.formats.base import BIAS, FLOAT_NAMES, FLOATS, Module, Part, Scheme, codes_of, part
+from colibri.errors import BadValue
+from colibri.formats import _floats
+from colibri.formats._floats import WEIGHT as WEIGHT
+from colibri.formats._floats import FloatScheme, place, put, scale_axes, scale_part
+from colibri.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
 from colibri.packing import pack_bits, pack_padded, unpack_bits, unpack_padded
-from colibri.quant import CHANNEL, TENSOR, Block, QuantSpec, Scale, Zero
-from colibri.stored import TORCH_DTYPES
+from colibri.quant import TENSOR, Block, QuantSpec, Scale
 from colibri.weight import LogicalWeight
 
 # Spellings after the module's name; the second is that of exports which join with an underscore.
-WEIGHT = (".weight", "")
 PACKED = (".weight_packed", "_packed")
 SCALE = (".weight_scale", "_scale")
 GLOBAL_SCALE = (".weight_global_scale", "_global_scale")
@@ -35,9 +34,6 @@ G_IDX = (".weight_g_idx", "_g_idx")
 # headers tell which it is where groups fix K; otherwise the packed tensor is read whole, and its
 # width against K tells.
 DENSE, PADDED, UNKNOWN = "dense", "padded", "unknown"
-
-_SCALE_DTYPES: dict[DType, str | tuple[str, ...]] = {**FLOAT_NAMES, E4M3: "F8_E4M3", E8M0: ("U8", "F8_E8M0")}
-_SCALE_ROLES = ("scale", "scale_2")
 
 
 @dataclass(frozen=True)
@@ -139,25 +135,6 @@ class PlainInts(Scheme):
         return codes
 
 
-@dataclass(frozen=True)
-class Floats(Scheme):
-    """Mini-floats under any levels: FP8 as it is, FP4 and FP6 as a bit stream along K."""
-
-    def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        bits = self.spec.dtype.bits
-        codes = codes_of(stored["codes"]) if bits == 8 else unpack_bits(stored["codes"], bits, k)
-        scales = tuple(place(stored[role], s, n, k) for role, s in zip(_SCALE_ROLES, self.spec.scales))
-        return LogicalWeight(self.spec, codes, scales)
-
-    def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        bits = self.spec.dtype.bits
-        codes = weight.codes.view(torch.float8_e4m3fn) if bits == 8 else pack_bits(weight.codes, bits, torch.uint8)
-        stored = {"codes": codes}
-        for role, scale in zip(_SCALE_ROLES, weight.scales):
-            stored[role] = put(scale, self.part(role), weight.n, weight.k)
-        return stored
-
-
 def packed_ints(
     spec: QuantSpec, inputs: tuple[Part, ...], *, words: str = DENSE, reordered: bool = False
 ) -> PackedInts:
@@ -165,7 +142,7 @@ def packed_ints(
     bits = spec.dtype.bits
     dense, padded = "n k^", f"n k/{32 // bits}"
     codes_axes = {DENSE: (dense,), PADDED: (padded,), UNKNOWN: (dense, padded)}[words]
-    zero = part("zero", ZERO, "I8", scale_axes(spec.scales[0].block), optional=True)
+    zero = part("zero", ZERO, "I8", _axes(spec.scales[0].block), optional=True)
     if spec.zero is not None:
         column = "1" if spec.group == 0 else f"k/{spec.group}"
         dense, padded = f"n^ {column}", f"n/{32 // bits} {column}"
@@ -173,7 +150,7 @@ def packed_ints(
         zero = part("zero", ZERO, "I32", zero_axes, bits=bits, whole=words == UNKNOWN)
     parts = (
         part("codes", PACKED, "I32", codes_axes, bits=bits, whole=words == UNKNOWN),
-        scale_part("scale", SCALE, spec.scales[0]),
+        _scale("scale", SCALE, spec.scales[0]),
         zero,
         part("shape", SHAPE, ("I64", "I32"), "2", optional=True),
         part("perm", G_IDX, "I32", "k", optional=not reordered, whole=reordered),
@@ -187,64 +164,43 @@ def plain_ints(spec: QuantSpec, inputs: tuple[Part, ...]) -> PlainInts:
     """int-quantized and naive-quantized integers."""
     parts = (
         part("codes", WEIGHT, "I8", "n k"),
-        scale_part("scale", SCALE, spec.scales[0]),
-        part("zero", ZERO, "I8", scale_axes(spec.scales[0].block), optional=spec.zero is None),
+        _scale("scale", SCALE, spec.scales[0]),
+        part("zero", ZERO, "I8", _axes(spec.scales[0].block), optional=spec.zero is None),
         *inputs,
         BIAS,
     )
     return PlainInts(spec, parts)
 
 
-def floats(spec: QuantSpec, inputs: tuple[Part, ...]) -> Floats:
+def floats(spec: QuantSpec, inputs: tuple[Part, ...]) -> FloatScheme:
     """float-, nvfp4-pack-, mxfp4-pack-, mxfp6-pack- and mxfp8-quantized."""
     bits = spec.dtype.bits
     parts = [
         part("codes", WEIGHT, "F8_E4M3", "n k") if bits == 8 else part("codes", PACKED, "U8", "n k^", bits=bits),
-        scale_part("scale", SCALE, spec.scales[0]),
+        _scale("scale", SCALE, spec.scales[0]),
     ]
     if len(spec.scales) == 2:
-        parts.append(scale_part("scale_2", GLOBAL_SCALE, spec.scales[1]))
-    return Floats(spec, (*parts, *inputs, BIAS))
+        parts.append(_scale("scale_2", GLOBAL_SCALE, spec.scales[1]))
+    return FloatScheme(spec, (*parts, *inputs, BIAS))
 
 
-def stored_plain(module: Module, scale: tuple[str, ...] = SCALE) -> bool:
-    """Whether the file holds 16- or 32-bit floats for this module: then no config can mean otherwise."""
-    return module.dtype(*WEIGHT, default="") in FLOATS and not any(module.has(s) for s in scale)
+def stored_plain(module: Module) -> bool:
+    """Whether the file holds plain floats for this module."""
+    return _floats.stored_plain(module, SCALE)
 
 
-def scale_part(role: str, suffix: tuple[str, ...], scale: Scale, axes: tuple[str, ...] = ()) -> Part:
-    """A level of the spec as a stored tensor; its dtype is the level's own."""
-    return part(role, suffix, _SCALE_DTYPES[scale.dtype], axes or scale_axes(scale.block))
+def _scale(role: str, suffix: tuple[str, ...], level: Scale) -> Part:
+    return scale_part(role, suffix, level, _axes(level.block))
 
 
-def scale_axes(block: Block) -> tuple[str, ...]:
-    """How this format shapes one number for each block; the first spelling is the one it writes."""
-    if block == TENSOR:
-        return ("1", "")
-    if block == CHANNEL:
-        return ("n 1", "n")
-    rows, columns = block
-    return (f"n k/{columns}",) if rows == 1 else (f"n/{rows} k/{columns}",)
+def _axes(block: Block) -> tuple[str, ...]:
+    """This format's shapes: a scalar is written as [1]."""
+    return SCALAR[::-1] if block == TENSOR else scale_axes(block)
 
 
 def widths(bits: int, k: int) -> tuple[int, int]:
     """Words of a row of K codes: dense, and with whole codes only."""
     return -(-k * bits // 32), -(-k // (32 // bits))
-
-
-def place(tensor: Tensor, level: Scale | Zero, n: int, k: int) -> Tensor:
-    """A stored level as canonical codes in the level's shape, whichever way its ones were spelled."""
-    shape = level.shape(n, k)
-    if tensor.numel() != math.prod(shape):
-        raise WrongShape("a level does not fit its matrix", expected=list(shape), got=list(tensor.shape))
-    return (codes_of(tensor) if level.dtype.bits <= 8 else tensor).reshape(shape)
-
-
-def put(tensor: Tensor, stored: Part | None, n: int, k: int) -> Tensor:
-    """The inverse of `place`: the first spelling of the part, its bytes under the stored dtype."""
-    assert stored is not None
-    name = stored.dtypes[0]
-    return tensor.reshape(stored.shapes(n, k, name)[0]).view(TORCH_DTYPES[name])
 
 
 def group_order(g_idx: Tensor, size: int, *, reordered: bool) -> Tensor | None:

@@ -1,4 +1,9 @@
-"""What the formats that store mini-floats as they are have in common: FP8, gpt-oss, DeepSeek-V4."""
+"""What the formats that store mini-floats as they are have in common.
+
+FP8, gpt-oss, DeepSeek-V4, ModelOpt and the float formats of compressed-tensors differ in names,
+dtypes and shapes, all of which a `Part` says; the numbers lie alike. How a stored level of scales
+becomes a canonical one and back serves the integer formats too.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +15,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colibri.errors import BadValue, CannotEncode
-from colibri.formats.base import BIAS, FLOATS, SCALAR, Config, Module, Part, Scheme, checked, codes_of, optional, part
+from colibri.dtypes import E4M3, E8M0, DType
+from colibri.errors import BadValue, CannotEncode, WrongShape
+from colibri.formats.base import (
+    BIAS,
+    FLOAT_NAMES,
+    FLOATS,
+    SCALAR,
+    Config,
+    Module,
+    Part,
+    Scheme,
+    checked,
+    codes_of,
+    optional,
+    part,
+)
 from colibri.packing import pack_bits, unpack_bits
-from colibri.quant import CHANNEL, MXFP4, TENSOR, Block, Scale
+from colibri.quant import CHANNEL, MXFP4, TENSOR, Block, Level, Scale
 from colibri.stored import TORCH_DTYPES
 from colibri.weight import LogicalWeight
 
 PACKED_FP4 = ("U8", "I8")  # what two fp4 codes in a byte are stored as
 EXPONENTS = ("F8_E8M0", "U8")  # what power-of-two scales are stored as
 WEIGHT = (".weight", "")
-_LEVELS = ("scale", "scale_2")  # the roles of a spec's levels, innermost first
+LEVEL_ROLES = ("scale", "scale_2")  # the roles of a spec's levels, innermost first
+_LEVEL_DTYPES: dict[DType, str | tuple[str, ...]] = {**FLOAT_NAMES, E4M3: "F8_E4M3", E8M0: ("U8", "F8_E8M0")}
 
 
 @dataclass(frozen=True)
 class FloatScheme(Scheme):
-    """Mini-floats and their scales as they lie: a byte a code, or two codes with the even column in
-    the low nibble, and one tensor for each level of scales."""
+    """Mini-floats and their scales as they lie: a byte a code, or a bit stream along K (fp4: the even
+    column in the low nibble), and one tensor for each level of scales."""
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes = unpack_bits(stored["codes"].reshape(n, -1), self.spec.dtype.bits, k)
         scales = []
-        for level, role in zip(self.spec.scales, _LEVELS):
-            tensor = stored[role] if level.dtype.wide else codes_of(stored[role])
-            if _has_nan(level, tensor):
-                raise BadValue("a scale that is NaN", where=role, expected=f"{level.dtype} numbers")
-            scales.append(tensor.reshape(level.shape(n, k)))
+        for level, role in zip(self.spec.scales, LEVEL_ROLES):
+            scales.append(place(stored[role], level, n, k))
+            if _has_nan(level, scales[-1]):
+                raise BadValue(f"a NaN among the numbers of '{role}'", expected=f"{level.dtype} numbers")
         return LogicalWeight(self.spec, codes, tuple(scales))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
@@ -43,18 +62,8 @@ class FloatScheme(Scheme):
             if _has_nan(level, tensor):
                 raise CannotEncode("a scale that is NaN", expected=f"{level.dtype} numbers")
         codes = pack_bits(weight.codes, self.spec.dtype.bits, torch.uint8)
-        tensors = {"codes": codes, **dict(zip(_LEVELS, weight.scales))}
-        return {role: self._lay(role, tensor, weight.n, weight.k) for role, tensor in tensors.items()}
-
-    def _lay(self, role: str, tensor: Tensor, n: int, k: int) -> Tensor:
-        """Numbers in the dtype and shape their part is stored in."""
-        declared = self.part(role)
-        assert declared is not None
-        dtype = declared.dtypes[0]
-        shape = declared.shapes(n, k, dtype)[0]
-        if tensor.numel() != math.prod(shape):
-            raise CannotEncode("rows must end with a whole block", where=role, expected=list(shape), got=f"K = {k}")
-        return tensor.view(TORCH_DTYPES[dtype]).reshape(shape)
+        tensors = {"codes": codes, **dict(zip(LEVEL_ROLES, weight.scales))}
+        return {role: put(tensor, self.part(role), weight.n, weight.k) for role, tensor in tensors.items()}
 
 
 def _has_nan(level: Scale, codes: Tensor) -> bool:
@@ -62,15 +71,45 @@ def _has_nan(level: Scale, codes: Tensor) -> bool:
     return not level.dtype.wide and bool(level.dtype.decode(codes).isnan().any())
 
 
-def scale_part(suffix: tuple[str, ...], stored: str, block: Block) -> Part:
-    axes: dict[Block, tuple[str, ...]] = {TENSOR: SCALAR, CHANNEL: ("n 1", "n")}
-    return part("scale", suffix, stored, axes.get(block, (f"n/{block[0]} k/{block[1]}",)))
+def place(tensor: Tensor, level: Level, n: int, k: int) -> Tensor:
+    """A stored level as canonical codes in the level's shape, whichever way its ones were spelled."""
+    shape = level.shape(n, k)
+    if tensor.numel() != math.prod(shape):
+        raise WrongShape("a level does not fit its matrix", expected=list(shape), got=list(tensor.shape))
+    return (codes_of(tensor) if level.dtype.bits <= 8 else tensor).reshape(shape)
+
+
+def put(tensor: Tensor, stored: Part | None, n: int, k: int) -> Tensor:
+    """The inverse of `place`: the first spelling of the part, its bytes under the stored dtype."""
+    assert stored is not None
+    name = stored.dtypes[0]
+    shape = stored.shapes(n, k, name)[0]
+    if tensor.numel() != math.prod(shape):
+        raise CannotEncode("rows must end with a whole block", where=stored.role, expected=list(shape), got=f"K = {k}")
+    return tensor.reshape(shape).view(TORCH_DTYPES[name])
+
+
+def scale_part(
+    role: str, suffix: tuple[str, ...], level: Level, axes: tuple[str, ...] = (), *, stored: str = ""
+) -> Part:
+    """A level of the spec as a stored tensor: in the dtype found in a file, or in the level's own."""
+    return part(role, suffix, stored or _LEVEL_DTYPES[level.dtype], axes or scale_axes(level.block))
+
+
+def scale_axes(block: Block) -> tuple[str, ...]:
+    """The shapes in use for one number a block; the first is the one that is written."""
+    if block == TENSOR:
+        return SCALAR
+    if block == CHANNEL:
+        return ("n 1", "n")
+    rows = "n" if block[0] == 1 else f"n/{block[0]}"
+    return (f"{rows} k/{block[1]}",)
 
 
 def mxfp4_scheme(weight: tuple[str, ...], scale: tuple[str, ...], stored: tuple[str, str]) -> FloatScheme:
     """MXFP4 in plain matrices, codes [n, k/2] and exponents [n, k/32], of the `stored` dtypes."""
     codes = part("codes", weight, stored[0], "n k^", bits=4)
-    return FloatScheme(MXFP4, (codes, scale_part(scale, stored[1], MXFP4.scales[0].block), BIAS))
+    return FloatScheme(MXFP4, (codes, scale_part("scale", scale, MXFP4.scales[0], stored=stored[1]), BIAS))
 
 
 def stored_as(module: Module, suffix: tuple[str, ...], legal: Sequence[str]) -> str:
@@ -81,8 +120,13 @@ def stored_as(module: Module, suffix: tuple[str, ...], legal: Sequence[str]) -> 
 
 def left_alone(config: Config, module: Module, scales: tuple[str, ...]) -> bool:
     """In the skip list, or plainly unquantised: a wide weight with no scale beside it."""
-    plain = module.dtype(*WEIGHT, default="") in FLOATS and not any(module.has(s) for s in scales)
-    return plain or listed(module.name, skip_list(config, "ignored_layers", "modules_to_not_convert"))
+    listed_keys = ("ignored_layers", "modules_to_not_convert")
+    return stored_plain(module, scales) or listed(module.name, skip_list(config, *listed_keys))
+
+
+def stored_plain(module: Module, scales: tuple[str, ...]) -> bool:
+    """Whether the file holds 16- or 32-bit floats for this module: then no config can mean otherwise."""
+    return module.dtype(*WEIGHT, default="") in FLOATS and not any(module.has(s) for s in scales)
 
 
 def skip_list(config: Config, *keys: str) -> list[str]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colibri import axes as ax
 from colibri.dtypes import E4M3, E5M2, E8M0, UE5M3, DType
 from colibri.errors import BadValue, CannotEncode
+from colibri.formats._floats import place, put, scale_axes
 from colibri.formats._quark_config import INT_BITS, MX_BLOCK, Plan
 from colibri.formats.base import BIAS, FLOAT_NAMES, SCALAR, Part, Scheme, codes_of, part
 from colibri.packing import pack_awq, pack_bits, unpack_awq, unpack_bits
@@ -50,18 +50,13 @@ class QuarkScheme(Scheme):
     def _scales(self, stored: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, ...]:
         inner = stored["scale"].t() if self.plan.transposed else stored["scale"]
         levels = [inner, stored["outer_scale"]] if self.plan.outer is not None else [inner]
-        return tuple(
-            (codes_of(tensor) if level.dtype.table else tensor).reshape(level.shape(n, k)).contiguous()
-            for level, tensor in zip(self.spec.scales, levels)
-        )
+        return tuple(place(tensor, level, n, k).contiguous() for level, tensor in zip(self.spec.scales, levels))
 
     def _stored_scales(self, weight: LogicalWeight) -> dict[str, Tensor]:
         stored = {}
         for role, scale in zip(("scale", "outer_scale"), weight.scales):
-            declared = self._part(role)
             tensor = scale.t() if role == "scale" and self.plan.transposed else scale
-            shape = ax.shape(declared.axes[0], weight.n, weight.k)
-            stored[role] = tensor.contiguous().view(TORCH_DTYPES[declared.dtypes[0]]).reshape(shape)
+            stored[role] = put(tensor.contiguous(), self._part(role), weight.n, weight.k)
         return stored
 
     def _part(self, role: str) -> Part:
@@ -230,12 +225,10 @@ def scale_names(plan: Plan) -> tuple[str, str]:
 
 
 def _level_axes(block: Block, *, transposed: bool = False) -> tuple[str, ...]:
-    if block == TENSOR:
-        return SCALAR
     if block == CHANNEL:
         return ("n", "n 1")
-    rows = "n" if block[0] == 1 else f"n/{block[0]}"
-    return (f"k/{block[1]} {rows}",) if transposed else (f"{rows} k/{block[1]}",)
+    axes = scale_axes(block)
+    return tuple(" ".join(reversed(spelled.split())) for spelled in axes) if transposed else axes
 
 
 def _scale_words(dtype: DType) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ _WEIGHT, _SCALE = (".weight",), (".scale",)
 
 def _fp8_scheme(spec: QuantSpec, stored: str) -> FloatScheme:
     codes = part("codes", _WEIGHT, "F8_E4M3", "n k")
-    return FloatScheme(spec, (codes, scale_part(_SCALE, stored, spec.scales[0].block)))
+    return FloatScheme(spec, (codes, scale_part("scale", _SCALE, spec.scales[0], stored=stored)))
 
 
 def _nvfp4_scheme(stored: str) -> FloatScheme:

@@ -68,7 +68,7 @@ def fp8_scheme(spec: QuantSpec, stored_scale: str, *, static: bool = False) -> F
     suffix = _SCALE if block in (TENSOR, CHANNEL) else _SCALE_INV
     inputs = part("input_scale", _INPUT_SCALE, FLOATS, SCALAR, optional=not static)
     codes = part("codes", WEIGHT, "F8_E4M3", "n k")
-    return FloatScheme(spec, (codes, scale_part(suffix, stored_scale, block), inputs, BIAS))
+    return FloatScheme(spec, (codes, scale_part("scale", suffix, spec.scales[0], stored=stored_scale), inputs, BIAS))
 
 
 def stored_scale(config: Config, module: Module, suffix: tuple[str, ...]) -> tuple[str, DType]:

@@ -16,7 +16,7 @@ from typing import Any
 from colibri.dtypes import BF16, F32, DType
 from colibri.errors import CannotEncode, UnsupportedFormat
 from colibri.formats._ct_config import FUSED
-from colibri.formats._ct_schemes import WEIGHT, Floats, scale_part, stored_plain
+from colibri.formats._floats import WEIGHT, FloatScheme, scale_part, stored_plain
 from colibri.formats.base import (
     BIAS,
     FLOAT_TYPES,
@@ -133,7 +133,7 @@ class ModelOpt(Format):
 
 
 @lru_cache(maxsize=64)
-def _build(algorithm: Algorithm, scale: DType) -> Floats:
+def _build(algorithm: Algorithm, scale: DType) -> FloatScheme:
     """The scheme of an algorithm with the scale dtype found in the file."""
     spec = algorithm.spec
     if spec.scales[0].dtype in FLOAT_TYPES.values():
@@ -148,7 +148,7 @@ def _build(algorithm: Algorithm, scale: DType) -> Floats:
     parts.append(part("input_scale", INPUT_SCALE, FLOATS, SCALAR, optional=True))
     if algorithm.smoothed:
         parts.append(part("pre_quant_scale", PRE_QUANT_SCALE, FLOATS, "k", optional=True))
-    return Floats(spec, (*parts, BIAS))
+    return FloatScheme(spec, (*parts, BIAS))
 
 
 def _algorithm(config: Config, name: str) -> str | None:
