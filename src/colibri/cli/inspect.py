@@ -200,7 +200,8 @@ def show(found: Mapping[str, Any], out: Console) -> None:
     if "memory" in found:
         _show_memory(found["memory"], out)
     if found["problems"]:
-        out.print(f"[bold red]{found['problems']} problems[/]: `colibri verify` lists them")
+        word = f"{found['problems']} problem{'s' * (found['problems'] > 1)}"
+        out.print(f"[bold red]{word}[/]: see `colibri verify`")
 
 
 def _show_layer(layer: Mapping[str, Any], out: Console) -> None:

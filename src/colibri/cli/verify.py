@@ -102,7 +102,8 @@ def show(verdict: Verdict, out: Console) -> None:
             out.print(f"... and {len(errors) - SHOWN} more (all of them with --json)")
     checked = f"{verdict.tensors} tensors, {verdict.layers} layers of experts"
     checked += f", {verdict.matrices} matrices decoded" if verdict.matrices else ""
-    word = "[bold green]fine[/]" if verdict.ok else f"[bold red]{len(verdict.problems)} problems[/]"
+    count = len(verdict.problems)
+    word = "[bold green]fine[/]" if verdict.ok else f"[bold red]{count} problem{'s' * (count > 1)}[/]"
     out.print(f"{word}: {checked}")
 
 
