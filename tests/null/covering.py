@@ -1,0 +1,167 @@
+"""Formats with their families over parallel layouts: which cases to run, and data that is exact.
+
+Every format meets each of its families, each of its examples and all 18 layouts; every form of a
+family meets every size of each kind. `test_every_pair_is_covered` holds that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from colibri.checkpoint.naming import TABLE, Form, Naming
+from colibri.checkpoint.placement import LINEAR, ROUND_ROBIN, Placement
+from colibri.codec import dequantize
+from colibri.dtypes import DType
+from colibri.errors import CannotEncode
+from colibri.formats import registry
+from colibri.formats.base import Example, Format
+from colibri.quant import DIV, Scale
+from colibri.testing.weights import random_example
+from colibri.weight import LogicalWeight
+
+SIZES = {"tp": (1, 2, 4), "ep": (1, 2, 4), "redundant": (0, 2)}
+Layout = tuple[int, int, int]
+LAYOUTS = tuple(itertools.product(*SIZES.values()))
+PAD_TO = 384  # every size below is padded by it to more than it is
+# Pairs that no checkpoint can be: DBRX's flat stack has no place for one state a matrix, and
+# DeepSeek-V4 spells fp8 in a format of its own.
+IMPOSSIBLE = {("bitsandbytes", "dbrx", 0), *(("fp8", "deepseek_v4", form) for form in range(3))}
+GATE_SCALE = 128.0  # silu(128 n) is 128 n or 0, exactly
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format's example in a family's form, cut and dealt out."""
+
+    format: Format
+    example: Example
+    row: Naming
+    form: Form
+    tp: int
+    ep: int
+    redundant: int
+    strategy: str
+    pad_to: int
+
+    @property
+    def number(self) -> int:
+        return self.row.forms.index(self.form)
+
+    def __str__(self) -> str:
+        layout = f"tp{self.tp}-ep{self.ep}-r{self.redundant}-{self.strategy}-pad{self.pad_to}"
+        return f"{self.format.name}:{self.example.name}-{self.row.family}{self.number}-{layout}"
+
+    def placements(self) -> Iterator[Placement]:
+        """Every rank of this layout."""
+        for tp, ep in itertools.product(range(self.tp), range(self.ep)):
+            yield Placement(tp, self.tp, ep, self.ep, self.strategy, self.redundant, self.pad_to)
+
+
+def spellings(fmt: Format) -> list[tuple[Naming, list[Form]]]:
+    """The families a format's checkpoints come in, with the forms it can be spelled in."""
+    own = {e.config.model.get("model_type") for e in fmt.examples()} - {None}
+    rows = [row for row in TABLE if (own & set(row.model_types) if own else row.family != "gguf")]
+    held = [(row, [f for i, f in enumerate(row.forms) if (fmt.name, row.family, i) not in IMPOSSIBLE]) for row in rows]
+    return [(row, forms) for row, forms in held if forms]
+
+
+def cases() -> list[Case]:
+    """The selection, the same every time."""
+    chosen, chance = [], random.Random(0)
+    for number, fmt in enumerate(registry().values()):
+        examples, rows = list(fmt.examples()), spellings(fmt)
+        layouts = chance.sample(LAYOUTS, len(LAYOUTS))
+        for i in range(max(len(examples), len(rows), len(LAYOUTS))):
+            row, forms = rows[i % len(rows)]
+            form = forms[(i // len(rows) + number) % len(forms)]
+            chosen.append(_case(chance, fmt, examples[i % len(examples)], row, form, layouts[i % len(layouts)]))
+    return chosen + list(_completed(chance, chosen))
+
+
+def _case(chance: random.Random, fmt: Format, example: Example, row: Naming, form: Form, layout: Layout) -> Case:
+    if chance.random() < 0.3 and example.scheme.part("bias") is not None:
+        example = replace(example, bias=True)
+    return Case(fmt, example, row, form, *layout, chance.choice((LINEAR, ROUND_ROBIN)), chance.choice((1, PAD_TO)))
+
+
+def _completed(chance: random.Random, chosen: list[Case]) -> Iterator[Case]:
+    """For every form the sizes it has not met yet, as many at a time as there are."""
+    by_form: dict[tuple[str, int], list[Case]] = {}
+    for case in chosen:
+        by_form.setdefault((case.row.family, case.number), []).append(case)
+    for met in by_form.values():
+        tp, ep, redundant = (
+            [v for v in values if v not in {vars(c)[kind] for c in met}] for kind, values in SIZES.items()
+        )
+        for layout in itertools.zip_longest(tp, ep, redundant):
+            case = met[0]
+            filled = [given if given is not None else chance.choice(v) for given, v in zip(layout, SIZES.values())]
+            yield _case(chance, case.format, case.example, case.row, case.form, (filled[0], filled[1], filled[2]))
+
+
+def tame(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:
+    """Like `random_example`, with small integers for values wherever the scheme can hold them.
+
+    Gate and up come in multiples of 128: then silu is exact, every product and sum is, and the order
+    of sums does not matter. Seeds follow `checkpoints.generate` with its default seed.
+    """
+    weight = random_example(example, n, k, seed, order_seed)
+    factor = 1.0 if is_down(seed) else GATE_SCALE
+    generator = torch.Generator().manual_seed(seed)
+    made = replace(weight, **_small_values(weight, factor, generator))
+    if weight.bias is not None:
+        whole = torch.randint(-2, 3, (n,), generator=generator) * (GATE_SCALE**2 if is_down(seed) else GATE_SCALE)
+        made = replace(made, bias=whole.to(weight.bias.dtype))
+    try:
+        example.scheme.encode(made)
+    except CannotEncode:
+        return weight
+    return made
+
+
+def is_down(seed: int) -> bool:
+    return seed % 4 == 2
+
+
+def is_tame(weight: LogicalWeight, factor: float) -> bool:
+    """Whether every value is a small multiple of factor / 2."""
+    value = dequantize(weight) / factor * 2
+    return bool((value == value.round()).all() and value.abs().max() <= 4)
+
+
+def _small_values(weight: LogicalWeight, factor: float, generator: torch.Generator) -> dict[str, object]:
+    spec = weight.spec
+    if not spec.quantized:
+        return {"codes": spec.dtype.encode(torch.randint(-2, 3, weight.codes.shape, generator=generator) * factor)}
+    middle, zero = 0.0, weight.zero
+    if zero is not None and spec.zero is not None:
+        middle = float(spec.zero.dtype.decode(zero.flatten()[:1]))
+        zero = torch.full_like(zero, zero.flatten()[0].item())
+    legal = [c for c in spec.dtype.valid_codes if abs(spec.dtype.table[c] - middle) in (0, 0.5, 1, 2)]
+    codes = torch.tensor(legal or [0], dtype=torch.uint8)
+    scales, left = [], factor
+    for level, tensor in zip(spec.scales, weight.scales):
+        wanted = 1 / left if level.op == DIV else left
+        taken = _exactly(level.dtype, wanted)
+        scales.append(_filled(level, tensor, wanted if taken else 1.0))
+        left = 1.0 if taken else left
+    return {
+        "codes": codes[torch.randint(len(codes), weight.codes.shape, generator=generator)],
+        "scales": tuple(scales),
+        "zero": zero,
+        "minimum": tuple(_filled(level, t, 0.0) for level, t in zip(spec.minimum, weight.minimum)),
+    }
+
+
+def _exactly(dtype: DType, value: float) -> bool:
+    return float(dtype.decode(dtype.encode(torch.tensor([value])))) == value
+
+
+def _filled(level: Scale, tensor: Tensor, value: float) -> Tensor:
+    return level.dtype.encode(torch.full(tensor.shape, value))

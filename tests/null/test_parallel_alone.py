@@ -1,0 +1,110 @@
+"""`ExpertParallel` on one process: no torch.distributed at all, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint.naming import TABLE
+from colibri.checkpoint.placement import Placement
+from colibri.errors import LaunchError, RanksDisagree, ShardError, SpecError
+from colibri.formats import registry
+from colibri.layer import RoutedExperts
+from colibri.parallel import GATHER, ExpertParallel, Mesh
+from colibri.parallel.groups import OUTSIDE, Group
+from colibri.problem import BATCH_INVARIANT
+from colibri.recipe import Options, Recipe
+from colibri.testing.checkpoints import Geometry, generate
+
+ROW = next(row for row in TABLE if row.family == "qwen3_moe")
+
+
+def _load(placement: Placement | None = None, **options: Any) -> RoutedExperts:
+    example = next(iter(registry()["gptq"].examples()))
+    made = generate(example, ROW, ROW.forms[0], Geometry(experts=6, hidden=128, intermediate=128, top_k=2))
+    manifest = manifests.build(made.config, made.headers)
+    return Recipe.make(manifest, 0, Options(placement=placement or Placement(), **options)).pull(made.read)
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 128, generator=g).to(torch.bfloat16)
+    return x, torch.rand(9, 6, generator=g).argsort(1)[:, :2], torch.rand(9, 2, generator=g)
+
+
+@pytest.mark.parametrize("form", [{}, {"form": GATHER, "max_tokens": 9}])
+def test_one_process_is_the_layer_itself(form: dict[str, Any]) -> None:
+    x, ids, weights = _inputs()
+    experts = ExpertParallel(_load(), Mesh.make(), **form)
+    want = _load()(x, topk_ids=ids, topk_weights=weights)
+    assert torch.equal(experts(x, topk_ids=ids, topk_weights=weights), want)
+    assert experts.logical_load() == torch.bincount(ids.flatten(), minlength=6).tolist()
+
+
+def test_copies_on_one_process_change_nothing_and_may_be_balanced() -> None:
+    placement = Placement(redundant=2)
+    layer = _load(placement, order=BATCH_INVARIANT)
+    experts = ExpertParallel(layer, Mesh(), placement)
+    x, ids, weights = _inputs()
+    want = _load(order=BATCH_INVARIANT)(x, topk_ids=ids, topk_weights=weights)
+    assert torch.equal(experts(x, topk_ids=ids, topk_weights=weights), want)
+    experts.arrange(experts.assignment.arranged([[5, 1, 2, 3, 4, 0, 3, 3]]))
+    assert torch.equal(experts(x, topk_ids=ids, topk_weights=weights), want)
+    experts.resize(Mesh(), redundant=0)
+    assert layer.problem.experts == layer.problem.global_experts == 6
+    assert torch.equal(experts(x, topk_ids=ids, topk_weights=weights), want)
+
+
+def test_tables_follow_the_module() -> None:
+    experts = ExpertParallel(_load(), Mesh()).to("meta")
+    assert {buffer.device.type for buffer in experts.buffers()} == {"meta"}
+    assert not any("replicas" in name or "load" in name for name in experts.state_dict())
+
+
+def test_a_placement_that_is_not_the_layers_is_refused() -> None:
+    with pytest.raises(ShardError, match="another placement"):
+        ExpertParallel(_load(Placement(ep_size=2)), Mesh())
+    with pytest.raises(ShardError, match="another rank's"):
+        ExpertParallel(_load(Placement(ep_size=2)), Mesh(), Placement(ep_size=2))
+
+
+@pytest.mark.parametrize("form", [{"form": "broadcast"}, {"form": GATHER}])
+def test_unknown_forms_are_refused(form: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="form"):
+        ExpertParallel(_load(), Mesh(), **form)
+
+
+def test_more_ranks_than_processes_are_refused() -> None:
+    with pytest.raises(ShardError, match="init_process_group"):
+        Mesh.make(tp=2)
+
+
+def test_wrong_inputs_are_refused_before_anything_is_sent() -> None:
+    x, ids, weights = _inputs()
+    experts = ExpertParallel(_load(), Mesh())
+    with pytest.raises(LaunchError, match="topk_ids"):
+        experts(x, topk_ids=ids[:, :1], topk_weights=weights)
+    outside = Group(OUTSIDE, 2, ())
+    stranger = ExpertParallel(_load(), Mesh(outside, outside, outside))
+    with pytest.raises(LaunchError, match="outside"):
+        stranger(x, topk_ids=ids, topk_weights=weights)
+    with pytest.raises(LaunchError, match="outside"):
+        outside.all_reduce(x)
+
+
+def test_places_cannot_be_added_by_arranging() -> None:
+    experts = ExpertParallel(_load(), Mesh())
+    other = ExpertParallel(_load(Placement(redundant=2)), Mesh(), Placement(redundant=2)).assignment
+    with pytest.raises(ShardError, match="resize"):
+        experts.arrange(other)
+
+
+def test_the_odd_rank_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(0, 3, (4, 5, 6))
+    monkeypatch.setattr(Group, "gather_text", lambda *_: ["a: 1\nb: 2", "a: 1\nb: 3", "a: 1\nb: 2"])
+    with pytest.raises(RanksDisagree, match=r"rank 5: no; expected b: 2; got b: 3"):
+        group.agree({}, torch.device("cpu"), "no")

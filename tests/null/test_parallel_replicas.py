@@ -1,0 +1,113 @@
+"""Which copy of an expert a token goes to, and which copies move where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colibri.checkpoint.placement import Placement
+from colibri.errors import ShardError
+from colibri.parallel.groups import Group
+from colibri.parallel.moves import carry_out, plan_moves
+from colibri.parallel.replicas import Assignment, Tables, count_load
+
+CPU = torch.device("cpu")
+
+
+def _with_copies(count: int) -> Assignment:
+    """Two experts, the first of them `count` times, each place on a rank of its own."""
+    slots = tuple((p,) for p in range(count + 1))
+    return Assignment(2, slots, (*[0] * count, 1))
+
+
+def test_tokens_take_turns_among_replicas() -> None:
+    ids = torch.zeros(8, 1, dtype=torch.int64)
+    three = Tables(_with_copies(3), CPU).choose(ids).flatten().tolist()
+    assert three == [0, 0, 2, 2, 1, 0, 0, 2]
+    two = Tables(_with_copies(2), CPU).choose(ids).flatten().tolist()
+    assert two == [0, 1, 0, 1, 0, 1, 0, 1]
+    one = Tables(_with_copies(1), CPU).choose(ids).flatten().tolist()
+    assert one == [0] * 8
+
+
+def test_the_choice_is_unsigned_arithmetic_at_any_index() -> None:
+    tables = Tables(_with_copies(3), CPU)
+    tokens = 100_000
+    chosen = tables.choose(torch.zeros(tokens, 1, dtype=torch.int64)).flatten().tolist()
+    assert chosen[-3:] == [((t * 2654435769) & 0xFFFFFFFF) % 3 for t in range(tokens - 3, tokens)]
+    counts = torch.bincount(torch.tensor(chosen))
+    assert int(counts.max() - counts.min()) < tokens // 100, "copies share the work"
+
+
+def test_ids_that_name_no_expert_stay_nowhere() -> None:
+    ids = torch.tensor([[0, -1], [1, 2], [-7, 1]])
+    chosen = Tables(_with_copies(2), CPU).choose(ids)
+    assert chosen.dtype == torch.int32
+    assert chosen.tolist() == [[0, -1], [2, -1], [-1, 2]]
+
+
+def test_initial_copies_repeat_the_first_experts() -> None:
+    assignment = Assignment.of(Placement(ep_size=4, redundant=2), 6)
+    assert assignment.logical == (0, 1, 2, 3, 4, 5, 0, 1)
+    assert assignment.replicas == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
+    assert assignment.held == ((0, 1), (2, 3), (4, 5), (0, 1))
+    assert assignment.expert_map(1) == (-1, -1, 0, 1, -1, -1, -1, -1)
+
+
+def test_maps_equal_the_placements() -> None:
+    for strategy in ("linear", "round_robin"):
+        assignment = Assignment.of(Placement(ep_size=4, strategy=strategy), 10)
+        for rank in range(4):
+            placement = Placement(ep_rank=rank, ep_size=4, strategy=strategy)
+            assert assignment.expert_map(rank) == placement.expert_map(10)
+            assert assignment.held[rank] == placement.experts(10)
+
+
+def test_an_expert_without_a_place_is_refused() -> None:
+    with pytest.raises(ShardError, match="every expert"):
+        Assignment.of(Placement(ep_size=2), 4).arranged([[0, 1], [2, 2]])
+
+
+def test_load_counts_real_slots_only() -> None:
+    load = torch.zeros(4, dtype=torch.int64)
+    count_load(load, torch.tensor([[0, 2], [2, -1], [-1, -1]], dtype=torch.int32))
+    count_load(load, torch.empty(0, 2, dtype=torch.int32))
+    assert load[:3].tolist() == [1, 0, 2]
+
+
+def test_moves_prefer_what_a_rank_has_and_take_turns() -> None:
+    before = [[0, 1], [2, 3], [0, 1]]
+    moves = plan_moves(before, [[1, 0], [0, 0], [2, 1]])
+    assert [(m.source, m.source_slot, m.target, m.target_slot) for m in moves] == [
+        (0, 1, 0, 0),
+        (0, 0, 0, 1),
+        (0, 0, 1, 0),
+        (2, 0, 1, 1),
+        (1, 0, 2, 0),
+        (2, 1, 2, 1),
+    ]
+    assert [m.stays for m in moves] == [False] * 5 + [True]
+
+
+held = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(held, st.data())
+def test_following_the_moves_gives_what_is_wanted(before: list[list[int]], data: st.DataObject) -> None:
+    known = sorted({e for slots in before for e in slots})
+    after = data.draw(st.lists(st.lists(st.sampled_from(known), max_size=5), min_size=1, max_size=6))
+    moves = plan_moves(before, after)
+    places = {(m.target, m.target_slot): before[m.source][m.source_slot] for m in moves}
+    assert places == {(r, s): e for r, slots in enumerate(after) for s, e in enumerate(slots)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(5)))
+def test_rows_may_be_permuted_in_place(order: list[int]) -> None:
+    rows = [torch.arange(15, dtype=torch.int16).view(5, 3), torch.arange(5, dtype=torch.uint8).view(5, 1)]
+    want = [t[order].clone() for t in rows]
+    carry_out(plan_moves([list(range(5))], [order]), rows, rows, Group())
+    assert all(torch.equal(a, b) for a, b in zip(rows, want))

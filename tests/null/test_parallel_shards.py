@@ -1,0 +1,97 @@
+"""Ranks together compute what one rank computes: every format with its families, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from covering import GATE_SCALE, LAYOUTS, SIZES, Case, cases, is_tame, spellings, tame
+from torch import Tensor
+
+from colibri.activation import Activation
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint.manifest import Manifest
+from colibri.checkpoint.naming import DOWN
+from colibri.checkpoint.placement import Placement
+from colibri.formats import registry
+from colibri.layer import RoutedExperts
+from colibri.parallel.replicas import Assignment, Tables
+from colibri.problem import BATCH_INVARIANT
+from colibri.recipe import Options, Recipe
+from colibri.testing import checkpoints
+from colibri.testing.checkpoints import Generated, Geometry, generate
+
+CASES = cases()
+TOKENS = 5
+EXACT = (Activation("silu"), Activation("relu2_no_mul"))  # on tame numbers; limits are not
+
+
+def _load(made: Generated, manifest: Manifest, placement: Placement) -> RoutedExperts:
+    options = Options(placement=placement, dtype=torch.float32, order=BATCH_INVARIANT)
+    return Recipe.make(manifest, 0, options).pull(made.read)
+
+
+def _checkpoint(case: Case) -> Generated:
+    """Few experts: five deal out unevenly, two and two copies make four places."""
+    size = Geometry(
+        experts=2 if case.redundant else 5,
+        hidden=128 if case.example.k == 256 else 256,
+        intermediate=case.example.k,
+        top_k=1 if case.row.family == "llama4" else 2,
+    )
+    return generate(case.example, case.row, case.form, size)
+
+
+def _inputs(layer: RoutedExperts, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sparse signs for tokens and halves for weights: nothing to round."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.zeros(TOKENS, layer.problem.hidden)
+    for row in x:
+        row[torch.randperm(row.numel(), generator=g)[:6]] = torch.randint(0, 2, (6,), generator=g) * 2.0 - 1
+    ids = torch.stack([torch.randperm(experts, generator=g)[: layer.problem.top_k] for _ in range(TOKENS)])
+    ids[2] = -1
+    return x, ids, torch.tensor([[0.5, 2.0]])[:, : layer.problem.top_k].repeat(TOKENS, 1)
+
+
+def _part(layer: RoutedExperts, placement: Placement, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """One rank's share of the output, before any rounding."""
+    experts = layer.problem.global_experts - placement.redundant
+    tables = Tables(Assignment.of(placement, experts), torch.device("cpu"))
+    return layer(x, topk_ids=tables.choose(ids), topk_weights=weights, out=torch.empty(x.shape))
+
+
+def _tame_checkpoint(made: Generated) -> bool:
+    return all(is_tame(w, 1.0 if name == DOWN else GATE_SCALE) for (_, _, name), w in made.weights.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_sum_of_ranks_is_the_single_rank(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.tp > 1:
+        monkeypatch.setattr(checkpoints, "random_example", tame)
+    made = _checkpoint(case)
+    manifest = manifests.build(made.config, made.headers, case.row)
+    manifest.check(where=str(case))
+    single = _load(made, manifest, Placement())
+    x, ids, weights = _inputs(single, single.problem.experts)
+    want = single(x, topk_ids=ids, topk_weights=weights)
+    parts = [_part(_load(made, manifest, p), p, x, ids, weights) for p in case.placements()]
+    got = torch.stack(parts).sum(0)
+    assert want.abs().max() > 0
+    if case.tp == 1 or (_tame_checkpoint(made) and single.problem.activation in EXACT):
+        assert torch.equal(got, want)
+    else:
+        assert (got - want).norm() / want.norm() < 1e-5
+
+
+def test_every_pair_is_covered() -> None:
+    formats = registry().values()
+    forms = {(row.family, row.forms.index(form)) for fmt in formats for row, held in spellings(fmt) for form in held}
+    wanted: set[tuple[object, ...]] = {(f.name, row.family) for f in formats for row, _ in spellings(f)}
+    wanted |= {("example", f.name, e.name) for f in formats for e in f.examples()}
+    wanted |= {(f.name, *layout) for f in formats for layout in LAYOUTS}
+    wanted |= {(form, kind, size) for form in forms for kind, sizes in SIZES.items() for size in sizes}
+    shown: set[tuple[object, ...]] = set()
+    for case in CASES:
+        shown |= {(case.format.name, case.row.family), ("example", case.format.name, case.example.name)}
+        shown |= {(case.format.name, case.tp, case.ep, case.redundant)}
+        shown |= {((case.row.family, case.number), kind, vars(case)[kind]) for kind in SIZES}
+    assert not wanted - shown

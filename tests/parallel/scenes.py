@@ -1,0 +1,97 @@
+"""Small layers and batches that every worker makes alike, and the single rank they are judged by."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint.naming import TABLE
+from colibri.checkpoint.placement import Placement
+from colibri.formats import registry
+from colibri.layer import RoutedExperts
+from colibri.parallel import ExpertParallel, Mesh
+from colibri.push import Pusher
+from colibri.recipe import Options, Recipe
+from colibri.testing.checkpoints import Generated, Geometry, generate
+
+Batch = tuple[Tensor, Tensor, Tensor]
+ROWS = {row.family: row for row in TABLE}
+TOP_K = 3  # more than two: the order of the sum shows
+
+
+@cache
+def checkpoint(fmt: str, variant: str = "", family: str = "qwen3_moe", experts: int = 8, seed: int = 0) -> Generated:
+    """A model of one layer; `variant` is part of the name of one of the format's examples."""
+    example = next(e for e in registry()[fmt].examples() if variant in e.name)
+    top_k = 1 if family == "llama4" else TOP_K
+    size = Geometry(experts=experts, hidden=128, intermediate=128, top_k=top_k)
+    return generate(example, ROWS[family], ROWS[family].forms[0], size, seed=seed)
+
+
+def load(made: Generated, placement: Placement | None = None, **options: Any) -> RoutedExperts:
+    manifest = manifests.build(made.config, made.headers)
+    manifest.check(where="scene")
+    wanted = Options(placement=placement or Placement(), **options)
+    recipe = Recipe.make(manifest, 0, wanted)
+    layer = recipe.pull(made.read)
+    layer.pusher = Pusher(layer, made.config, 0, wanted, recipe)
+    return layer
+
+
+def pushed(made: Generated, placement: Placement, **options: Any) -> RoutedExperts:
+    """The same layer by pushes of this rank's own tensors, headers unknown until they come."""
+    layer = RoutedExperts()
+    layer.pusher = Pusher(layer, made.config, 0, Options(placement=placement, **options), None, empty=True)
+    experts = {expert for _, expert, _ in made.weights}
+    mine = placement.experts(len(experts))
+    layer.load_weights((name, t) for name, t in made.tensors.items() if int(name.split(".")[5]) in mine)
+    return layer.finish()
+
+
+def spread(
+    made: Generated, mesh: Mesh, *, redundant: int = 0, strategy: str = "linear", **options: Any
+) -> ExpertParallel:
+    """The layer over a mesh; `form`, `max_tokens` and `wire` go to it, other options to the load."""
+    ours = {name: options.pop(name) for name in ("form", "max_tokens", "wire") if name in options}
+    placement = mesh.placement(redundant=redundant, strategy=strategy)
+    make = options.pop("make", load)
+    return ExpertParallel(make(made, placement, **options), mesh, placement, **ours)
+
+
+def batch(layer: RoutedExperts, tokens: int, seed: int, experts: range) -> Batch:
+    """Tokens routed to `experts`, one slot of them to nowhere."""
+    g = torch.Generator().manual_seed(seed)
+    top_k = layer.problem.top_k
+    x = torch.randn(tokens, layer.problem.hidden, generator=g).to(torch.bfloat16)
+    ids = torch.rand(tokens, len(experts), generator=g).argsort(dim=1)[:, :top_k] + experts.start
+    if tokens > 2 and top_k > 1:
+        ids[1, 0] = -1
+    return x, ids, torch.rand(tokens, top_k, generator=g)
+
+
+def batches(layer: RoutedExperts, counts: tuple[int, ...], experts: range, seed: int = 0) -> list[Batch]:
+    """One for each rank."""
+    return [batch(layer, count, 100 * seed + rank, experts) for rank, count in enumerate(counts)]
+
+
+def run(layer: torch.nn.Module, given: Batch) -> Tensor:
+    x, ids, weights = given
+    out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
+    return out
+
+
+def alone(single: RoutedExperts, given: list[Batch], rank: int) -> Tensor:
+    """What one rank that has everything gives for all batches at once: `rank`'s rows of it."""
+    whole = (torch.cat(parts) for parts in zip(*given))
+    lengths = [len(x) for x, _, _ in given]
+    x, ids, weights = whole
+    return run(single, (x, ids, weights)).split(lengths)[rank]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-2) -> bool:
+    """Within bf16 rounding of the output."""
+    return bool((a.float() - b.float()).norm() <= tolerance * b.float().norm())
