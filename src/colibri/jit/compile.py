@@ -154,14 +154,12 @@ def _fresh_compiles() -> Iterator[None]:
 
 def _ast(source: Source) -> Any:
     kernel = vars(importlib.import_module(source.module))[source.kernel]
-    signature: dict[str, str] = {}
-    for name, kind in source.arguments:
-        signature[name] = _desc_type(kind) if isinstance(kind, Desc) else kind
-    constants = {}
-    for name, value in source.constants:
-        constants[(len(signature),)] = value
-        signature[name] = "constexpr"
-    names = [name for name, _ in source.arguments]
+    names: list[str] = list(kernel.arg_names)
+    kinds, values = dict(source.arguments), dict(source.constants)
+    assert [name for name in names if name in kinds] == list(kinds), "run-time arguments in the kernel's order"
+    assert set(names) == {*kinds, *values}, set(names) ^ {*kinds, *values}
+    signature = {name: _type_name(kinds[name]) if name in kinds else "constexpr" for name in names}
+    constants = {(names.index(name),): value for name, value in values.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in source.aligned}
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -172,7 +170,9 @@ def _ast(source: Source) -> Any:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _desc_type(desc: Desc) -> str:
+def _type_name(desc: str | Desc) -> str:
+    if isinstance(desc, str):
+        return desc
     from triton.experimental.gluon import language as gl
 
     bits = {"i32": 32, "bf16": 16, "fp16": 16, "fp8e4nv": 8}[desc.dtype]

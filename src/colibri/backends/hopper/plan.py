@@ -99,7 +99,8 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def experts_padded(problem: Problem) -> int:
-    return max(16, 1 << (problem.experts - 1).bit_length())
+    """A power of two, and at least one for each of a block's 256 threads: Triton's scan traps on fewer."""
+    return max(256, 1 << (problem.experts - 1).bit_length())
 
 
 def list_capacity(plan: HopperPlan) -> int:
