@@ -1,0 +1,81 @@
+"""What tests of conversion share: sources of every spelling, and the numbers in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint import naming as names
+from colibri.checkpoint.convert import Options, Report, convert, prepare
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.load import load_projection
+from colibri.checkpoint.target import choose
+from colibri.codec import dequantize
+from colibri.formats import registry
+from colibri.formats.base import Example
+from colibri.grammar import parse_spec
+from colibri.testing.checkpoints import Geometry, generate, save
+from colibri.weight import same_bits
+
+SIZE = Geometry(experts=2, hidden=256, intermediate=128, layers=1)
+
+
+def row_of(family: str) -> names.Naming:
+    return next(row for row in names.TABLE if row.family == family)
+
+
+def example_of(fmt: str, name: str) -> Example:
+    return next(e for e in registry()[fmt].examples() if e.name == name)
+
+
+def dense_source(folder: Path, family: str = "qwen3_moe", form: int = 0, size: Geometry = SIZE) -> Path:
+    row = row_of(family)
+    return save(generate(example_of("dense", "bf16"), row, row.forms[form], size), folder / f"{family}-{form}")
+
+
+def run(source: Path, destination: Path, to: str, fmt: str | None = None, **options: Any) -> Report:
+    chosen = Options(**options)
+    with Checkpoint.open(source) as checkpoint:
+        return convert(checkpoint, destination, prepare(checkpoint, choose(parse_spec(to), fmt), chosen), chosen)
+
+
+def matrices(path: Path) -> dict[tuple[int, int, str], Tensor]:
+    """Every expert's matrices, dequantised, with a pre-quantisation scale where there is one."""
+    with Checkpoint.open(path) as checkpoint:
+        manifest = manifests.build(checkpoint.config, {n: i.stored for n, i in checkpoint.tensors.items()})
+        manifest.check(str(path))
+        out = {}
+        for layer in manifest.layers.values():
+            for (expert, name), projection in layer.projections.items():
+                weight = load_projection(checkpoint.read, projection)
+                values = dequantize(weight)
+                if "pre_quant_scale" in weight.inputs:
+                    values = values * weight.inputs["pre_quant_scale"].float()
+                out[layer.index, expert, name] = values
+        return out
+
+
+def biases(path: Path) -> dict[tuple[int, int, str], Tensor | None]:
+    with Checkpoint.open(path) as checkpoint:
+        manifest = manifests.build(checkpoint.config, {n: i.stored for n, i in checkpoint.tensors.items()})
+        return {
+            (layer.index, expert, name): load_projection(checkpoint.read, projection).bias
+            for layer in manifest.layers.values()
+            for (expert, name), projection in layer.projections.items()
+        }
+
+
+def same(a: dict[tuple[int, int, str], Tensor], b: dict[tuple[int, int, str], Tensor]) -> bool:
+    return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "config.json").read_text()))
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}

@@ -1,0 +1,221 @@
+"""What conversion does with everything but the numbers of the experts, and when it fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversion import SIZE, dense_source, example_of, files, matrices, read_config, row_of, run, same
+from torch import Tensor
+
+from colibri.checkpoint.convert import fit
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.target import choose
+from colibri.codec import dequantize, quantize
+from colibri.dtypes import F16
+from colibri.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
+from colibri.formats import registry
+from colibri.formats.base import Example, Module
+from colibri.formats.gptq import gptq_scheme
+from colibri.grammar import parse_spec
+from colibri.quant import DENSE_BF16, DENSE_F32, FP8_BLOCK, group, int_spec
+from colibri.testing.checkpoints import Generated, generate, save
+from colibri.weight import LogicalWeight, same_bits
+
+# The rest of the model ------------------------------------------------------------------------------
+
+
+def with_others(folder: Path, example: Example, extra: dict[str, Tensor], model: dict[str, Any] | None = None) -> Path:
+    """A checkpoint of `example` with more tensors and a file beside it."""
+    row = row_of("qwen3_moe")
+    made = generate(example, row, row.forms[0], replace(SIZE, hidden=256, intermediate=256))
+    config = replace(made.config, model={**made.config.model, **(model or {})})
+    made = Generated(config, {**made.tensors, **extra}, made.weights)
+    save(made, folder)
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "hf_quant_config.json").write_text("{}")
+    return folder
+
+
+def encoded(example: Example, module: str, values: Tensor) -> dict[str, Tensor]:
+    weight = quantize(values, example.scheme.spec)
+    tensors = {}
+    for role, tensor in example.scheme.encode(weight).items():
+        part = example.scheme.part(role)
+        assert part is not None
+        tensors[module + part.suffix[0]] = tensor
+    return tensors
+
+
+@pytest.fixture
+def fp8_model(tmp_path: Path) -> Path:
+    """FP8 by block all over, but for the embedding, the router and a norm."""
+    example = example_of("fp8", "block-F32")
+    torch.manual_seed(0)
+    extra = {
+        "model.embed_tokens.weight": torch.randn(64, 256).bfloat16(),
+        "model.layers.0.mlp.gate.weight": torch.randn(2, 256),
+        "model.norm.weight": torch.randn(256).bfloat16(),
+        "model.layers.0.self_attn.q_proj.bias": torch.randn(192).bfloat16(),
+        **encoded(example, "model.layers.0.self_attn.q_proj", torch.randn(192, 256)),
+        **encoded(example, "model.layers.0.mlp.shared_expert.down_proj", torch.randn(256, 320)),
+    }
+    return with_others(tmp_path / "fp8", example, extra)
+
+
+def test_plain_tensors_and_files_are_copied(fp8_model: Path, tmp_path: Path) -> None:
+    run(fp8_model, tmp_path / "out", "mxfp4")
+    with Checkpoint.open(fp8_model) as before, Checkpoint.open(tmp_path / "out") as after:
+        for name in ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "model.norm.weight"):
+            assert same_bits(before.read(name), after.read(name))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    assert read_config(tmp_path / "out")["hidden_size"] == 256
+
+
+def test_other_modules_stay_quantised_where_that_is_exact(fp8_model: Path, tmp_path: Path) -> None:
+    report = run(fp8_model, tmp_path / "out", "fp8-block")
+    assert set(report.recast) == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.shared_expert.down_proj"}
+    name = "model.layers.0.self_attn.q_proj"
+    with Checkpoint.open(fp8_model) as before, Checkpoint.open(tmp_path / "out") as after:
+        assert same_bits(before.read(f"{name}.weight"), after.read(f"{name}.weight"))
+        assert same_bits(before.read(f"{name}.weight_scale_inv"), after.read(f"{name}.weight_scale"))
+        assert same_bits(before.read(f"{name}.bias"), after.read(f"{name}.bias"))
+        held = {n.removeprefix(name): i.stored for n, i in after.tensors.items() if n.startswith(name)}
+        scheme = registry()["compressed-tensors"].scheme(after.config, Module(name, held))
+    assert scheme.spec == FP8_BLOCK
+    ignored = read_config(tmp_path / "out")["quantization_config"]["ignore"]
+    assert name not in ignored and "model.embed_tokens" in ignored and "model.layers.0.mlp.gate" in ignored
+
+
+def test_other_modules_are_dequantised_and_ignored_elsewhere(fp8_model: Path, tmp_path: Path) -> None:
+    report = run(fp8_model, tmp_path / "out", "int4-g64", "gptq")
+    assert len(report.dequantized) == 2 and not report.recast
+    name = "model.layers.0.self_attn.q_proj"
+    with Checkpoint.open(fp8_model) as before, Checkpoint.open(tmp_path / "out") as after:
+        example = example_of("fp8", "block-F32")
+        stored = {"codes": before.read(f"{name}.weight"), "scale": before.read(f"{name}.weight_scale_inv")}
+        want = dequantize(example.scheme.decode(stored, 192, 256)).bfloat16()
+        assert same_bits(after.read(f"{name}.weight"), want)
+        assert f"{name}.weight_scale_inv" not in after.tensors
+        held = {n.removeprefix(name): i.stored for n, i in after.tensors.items() if n.startswith(name)}
+        scheme = registry()["gptq"].scheme(after.config, Module(name, held))
+    assert scheme.spec == DENSE_BF16
+
+
+def test_a_module_without_its_scale_is_missed_not_copied(tmp_path: Path) -> None:
+    example = example_of("fp8", "block-F32")
+    tensors = encoded(example, "model.layers.0.self_attn.q_proj", torch.randn(128, 256))
+    tensors.pop("model.layers.0.self_attn.q_proj.weight_scale_inv")
+    source = with_others(tmp_path / "source", example, tensors)
+    with pytest.raises(CheckpointError, match="q_proj"):
+        run(source, tmp_path / "out", "mxfp4")
+
+
+def test_pre_quantisation_scales_are_folded_in_and_others_left_behind(tmp_path: Path) -> None:
+    example = next(e for e in registry()["modelopt"].examples() if e.scheme.part("pre_quant_scale") and e.inputs)
+    row = row_of("qwen3_moe")
+    made = generate(example, row, row.forms[0], replace(SIZE, intermediate=256))
+    for expert in range(SIZE.experts):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            made.tensors[f"model.layers.0.mlp.experts.{expert}.{name}.pre_quant_scale"] = torch.rand(256) + 0.5
+    source = save(made, tmp_path / "source")
+    report = run(source, tmp_path / "out", "fp32")
+    assert same(matrices(tmp_path / "out"), matrices(source))
+    assert report.dropped == {"pre_quant_scale": 6, **dict.fromkeys(example.inputs, 6)}
+
+
+def test_act_order_is_undone(tmp_path: Path) -> None:
+    row = row_of("qwen3_moe")
+    example = next(e for e in registry()["gptq"].examples() if e.scheme.act_order)
+    source = save(generate(example, row, row.forms[0], SIZE), tmp_path / "source")
+    report = run(source, tmp_path / "out", "int8-g32")
+    got = matrices(tmp_path / "out")
+    for key, values in matrices(source).items():
+        assert same_bits(got[key], dequantize(quantize(values, report.target.spec)))
+
+
+def test_a_zero_point_the_target_cannot_hold_is_rounded_anew() -> None:
+    spec = int_spec(4, group(64), zero_point=True, scale=F16)
+    codes = torch.randint(0, 16, (32, 128), dtype=torch.uint8)
+    zero = torch.full((32, 2), 16, dtype=torch.int16)
+    weight = LogicalWeight(spec, codes, (torch.ones(32, 2, dtype=torch.float16),), zero)
+    second = gptq_scheme(spec, offset=0, desc_act=False)
+    fitted, cost = fit(weight, second)
+    second.encode(fitted)
+    assert int(fitted.zero.max()) <= 15 and cost.count == codes.numel()  # type: ignore[union-attr]
+    exact, cost = fit(weight, gptq_scheme(spec, offset=1, desc_act=False))
+    assert exact.equals(weight) and cost.max_error == 0
+
+
+def test_groups_must_divide_rows(tmp_path: Path) -> None:
+    source = dense_source(tmp_path, size=replace(SIZE, intermediate=96))
+    with pytest.raises(CannotEncode, match=r"down.*divides 96: 16, 32"):
+        run(source, tmp_path / "out", "int4-g128")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_format_that_cannot_hold_the_spec_says_which_can() -> None:
+    with pytest.raises(CannotEncode, match="bitsandbytes"):
+        choose(parse_spec("nf4"))
+    with pytest.raises(UnsupportedFormat, match="compressed-tensors"):
+        choose(parse_spec("mxfp4"), "nonsense")
+
+
+# Failure --------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path) -> Path:
+    source = dense_source(folder)
+    with Checkpoint.open(source) as checkpoint:
+        info = checkpoint.tensors["model.layers.0.mlp.experts.1.down_proj.weight"]
+    with info.file.open("r+b") as file:
+        file.seek(info.start + 20)
+        file.write(b"\xc0\x7f")
+    return source
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    source = damaged(tmp_path)
+    with pytest.raises(BadValue, match="NaN"):
+        run(source, tmp_path / "out", "mxfp4")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [source.name]
+
+
+def test_a_failed_conversion_leaves_what_was_there(tmp_path: Path) -> None:
+    run(dense_source(tmp_path / "good"), tmp_path / "out", "int8")
+    before = files(tmp_path / "out")
+    with pytest.raises(BadValue):
+        run(damaged(tmp_path / "bad"), tmp_path / "out", "mxfp4", overwrite=True)
+    assert files(tmp_path / "out") == before
+    with pytest.raises(CheckpointError, match="not empty"):
+        run(dense_source(tmp_path / "again"), tmp_path / "out", "mxfp4")
+    assert files(tmp_path / "out") == before
+
+
+def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
+    source = dense_source(tmp_path)
+    before = files(source)
+    with pytest.raises(CheckpointError, match="overwrite the source"):
+        run(source, source, "mxfp4", overwrite=True)
+    assert files(source) == before
+
+
+def test_a_long_tensor_is_copied_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colibri.checkpoint.convert.COPY_BYTES", 1000)
+    example = example_of("dense", "bf16")
+    extra = {"model.embed_tokens.weight": torch.randn(77, 256), "model.empty.weight": torch.randn(0, 256)}
+    source = with_others(tmp_path / "source", example, extra)
+    run(source, tmp_path / "out", "int8")
+    with Checkpoint.open(tmp_path / "out") as after:
+        assert all(same_bits(after.read(name), tensor) for name, tensor in extra.items())
+
+
+def test_a_weight_that_fits_is_left_alone() -> None:
+    weight = LogicalWeight(DENSE_F32, torch.randn(4, 8))
+    fitted, cost = fit(weight, choose(DENSE_F32).scheme())
+    assert fitted.equals(weight)
+    assert (cost.count, cost.max_error) == (32, 0)
