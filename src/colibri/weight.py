@@ -6,14 +6,17 @@ is exact; rounding lives in `codec`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from colibri.blocks import expand as expand
+from colibri.blocks import spread as spread
 from colibri.errors import BadValue, WrongDtype, WrongShape
-from colibri.quant import ALL, Block, QuantSpec, Scale, Zero, blocks_along
+from colibri.quant import ALL, TENSOR, Level, QuantSpec, blocks_along
 
 # Activation-side facts a checkpoint may carry for a projection.
 INPUT_ROLES = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale")
@@ -39,15 +42,16 @@ class LogicalWeight:
     def __post_init__(self) -> None:
         n, k = self.n, self.k
         _expect("codes", self.codes, (n, k), self.spec.dtype.storage)
-        held = self.scales + ((self.zero,) if self.zero is not None else ()) + self.minimum
-        if len(held) != len(self.spec.levels):
+        held = (len(self.scales), self.zero is not None, len(self.minimum))
+        wanted = (len(self.spec.scales), self.spec.zero is not None, len(self.spec.minimum))
+        if held != wanted:
             raise WrongShape(
                 "a weight holds one tensor for each level of its spec",
                 where=str(self.spec),
-                expected=len(self.spec.levels),
-                got=len(held),
+                expected="{} scales, zero point {}, {} minima".format(*wanted),
+                got="{} scales, zero point {}, {} minima".format(*held),
             )
-        for level, tensor in zip(self.spec.levels, held):
+        for level, tensor in self.levels():
             _expect(f"level {level}", tensor, level.shape(n, k), level.dtype.storage)
         if self.bias is not None:
             _expect("bias", self.bias, (n,), self.bias.dtype)
@@ -78,17 +82,28 @@ class LogicalWeight:
         held |= {f"input.{role}": t for role, t in self.inputs.items()}
         return {name: t for name, t in held.items() if t is not None}
 
+    def levels(self) -> list[tuple[Level, Tensor]]:
+        """Every level of the spec with its tensor, in the spec's order."""
+        zero = () if self.zero is None else (self.zero,)
+        return list(zip(self.spec.levels, self.scales + zero + self.minimum))
+
+    def _changed(self, change: Callable[[Level, Tensor], Tensor], **others: Any) -> LogicalWeight:
+        """With each level's tensor changed, in the spec's order, and `others` replaced."""
+        spec = self.spec
+        return replace(
+            self,
+            scales=tuple(map(change, spec.scales, self.scales)),
+            zero=None if spec.zero is None or self.zero is None else change(spec.zero, self.zero),
+            minimum=tuple(map(change, spec.minimum, self.minimum)),
+            **others,
+        )
+
     def rows(self, index: Tensor) -> LogicalWeight:
         """Rows `index`, in that order; block scales along N are spread to single rows first."""
-        spec = self.spec.map_blocks(0, 1)
-        fine = self.reblock(spec)
-        return replace(
-            fine,
-            codes=fine.codes[index],
-            scales=tuple(_take_rows(s, t, index) for s, t in zip(spec.scales, fine.scales)),
-            zero=None if spec.zero is None or fine.zero is None else _take_rows(spec.zero, fine.zero, index),
-            minimum=tuple(_take_rows(s, t, index) for s, t in zip(spec.minimum, fine.minimum)),
-            bias=None if fine.bias is None else fine.bias[index],
+        fine = self.reblock(self.spec.map_blocks(0, 1))
+        bias = None if fine.bias is None else fine.bias[index]
+        return fine._changed(
+            lambda level, t: t if level.block[0] == ALL else t[index], codes=fine.codes[index], bias=bias
         )
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> LogicalWeight:
@@ -97,40 +112,36 @@ class LogicalWeight:
         Columns of an act-ordered weight are cut only after its order is folded away.
         """
         assert self.perm is None or columns == (0, self.k), "fold the act-order before cutting columns"
-        spec = self.spec
-        return replace(
-            self,
+        for (low, high), size in ((rows, self.n), (columns, self.k)):
+            if not 0 <= low <= high <= size:
+                raise BadValue("a cut outside the matrix", expected=f"within 0 to {size}", got=f"{low} to {high}")
+        inputs = dict(self.inputs)
+        if "pre_quant_scale" in inputs:  # the one that has a number for each column
+            inputs["pre_quant_scale"] = inputs["pre_quant_scale"][..., columns[0] : columns[1]]
+        return self._changed(
+            lambda level, t: _cut_level(level, t, rows, columns),
             codes=self.codes[rows[0] : rows[1], columns[0] : columns[1]].contiguous(),
-            scales=tuple(_cut_level(s, t, rows, columns) for s, t in zip(spec.scales, self.scales)),
-            zero=None if spec.zero is None or self.zero is None else _cut_level(spec.zero, self.zero, rows, columns),
-            minimum=tuple(_cut_level(s, t, rows, columns) for s, t in zip(spec.minimum, self.minimum)),
             bias=None if self.bias is None else self.bias[rows[0] : rows[1]],
+            inputs=inputs,
         )
 
     def reblock(self, spec: QuantSpec) -> LogicalWeight:
         """The same numbers with finer blocks: each scale repeated over the blocks it covered."""
         if spec == self.spec:
             return self
+        if spec.with_blocks(lambda _: TENSOR) != self.spec.with_blocks(lambda _: TENSOR):
+            raise WrongShape("only blocks can be refined", expected=self.spec, got=spec)
+        finer = iter(spec.levels)
         n, k = self.n, self.k
-
-        def refine(old: Scale | Zero, new: Scale | Zero, tensor: Tensor) -> Tensor:
-            return spread(tensor, old.block, new.block, n, k)
-
-        return replace(
-            self,
-            spec=spec,
-            scales=tuple(refine(o, s, t) for o, s, t in zip(self.spec.scales, spec.scales, self.scales)),
-            zero=None
-            if self.zero is None or spec.zero is None or self.spec.zero is None
-            else refine(self.spec.zero, spec.zero, self.zero),
-            minimum=tuple(refine(o, s, t) for o, s, t in zip(self.spec.minimum, spec.minimum, self.minimum)),
-        )
+        return self._changed(lambda level, t: spread(t, level.block, next(finer).block, n, k), spec=spec)
 
 
 def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
-    """Matrices of equal spec and size stacked along N: gate over up. Exact for unequal scales."""
+    """Matrices of equal spec and size stacked along N: gate over up. Exact for unequal scales.
+
+    Activation-side tensors are kept where all agree; where they differ, each projection has its own.
+    """
     first = weights[0]
-    spec = first.spec.stacked(first.n)
     for weight in weights:
         if weight.spec != first.spec or weight.k != first.k or weight.n != first.n:
             raise WrongShape(
@@ -138,44 +149,19 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
                 expected=f"{first.spec} [{first.n}, {first.k}]",
                 got=f"{weight.spec} [{weight.n}, {weight.k}]",
             )
-        if (weight.perm is None) != (first.perm is None) or (
-            first.perm is not None and weight.perm is not None and not torch.equal(weight.perm, first.perm)
-        ):
+        if not _same_optional(weight.perm, first.perm):
             raise BadValue("gate and up have different act-orders, but they share one input")
     fine = [w.reblock(w.spec.map_blocks(0, w.n)) for w in weights]
     return LogicalWeight(
-        spec,
+        first.spec.stacked(first.n),
         torch.cat([w.codes for w in fine]),
         tuple(torch.cat(ts) for ts in zip(*(w.scales for w in fine))),
         _cat_optional([w.zero for w in fine]),
         tuple(torch.cat(ts) for ts in zip(*(w.minimum for w in fine))),
         bias=_cat_optional([w.bias for w in fine]),
         perm=first.perm,
-        inputs=dict(first.inputs),
+        inputs={r: t for r, t in first.inputs.items() if all(_same_optional(w.inputs.get(r), t) for w in weights)},
     )
-
-
-def spread(tensor: Tensor, old: Block, new: Block, n: int, k: int) -> Tensor:
-    """One number per `old` block to one per `new` block, where each new block lies inside an old."""
-    for axis, size in ((0, n), (1, k)):
-        if old[axis] == new[axis]:
-            continue
-        if new[axis] == ALL or (old[axis] != ALL and old[axis] % new[axis]):
-            raise WrongShape("blocks can only be refined", expected=f"a divisor of {old[axis]}", got=new[axis])
-        count = blocks_along(size, new[axis])
-        start = torch.arange(count, device=tensor.device) * new[axis]
-        index = start // old[axis] if old[axis] != ALL else torch.zeros_like(start)
-        tensor = tensor.index_select(axis, index)
-    return tensor
-
-
-def expand(tensor: Tensor, block: Block, n: int, k: int) -> Tensor:
-    """One number per block to a view that broadcasts against [n, k] where it can."""
-    for axis, size in ((0, n), (1, k)):
-        side = block[axis]
-        if side not in (ALL, 1):
-            tensor = tensor.repeat_interleave(side, dim=axis).narrow(axis, 0, size)
-    return tensor
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -185,6 +171,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
+def _same_optional(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and same_bits(a, b))
+
+
 def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape:
         raise WrongShape(f"{what} of a weight", expected=list(shape), got=list(tensor.shape))
@@ -192,11 +182,7 @@ def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
         raise WrongDtype(f"{what} of a weight", expected=dtype, got=tensor.dtype)
 
 
-def _take_rows(level: Scale | Zero, tensor: Tensor, index: Tensor) -> Tensor:
-    return tensor if level.block[0] == ALL else tensor[index]
-
-
-def _cut_level(level: Scale | Zero, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+def _cut_level(level: Level, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
     for axis, (low, high) in ((0, rows), (1, columns)):
         side = level.block[axis]
         if side == ALL:

@@ -185,9 +185,10 @@ def test_static_needs_a_scale() -> None:
 
 
 WORDS = st.sampled_from(
-    ["int4", "fp8", "e2m1", "mxfp4", "nf4", "g128", "g", "g-1", "g\u0661\u0662", "/tensor", "//tensor", "tensor", "channel",
-     "block", "b2x", "bx2", "b1xall", "ballxall", "zp", "zp:", "zp:fp16", "zp.g32", "zp.:fp16", "min.", "min.g32",
-     "min.min.g32", ":", "::", "g32:", "g32:e8m0", "g32:e8m0:e8m0", "/", ".", "unscaled", "static", "", "#", " int4"]
+    ["int4", "fp8", "e2m1", "mxfp4", "nf4", "g128", "g", "g-1", "g\u0661\u0662", "/tensor", "//tensor", "tensor",
+     "channel", "block", "b2x", "bx2", "b1xall", "ballxall", "zp", "zp:", "zp:fp16", "zp.g32", "zp.:fp16", "min.",
+     "min.g32", "min.min.g32", ":", "::", "g32:", "g32:e8m0", "g32:e8m0:e8m0", "/", ".", "unscaled", "static", "", "#",
+     " int4"]
 )  # fmt: skip
 
 
