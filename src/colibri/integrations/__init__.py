@@ -1,0 +1,1 @@
+"""colibri inside other projects: one module for each."""

@@ -1,0 +1,77 @@
+"""Our experts in the place of theirs: a module with the call of transformers' experts interface.
+
+Whichever model uses the interface calls its experts with (hidden states, expert ids, weights) and
+routes by its own code, so this one class serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from colibri.errors import LaunchError, UnsupportedProblem
+from colibri.layer import RoutedExperts
+from colibri.report import LoadReport
+
+# What the decorator of the interface writes on every module: how we know one.
+_MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+class PackedExperts(nn.Module):
+    """Stands where a model's experts stood; empty until its weights are loaded."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.experts: RoutedExperts | None = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.experts is None:
+            raise LaunchError("the experts are not loaded yet", where=f"layer {self.index}")
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        k = top_k_index.shape[-1]
+        out: Tensor = self.experts(rows, topk_ids=top_k_index.reshape(-1, k), topk_weights=top_k_weights.reshape(-1, k))
+        return out.view(hidden_states.shape)
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What loading this layer did."""
+        return None if self.experts is None else self.experts.report
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether this is a module of experts that transformers lets others compute."""
+    held = vars(module)
+    return all(isinstance(held.get(mark), bool) for mark in _MARKS)
+
+
+def swap(model: nn.Module) -> None:
+    """Put an empty `PackedExperts` in the place of every module of experts."""
+    found = {name: module for name, module in model.named_modules() if uses_interface(module)}
+    if not found:
+        raise UnsupportedProblem(
+            "this model does not use transformers' experts interface, so its experts cannot be replaced",
+            where=type(model).__name__,
+            hint="`RoutedExperts.from_checkpoint` gives its experts layer by layer",
+        )
+    for name, module in found.items():
+        if vars(module).get("has_post_expert_norm"):
+            raise UnsupportedProblem("experts with a norm behind them are not supported", where=name)
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent).register_module(leaf, PackedExperts(_layer_of(name)))
+
+
+def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:
+    """Every module of ours in `model`, with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedExperts):
+            yield name, module
+
+
+def _layer_of(name: str) -> int:
+    """The layer a module belongs to: the place in the list of layers its name goes through."""
+    numbers = [word for word in name.split(".") if word.isdecimal()]
+    if len(numbers) != 1:
+        raise UnsupportedProblem("cannot tell the layer of these experts", where=name, expected="one list of layers")
+    return int(numbers[0])

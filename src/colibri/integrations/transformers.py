@@ -1,0 +1,168 @@
+"""transformers models whose experts stay packed.
+
+    model = colibri.from_pretrained("path/to/checkpoint")
+    model.generate(...)
+
+The model is transformers' own class with one thing changed when it is made: its modules of experts.
+Everything else (names, tied weights, buffers, generation) is left to transformers, which is given the
+other tensors of the checkpoint, dequantised where a format quantised them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from colibri import oracle
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.manifest import Manifest
+from colibri.checkpoint.placement import Placement
+from colibri.errors import (
+    CheckpointError,
+    CheckpointProblems,
+    MissingTensor,
+    UnsupportedFormat,
+    UnsupportedProblem,
+    WrongShape,
+)
+from colibri.integrations.experts import packed_experts, swap
+from colibri.integrations.interface import register
+from colibri.integrations.rest import rest_of
+from colibri.integrations.saving import Origin, save
+from colibri.problem import FAST
+from colibri.recipe import WIDE, Options, Recipe
+from colibri.report import LoadReport
+from colibri.rules import ActivationRules, WeightRules
+
+register()
+
+_QUANT_KEYS = ("quantization_config", "compression_config")
+
+
+class PackedModel:
+    """What a model's class is extended by: experts of ours, and saving that knows them."""
+
+    def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        assert isinstance(self, nn.Module)
+        self.colibri_origin: Origin | None = None
+        swap(self)
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """A standard checkpoint in the format the experts are in; see `saving.save`."""
+        assert isinstance(self, PreTrainedModel)
+        save(self, self.colibri_origin, Path(save_directory), **options)
+
+    def colibri_reports(self) -> list[LoadReport]:
+        """What loading did, layer by layer: specs, bytes, the backend and why."""
+        assert isinstance(self, nn.Module)
+        return [module.report for _, module in packed_experts(self) if module.report is not None]
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    weights: WeightRules = None,
+    activations: ActivationRules = None,
+    backend: str = oracle.AUTO,
+    device: str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    order: str = FAST,
+    **kwargs: Any,
+) -> Any:
+    """The causal language model stored at `path`, its experts packed as they are stored.
+
+    `weights` and `activations` take a spec or rules as in `RoutedExperts.from_checkpoint`; `dtype` is
+    that of everything but the experts ("auto": as the config says). Other keywords go to
+    transformers' `from_pretrained` (attn_implementation, ...).
+    """
+    folder = _local(path)
+    config, wide = _config(folder, dtype)
+    checkpoint = Checkpoint.open(folder)
+    headers = {name: info.stored for name, info in checkpoint.tensors.items()}
+    manifest = manifests.build(checkpoint.config, headers)
+    manifest.check(where=str(checkpoint.path))
+    options = Options(device, Placement(), backend, weights, activations, wide, order)
+    model, info = packed_class(_class_of(config)).from_pretrained(
+        None,
+        config=config,
+        state_dict=rest_of(checkpoint, manifest, headers, wide),
+        dtype=wide,
+        output_loading_info=True,
+        **kwargs,
+    )
+    _check_loaded(info, folder)
+    model = model.to(device)
+    fill(model, checkpoint, manifest, options)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = model.name_or_path = str(path)
+    model.colibri_origin = Origin.of(model, checkpoint, options)
+    return model
+
+
+def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: Options) -> None:
+    """Load every layer's experts into its place, one layer after the other."""
+    places = dict(packed_experts(model))
+    missing = [name for name, place in places.items() if place.index not in manifest.layers]
+    if missing:
+        raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
+    for place in places.values():
+        place.experts = Recipe.make(manifest, place.index, options).pull(checkpoint.read)
+
+
+def packed_class(base: type[PreTrainedModel]) -> Any:
+    """`base` with our experts. Name and module stay: configs are written with them."""
+    return type(base.__name__, (PackedModel, base), {"__module__": base.__module__})
+
+
+def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise UnsupportedProblem(
+            "transformers has no causal language model for this config", got=config.model_type or type(config).__name__
+        )
+    chosen = found[0] if isinstance(found, (list, tuple)) else found
+    assert chosen is not None
+    return chosen
+
+
+def _local(path: str | Path) -> Path:
+    """The folder itself, or that of a model of the hub, downloaded if it is not there."""
+    if Path(path).exists():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+
+
+def _config(folder: Path, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
+    """The model's config without its quantisation, which is our business, and the dtype of the rest."""
+    if not (folder / "config.json").exists():
+        raise UnsupportedFormat("no config.json: not a checkpoint transformers can name", where=str(folder))
+    config = AutoConfig.from_pretrained(folder)
+    for section in (config, config.get_text_config()):
+        for key in _QUANT_KEYS:
+            vars(section).pop(key, None)
+    wide = config.dtype or config.get_text_config().dtype if dtype == "auto" else dtype
+    wide = vars(torch)[wide] if isinstance(wide, str) else wide or torch.bfloat16
+    if wide not in WIDE:
+        raise UnsupportedProblem("no model computes in this dtype", expected=" or ".join(map(str, WIDE)), got=wide)
+    return config, wide
+
+
+def _check_loaded(info: dict[str, Any], folder: Path) -> None:
+    """Missing tensors are errors: transformers would fill them with random numbers."""
+    problems: list[CheckpointError] = [
+        MissingTensor("the model needs this tensor", where=name) for name in sorted(info["missing_keys"])
+    ]
+    for entry in sorted(info["mismatched_keys"]):
+        name, got, expected = entry
+        problems.append(WrongShape("the model has another shape", where=name, expected=list(expected), got=list(got)))
+    if problems:
+        raise CheckpointProblems(problems, where=str(folder))

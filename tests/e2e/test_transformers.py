@@ -1,0 +1,203 @@
+"""Whole models: ours, with packed experts, against transformers' eager on the same dequantised weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny  # noqa: E402
+
+import colibri  # noqa: E402
+from colibri.checkpoint.files import Checkpoint  # noqa: E402
+from colibri.cli.convert import run, target_of  # noqa: E402
+from colibri.errors import CannotEncode, CheckpointProblems, UnsupportedProblem  # noqa: E402
+from colibri.formats import registry  # noqa: E402
+from colibri.integrations.experts import PackedExperts  # noqa: E402
+
+TOKENS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+# Formats as their usual tools write them, through our converter.
+FORMATS = [
+    ("int4-g32", "compressed-tensors"),
+    ("int4-g32-zp", "compressed-tensors"),
+    ("fp8-channel", "compressed-tensors"),
+    ("nvfp4", "compressed-tensors"),
+    ("mxfp4", "compressed-tensors"),
+    ("int4-g32", "gptq"),
+    ("int4-g32-zp", "awq"),
+    ("fp8-block", "fp8"),
+    ("nvfp4", "modelopt"),
+    ("nf4", "bitsandbytes"),
+]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Saved models by family, made when first asked for."""
+    made: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family) / "model"
+            if not tiny.save_model(transformers, family, made[family]):
+                pytest.skip(f"transformers {transformers.__version__} has no {family}")
+        return made[family]
+
+    return find
+
+
+def convert(source: Path, folder: Path, spec: str, name: str | None = None) -> Path:
+    run(source, folder, target_of(spec, name), {})
+    return folder
+
+
+def theirs(folder: Path) -> Any:
+    found, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"], "transformers would judge us by random numbers"
+    return found.eval()
+
+
+def check_equal(ours: Any, reference: Any) -> None:
+    mask = torch.ones_like(TOKENS)
+    with torch.no_grad():
+        got, want = ours(TOKENS).logits, reference(TOKENS).logits
+        error = (got - want).norm() / want.norm()
+        assert error < 2e-6, f"logits differ by {error:.1e}"
+        said = [m.generate(TOKENS, attention_mask=mask, max_new_tokens=8, do_sample=False) for m in (ours, reference)]
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_families_as_saved(model_of: Any, family: str) -> None:
+    folder = model_of(family)
+    check_equal(colibri.from_pretrained(folder), theirs(folder))
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_families_quantised(model_of: Any, family: str, tmp_path: Path) -> None:
+    spec, name = ("mxfp4", "mxfp4") if family == "gpt_oss" else ("int4-g32", "compressed-tensors")
+    packed = convert(model_of(family), tmp_path / "packed", spec, name)
+    ours = colibri.from_pretrained(packed)
+    check_equal(ours, theirs(convert(packed, tmp_path / "plain", "fp32")))
+    assert {r.kept["w2"] for r in ours.colibri_reports()} == {spec}
+
+
+@pytest.mark.parametrize(("spec", "name"), FORMATS, ids=lambda value: value)
+def test_formats(model_of: Any, spec: str, name: str, tmp_path: Path) -> None:
+    packed = convert(model_of("qwen3_moe"), tmp_path / "packed", spec, name)
+    ours = colibri.from_pretrained(packed)
+    check_equal(ours, theirs(convert(packed, tmp_path / "plain", "fp32")))
+    held = sum(t.nbytes for m in ours.modules() if isinstance(m, PackedExperts) for t in m.parameters())
+    weights = 2 * 8 * 3 * 64 * 64
+    assert held < weights * 1.6, "the experts were expanded"
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["experts", "whole-model"])
+@pytest.mark.parametrize("name", ["int4-g32:fp16-zp-gptq-actorder", "block-BF16"])
+def test_other_modules_quantised_too(model_of: Any, name: str, everything: bool, tmp_path: Path) -> None:
+    example = next(e for f in ("gptq", "fp8") for e in registry()[f].examples() if e.name == name)
+
+    def wanted(module: str) -> bool:
+        return ".experts." in module or (everything and ".self_attn." in module)
+
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    skipped = ["lm_head", "gate", *([] if everything else ["self_attn"])]
+    if "desc_act" in example.config.quant:
+        ignore: dict[str, Any] = {"dynamic": {f"-:.*{name}.*": {} for name in skipped if name != "gate"}}
+    else:
+        ignore = {"modules_to_not_convert": skipped}
+    source = model_of("qwen3_moe")
+    tiny.quantized_copy(source, packed, plain, {**example.config.quant, **ignore}, example.scheme, wanted)
+    check_equal(colibri.from_pretrained(packed), theirs(plain))
+
+
+def test_quantised_while_loading_equals_quantised_on_disk(model_of: Any, tmp_path: Path) -> None:
+    folder = model_of("mixtral")
+    on_disk = colibri.from_pretrained(convert(folder, tmp_path / "packed", "mxfp4"))
+    loading = colibri.from_pretrained(folder, weights="mxfp4")
+    with torch.no_grad():
+        assert torch.equal(on_disk(TOKENS).logits, loading(TOKENS).logits)
+
+
+def test_rules_and_activations(model_of: Any) -> None:
+    ours = colibri.from_pretrained(model_of("qwen3_moe"), weights=[("0", "int4-g32")], activations="int8")
+    first, second = ours.colibri_reports()
+    assert (first.kept["w13"], second.kept["w13"]) == ("int4-g32", "fp32")
+    assert first.activations["w2"] == "int8"
+    with torch.no_grad():
+        assert ours(TOKENS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_experts_implementation(model_of: Any, family: str) -> None:
+    import colibri.integrations.transformers  # noqa: F401
+
+    folder = model_of(family)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="colibri"
+    )
+    check_equal(ours.eval(), theirs(folder))
+
+
+def test_experts_implementation_follows_the_weights(model_of: Any) -> None:
+    import colibri.integrations.transformers  # noqa: F401
+
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        model_of("gpt_oss"), dtype=torch.float32, experts_implementation="colibri"
+    )
+    reference = theirs(model_of("gpt_oss"))
+    with torch.no_grad():
+        ours(TOKENS)
+        for model in (ours, reference):
+            model.model.layers[0].mlp.experts.down_proj.mul_(2)
+    check_equal(ours, reference)
+
+
+def test_saved_as_a_standard_checkpoint(model_of: Any, tmp_path: Path) -> None:
+    folder = convert(model_of("qwen3_moe"), tmp_path / "packed", "int4-g32", "gptq")
+    colibri.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    with Checkpoint.open(folder) as before, Checkpoint.open(tmp_path / "again") as after:
+        assert before.config == after.config
+        assert all(torch.equal(before.read(name), after.read(name)) for name in before.tensors)
+    colibri.from_pretrained(model_of("qwen3_moe"), weights="mxfp4").save_pretrained(tmp_path / "requantised")
+    config = json.loads((tmp_path / "requantised" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_a_changed_model_is_not_saved_as_it_was(model_of: Any, tmp_path: Path) -> None:
+    ours = colibri.from_pretrained(model_of("qwen3_moe"))
+    with torch.no_grad():
+        ours.lm_head.weight.mul_(2)
+    with pytest.raises(CannotEncode, match=r"lm_head\.weight: the model was changed"):
+        ours.save_pretrained(tmp_path / "out")
+    mixed = colibri.from_pretrained(model_of("qwen3_moe"), weights={"w13": "int4-g32"})
+    with pytest.raises(CannotEncode, match="one spec"):
+        mixed.save_pretrained(tmp_path / "out")
+
+
+def test_models_without_the_interface_are_refused(tmp_path: Path) -> None:
+    from colibri.integrations.transformers import packed_class
+
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
+    with torch.device("meta"), pytest.raises(UnsupportedProblem, match="experts interface"):
+        packed_class(transformers.LlamaForCausalLM)(config)
+
+
+def test_missing_tensors_are_not_made_up(model_of: Any, tmp_path: Path) -> None:
+    source = model_of("qwen3_moe")
+    with Checkpoint.open(source) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if name != "model.norm.weight"}
+        tiny._write(tmp_path / "cut", tensors, dict(checkpoint.config.model))
+    with pytest.raises(CheckpointProblems, match=r"model\.norm\.weight"):
+        colibri.from_pretrained(tmp_path / "cut")

@@ -1,0 +1,99 @@
+"""Tiny random models of every family, as transformers saves them, and quantised copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.save import CheckpointWriter
+from colibri.codec import dequantize, quantize
+from colibri.formats.base import Scheme
+from colibri.stored import DTYPE_NAMES, Stored
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GROUPED = {"n_routed_experts": 16, "moe_intermediate_size": 32, "intermediate_size": 64, "n_shared_experts": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 64, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 32, "layer_types": ["full_attention"] * 2},
+    "deepseek_v3": GROUPED
+    | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
+    "deepseek_v4": {"n_routed_experts": 8, "moe_intermediate_size": 32},
+    "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 32},
+}
+
+
+def save_model(transformers: Any, family: str, folder: Path) -> bool:
+    """Write a tiny model; False where this transformers does not know the family."""
+    try:
+        config = transformers.AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
+    except (ValueError, KeyError):
+        return False
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "experts" in name or "correction" in name or "router.bias" in name:
+                tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    model.save_pretrained(folder)
+    return True
+
+
+def quantized_copy(
+    source: Path, packed: Path, plain: Path, quant: dict[str, Any], scheme: Scheme, wanted: Callable[[str], bool]
+) -> None:
+    """The checkpoint with its `wanted` modules stored by `scheme`, and a copy with what they stand for.
+
+    Schemes with an act-order get a random one for each input: modules side by side share theirs.
+    """
+    with Checkpoint.open(source) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        config = dict(checkpoint.config.model)
+    made, stand_for = {}, {}
+    torch.manual_seed(3)
+    orders: dict[tuple[str, bool], Tensor] = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module == name or tensor.ndim != 2 or not wanted(module):
+            made[name] = stand_for[name] = tensor
+            continue
+        block, _, last = module.rpartition(".")
+        order = orders.setdefault((block, last in ("down_proj", "o_proj")), torch.randperm(tensor.shape[1]))
+        weight = quantize(tensor[:, order] if scheme.act_order else tensor, scheme.spec)
+        if scheme.act_order:
+            weight = replace(weight, perm=order.to(torch.int32))
+        stand_for[name] = dequantize(weight)
+        for role, stored in scheme.encode(weight).items():
+            part = scheme.part(role)
+            assert part is not None
+            made[module + part.suffix[0]] = stored
+    _write(packed, made, config | {"quantization_config": quant})
+    _write(plain, stand_for, config)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    headers = {name: Stored(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    with CheckpointWriter(folder, headers) as out:
+        out.write_json("config.json", config)
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
