@@ -18,8 +18,9 @@ from colibri.codec import dequantize, quantize
 from colibri.formats.base import Example, Format
 from colibri.grammar import parse_spec
 from colibri.quant import NVFP4, NVFP4_DIV
-from colibri.testing.checkpoints import generate, save
+from colibri.testing.checkpoints import Geometry, generate, save
 from colibri.testing.conformance import all_examples
+from colibri.testing.models import write_model
 from colibri.weight import same_bits
 
 CONTAINERS = ("gguf",)  # formats with files of their own
@@ -151,3 +152,21 @@ def test_a_gpu_writes_the_same_bytes(to: str, tmp_path: Path) -> None:
     reports = [run(source, tmp_path / device, to, device=device) for device in ("cpu", "cuda")]
     assert files(tmp_path / "cpu") == files(tmp_path / "cuda")
     assert reports[0].total.saturated == reports[1].total.saturated
+
+
+@pytest.mark.parametrize("to", ["int4-g128", "int8", "fp8-channel", "mxfp4"])
+def test_transformers_loads_the_whole_model(to: str, tmp_path: Path) -> None:
+    """A model converted by us and run by another engine gives the logits of its dequantised weights,
+    to the bit: expert tensors, copied tensors, names and config are all as that engine wants them."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    write_model(tmp_path / "model", Geometry(experts=4, hidden=256, intermediate=128, layers=2))
+    run(tmp_path / "model", tmp_path / "small", to)
+    run(tmp_path / "small", tmp_path / "dense", "bf16")
+    logits = []
+    for name in ("small", "dense", "model"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
+        with torch.no_grad():
+            logits.append(model(torch.arange(16)[None]).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
