@@ -47,7 +47,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        return not self.name.endswith("_no_mul")
+        return self.name in _GATED
 
     def __str__(self) -> str:
         return self.name if self.limit is None else f"{self.name} (limit {self.limit:g})"

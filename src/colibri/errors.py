@@ -39,6 +39,11 @@ class ColibriError(Exception):
             text += f" ({self.hint})"
         return text
 
+    def within(self, where: str) -> ColibriError:
+        """The same error with its place told more fully: `where`, then what it knew itself."""
+        place = where if self.where is None else f"{where}, {self.where}"
+        return type(self)(self.what, where=place, expected=self.expected, got=self.got, hint=self.hint)
+
     def facts(self) -> dict[str, str | None]:
         """The same facts for `--json`."""
         return {
@@ -100,6 +105,9 @@ class CheckpointProblems(CheckpointError):
         count = len(self.problems)
         super().__init__("\n".join([f"{count} problem{'s' if count != 1 else ''}", *listed]), where=where)
 
+    def within(self, where: str) -> CheckpointProblems:
+        return CheckpointProblems(self.problems, where=f"{where}, {self.where}")
+
 
 class UnsupportedFormat(ColibriError):
     """No format matches, more than one does, or a config says something not understood."""
@@ -123,3 +131,7 @@ class UnsupportedProblem(ColibriError):
 
 class LaunchError(ColibriError):
     """Arguments at the boundary of a call that do not fit the layer: shape, dtype, device."""
+
+
+class WrongResult(ColibriError):
+    """A computed result that the reference contradicts: a defect of a backend or of a peer."""

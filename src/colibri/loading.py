@@ -10,12 +10,13 @@ import torch
 from colibri import oracle
 from colibri.checkpoint import manifest as manifests
 from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.inputs import FACTORS, allocate_inputs, product_inputs
 from colibri.checkpoint.load import load_projection
 from colibri.checkpoint.others import find_module
 from colibri.codec import requantize
-from colibri.errors import MissingTensor
+from colibri.formats import detect
 from colibri.layer import QuantizedLinear, RoutedExperts
-from colibri.layout import MatrixShape, as_integer
+from colibri.layout import MatrixShape
 from colibri.problem import Problem, parse_device
 from colibri.push import Pusher
 from colibri.quant import QuantSpec
@@ -54,23 +55,33 @@ def linear_from_checkpoint(
     """Any linear module of a checkpoint, by its name, through the same backends."""
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-    weight = load_projection(checkpoint.read, find_module(checkpoint.config, headers, checkpoint.read, module))
+    found = find_module(checkpoint.config, headers, checkpoint.read, module)
+    weight = load_projection(checkpoint.read, found)
     target = weight_targets(weights, 0).get("w13")
     if target is not None:
         weight, _ = requantize(weight, target)
     shape = MatrixShape(weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
     wide = WIDE[dtype]
-    spec = activation_specs(activations, 0).get("w13") or wide
-    problem = Problem(shape, None, experts=1, global_experts=1, top_k=1, input=wide.spec.dtype, activations=spec)
+    spec = activation_specs(activations, 0).get("w13", wide)
+    if spec is None:
+        spec = detect(checkpoint.config).activations(checkpoint.config, found.as_module(headers)) or wide
+    problem = Problem(
+        shape,
+        None,
+        experts=1,
+        global_experts=1,
+        top_k=1,
+        input=wide.spec.dtype,
+        activations=spec,
+        pre_scale=FACTORS in found.sources,
+    )
     choice = oracle.select(problem, parse_device(device), backend)
     layout = choice.backend.layout(problem)
-    packed = layout.allocate(shape, 1, choice.device.torch)
-    layout.pack(shape, weight, {name: t[0] for name, t in packed.items()})
-    if spec.static:
-        scale = weight.inputs.get("input_scale")
-        if scale is None:
-            raise MissingTensor(f"{spec} activations need an input scale", where=module)
-        packed["input_scale"] = as_integer(scale.float().reshape(1)).to(choice.device.torch)
+    inputs = allocate_inputs(found.sources, spec, shape.k, 1, choice.device.torch, module)
+    packed = {**layout.allocate(shape, 1, choice.device.torch), **inputs}
+    rows = {name: t[0] for name, t in packed.items()}
+    layout.pack(shape, weight, rows)
+    product_inputs([weight.inputs]).write(rows)
     linear = QuantizedLinear()
     linear.adopt(choice, {"w13": packed})
     return linear

@@ -15,7 +15,7 @@ from torch import Tensor
 from colibri.checkpoint import manifest as manifests
 from colibri.checkpoint import naming as names
 from colibri.checkpoint.config import config_of_model
-from colibri.checkpoint.load import load_expert
+from colibri.checkpoint.load import expert_rows, load_expert
 from colibri.checkpoint.naming import Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongShape
 from colibri.layer import RoutedExperts
@@ -169,15 +169,12 @@ class Pusher:
         if not self._names_of(expert) <= self.pending.keys():
             self.stale.add(expert)
             return
-        recipe, problem = self.recipe, self.recipe.choice.problem
-        weights = load_expert(self._read, recipe.plan, expert)
+        plan = self.recipe.plan
+        weights = load_expert(self._read, plan, expert)
         layout, packed = self.layer.layout, self.layer.packed
-        for slot, logical in enumerate(recipe.plan.experts):
-            if logical != expert:
-                continue
-            for matrix, weight in (("w13", weights.w13), ("w2", weights.w2)):
-                rows = {n: packed[matrix][n][slot] for n in layout.storage(problem.matrices[matrix])}
-                layout.pack(problem.matrices[matrix], weight, rows)
+        for slot, logical in enumerate(plan.experts):
+            if logical == expert:
+                weights.pack(plan, layout, expert_rows(packed, slot))
         self.stale.discard(expert)
 
     def _read(self, name: str, index: tuple[int | slice, ...]) -> Tensor:

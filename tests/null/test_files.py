@@ -25,6 +25,7 @@ from colibri.errors import (
     MalformedFile,
     MissingTensor,
     UnexpectedTensor,
+    WrongShape,
 )
 from colibri.stored import TORCH_DTYPES, Stored
 from colibri.testing.gguf import write_gguf
@@ -66,6 +67,15 @@ def test_slices_are_slices_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
         got = checkpoint.read(name, tuple(index))
         assert bytes_of(got) == whole[tuple(index)].tobytes(), (name, index)
         assert got.dtype == tensor.dtype and got.shape == whole[tuple(index)].shape[:-1]
+
+
+def test_parts_that_a_tensor_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Also with asserts off: reading past an axis would give another tensor's bytes."""
+    save_file({"a": torch.zeros(3, 4)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    for index in ((3,), (-1,), (0, 0, 0), (slice(0, 3, 2),)):
+        with pytest.raises(WrongShape, match=r"safetensors: a: no such part .* \[3, 4\]"):
+            checkpoint.read("a", index)
 
 
 def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

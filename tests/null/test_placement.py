@@ -51,6 +51,11 @@ def test_gpt_oss_cuts_keep_blocks_whole(tp: int, sizes: list[int]) -> None:
     assert cuts[0].start == 0 and cuts[-1].stop == 2880
 
 
+def test_blocks_are_cut_where_there_are_fewer_than_ranks() -> None:
+    cut = Placement(tp_rank=3, tp_size=4).cut(256, block=128, uneven=True)
+    assert (cut.start, cut.stop, cut.size, cut.granule) == (192, 256, 64, 64)
+
+
 def test_padding_and_its_granule() -> None:
     cut = Placement(tp_rank=1, tp_size=2, pad_to=4).cut(6)
     assert (cut.start, cut.stop, cut.size, cut.granule) == (3, 6, 4, 3)
@@ -60,8 +65,8 @@ def test_padding_and_its_granule() -> None:
 def test_impossible_cuts_name_the_legal_sizes() -> None:
     with pytest.raises(ShardError, match="1, 2, 3, 6"):
         Placement(tp_size=4).cut(6)
-    with pytest.raises(ShardError, match="nothing"):
-        Placement(tp_size=8).cut(96, block=32, uneven=True)
+    with pytest.raises(ShardError, match="size of 1, 2, 3, 4, 6, 8"):
+        Placement(tp_size=5).cut(96, block=32, uneven=True)
     for wrong in ({"tp_rank": 2, "tp_size": 2}, {"ep_rank": -1}, {"strategy": "random"}, {"redundant": -1}):
         with pytest.raises(ShardError):
             Placement(**wrong)  # type: ignore[arg-type]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from colibri.checkpoint.naming import Form
-from colibri.formats.base import Part, Scheme
+from colibri.formats.base import Module, Part, Scheme
 from colibri.quant import QuantSpec
+from colibri.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Source:
     expert: int | None
     reversed: bool
     rows_per_expert: int = 0  # flat stacking: first-axis entries of one expert
+
+    @property
+    def suffix(self) -> str:
+        """The spelling of the part that this tensor's name ends in."""
+        return max((s for s in self.part.suffix if self.tensor.endswith(s)), key=len)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class Projection:
     @property
     def where(self) -> str:
         return f"layer {self.layer}, expert {self.expert}, {self.name}"
+
+    def as_module(self, tensors: Mapping[str, Stored]) -> Module:
+        """This projection as formats see it: a name, and the headers below it by suffix."""
+        return Module(self.module, {source.suffix: tensors[source.tensor] for source in self.sources.values()})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colibri import axes as ax
+from colibri.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
 from colibri.checkpoint.manifest import Layer, Projection, Source
 from colibri.checkpoint.naming import DOWN, GATE, UP
 from colibri.checkpoint.placement import Cut, Placement
@@ -35,6 +36,15 @@ class ExpertWeights:
 
     w13: LogicalWeight
     w2: LogicalWeight
+    inputs13: ProductInputs
+    inputs2: ProductInputs
+
+    def pack(self, plan: LayerPlan, layout: Layout, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write this expert into its rows of a layer's buffers."""
+        layout.pack(plan.w13, self.w13, rows["w13"])
+        layout.pack(plan.w2, self.w2, rows["w2"])
+        self.inputs13.write(rows["w13"])
+        self.inputs2.write(rows["w2"])
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,11 @@ def load_expert(
         half = layer.projections[expert, name]
         rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
         halves.append(_pad(load("w13", half, rows, (0, half.k))[0], cut.size, layer.hidden))
-    return ExpertWeights(stack(halves) if layer.gated else halves[0], w2)
+    try:
+        inputs = product_inputs([half.inputs for half in halves]), product_inputs([w2.inputs])
+        return ExpertWeights(stack(halves) if layer.gated else halves[0], w2, *inputs)
+    except ColibriError as error:
+        raise error.within(f"layer {layer.index}, expert {expert}") from error
 
 
 def _load_target(
@@ -169,11 +183,15 @@ def load_layer(
         }
     )
     for slot, weights in enumerate(stream_experts(read, plan, losses)):
-        layout.pack(plan.w13, weights.w13, {name: t[slot] for name, t in packed["w13"].items()})
-        layout.pack(plan.w2, weights.w2, {name: t[slot] for name, t in packed["w2"].items()})
+        weights.pack(plan, layout, expert_rows(packed, slot))
         if progress is not None:
             progress(1)
     return packed
+
+
+def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:
+    """Views of one slot of a layer's buffers."""
+    return {matrix: {name: tensor[slot] for name, tensor in held.items()} for matrix, held in packed.items()}
 
 
 def stream_experts(
@@ -191,7 +209,11 @@ def stream_experts(
 
 
 def load_inputs(read: Reader, layer: Layer) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """Activation-side tensors of every expert, local or not: {(expert, projection): {role: value}}."""
+    """Activation-side tensors of every expert, local or not: {(expert, projection): {role: value}}.
+
+    What each projection stores, for callers that want one number for all ranks; the loader keeps what
+    the local experts need.
+    """
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
     for key, projection in layer.projections.items():
         held = {role: _read(read, s, projection, None) for role, s in projection.sources.items() if role in INPUT_ROLES}
@@ -224,10 +246,7 @@ def _load(read: Reader, projection: Projection, rows: Span, columns: Span, spec:
         weight = scheme.decode(stored, *size)
         return _trim(weight, projection, rows, columns, (around_rows[0], around_columns[0]), spec)
     except ColibriError as error:
-        if error.where is not None and error.where.startswith("layer "):
-            raise
-        where = f"{projection.where} ({projection.module})"
-        raise type(error)(error.what, where=where, expected=error.expected, got=error.got, hint=error.hint) from error
+        raise error.within(f"{projection.where} ({projection.module})") from error
 
 
 def _trim(
@@ -287,14 +306,11 @@ def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
         return weight
     spec = weight.spec
     for axis, (old, new) in enumerate(((weight.n, n), (weight.k, k))):
-        inside = any(level.block[axis] != ALL and old % level.block[axis] for level in spec.levels)
-        if old != new and inside and (spec.zero is not None or spec.minimum):
+        inside = any(level.block[axis] == ALL or old % level.block[axis] for level in spec.minimum)
+        if old != new and inside:
             raise ShardError(f"{spec} cannot be padded inside a block", expected="whole blocks", got=old)
     if weight.perm is not None and k != weight.k:
         raise ShardError("an act-ordered matrix cannot be padded along K")
-    code = 0 if spec.zero is not None else int(spec.dtype.encode(torch.zeros(1)).view(torch.uint8)[0])
-    codes = torch.full((n, k), code, dtype=weight.codes.dtype)
-    codes[: weight.n, : weight.k] = weight.codes
 
     def grow(tensor: Tensor, shape: tuple[int, int], fill: Tensor) -> Tensor:
         out = fill.expand(shape).clone()
@@ -305,6 +321,8 @@ def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
     zero = weight.zero
     if spec.zero is not None and zero is not None:
         zero = grow(zero, spec.zero.shape(n, k), torch.zeros(1, dtype=zero.dtype))
+    codes = _zero_codes(weight, zero, n, k)
+    codes[: weight.n, : weight.k] = weight.codes
     nothing = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
     return replace(
         weight,
@@ -313,4 +331,28 @@ def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
         zero=zero,
         minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, nothing)),
         bias=None if weight.bias is None else torch.nn.functional.pad(weight.bias, (0, n - weight.n)),
+        inputs={role: _pad_input(role, t, k - weight.k) for role, t in weight.inputs.items()},
     )
+
+
+def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
+    """Codes that mean 0: the zero points, which padding may share with real numbers of its block."""
+    spec = weight.spec
+    if spec.zero is None or zero is None:
+        return spec.dtype.encode(torch.zeros(n, k))
+    rows, columns = (
+        torch.zeros(size, dtype=torch.int64) if side == ALL else torch.arange(size) // side
+        for size, side in zip((n, k), spec.zero.block)
+    )
+    codes = spec.zero.dtype.decode(zero)[rows][:, columns]
+    legal = codes.round().clamp(0, spec.dtype.max)
+    if not torch.equal(codes[weight.n :], legal[weight.n :]):  # columns beyond the last only ever meet zeros
+        raise ShardError(
+            "padding would share a zero point that no code stands for", expected=f"0 to {spec.dtype.max:g}"
+        )
+    return legal.to(weight.codes.dtype)
+
+
+def _pad_input(role: str, tensor: Tensor, columns: int) -> Tensor:
+    """Only the factors have a number for each column; one more multiplies nothing."""
+    return torch.nn.functional.pad(tensor, (0, columns), value=1.0) if role == FACTORS else tensor

@@ -85,27 +85,27 @@ class Placement:
         """This rank's part of the intermediate size.
 
         Even cuts may fall inside a block (the caller re-blocks to the granule). With `uneven`,
-        cuts keep blocks of `block` whole and the last rank may hold less.
+        cuts keep blocks of `block` whole where every rank gets one, and the last may hold less.
         """
-        if self.tp_size == 1:
-            per = intermediate
-        elif uneven and intermediate % (self.tp_size * block):
-            per = math.ceil(math.ceil(intermediate / block) / self.tp_size) * block
-            if per * (self.tp_size - 1) >= intermediate:
-                raise self._no_cut(intermediate, f"blocks of {block} leave a rank with nothing")
-        elif intermediate % self.tp_size:
-            raise self._no_cut(intermediate, "it does not divide evenly")
-        else:
-            per = intermediate // self.tp_size
+        per = _share(intermediate, self.tp_size, block, uneven)
+        if per is None:
+            sizes = range(1, min(intermediate, 64) + 1)
+            legal = [size for size in sizes if _share(intermediate, size, block, uneven) is not None]
+            raise ShardError(
+                f"cannot cut an intermediate size of {intermediate} over {self.tp_size} ranks",
+                expected=f"a tensor-parallel size of {', '.join(map(str, legal))}",
+                got=self.tp_size,
+            )
         start = self.tp_rank * per
         size = -(-per // self.pad_to) * self.pad_to
         granule = per if self.tp_size > 1 or size != per else 0
         return Cut(start, min(start + per, intermediate), size, granule)
 
-    def _no_cut(self, intermediate: int, why: str) -> ShardError:
-        legal = [d for d in range(1, min(intermediate, 64) + 1) if intermediate % d == 0]
-        return ShardError(
-            f"cannot cut an intermediate size of {intermediate} over {self.tp_size} ranks: {why}",
-            expected=f"a tensor-parallel size of {', '.join(map(str, legal))}",
-            got=self.tp_size,
-        )
+
+def _share(intermediate: int, ranks: int, block: int, uneven: bool) -> int | None:
+    """What each of `ranks` holds, the last perhaps less; None where there is no such cut."""
+    if uneven and intermediate % (ranks * block):
+        per = math.ceil(math.ceil(intermediate / block) / ranks) * block
+        if per * (ranks - 1) < intermediate:
+            return min(per, intermediate)
+    return None if intermediate % ranks else intermediate // ranks

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from colibri.checkpoint.raw import fill
 from colibri.checkpoint.tensors import TensorInfo
+from colibri.errors import WrongShape
 from colibri.stored import TORCH_DTYPES
 
 PAGE = 4096  # the kernel fetches whole pages: skipping less than one saves nothing
@@ -21,7 +22,7 @@ Index = tuple[int | slice, ...]
 def read_slice(descriptor: int, info: TensorInfo, index: Index = ()) -> Tensor:
     """`tensor[index]` as a fresh contiguous tensor. `index` has ints and slices of step one."""
     dtype = TORCH_DTYPES[info.dtype]
-    spans, shape = _spans(info.shape, index)
+    spans, shape = _spans(info, index)
     out = torch.empty(shape, dtype=dtype)
     if out.numel() == 0:
         return out
@@ -30,17 +31,19 @@ def read_slice(descriptor: int, info: TensorInfo, index: Index = ()) -> Tensor:
     return out
 
 
-def _spans(shape: tuple[int, ...], index: Index) -> tuple[list[tuple[int, int]], list[int]]:
+def _spans(info: TensorInfo, index: Index) -> tuple[list[tuple[int, int]], list[int]]:
     """[start, stop) along every axis, and the shape that is left (an int drops its axis)."""
-    assert len(index) <= len(shape), f"{len(index)} indices for shape {shape}"
+    axes = (*index, *[slice(None)] * (len(info.shape) - len(index)))
+    inside = (0 <= at < size if isinstance(at, int) else at.step in (None, 1) for size, at in zip(info.shape, axes))
+    if len(axes) != len(info.shape) or not all(inside):
+        where = f"{info.file.name}: {info.name}"
+        raise WrongShape("no such part of a tensor", where=where, expected=f"a part of {list(info.shape)}", got=index)
     spans, left = [], []
-    for size, at in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index)))):
+    for size, at in zip(info.shape, axes):
         if isinstance(at, int):
-            assert 0 <= at < size, f"index {at} of an axis of {size}"
             spans.append((at, at + 1))
         else:
-            start, stop, step = at.indices(size)
-            assert step == 1, f"step {step} is not supported"
+            start, stop, _ = at.indices(size)
             stop = max(start, stop)
             spans.append((start, stop))
             left.append(stop - start)

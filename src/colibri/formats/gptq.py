@@ -212,16 +212,9 @@ class Gptq(Format):
             raise CannotEncode(
                 "GPTQ holds 2-, 3-, 4- and 8-bit integers with 16-bit scales by group or channel", got=spec
             )
-        config = {
-            "quant_method": "gptq",
-            "bits": spec.dtype.bits,
-            "group_size": spec.group or -1,
-            "sym": spec.zero is None,
-            "desc_act": False,
-            # A zero point of 0 has no form in version 1.
-            "checkpoint_format": "gptq_v2" if spec.zero is not None else "gptq",
-            "dynamic": {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {},
-        }
+        # A zero point of 0 has no form in version 1.
+        config = _config(spec, "gptq_v2" if spec.zero is not None else "gptq", desc_act=False)
+        config["dynamic"] = {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {}
         return config, gptq_scheme(spec, offset=int(spec.zero is None), desc_act=False)
 
     def examples(self) -> Iterator[Example]:
@@ -235,16 +228,21 @@ class Gptq(Format):
         yield self._example(int_spec(8, CHANNEL, scale=BF16), "gptq_v2", 0, desc_act=False)
 
     def _example(self, spec: QuantSpec, version: str, offset: int, *, desc_act: bool) -> Example:
-        quant = {
-            "quant_method": "gptq",
-            "bits": spec.dtype.bits,
-            "group_size": spec.group or -1,
-            "sym": spec.zero is None,
-            "desc_act": desc_act,
-            "checkpoint_format": version,
-        }
         name = f"{spec}-{version}{'-actorder' if desc_act else ''}"
-        return Example(name, Config(quant=quant, method="gptq"), gptq_scheme(spec, offset=offset, desc_act=desc_act))
+        config = Config(quant=_config(spec, version, desc_act=desc_act), method="gptq")
+        return Example(name, config, gptq_scheme(spec, offset=offset, desc_act=desc_act))
+
+
+def _config(spec: QuantSpec, version: str, *, desc_act: bool) -> dict[str, Any]:
+    """The section of config.json."""
+    return {
+        "quant_method": "gptq",
+        "bits": spec.dtype.bits,
+        "group_size": spec.group or -1,
+        "sym": spec.zero is None,
+        "desc_act": desc_act,
+        "checkpoint_format": version,
+    }
 
 
 def overridden(config: Config, name: str, known: frozenset[str]) -> Config | None:

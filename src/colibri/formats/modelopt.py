@@ -115,11 +115,12 @@ class ModelOpt(Format):
         )
 
     def examples(self) -> Iterator[Example]:
-        scale: Mapping[str, tuple[int, ...]] = {"input_scale": ()}
         for name, algorithm in ALGORITHMS.items():
             n, k = (512, 512) if algorithm.spec == FP8_BLOCK else (128, 256)
+            inputs: dict[str, tuple[int, ...]] = {"input_scale": ()} if algorithm.calibrated else {}
+            inputs |= {"pre_quant_scale": (k,)} if algorithm.smoothed else {}
             config = Config(quant=_config(name), method="modelopt")
-            yield Example(name, config, _build(algorithm, F32), n, k, scale if algorithm.calibrated else {})
+            yield Example(name, config, _build(algorithm, F32), n, k, inputs)
         bf16 = _build(ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"], BF16)
         quant = {"quant_algo": "fp8_per_channel_per_token", "exclude_modules": ["lm_head"]}
         yield Example("bf16-scales", Config(quant=quant, method="modelopt"), bf16, bias=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colibri.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from colibri.checkpoint.resolve import is_matrix_like
 from colibri.checkpoint.save import CheckpointWriter
-from colibri.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from colibri.formats.base import Example, Part
 from colibri.stored import DTYPE_NAMES, Config, Stored
 from colibri.testing.weights import random_example

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from colibri.checkpoint.inputs import FACTORS
 from colibri.dtypes import FLOAT, INTEGER, ZERO16, DType
 from colibri.formats.base import Example, Scheme
 from colibri.quant import QuantSpec
@@ -14,11 +15,14 @@ from colibri.weight import LogicalWeight
 def random_example(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:
     """A weight of the example's scheme, with the bias and input tensors the example declares.
 
-    An act-order comes from `order_seed` alone: gate and up of an expert see the same input and
-    share it.
+    An act-order and factors of the input come from `order_seed` alone: gate and up of an expert see
+    the same input and share them.
     """
     generator = torch.Generator().manual_seed(seed)
-    inputs = {role: torch.rand(shape, generator=generator) + 0.5 for role, shape in example.inputs.items()}
+    inputs = {
+        role: _random_factors(k, order_seed) if role == FACTORS else torch.rand(shape, generator=generator) + 0.5
+        for role, shape in example.inputs.items()
+    }
     bias = torch.randn(n, generator=generator).to(torch.bfloat16) if example.bias else None
     weight = random_weight(example.scheme, n, k, generator)
     perm = _random_order(weight.spec, k, order_seed) if example.scheme.act_order else None
@@ -59,6 +63,11 @@ def random_scale(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
         return legal[torch.randint(len(legal), shape, generator=generator)]
     assert dtype.kind == FLOAT
     return dtype.encode(torch.exp2(torch.rand(shape, generator=generator) * 6 - 5))
+
+
+def _random_factors(k: int, seed: int) -> Tensor:
+    """One for each column, powers of two so that exact products stay exact."""
+    return torch.exp2(torch.randint(0, 3, (k,), generator=torch.Generator().manual_seed(seed)).float())
 
 
 def _random_order(spec: QuantSpec, k: int, seed: int) -> Tensor:
