@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from colibri.cli.bench import bench
 from colibri.cli.convert import convert
 from colibri.cli.env import env
+from colibri.cli.explain import explain
 from colibri.cli.inspect import inspect
 from colibri.cli.verify import verify
 
@@ -16,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Quantised Mixture-of-Experts checkpoints: look at them, check them, convert them.",
 )
-for command in (inspect, verify, convert, env):
+for command in (inspect, verify, convert, explain, bench, env):
     app.command()(command)
 
 

@@ -1,0 +1,384 @@
+"""The benchmark harness: fair turns, checked results, honest floors, and what `colibri bench` writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+import colibri.backends as backends
+from colibri import oracle
+from colibri.activation import Activation
+from colibri.backends.base import Plan
+from colibri.backends.reference import BACKEND as REFERENCE
+from colibri.backends.reference import Reference
+from colibri.bench import ceilings as rates
+from colibri.bench import peers, timing, workload
+from colibri.bench.ceilings import Ceilings
+from colibri.bench.check import check, expected
+from colibri.bench.report import Row, Work
+from colibri.bench.run import Setup, run
+from colibri.bench.timing import Call, Clock, Times, last_level_cache, measure
+from colibri.bench.workload import Batch, Weights, batches
+from colibri.cli.main import app
+from colibri.dispatch import Dispatch
+from colibri.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
+from colibri.grammar import ACTIVATIONS, parse_spec
+from colibri.layout import Packed, PlainLayout
+from colibri.problem import Problem
+from colibri.shapes import Shape, parse_shape
+
+FINE, PROBLEM, USAGE = 0, 1, 2
+CPU = torch.device("cpu")
+SHAPE = parse_shape("4,64,64,2")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings and caches of toy size: these tests are about the harness, not about this machine."""
+    monkeypatch.setattr(rates, "_READ_BYTES", {"cpu": 1 << 20, "cuda": 1 << 26})
+    monkeypatch.setattr(rates, "_LARGEST", {"cpu": 128, "cuda": 512})
+    monkeypatch.setattr(timing, "last_level_cache", lambda: 1 << 20)
+
+
+def problem_of(weights: str = "mxfp4", activations: str = "bf16", shape: Shape = SHAPE) -> Problem:
+    return shape.problem(parse_spec(weights), ACTIVATIONS[activations])
+
+
+def colibri(*words: object) -> Result:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+# workload --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["bf16", "mxfp4", "nvfp4", "int4-g32-zp", "fp8-block"])
+def test_every_expert_has_numbers_of_its_own(spec: str) -> None:
+    problem = problem_of(spec, shape=parse_shape("8,64,64,2"))
+    packed = Weights(problem, CPU).packed(PlainLayout())
+    for tensors in packed.values():
+        rows = tensors["codes"].flatten(1)
+        assert rows.shape[0] == len({tuple(row.tolist()) for row in rows}) == 8
+        assert all(bool((row != 0).any()) for row in rows)
+
+
+def test_weights_are_the_same_each_time() -> None:
+    problem = problem_of("int4-g32")
+    one, other = (Weights(problem, CPU) for _ in range(2))
+    whole = one.packed(PlainLayout())
+    part = other.packed(PlainLayout(), [3, 1])
+    for matrix, tensors in part.items():
+        assert all(torch.equal(tensor, whole[matrix][name][[3, 1]]) for name, tensor in tensors.items())
+    assert torch.equal(one.dense("w2", torch.float32), other.dense("w2", torch.float32))
+    assert one.dense("w2", torch.float32) is one.dense("w2", torch.float32)
+
+
+def test_routings_rotate() -> None:
+    problem = problem_of(shape=parse_shape("16,64,64,2"))
+    uniform, popular, hot = (batches(problem, 32, kind, 4, CPU) for kind in ("uniform", "zipf", "one-hot"))
+    assert len({tuple(b.ids.flatten().tolist()) for b in uniform}) == 4
+    assert {b.experts for b in hot} == {2}
+    assert len({tuple(b.ids[0].sort().values.tolist()) for b in hot}) > 1
+    most = [torch.bincount(b.ids.flatten(), minlength=16).max() for b in (uniform[0], popular[0], hot[0])]
+    assert most[0] < most[1] < most[2] == 32
+    for batch in uniform:
+        assert batch.weights.sum(1).allclose(torch.ones(32))
+        assert batch.x.dtype == torch.bfloat16 and bool((batch.x != 0).all())
+
+
+def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "_available", lambda device: 1000)
+    with pytest.raises(LaunchError, match="fit in memory"):
+        Weights(problem_of(), CPU).packed(PlainLayout())
+
+
+# results are checked ---------------------------------------------------------------------------------
+
+
+class Wrong(Reference):
+    """The reference with a defect of one kind."""
+
+    name = "wrong"
+
+    def __init__(self, defect: str) -> None:
+        self.defect = defect
+
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        before = out.clone()
+        super().run(plan, x, dispatch, weights, out)
+        if self.defect == "unwritten row":
+            out[-1] = before[-1]
+        elif self.defect == "half":
+            out.mul_(0.5)
+        elif self.defect == "rows swapped":
+            out.copy_(out.flip(0))
+        return out
+
+
+@pytest.mark.parametrize("defect", ["unwritten row", "half", "rows swapped"])
+def test_wrong_results_are_not_timed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"wrong": Wrong(defect), "reference": REFERENCE}
+    for module in (backends, oracle):
+        monkeypatch.setattr(module, "registry", lambda: found)
+    with pytest.raises(WrongResult, match="wrong, 3 tokens"):
+        run(Setup(SHAPE, "mxfp4", tokens=(3,), backends=("wrong",), repeats=1))
+    words = ("--shape", "4,64,64,2", "--weights", "mxfp4", "--tokens", "3", "--repeats", "1", "--backend", "wrong")
+    result = colibri("bench", *words)
+    assert result.exit_code == PROBLEM
+    assert "wrong, 3 tokens" in result.stderr
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8-static", "int8-static", "nvfp4", "fp16"])
+def test_the_check_is_the_reference_on_few_rows(activations: str) -> None:
+    problem = problem_of("int4-g32", activations)
+    weights = Weights(problem, CPU)
+    (batch,) = batches(problem, 9, "uniform", 1, CPU)
+    layer = Setup(SHAPE, "int4-g32", activations)
+    assert layer.problem() == problem
+    rows = torch.tensor([0, 5, 8])
+    part = expected(problem, weights, batch, rows)
+    whole = expected(problem, weights, batch, torch.arange(9))
+    assert torch.allclose(part, whole[rows], rtol=1e-5, atol=1e-5)
+    assert check("it", problem, weights, batch, whole.to(batch.x.dtype)) < 4e-3
+    with pytest.raises(WrongResult, match="not the reference's"):
+        check("it", problem, weights, batch, 1.1 * whole)
+
+
+# peers -----------------------------------------------------------------------------------------------
+
+
+SHAPES = [SHAPE, Shape("odd", 5, 64, 96, 3, Activation("swigluoai", limit=7.0), bias=True)]
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_peers_compute_the_layer(name: str, shape: Shape) -> None:
+    problem = problem_of("mxfp4", shape=shape)
+    weights = Weights(problem, CPU)
+    peer = peers.PEERS[name](problem, weights)
+    for tokens, routing in ((1, "uniform"), (7, "zipf"), (5, "one-hot")):
+        (batch,) = batches(problem, tokens, routing, 1, CPU)
+        got = peer(batch.x, batch.ids, batch.weights)
+        assert got.dtype == batch.x.dtype
+        check(name, problem, weights, batch, got)
+
+
+class Absent(peers.Peer):
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        raise ImportError("no module named 'quick'\nand more")
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        raise AssertionError
+
+
+class Lying(peers.Peer):
+    def __init__(self, problem: Problem, weights: Weights) -> None: ...
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return x
+
+
+def test_peers_that_cannot_or_lie_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PEERS", {"absent": Absent, "lying": Lying, "loop": peers.TorchLoop})
+    result = run(Setup(SHAPE, "bf16", tokens=(2,), peers=("absent", "lying", "loop"), repeats=1))
+    assert result.absent["absent"] == "no module named 'quick'"
+    assert "not the reference's" in result.absent["lying"]
+    assert set(result.rows[0].peers) == {"loop"}
+
+
+def test_peers_keep_16_bits_beside_quantised_inputs() -> None:
+    """They are held to what they claim: unquantised inputs."""
+    result = run(Setup(SHAPE, "mxfp4", "mxfp4", tokens=(4,), peers=("torch-loop",), repeats=1))
+    assert not result.absent
+
+
+# timing ----------------------------------------------------------------------------------------------
+
+
+class Counting(Clock):
+    """Notes who is called; every call takes 'one more' microsecond."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, 8)
+        self.log: list[str] = []
+
+    def prepare(self, calls: Sequence[Call]) -> tuple[list[Call], str]:
+        return list(calls), "count"
+
+    def time(self, call: Call) -> float:
+        self.log.append(str(call()))
+        return float(len(self.log))
+
+
+def test_contestants_take_turns_and_batches_rotate() -> None:
+    clock = Counting()
+    contestants = {name: [lambda n=name, i=i: f"{n}{i}" for i in range(2)] for name in "AB"}
+    times = measure(clock, contestants, 4)
+    assert clock.log == ["A0", "B0", "B1", "A1", "A0", "B0", "B1", "A1"]
+    assert times["A"].us == (1.0, 4.0, 5.0, 8.0)
+    assert times["B"].median == 4.5
+
+
+def test_median_and_quartiles() -> None:
+    times = Times((4.0, 1.0, 3.0, 2.0, 100.0))
+    assert times.median == 3.0
+    assert times.quartiles == (2.0, 4.0)
+    assert Times((5.0,)).quartiles == (5.0, 5.0)
+
+
+def test_the_cpu_clock_reads_more_than_the_cache() -> None:
+    clock = timing.CpuClock()
+    assert clock.buffer.numel() * clock.buffer.element_size() == 2 << 20
+    assert float(clock.evict()) == clock.buffer.numel()
+    calls: list[int] = []
+    ready, method = clock.prepare([lambda: calls.append(1)] * 5)
+    assert (len(ready), method, len(calls)) == (5, timing.WALL, timing.WARM_UP)
+    assert 0 < clock.time(ready[0]) < 1e6
+
+
+def test_last_level_cache_is_summed_over_sockets(tmp_path: Path) -> None:
+    for cpu, (index, level, size, shared) in enumerate(
+        [(0, 1, "64K", "0"), (3, 3, "32768K", "0-1"), (3, 3, "32M", "2-3"), (3, 3, "32M", "2-3"), (9, 3, "?", "9")]
+    ):
+        folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+        folder.mkdir(parents=True)
+        for name, text in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+            (folder / name).write_text(f"{text}\n")
+    assert last_level_cache(tmp_path) == 64 << 20
+    assert last_level_cache(tmp_path / "none") == 0
+
+
+# floors ----------------------------------------------------------------------------------------------
+
+
+def test_work_of_a_batch() -> None:
+    problem = problem_of("mxfp4", shape=parse_shape("8,64,32,2"))
+    ids = torch.tensor([[0, 1], [1, 2], [5, 1]], dtype=torch.int32)
+    batch = Batch(torch.ones(3, 64, dtype=torch.bfloat16), ids, torch.ones(3, 2))
+    work = Work.of(problem, [batch, batch])
+    assert work.experts == 4
+    assert work.flops == 2 * 3 * 2 * (64 * 64 + 64 * 32)
+    assert work.bytes == 4 * (64 * 64 + 64 * 32) * 4.25 / 8 + 2 * 3 * 64 * 2
+
+
+def test_the_floor_is_the_larger_of_two() -> None:
+    machine = Ceilings(100.0, {"fp32": 1.0, "bf16": 2.0, "fp8": 4.0, "int8": 3.0}, {})
+    assert machine.rate(ACTIVATIONS["bf16"]) == 2.0
+    assert machine.rate(ACTIVATIONS["fp8"]) == machine.rate(ACTIVATIONS["mxfp4"]) == 4.0
+    assert machine.rate(ACTIVATIONS["int8"]) == 3.0
+    assert machine.floor_us(2e6, 1e3, ACTIVATIONS["bf16"]) == 1.0  # 2 MFLOP at 2 TFLOP/s
+    assert machine.floor_us(2e6, 1e6, ACTIVATIONS["bf16"]) == 10.0  # 1 MB at 100 GB/s
+    work = Work(2e6, 1e6, 1.0, ACTIVATIONS["bf16"])
+    row = Row("layer", "it", 1, Times((20.0,)), work, machine).describe()
+    assert (row["tflops"], row["gbs"], row["floor_us"], row["roofline"]) == (0.1, 50.0, 10.0, 0.5)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8", "int8"])
+def test_ceilings_are_measured(activations: str) -> None:
+    machine = rates.measure_ceilings(oracle.Device("cpu"), ACTIVATIONS[activations])
+    assert {"bf16", "fp32"} <= set(machine.tflops)
+    assert all(0 < rate < math.inf for rate in [machine.read_gbs, *machine.tflops.values()])
+    assert machine.rate(ACTIVATIONS[activations]) >= machine.tflops["fp32"]
+
+
+# the command -----------------------------------------------------------------------------------------
+
+
+WORDS = ("bench", "--device", "cpu", "--shape", "4,64,64,2", "--weights", "mxfp4", "--tokens", "1,4", "--repeats", 3)
+ROW = {"shape", "weights", "activations", "tokens", "routing", "part", "us", "spread", "tflops", "gbs", "roofline"}
+
+
+def test_bench_writes_its_figures(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    file = tmp_path / "bench.json"
+    result = colibri(*WORDS, "--peers", "torch-grouped,torch-loop", "--threads", 1, "--json", file)
+    assert result.exit_code == FINE, result.output
+    assert "torch-loop" in result.stdout
+    assert "4 tokens" in result.stderr
+    assert torch.get_num_threads() == threads
+    found: dict[str, Any] = json.loads(file.read_text())
+    meta = found["meta"]
+    assert (meta["device"], meta["threads"], meta["repeats"], meta["evicted_bytes"]) == ("cpu", 1, 3, 2 << 20)
+    assert {"versions", "commit", "command", "ceilings", "date", "machine", "problem"} <= set(meta)
+    assert meta["versions"]["torch"] == torch.__version__
+    assert meta["ceilings"]["read_gbs"] > 0
+    assert [(r["tokens"], r["part"]) for r in found["rows"]] == [
+        (tokens, part) for tokens in (1, 4) for part in ("layer", "dispatch", "combine")
+    ]
+    for row in found["rows"]:
+        assert ROW | {"backend", "peers"} <= set(row)
+        assert row["us"] > 0 and row["spread"][0] <= row["us"] <= row["spread"][1]
+        assert row["roofline"] == pytest.approx(row["floor_us"] / row["us"])
+        assert set(row["peers"]) == ({"torch-grouped", "torch-loop"} if row["part"] == "layer" else set())
+    assert found["rows"][0]["backend"] == "reference"
+    assert 0 <= found["rows"][0]["error"] < 1e-2
+
+
+def test_bench_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for file in (tmp_path / "bench.png", tmp_path / "bench.svg"):
+        result = colibri(*WORDS, "--peers", "torch-loop-fp32", "--routing", "zipf", "--plot", file)
+        assert result.exit_code == FINE, result.output
+        assert file.stat().st_size > 10_000
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = colibri(*WORDS, "--plot", tmp_path / "bench.png")
+    assert result.exit_code == PROBLEM
+    assert "pip install matplotlib" in result.stderr
+    assert "measuring" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--tokens", "1,x"),
+        ("--tokens", "0"),
+        ("--tokens", ""),
+        ("--routing", "wild"),
+        ("--peers", "vllm"),
+        ("--shape", "large"),
+        ("--weights", "int40"),
+        ("--device", "abacus"),
+        ("--device", "sm_90"),
+        ("--json", "no/such/folder/file"),
+    ],
+)
+def test_not_used_right(words: tuple[str, str]) -> None:
+    result = colibri(*WORDS, *words)
+    assert result.exit_code == USAGE
+    assert "measuring" not in result.stderr
+
+
+def test_an_unsupported_request_is_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="no backend is called"):
+        run(Setup(SHAPE, "mxfp4", backends=("none",)))
+    with pytest.raises(SpecError, match="no simulated routing"):
+        run(Setup(SHAPE, "mxfp4", routing="wild"))
+
+
+# CUDA ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_graphs_where_they_can_be_captured_and_events_elsewhere() -> None:
+    rivals = ("torch-grouped", "torch-loop")
+    result = run(Setup(SHAPE, "bf16", device="cuda", tokens=(1, 4), backends=("reference",), peers=rivals, repeats=4))
+    assert not result.absent
+    for row in result.rows:
+        if row.part == "layer":
+            assert row.times.method == row.peers["torch-loop"].method == timing.EVENTS
+            assert row.peers["torch-grouped"].method == timing.GRAPH
+        assert row.times.median > 0

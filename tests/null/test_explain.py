@@ -1,0 +1,239 @@
+"""`colibri explain`: every backend's verdict, on devices that are not here, from a checkpoint or a shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import colibri.backends as backends
+from colibri import oracle
+from colibri.backends.base import Reason
+from colibri.backends.reference import Reference
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.manifest import Layer
+from colibri.cli.main import app
+from colibri.errors import ShardError, SpecError
+from colibri.grammar import ACTIVATIONS, parse_spec
+from colibri.loading import from_checkpoint
+from colibri.problem import Device, Problem
+from colibri.shapes import NAMED, parse_shape
+from colibri.testing import judge
+from colibri.testing.checkpoints import Geometry
+from colibri.testing.models import write_model
+
+FINE, PROBLEM, USAGE = 0, 1, 2
+SMALL = Geometry(experts=4, hidden=128, intermediate=64, layers=2)
+GUIDE = Path(__file__).parents[2] / "docs" / "add-a-backend.md"
+
+
+class Picky(Reference):
+    name = "picky"
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        yield Reason("device", "needs a [quantum] computer", "wait a few years")
+        yield Reason("weights", f"{problem.w13.spec} is not to its taste")
+
+
+class Shy(Reference):
+    name = "shy"
+    on_request = True
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {backend.name: backend for backend in (Picky(), Reference(), Shy())}
+    for module in (backends, oracle):
+        monkeypatch.setattr(module, "registry", lambda: found)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", SMALL)
+    return tmp_path / "model"
+
+
+def colibri(*words: object) -> Result:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def parsed(*words: object, code: int = FINE) -> dict[str, Any]:
+    result = colibri("explain", *words, "--json")
+    assert result.exit_code == code, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+# shapes ----------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    sizes = {
+        name: (s.experts, s.hidden, s.intermediate, s.top_k, str(s.activation), s.bias) for name, s in NAMED.items()
+    }
+    assert sizes == {
+        "deepseek-v4-flash": (256, 4096, 2048, 6, "silu (limit 10)", False),
+        "gpt-oss-120b": (128, 2880, 2880, 4, "swigluoai (limit 7)", True),
+        "qwen3-30b-a3b": (128, 2048, 768, 8, "silu", False),
+        "mixtral-8x7b": (8, 4096, 14336, 2, "silu", False),
+    }
+
+
+@pytest.mark.parametrize("text", ["", "mixtral", "1,2,3", "8,64,64,0", "8,64,-64,2", "8,64,64,9", "8,64,64,²"])
+def test_shapes_that_are_none(text: str) -> None:
+    with pytest.raises(SpecError):
+        parse_shape(text)
+
+
+def test_a_shape_poses_the_problem_of_a_checkpoint(model: Path) -> None:
+    """The same sizes, cut over ranks the same way, whether they come from files or from a name."""
+    for spec in ("mxfp4", "int4-g32", "fp8-block"):
+        for tp in (1, 2):
+            from_files = parsed(model, "--weights", spec, "--tp", tp)["problem"]
+            by_name = parsed("--shape", "4,128,64,2", "--weights", spec, "--tp", tp)["problem"]
+            assert from_files == by_name
+
+
+def test_a_cut_that_is_not_possible() -> None:
+    with pytest.raises(ShardError, match="768"):
+        NAMED["qwen3-30b-a3b"].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"], tp=5)
+    assert colibri("explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--tp", 5).exit_code == PROBLEM
+
+
+# verdicts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["sm_90", "sm_80", "cpu"])
+@pytest.mark.parametrize("shape", NAMED)
+def test_devices_that_are_not_here(shape: str, device: str) -> None:
+    found = parsed("--shape", shape, "--weights", "mxfp4", "--device", device)
+    assert found["device"] == device
+    assert found["problem"]["experts"] == NAMED[shape].experts
+    assert [backend["name"] for backend in found["backends"]] == list(backends.registry())
+    by_name = {backend["name"]: backend for backend in found["backends"]}
+    assert by_name[found["choice"]]["supported"]
+    for backend in found["backends"]:
+        assert backend["supported"] == (not backend["reasons"])
+        assert (backend["estimate_us"] is not None) == backend["supported"]
+        assert all(reason["code"] and reason["text"] for reason in backend["reasons"])
+
+
+@pytest.mark.usefixtures("three")
+def test_every_reason_of_everyone() -> None:
+    words = ("--shape", "8,64,64,2", "--weights", "int4-g32", "--device", "sm_90")
+    found = parsed(*words)
+    assert found["choice"] == "reference"
+    picky = next(backend for backend in found["backends"] if backend["name"] == "picky")
+    assert picky == {
+        "name": "picky",
+        "supported": False,
+        "reasons": [
+            {"code": "device", "text": "needs a [quantum] computer", "hint": "wait a few years"},
+            {"code": "weights", "text": "int4-g32 is not to its taste", "hint": None},
+        ],
+        "estimate_us": None,
+    }
+    text = colibri("explain", *words).stdout
+    for said in ("needs a [quantum] computer", "wait a few years", "int4-g32 is not to its taste", "on request"):
+        assert said in text
+    assert "reference: the only one that can" in text
+
+
+@pytest.mark.usefixtures("three")
+def test_a_request_is_honoured_or_refused() -> None:
+    words = ("--shape", "8,64,64,2", "--weights", "mxfp4", "--device", "cpu")
+    assert parsed(*words, "--backend", "shy")["choice"] == "shy"
+    refused = parsed(*words, "--backend", "picky", code=PROBLEM)
+    assert refused["choice"] is None
+    assert len(refused["backends"]) == 3
+    result = colibri("explain", *words, "--backend", "picky")
+    assert result.exit_code == PROBLEM
+    assert "refused" in result.stdout
+    assert "wait a few years" in result.stdout
+
+
+def test_tokens_and_activations_are_part_of_the_question() -> None:
+    words = ("--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--device", "cpu", "--backend", "reference")
+    few, many = (parsed(*words, "--tokens", tokens)["backends"] for tokens in (1, 4096))
+    assert [b["estimate_us"] for b in few if b["supported"]] < [b["estimate_us"] for b in many if b["supported"]]
+    assert parsed(*words, "--activations", "fp8")["problem"]["activations"] == "fp8"
+    assert parsed(*words, "--activations", "fp16")["problem"]["input"] == "fp16"
+
+
+# checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_explained_as_it_would_load(model: Path) -> None:
+    found = parsed(model, "--layer", 1, "--device", "cpu")
+    assert (found["source"], found["layer"]) == (str(model), 1)
+    with Checkpoint.open(model) as checkpoint:
+        layer = from_checkpoint(checkpoint, 1)
+    assert layer.choice.describe() == {key: found[key] for key in layer.choice.describe()}
+    assert "layer 0" in colibri("explain", model).stdout
+
+
+def test_wishes_beyond_the_checkpoint(model: Path) -> None:
+    problem = parsed(model, "--weights", "mxfp4", "--activations", "fp8", "--device", "sm_90")["problem"]
+    assert (problem["w13"], problem["activations"], problem["input"]) == ("mxfp4", "fp8", "bf16")
+    assert parsed(model, "--activations", "checkpoint")["problem"]["activations"] == "bf16"
+    assert parsed(model, "--activations", "fp16")["problem"]["input"] == "fp16"
+
+
+def test_a_layer_without_experts(model: Path) -> None:
+    assert "layer 7" in parsed(model, "--layer", 7, code=PROBLEM)["error"]["what"]
+
+
+def test_layers_that_are_quantised_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    plain, mxfp4 = (parse_spec(name) for name in ("bf16", "mxfp4"))
+    monkeypatch.setattr(Layer, "spec", lambda layer, name: mxfp4 if layer.index == 1 else plain)
+    assert "quantised otherwise, ask with --layer: 1" in colibri("explain", model).stdout
+    assert "quantised otherwise, ask with --layer: 0" in colibri("explain", model, "--layer", 1).stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--shape", "8,64,64,2"),
+        ("--shape", "gpt-5", "--weights", "mxfp4"),
+        ("--shape", "8,64,64,2", "--weights", "int40"),
+        ("--shape", "8,64,64,2", "--weights", "mxfp4", "--device", "abacus"),
+        ("--shape", "8,64,64,2", "--weights", "mxfp4", "--backend", "none"),
+        ("--shape", "8,64,64,2", "--weights", "mxfp4", "--layer", "1"),
+        ("--shape", "8,64,64,2", "--weights", "mxfp4", "--activations", "checkpoint"),
+        ("no/such/path",),
+        ("no/such/path", "--shape", "8,64,64,2"),
+    ],
+)
+def test_not_used_right(words: tuple[str, ...]) -> None:
+    error = parsed(*words, code=USAGE)["error"]
+    assert error["what"]
+
+
+# the guide -------------------------------------------------------------------------------------------
+
+
+def test_the_backend_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry finds it, the judge is content, and the oracle asks it."""
+    (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    (tmp_path / "guide_unquantised.py").write_text(source)
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    backends.registry.cache_clear()
+    try:
+        made = backends.registry()["unquantised"]
+        assert judge.check_backend(made, Device("cpu")) >= 2
+        words = ("--shape", "8,64,64,2", "--device", "cpu", "--backend", "unquantised")
+        assert parsed(*words, "--weights", "bf16")["choice"] == "unquantised"
+        refused = parsed(*words, "--weights", "mxfp4", "--activations", "fp8", code=PROBLEM)
+        reasons = next(b["reasons"] for b in refused["backends"] if b["name"] == "unquantised")
+        assert [reason["code"] for reason in reasons] == ["weights", "weights", "activations"]
+    finally:
+        backends.registry.cache_clear()
