@@ -95,3 +95,9 @@ def alone(single: RoutedExperts, given: list[Batch], rank: int) -> Tensor:
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-2) -> bool:
     """Within bf16 rounding of the output."""
     return bool((a.float() - b.float()).norm() <= tolerance * b.float().norm())
+
+
+def must(condition: bool, what: str = "") -> None:
+    """`assert` for workers: they import plainly, and `python -O` would leave asserts out."""
+    if not condition:
+        raise AssertionError(what)

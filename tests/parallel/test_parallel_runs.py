@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenes import TOP_K, alone, batches, checkpoint, close, load, pushed, run, spread
+from scenes import TOP_K, alone, batches, checkpoint, close, load, must, pushed, run, spread
 from torch import Tensor, nn
 from worlds import run_world
 
 from colibri.checkpoint.placement import Placement
 from colibri.errors import LaunchError, RanksDisagree
+from colibri.layer import RoutedExperts
 from colibri.parallel import GATHER, ExpertParallel, Mesh
 from colibri.problem import BATCH_INVARIANT
 from colibri.routing import Routing
@@ -34,25 +35,27 @@ def _four_ranks(rank: int) -> None:
         gathered = spread(made, mesh, strategy="round_robin", form=GATHER, max_tokens=7)
         for counts in UNEQUAL:
             given = batches(single, counts, range(8))
-            assert close(run(gathered, given[rank]), alone(single, given, rank))
+            must(close(run(gathered, given[rank]), alone(single, given, rank)))
     _uneven_and_redundant(rank, mesh)
     _disagreement(rank, mesh)
 
 
-def _check_bitwise(experts: nn.Module, single: nn.Module, counts: tuple[int, ...], rank: int, routed: range) -> None:
-    given = batches(single, counts, routed)  # type: ignore[arg-type]
-    assert torch.equal(run(experts, given[rank]), alone(single, given, rank)), (counts, rank)  # type: ignore[arg-type]
+def _check_bitwise(
+    experts: nn.Module, single: RoutedExperts, counts: tuple[int, ...], rank: int, routed: range
+) -> None:
+    given = batches(single, counts, routed)
+    must(torch.equal(run(experts, given[rank]), alone(single, given, rank)), f"{counts}, rank {rank}")
 
 
 def _uneven_and_redundant(rank: int, mesh: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp", experts=6)
     _check_bitwise(spread(made, mesh), load(made), (5, 3, 0, 7), rank, range(6))
     copied = spread(made, mesh, redundant=2, order=BATCH_INVARIANT)
-    assert copied.assignment.held == ((0, 1), (2, 3), (4, 5), (0, 1))
+    must(copied.assignment.held == ((0, 1), (2, 3), (4, 5), (0, 1)))
     single = load(made, order=BATCH_INVARIANT)
     _check_bitwise(copied, single, (5, 3, 0, 7), rank, range(6))
     real = sum(int((ids >= 0).sum()) for _, ids, _ in batches(single, (5, 3, 0, 7), range(6)))
-    assert sum(copied.logical_load()) == real, "padding is not counted, everything else is, once"
+    must(sum(copied.logical_load()) == real, "padding is not counted, everything else is, once")
 
 
 def _disagreement(rank: int, mesh: Mesh) -> None:
@@ -80,7 +83,7 @@ def _two_ranks(rank: int) -> None:
     ):  # the second has biases
         single = load(made, activations="fp32")
         given = batches(single, (7,), range(8))
-        assert close(run(spread(made, tensors, activations="fp32"), given[0]), run(single, given[0]), 4e-3)
+        must(close(run(spread(made, tensors, activations="fp32"), given[0]), run(single, given[0]), 4e-3))
     _routed(rank, experts, tensors)
 
 
@@ -93,7 +96,7 @@ def _routed(rank: int, experts: Mesh, tensors: Mesh) -> None:
         x, _, _ = batches(single, (tokens,), range(8))[0]
         logits = torch.randn(tokens, 10, generator=torch.Generator().manual_seed(rank if mesh is experts else 0))
         want = single.forward_routed(x, logits)
-        assert close(parallel.forward_routed(x, logits), want)
+        must(close(parallel.forward_routed(x, logits), want))
 
 
 class _Double(nn.Module):
@@ -107,7 +110,7 @@ def test_both_kinds_at_once() -> None:
 
 def _both_kinds(rank: int) -> None:
     mesh = Mesh.make(tp=2, ep=2)
-    assert (mesh.tp.rank, mesh.ep.rank, mesh.tp.ranks[0]) == (rank % 2, rank // 2, rank // 2 * 2)
+    must((mesh.tp.rank, mesh.ep.rank, mesh.tp.ranks[0]) == (rank % 2, rank // 2, rank // 2 * 2))
     for fmt, family in (("gptq", "qwen3_moe"), ("mxfp4", "gpt_oss")):
         made = checkpoint(fmt, family=family)
         single = load(made, activations="fp32")
@@ -115,7 +118,20 @@ def _both_kinds(rank: int) -> None:
             experts = spread(made, mesh, activations="fp32", **form)
             for counts in ((6, 8), (0, 3)):
                 given = batches(single, counts, range(8))
-                assert close(run(experts, given[mesh.ep.rank]), alone(single, given, mesh.ep.rank), 4e-3)
+                must(close(run(experts, given[mesh.ep.rank]), alone(single, given, mesh.ep.rank), 4e-3))
+
+    _fewer_expert_ranks(rank, mesh, Mesh.make(tp=2, ep=1, ranks=(0, 1)))
+
+
+def _fewer_expert_ranks(rank: int, mesh: Mesh, half: Mesh) -> None:
+    """Each slice of an expert moves between ranks that hold the same slice."""
+    made = checkpoint("gptq", "int4-g64:fp16-zp")
+    experts = spread(made, mesh, order=BATCH_INVARIANT)
+    given = batches(experts.layer, (6, 6), range(8))[0]
+    before = run(experts, given)
+    experts.resize(half)
+    if rank < 2:
+        must(torch.equal(run(experts, given), before))
 
 
 def test_moves() -> None:
@@ -139,23 +155,23 @@ def _rebalance(rank: int, mesh: Mesh) -> None:
     run(experts, batches(single, (20, 20, 20, 20), range(TOP_K), seed=1)[rank])  # three experts do most
     old = experts.assignment
     experts.rebalance()
-    assert experts.assignment.logical != old.logical
-    assert sum(experts.logical_load()) == 0
-    assert torch.equal(run(experts, given[rank]), before)
-    assert torch.equal(before, alone(single, given, rank))
+    must(experts.assignment.logical != old.logical)
+    must(sum(experts.logical_load()) == 0)
+    must(torch.equal(run(experts, given[rank]), before))
+    must(torch.equal(before, alone(single, given, rank)))
     _check_rows(experts, single)
     saved = experts.state_dict()
     fresh = spread(made, mesh, redundant=2, order=BATCH_INVARIANT)
     fresh.load_state_dict(saved)
-    assert fresh.assignment == experts.assignment
-    assert torch.equal(run(fresh, given[rank]), before)
+    must(fresh.assignment == experts.assignment)
+    must(torch.equal(run(fresh, given[rank]), before))
 
 
-def _check_rows(experts: ExpertParallel, single: nn.Module) -> None:
+def _check_rows(experts: ExpertParallel, single: RoutedExperts) -> None:
     """Every slot holds, bit for bit, the expert the assignment says."""
     held = experts.assignment.held[experts.mesh.ep.rank]
-    for mine, whole in zip(experts.layer.expert_weights(), single.expert_weights()):  # type: ignore[operator]
-        assert torch.equal(mine, whole[list(held)])
+    for mine, whole in zip(experts.layer.expert_weights(), single.expert_weights()):
+        must(torch.equal(mine, whole[list(held)]))
 
 
 def _refit(rank: int, mesh: Mesh) -> None:
@@ -169,9 +185,9 @@ def _refit(rank: int, mesh: Mesh) -> None:
         experts.arrange(
             experts.assignment.arranged([[(e + 3) % 8 for e in slots] for slots in experts.assignment.held])
         )
-        assert experts.layer.load_weights(other.tensors.items()) == set(other.tensors)
+        must(experts.layer.load_weights(other.tensors.items()) == set(other.tensors))
         experts.layer.finish()
-        assert torch.equal(run(experts, given[rank]), alone(single, given, rank))
+        must(torch.equal(run(experts, given[rank]), alone(single, given, rank)))
 
 
 def _moved_inputs(rank: int, mesh: Mesh) -> None:
@@ -183,8 +199,8 @@ def _moved_inputs(rank: int, mesh: Mesh) -> None:
     before = run(experts, given[rank])
     turned = [[(e + 3) % 8 for e in slots] for slots in experts.assignment.held]
     experts.arrange(experts.assignment.arranged(turned))
-    assert torch.equal(run(experts, given[rank]), before)
-    assert torch.equal(before, alone(single, given, rank))
+    must(torch.equal(run(experts, given[rank]), before))
+    must(torch.equal(before, alone(single, given, rank)))
 
 
 def _elastic(rank: int, mesh: Mesh, half: Mesh) -> None:
@@ -192,18 +208,18 @@ def _elastic(rank: int, mesh: Mesh, half: Mesh) -> None:
     single, experts = load(made), spread(made, mesh)
     all_given = batches(single, (5, 3, 0, 7), range(6))
     before = run(experts, all_given[rank])
-    assert torch.equal(before, alone(single, all_given, rank))
+    must(torch.equal(before, alone(single, all_given, rank)))
     experts.resize(half)
     if rank < 2:
         given = batches(single, (8, 6), range(6), seed=2)
-        assert torch.equal(run(experts, given[rank]), alone(single, given, rank))
-        assert experts.layer.problem.experts == 3
+        must(torch.equal(run(experts, given[rank]), alone(single, given, rank)))
+        must(experts.layer.problem.experts == 3)
         _check_rows(experts, single)
     else:
-        assert all(t.shape[0] == 0 for t in experts.layer.expert_weights())
+        must(all(t.shape[0] == 0 for t in experts.layer.expert_weights()))
         with pytest.raises(LaunchError, match="outside"):
             run(experts, all_given[rank])
         if rank == 3:  # the place is taken by a process that starts empty
             experts = ExpertParallel(load(made, Placement(ep_size=6)), half)
     experts.resize(mesh)
-    assert torch.equal(run(experts, all_given[rank]), before)
+    must(torch.equal(run(experts, all_given[rank]), before))
