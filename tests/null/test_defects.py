@@ -163,6 +163,20 @@ def _no_activation_quantisation(call: Call) -> None:
         _problem(call, activations=ACTIVATIONS["bf16"])
 
 
+def _weights_on_output(call: Call) -> None:
+    if call.plan.problem.weight_on_input:
+        _problem(call, weight_on_input=False)
+
+
+def _natural(perm: Tensor) -> Tensor:
+    return torch.arange(perm.shape[1], dtype=perm.dtype).expand_as(perm)
+
+
+def _no_clamp(call: Call) -> None:
+    if call.plan.problem.activation.name == "silu":
+        _problem(call, activation=Activation("silu"))
+
+
 DEFECTS: dict[str, tuple[Callable[[Call], None], Callable[[Tensor, Call], None]]] = {
     "two rows swapped": (_nothing, _swap_rows),
     "one token to the wrong expert": (_ids(_one_token_elsewhere), _keep),
@@ -186,9 +200,9 @@ DEFECTS: dict[str, tuple[Callable[[Call], None], Callable[[Tensor, Call], None]]
     "bias of down not weighted": (_nothing, _bias_after_weighting),
     "routing weights ignored": (_weights(torch.ones_like), _keep),
     "last slot dropped": (_ids(lambda ids: torch.cat([ids[:, :-1], ids[:, -1:] * 0 - 1], 1)), _keep),
-    "weights on the input instead": (lambda c: _problem(c, weight_on_input=not c.plan.problem.weight_on_input, top_k=c.plan.problem.top_k) if c.plan.problem.top_k == 1 else None, _keep),
-    "act-order ignored": (_packed("w13", "perm", lambda t: torch.arange(t.shape[1], dtype=t.dtype).expand_as(t)), _keep),
-    "clamp forgotten": (lambda c: _problem(c, activation=Activation("silu")) if c.plan.problem.activation.name == "silu" else None, _keep),
+    "weights on the output instead": (_weights_on_output, _keep),
+    "act-order ignored": (_packed("w13", "perm", _natural), _keep),
+    "clamp forgotten": (_no_clamp, _keep),
     "garbage past the count computed": (_ignore_counts, _keep),
     "groups one row late": (_late_offsets, _keep),
     "eight-bit inputs asked, sixteen given": (_no_activation_quantisation, _keep),
