@@ -12,7 +12,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-BOUND = {"bf16": 4.5e-3, "fp16": 8e-4, "fp8": 3e-2}
+# fp8 rows of h are rounded to three bits of mantissa: the tensor cores' own 14-bit sums move some of them a step.
+FP8_BOUND = 6e-2
 SPECS = [
     *((s, a) for a in ("bf16", "fp16") for s in (
         "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
@@ -35,7 +36,8 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", exp
     empty = (routed.ids < 0).all(1)
     assert not got[empty].any()
     error = worst_row(got[~empty], want[~empty])
-    assert error < BOUND[activations], error
+    own = worst_row(want[~empty].to(x.dtype), want[~empty])  # what rounding the result alone costs
+    assert error < (FP8_BOUND if activations == "fp8" else 4 * own), (error, own)
 
 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)

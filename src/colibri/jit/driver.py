@@ -7,6 +7,7 @@ once, the driver's own call is a few. A layer makes up to a dozen launches.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -95,8 +96,10 @@ class Launch:
     """
 
     def __init__(
-        self, function: int, threads: int, shared: int, values: list[tuple[str, bytes]], dependent: bool
-    ) -> None:
+        self, function: int, threads: int, shared: int, values: list[tuple[str, bytes]], dependent: bool,
+        maps: Mapping[str, Mapping[str, object]],
+    ) -> None:  # fmt: skip
+        self.maps = maps  # what each tensor-map argument looks like
         room = sum(-(-len(value) // 64) * 64 for _, value in values) + 64
         self._memory = ctypes.create_string_buffer(room)
         at = -(-ctypes.addressof(self._memory) // 64) * 64

@@ -59,22 +59,30 @@ def function(source: Source, device: int) -> tuple[int, Binary]:
 
 
 def prepare(source: Source, device: int, values: Mapping[str, Value], *, dependent: bool) -> Launch:
-    """A launch with every argument set; pointers given as integers, 0 for one that is set later."""
+    """A launch with every argument set; 0 stands for a pointer or a tensor that is set later."""
     handle, compiled = function(source, device)
     laid_out: list[tuple[str, bytes]] = []
+    maps: dict[str, Mapping[str, object]] = {}
     descs = iter(compiled.descs)
     for name, kind in source.arguments:
         value = values[name]
         if isinstance(kind, Desc):
-            assert isinstance(value, Matrix), name
-            laid_out.append((name, _tensor_map(value, next(descs))))
-            laid_out += [(f"{name}.shape", struct.pack("i", side)) for side in value.shape]
-            laid_out += [(f"{name}.stride", struct.pack("q", step)) for step in value.strides]
+            maps[name] = facts = next(descs)
+            known = isinstance(value, Matrix)
+            sides, steps = (value.shape, value.strides) if known else (kind.box, kind.box)
+            laid_out.append((name, _tensor_map(value, facts) if known else bytes(MAP_BYTES)))
+            laid_out += [(f"{name}.shape", struct.pack("i", side)) for side in sides]
+            laid_out += [(f"{name}.stride", struct.pack("q", step)) for step in steps]
         elif kind.startswith("*"):
             laid_out.append((name, struct.pack("Q", value)))
         else:
             laid_out.append((name, struct.pack("f" if kind == "fp32" else "i", value)))
-    return Launch(handle, compiled.threads, compiled.shared, [*laid_out, *_SCRATCH], dependent)
+    return Launch(handle, compiled.threads, compiled.shared, [*laid_out, *_SCRATCH], dependent, maps)
+
+
+def set_map(launch: Launch, name: str, matrix: Matrix) -> None:
+    """Point a tensor-map argument at another tensor."""
+    ctypes.memmove(launch.address[name], _tensor_map(matrix, launch.maps[name]), MAP_BYTES)
 
 
 def _tensor_map(matrix: Matrix, facts: Mapping[str, object]) -> bytes:

@@ -175,12 +175,9 @@ def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl
 
 
 @gluon.jit
-def load_stage(wb, sb, stage, SLICES: gl.constexpr, form: gl.constexpr):
-    """(codes, scales) of slice 0 half 0, of half 1, of slice 1 ..."""
-    held = ()
-    for j in gl.static_range(SLICES):
-        held += (load_half(wb, sb, stage, j, 0, SLICES, form), load_half(wb, sb, stage, j, 1, SLICES, form))
-    return held
+def load_slice(wb, sb, stage, slice: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
+    """(codes, scales) of both halves of a slice."""
+    return load_half(wb, sb, stage, slice, 0, SLICES, form), load_half(wb, sb, stage, slice, 1, SLICES, form)
 
 
 @gluon.jit
@@ -189,8 +186,8 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
     """The product of one tile: accumulators of both halves, [64, T] and [64, U] each.
 
     While one half's wgmma runs, the other half is dequantised: registers an outstanding wgmma reads
-    are never written, because each dequantisation waits for the wgmma before the last. A stage goes
-    back to the feeder once the first wgmma of the next stage has followed it.
+    are never written, because each dequantisation waits for the wgmma before the last. Packed words of
+    the next slice are read from shared memory while this one is multiplied. A stage goes back to the feeder once the first wgmma of the next stage has followed it.
     """
     DEPTH: gl.constexpr = 32 if dequant.narrow(form) else 16
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, DEPTH])
@@ -204,10 +201,13 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        held = load_stage(wb, sb, stage, SLICES, form)
+        ahead = load_slice(wb, sb, stage, 0, SLICES, form)
         for j in gl.static_range(SLICES):
+            held = ahead
+            if j + 1 < SLICES:
+                ahead = load_slice(wb, sb, stage, j + 1, SLICES, form)
             x = xb.index(stage * SLICES + j).permute((1, 0))
-            a = dequantise(held[2 * j][0], held[2 * j][1], WIDE, form)
+            a = dequantise(held[0][0], held[0][1], WIDE, form)
             top = warpgroup_mma(a, x, top, is_async=True)
             if U > 0:
                 x2 = x2b.index(stage * SLICES + j).permute((1, 0))
@@ -218,7 +218,7 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
                 top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
             if j == 0:
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
-            b = dequantise(held[2 * j + 1][0], held[2 * j + 1][1], WIDE, form)
+            b = dequantise(held[1][0], held[1][1], WIDE, form)
             bottom = warpgroup_mma(b, x, bottom, is_async=True)
             if U > 0:
                 b2 = gl.convert_layout(b, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)

@@ -21,17 +21,26 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
                  T2: tl.constexpr, T3: tl.constexpr):  # fmt: skip
     """The lists: T0 > T1 > T2 > T3, 0 = no such class. Class c's list starts at CAPACITY + (c - 1) * E.
 
+    T3 > T0 is another thing: what little remains of an expert joins its last full tile, so that its weights
+    are not read once more for a few rows.
+
     A record is (expert, first row, rows + 512 * tiles of the expert in this list, the first of them).
     """
     e = tl.arange(0, E)
     full = total // T0
     rest = total - full * T0
     kind = tl.zeros([E], tl.int32)
+    if T3 > T0:
+        joined = (rest > 0) & (rest <= T3 - T0) & (full > 0)
+        full = tl.where(joined, full - 1, full)
+        rest = tl.where(joined, rest + T0, rest)
     if T1 > 0:
         kind = tl.where(rest <= T1, 1, kind)
     if T2 > 0:
         kind = tl.where(rest <= T2, 2, kind)
-    if T3 > 0:
+    if T3 > T0:
+        kind = tl.where(rest > T0, 3, kind)
+    elif T3 > 0:
         kind = tl.where(rest <= T3, 3, kind)
     kind = tl.where(rest == 0, -1, kind)
     n = full + (kind == 0).to(tl.int32)

@@ -1,7 +1,8 @@
 """The policy of the Hopper backend: from sizes to tiles. Pure; numbers that were measured are data.
 
 A rule of the data says, up to how many rows an expert gets on average, which token tiles are used: full
-tiles of the first size, and for what remains of an expert the smallest that holds it.
+tiles of the first size, and for what remains of an expert the smallest that holds it. A last size above
+the first takes a full tile and a small remainder together.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ _MOST_STAGES = 8
 _SHAPES = {
     8: ((8, 0), (4, 2), 4),
     16: ((16, 0), (4, 1), 4),
+    24: ((16, 8), (4, 1), 3),
     32: ((32, 0), (4, 2), 2),
     48: ((32, 16), (2, 1), 2),
     64: ((64, 0), (2, 1), 2),
     96: ((64, 32), (2, 1), 2),
     128: ((128, 0), (2, 2), 2),
+    160: ((128, 32), (1, 1), 2),
 }
+MOST_DECODE_SLOTS = 64  # up to here a tile is a slot
 _REGISTERS = {4: 64, 3: 80, 2: 128}  # a thread's share of 65536 with blocks of 256 threads
 
 
@@ -82,12 +86,28 @@ def tile(form: Form, tokens: int, gated: bool) -> Tile:
     """The pipeline of a tile size: as many stages as fit beside the other blocks of the SM."""
     (t, u), (wide, narrow), blocks = _SHAPES[tokens]
     slices = narrow if form.activations == E4M3 else wide
+    if form.bits == 8 or (form.scale_words > 1 and tokens > 8):  # more words in flight: more registers a thread
+        blocks = min(blocks, 3)
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(t, 32) * (64 if gated else 128) * 2
     while slices > 1 and room // stage_bytes(form, tokens, slices) < 2:
         slices //= 2
     stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices))
     assert stages >= 2, (form, tokens)
     return Tile(t, u, stages, slices, blocks, _REGISTERS[blocks])
+
+
+@lru_cache(maxsize=None)
+def decode_tile(form: Form) -> Tile:
+    """The pipeline of a slot: shorter stages than a tile of eight, so that a split K fills it."""
+    slices = 1 if form.activations == E4M3 or form.bits == 8 else 2
+    blocks = 3 if form.bits == 8 else 4
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS
+    return Tile(8, 0, min(_MOST_STAGES, room // stage_bytes(form, 8, slices)), slices, blocks, _REGISTERS[blocks])
+
+
+def split(slots: int, units: int) -> int:
+    """Parts of K: enough that every SM has work, no more than two."""
+    return 2 if slots * units < 8 * 132 else 1
 
 
 def bucket(tokens: int) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from colibri.backends.base import Plan
 from colibri.backends.hopper.layout import HopperLayout
+from colibri.backends.hopper.workspace import pieces
 from colibri.kernels.forms import E4M3, ROWS, Form
 from colibri.layout import MatrixShape
-from colibri.problem import Problem
+from colibri.problem import FAST, Problem
 from colibri.tune import hopper as tune
 from colibri.tune.hopper import Rule, Tile
 
@@ -29,6 +29,7 @@ class Product:
     slices: int
     scale_blocks: int
     tiles: tuple[Tile, ...]
+    split: int = 1  # of K, when decoding
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class HopperPlan(Plan):
     rule: Rule | None = None
     w13: Product | None = None
     w2: Product | None = None
+    decode: bool = False  # a tile is a slot
 
     @property
     def slots(self) -> int:
@@ -51,26 +53,30 @@ def make_plan(problem: Problem, tokens: int) -> HopperPlan:
     first, second = layout.form(problem.w13), layout.form(problem.w2)
     slots = tokens * problem.top_k
     rule = tune.rule(first.activations, slots, problem.experts)
+    decode = slots <= tune.MOST_DECODE_SLOTS and problem.order == FAST and not problem.w13.act_order
+    sizes = () if decode else rule.sizes
     plan = HopperPlan(
         problem,
         tokens,
         _estimate(problem, layout, slots),
         0,
-        (f"token tiles {'+'.join(map(str, rule.sizes))}", f"{first.name}, {second.name}"),
+        ("a tile for each slot" if decode else f"token tiles {'+'.join(map(str, sizes))}", first.name, second.name),
         rule,
-        _product(layout, problem.w13, first, rule, problem.activation.gated),
-        _product(layout, problem.w2, second, rule, False),
+        _product(layout, problem.w13, first, sizes, slots),
+        _product(layout, problem.w2, second, sizes, slots),
+        decode,
     )
-    sizes = scratch(plan)
-    total = sum(-(-dtype.itemsize * math.prod(shape) // 256) * 256 for shape, dtype in sizes.values())
-    return HopperPlan(**{**vars(plan), "workspace_bytes": total})
+    return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
 
 
-def _product(layout: HopperLayout, shape: MatrixShape, form: Form, rule: Rule, gated: bool) -> Product:
+def _product(layout: HopperLayout, shape: MatrixShape, form: Form, sizes: tuple[int, ...], slots: int) -> Product:
+    """Tiles for each size; none: a tile for each slot."""
     n, k = layout.padded(shape)
-    slices = k // form.slice_columns
+    units, slices = n // ROWS, k // form.slice_columns
     blocks = k // form.block_columns if form.block_columns else 1
-    return Product(form, n // ROWS, slices, blocks, tuple(tune.tile(form, size, gated) for size in rule.sizes))
+    if not sizes:
+        return Product(form, units, slices, blocks, (tune.decode_tile(form),), tune.split(slots, units))
+    return Product(form, units, slices, blocks, tuple(tune.tile(form, size, layout.gated(shape)) for size in sizes))
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -92,6 +98,9 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         "counts": ((16,), torch.int32),
         "counted": ((chunks(plan, slots), experts), torch.int32),
     }
+    if plan.decode:
+        for name, product in (("parts13", plan.w13), ("parts2", plan.w2)):
+            held[name] = (slots * product.split, product.units * ROWS), torch.float32
     if narrow2:
         held["h8"] = (slots, problem.intermediate), torch.float8_e4m3fn
         held["h_scales"] = (slots,), torch.float32

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, scratch
-from colibri.backends.hopper.steps import CALL, SCRATCH, Ref, Step, steps
+from colibri.backends.hopper.steps import CALL, COUNTERS, SCRATCH, Ref, Step, steps
 from colibri.jit.driver import Launch
-from colibri.jit.load import Matrix, prepare
+from colibri.jit.load import Matrix, prepare, set_map
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
 
@@ -30,11 +30,17 @@ class Program:
         self.device = device.index or 0
         sizes = scratch(plan)
         self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
-        self.tensors: dict[str, Mapping[str, Tensor]] = {SCRATCH: workspace.views(self.memory, sizes), **weights}
+        self.tensors: dict[str, Mapping[str, Tensor]] = {
+            SCRATCH: workspace.views(self.memory, sizes),
+            COUNTERS: {"all": workspace.counters(device, stream)},
+            **weights,
+        }
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.pointers: dict[str, list[ctypes.c_uint64]] = {"x": [], "ids": [], "weights": [], "out": []}
         self.resizers: list[Callable[[int], None]] = []
         self.tokens = -1
+        self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
+        self.mapped_at = (0, 0)
         self.launches = [self._bind(i, step) for i, step in enumerate(steps(plan))]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, stream: int) -> None:
@@ -48,6 +54,10 @@ class Program:
             pointer = tensor.data_ptr()
             for slot in self.pointers[name]:
                 slot.value = pointer
+        if self.mapped and self.mapped_at != (x.data_ptr(), tokens):
+            self.mapped_at = (x.data_ptr(), tokens)
+            for launch, name in self.mapped:
+                set_map(launch, name, Matrix(x, tuple(x.shape)))
         for launch in self.launches:
             launch(stream)
 
@@ -61,7 +71,9 @@ class Program:
                 values[name] = 0 if callable(value) else value
         launch = prepare(step.source, self.device, values, dependent=self.overlap and number > 0)
         for name, value in step.values.items():
-            if isinstance(value, Ref) and value.owner == CALL:
+            if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
+                self.mapped.append((launch, name))
+            elif isinstance(value, Ref) and value.owner == CALL:
                 self.pointers[value.name].append(launch.pointer_slot(name))
             elif callable(value):
                 self.resizers.append(_follow(launch.integer_slot(name), value))

@@ -8,7 +8,7 @@ from colibri.jit.compile import Desc, Source
 from colibri.kernels.forms import BF16, E4M3, F16, Form
 from colibri.tune.hopper import Tile, stage_bytes
 
-GEMM, ROWS_MODULE = "colibri.kernels.gemm", "colibri.kernels.rows"
+GEMM, DECODE, ROWS_MODULE = "colibri.kernels.gemm", "colibri.kernels.decode", "colibri.kernels.rows"
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
 GATED, UNGATED, ROWS = "gated", "ungated", "rows"
 ALONE, FIRST, LATER = 0, 1, 2
@@ -49,3 +49,31 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: dict[str, Any],
     return Source(
         ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, (("num_warps", warps),)
     )
+
+
+def slotwise(
+    form: Form, tile: Tile, split: int, out: str, kind: str, activation: str, *, bias: bool, weighted: bool,
+    depend: bool, prefetch: bool,
+) -> Source:  # fmt: skip
+    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks."""
+    scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
+    integers = ("total_slots", "units", "slices", "scale_blocks", "columns", "slots_per_row", "slots_per_token")
+    pointers = {
+        "out": out, "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32", "token_scales": "fp32",
+        "ids": "i32", "weights": "fp32",
+    }  # fmt: skip
+    arguments: list[tuple[str, str | Desc]] = [
+        ("x_desc", Desc(ELEMENT[form.activations], (8, form.slice_columns), 128)),
+        ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
+        ("s_desc", Desc("i32", (min(scale_words, _BOX) or _BOX,), 0)),
+        *((name, f"*{element}") for name, element in pointers.items()),
+        *((name, "i32") for name in integers),
+        *((name, "fp32") for name in ("limit", "alpha", "beta")),
+    ]
+    constants = {
+        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "KIND": kind, "ACTIVATION": activation,
+        "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
+    }  # fmt: skip
+    options = (("num_warps", 4), ("maxnreg", tile.registers))
+    return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), (*pointers, "columns"), options)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from colibri.backends.hopper import sources as src
+from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import (
     SMALL,
     HopperPlan,
@@ -23,7 +24,7 @@ from colibri.backends.hopper.plan import (
 from colibri.jit.compile import Source
 from colibri.kernels.forms import E4M3
 
-SCRATCH, CALL = "scratch", "call"
+SCRATCH, CALL, COUNTERS = "scratch", "call", "counters"
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ def steps(plan: HopperPlan) -> tuple[Step, ...]:
     """Everything one call launches, in order."""
     assert plan.w13 is not None and plan.w2 is not None and plan.problem.w2 is not None
     problem = plan.problem
+    if plan.decode:
+        return _decode(plan)
     kind = src.GATED if problem.activation.gated else src.UNGATED
     found = _dispatch(plan)
     found += _products(plan, "w13", plan.w13, ("x", "x_scales", "h"), kind, problem.intermediate)
     rows, scales = "h", "x_scales"
     if plan.w2.form.activations == E4M3:
         rows, scales = "h8", "h_scales"
-        found.append(_quantise(plan))
+        found.append(_quantise(plan, _scratch("h"), ("h8", "h_scales"), problem.intermediate, problem.top_k))
     found += _products(plan, "w2", plan.w2, (rows, scales, "y"), src.ROWS, problem.w2.n)
     found.append(_combine(plan))
     return tuple(found)
@@ -188,18 +191,70 @@ def _rows(
     return Step(source, {name: value for name, (_, value) in picked.items()}, grid)
 
 
-def _quantise(plan: HopperPlan) -> Step:
-    """The rows between the products as fp8, one scale each."""
-    width, top_k = plan.problem.intermediate, plan.problem.top_k
+def _quantise(plan: HopperPlan, rows: Ref, into: tuple[str, str], width: int, per_token: int) -> Step:
+    """Rows as fp8, one scale each."""
     kinds = {"x": f"*{plan.problem.input.name}", "out": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
-    values: dict[str, Value] = {
-        "x": _scratch("h"),
-        "out": _scratch("h8"),
-        "scales": _scratch("h_scales"),
-        "width": width,
-    }
+    values: dict[str, Value] = {"x": rows, "out": _scratch(into[0]), "scales": _scratch(into[1]), "width": width}
     source = src.rows_kernel("quantise_rows", kinds, {"W": _power_of_two(width)}, 4)
-    return Step(source, values, lambda m: (m * top_k, 1))
+    return Step(source, values, lambda m: (m * per_token, 1))
+
+
+def _decode(plan: HopperPlan) -> tuple[Step, ...]:
+    """Few slots: both products take the ids as they are; the second sums over a token's experts."""
+    assert plan.w13 is not None and plan.w2 is not None
+    problem = plan.problem
+    found: list[Step] = []
+    x, scales = Ref(CALL, "x", mapped=problem.hidden), "x_scales"
+    if plan.w13.form.activations == E4M3:
+        found.append(_quantise(plan, Ref(CALL, "x"), ("x", "x_scales"), problem.hidden, 1))
+        x = Ref(SCRATCH, "x", mapped=problem.hidden)
+    found.append(_slotwise(plan, "w13", x, scales, _scratch("h"), alone=not found))
+    h, scales = Ref(SCRATCH, "h", mapped=problem.intermediate), "h_scales"
+    if plan.w2.form.activations == E4M3:
+        found.append(_quantise(plan, _scratch("h"), ("h8", "h_scales"), problem.intermediate, problem.top_k))
+        h = Ref(SCRATCH, "h8", mapped=problem.intermediate)
+    else:
+        scales = "x_scales"
+    found.append(_slotwise(plan, "w2", h, scales, Ref(CALL, "out"), alone=False))
+    return tuple(found)
+
+
+def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, alone: bool) -> Step:
+    """One product, a slot a tile. `alone`: the first launch of a layer waits for nothing by itself."""
+    product = plan.w13 if name == "w13" else plan.w2
+    assert product is not None and plan.rule is not None
+    problem, activation, shape = plan.problem, plan.problem.activation, plan.problem.matrices[name]
+    first, top_k, (tile,) = name == "w13", problem.top_k, product.tiles
+    kind = src.ROWS if not first else src.GATED if activation.gated else src.UNGATED
+    depend = plan.rule.overlap and not alone
+    source = src.slotwise(
+        product.form, tile, product.split, problem.input.name, kind, _title(plan) if first else "none",
+        bias=shape.bias, weighted=problem.weight_on_input == first, depend=depend, prefetch=depend and not first,
+    )  # fmt: skip
+    values: dict[str, Value] = {
+        "x_desc": x,
+        "w_desc": Ref(name, "codes", mapped=32),
+        "s_desc": Ref(name, "scales" if product.form.scale_words else "codes", mapped=0),
+        "out": out,
+        "parts": _scratch("parts13" if first else "parts2"),
+        "counters": Ref(COUNTERS, "all", 0 if first else 2 * workspace.COUNTERS),
+        "factors": Ref(name, "factors"),
+        "bias": Ref(name, "bias" if shape.bias else "factors"),
+        "token_scales": _scratch(scales),
+        "ids": Ref(CALL, "ids"),
+        "weights": Ref(CALL, "weights"),
+        "total_slots": lambda m: m * top_k,
+        "units": product.units,
+        "slices": product.slices,
+        "scale_blocks": product.scale_blocks,
+        "columns": problem.intermediate if first else shape.n,
+        "slots_per_row": top_k if first else 1,
+        "slots_per_token": top_k,
+        "limit": math.inf if activation.limit is None else activation.limit,
+        "alpha": activation.alpha,
+        "beta": activation.beta,
+    }
+    return Step(source, values, lambda m: (m * top_k * product.units * product.split, 1), tile.blocks)
 
 
 def _combine(plan: HopperPlan) -> Step:

@@ -8,7 +8,17 @@ from torch import Tensor
 from colibri.errors import LaunchError
 
 _ALIGN = 256
+COUNTERS = 1 << 16
 _buffers: dict[tuple[int, int], Tensor] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counters(device: torch.device, stream: int) -> Tensor:
+    """Integers that are zero between launches; nothing else is ever kept there."""
+    key = (device.index or 0, stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _counters[key]
 
 
 def pieces(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:

@@ -1,0 +1,207 @@
+"""The same product for a handful of tokens: a tile is one slot, ids are the tile list, nothing is sorted (Gluon).
+
+With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32; the last to
+arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes: the first
+product with the activation, the second with the weighted sum over a token's experts. So a layer is two launches.
+
+Counters go back to zero by the hand that saw them full.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from colibri.kernels import dequant
+from colibri.kernels.dequant import form_of
+from colibri.kernels.epilogue import gate, squash
+from colibri.kernels.gemm import (
+    copy_weights,
+    let_successor_start,
+    multiply,
+    scale_copies,
+    stage_scale_words,
+    wait_for_predecessor,
+)
+
+T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
+
+
+@gluon.jit
+def part_at(ids, index, units, blocks, SPLIT: gl.constexpr):
+    """Work number to (slot, expert, unit, first stage, stages): none where the slot is not ours."""
+    tile = index // SPLIT
+    slot = tile // units
+    e = gl.load(ids + slot)
+    each = (blocks + SPLIT - 1) // SPLIT
+    first = gl.minimum((index % SPLIT) * each, blocks)
+    count = gl.minimum(each, blocks - first)
+    return slot, e, tile % units, first, gl.where(e >= 0, count, 0)
+
+
+@gluon.jit
+def feed_slots(x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
+               slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
+               DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    """The feeding warp. PREFETCH: ids are older than the predecessor, so weights may start before it ends."""
+    BYTES: gl.constexpr = SLICES * T * 128 + w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    blocks = (slices + SLICES - 1) // SLICES
+    total = total_slots * units * SPLIT
+    if DEPEND and not PREFETCH:
+        wait_for_predecessor()
+    ahead = 0
+    if PREFETCH:
+        if gl.program_id(0) < total:
+            slot, e, unit, first, count = part_at(ids, gl.program_id(0), units, blocks, SPLIT)
+            ahead = gl.minimum(count, STAGES)
+            for i in range(ahead):
+                mbarrier.expect(full.index(i), BYTES)
+                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, first + i, slices, scale_blocks,
+                             SLICES, form)  # fmt: skip
+        wait_for_predecessor()
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        slot, e, unit, first, count = part_at(ids, index, units, blocks, SPLIT)
+        for block in range(first, first + count):
+            stage = step % STAGES
+            bar = full.index(stage)
+            if step >= ahead:
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
+                copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
+                             form)  # fmt: skip
+            for j in gl.static_range(SLICES):
+                k = (block * SLICES + j) * dequant.slice_columns(form)
+                tma.async_copy_global_to_shared(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
+            step += 1
+
+
+@gluon.jit
+def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
+    """Features n of a slot, its parts added in order. Not from L1: other blocks wrote them."""
+    total = gl.load(parts + (slot * SPLIT) * N + n, cache_modifier=".cg")
+    for i in gl.static_range(1, SPLIT):
+        total += gl.load(parts + (slot * SPLIT + i) * N + n, cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr,
+                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """All parts of a slot's unit are there: activation, and the row's columns."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    N = units * 128
+    c = gl.arange(0, WIDTH, LAYOUT)
+    n = unit * 128 + c
+    row = e * N
+    a = sum_parts(parts, slot, n, N, SPLIT) * gl.load(factors + row + n) * scale
+    if BIAS:
+        a += gl.load(bias + row + n)
+    if KIND == "gated":
+        u = sum_parts(parts, slot, n + 64, N, SPLIT) * gl.load(factors + row + n + 64) * scale
+        if BIAS:
+            u += gl.load(bias + row + n + 64)
+        value = gate(a, u, limit, alpha, beta, ACTIVATION)
+    else:
+        value = squash(a, ACTIVATION)
+    column = unit * WIDTH + c
+    gl.store(out + slot * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
+
+
+@gluon.jit
+def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, unit, units, columns, slots_per_token,
+                 SPLIT: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+    """All slots of a token's unit are there: their weighted sum, in slot order."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    N = units * 128
+    n = unit * 128 + gl.arange(0, 128, LAYOUT)
+    total = gl.zeros([128], gl.float32, LAYOUT)
+    for choice in range(slots_per_token):
+        slot = token * slots_per_token + choice
+        e = gl.load(ids + slot)
+        if e >= 0:
+            row = sum_parts(parts, slot, n, N, SPLIT) * gl.load(factors + e * N + n)
+            if NARROW:
+                row *= gl.load(token_scales + slot)
+            if BIAS:
+                row += gl.load(bias + e * N + n)
+            if WEIGHTED:
+                row *= gl.load(weights + slot)
+            total += row
+    gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
+
+
+@gluon.jit
+def work_slots(out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty, full, units,
+               slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES: gl.constexpr,
+               SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
+               ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
+    """The multiplying warpgroup."""
+    NARROW: gl.constexpr = dequant.narrow(form)
+    if DEPEND:
+        wait_for_predecessor()
+    let_successor_start()
+    blocks = (slices + SLICES - 1) // SLICES
+    N = units * 128
+    step = 0
+    for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
+        slot, e, unit, first, count = part_at(ids, index, units, blocks, SPLIT)
+        top, bottom, _, _, step = multiply(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, form)
+        MMA: gl.constexpr = top.type.layout
+        r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
+        only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
+        part = parts + (slot * SPLIT + index % SPLIT) * N + unit * 128
+        gl.store(part + r + gl.zeros_like(top).to(gl.int32), top, mask=only & (r >= 0))
+        gl.store(part + 64 + r + gl.zeros_like(top).to(gl.int32), bottom, mask=only & (r >= 0))
+        gl.thread_barrier()
+        if KIND == "rows":
+            token = slot // slots_per_token
+            counter = counters + token * units + unit
+            if gl.atomic_add(counter, 1, sem="acq_rel") == slots_per_token * SPLIT - 1:
+                gl.store(counter, 0)
+                finish_token(out, parts, factors, bias, token_scales, ids, weights, token, unit, units, columns,
+                             slots_per_token, SPLIT, BIAS, NARROW, WEIGHTED)  # fmt: skip
+        else:
+            counter = counters + slot * units + unit
+            if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
+                gl.store(counter, 0)
+                if e >= 0:
+                    scale = 1.0
+                    if NARROW:
+                        scale = gl.load(token_scales + slot // slots_per_row)
+                    if WEIGHTED:
+                        scale = scale * gl.load(weights + slot)
+                    finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta,
+                                SPLIT, KIND, ACTIVATION, BIAS)  # fmt: skip
+
+
+@gluon.jit
+def slotwise(
+    x_desc, w_desc, s_desc, out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, units, slices,
+    scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
+    GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+    DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
+):  # fmt: skip
+    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x."""
+    form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
+    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
+    wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    if dequant.scale_words(form) > 0:
+        sb = gl.allocate_shared_memory(gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout)
+    else:
+        sb = wb
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    gl.warp_specialize([
+        (work_slots, (out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty, full,
+                      units, slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES, SLICES, form,
+                      SPLIT, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND)),
+        (feed_slots, (x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
+                      slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
+    ], [1], [24])  # fmt: skip
