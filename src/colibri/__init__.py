@@ -36,11 +36,7 @@ _HOMES = {
     "explain": "colibri.oracle",
     "parse_spec": "colibri.grammar",
 }
-__all__ = [  # noqa: PLE0604, RUF022
-    *_HOMES,
-    "errors",
-    "from_pretrained",
-]
+__all__ = [*_HOMES, "errors", "from_pretrained"]
 
 
 def from_pretrained(path: Any, **options: Any) -> Any:

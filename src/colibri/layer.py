@@ -40,16 +40,21 @@ class PackedModule(nn.Module):
         super().__init__()
         self._choice: oracle.Choice | None = None
         self._names: dict[str, tuple[str, ...]] = {}
+        self._posed: dict[str, Problem] = {}  # by form; one object each, by which backends know their plans
         self._plans: dict[tuple[str, int], Plan] = {}
 
     def adopt(self, choice: oracle.Choice, weights: Mapping[str, Packed]) -> None:
         """Take the packed weights of a problem; replaces what was there."""
         self._choice = choice
-        self._plans.clear()
+        self._forget_plans()
         for matrix in list(self._names):
             self._drop(matrix)
         for matrix, tensors in weights.items():
             self._register(matrix, tensors)
+
+    def _forget_plans(self) -> None:
+        self._posed.clear()
+        self._plans.clear()
 
     @property
     def choice(self) -> oracle.Choice:
@@ -89,7 +94,7 @@ class PackedModule(nn.Module):
         if before is None or here is None or here == before.device:
             return self
         self._choice = oracle.select(before.problem, here, before.requested)
-        self._plans.clear()
+        self._forget_plans()
         old = before.backend.layout(before.problem)
         if self.layout != old:
             self._repack(old)
@@ -124,7 +129,7 @@ class PackedModule(nn.Module):
         form, tokens = _FORMS[type(dispatch)], x.shape[0]
         plan = self._plans.get((form, tokens))
         if plan is None:
-            problem = replace(self.problem, dispatch=form)
+            problem = self._posed.setdefault(form, replace(self.problem, dispatch=form))
             plan = self._plans[form, tokens] = self.choice.backend.plan(problem, tokens, self.choice.device)
         return self.choice.backend.run(plan, x, dispatch, self.packed, out)
 
@@ -146,6 +151,15 @@ class RoutedExperts(PackedModule):
         self.handle = -1
         for name in ("expert_map", "router_bias", "router_correction", "router_table"):
             self.register_buffer(name, None, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
+        """Moves; but `.to(bfloat16)` does not round what selects experts."""
+        held = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, now in list(self.named_buffers(recurse=False)):
+            if name in held and now.dtype != held[name].dtype:
+                self.register_buffer(name, held[name].to(now.device), persistent=False)
+        return self
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, layer: int, **options: Any) -> RoutedExperts:

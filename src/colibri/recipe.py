@@ -48,7 +48,7 @@ class Options:
     progress: Callable[[int], None] | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     """Everything about a layer's load that is known from metadata."""
 

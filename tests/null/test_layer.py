@@ -213,6 +213,16 @@ def test_expert_weights_are_views_that_move_an_expert(tmp_path: Path) -> None:
     assert torch.equal(layer(x, topk_ids=swapped, topk_weights=weights), want)
 
 
+def test_another_float_type_rounds_nothing(tmp_path: Path) -> None:
+    layer = RoutedExperts.from_checkpoint(save(_make("gptq"), tmp_path / "m"), layer=0)
+    x, ids, weights = _inputs()
+    want, bias = layer(x, topk_ids=ids, topk_weights=weights), torch.rand(SIZE.experts) + 1
+    layer.take_router("correction", bias)
+    layer.to(torch.bfloat16).half()
+    assert layer.router_correction is not None and torch.equal(layer.router_correction, bias)
+    assert torch.equal(layer(x, topk_ids=ids, topk_weights=weights), want)
+
+
 def test_quantized_linear_loads_any_module_by_name(tmp_path: Path) -> None:
     made = _make("gptq", "int4-g64:fp16-zp-gptq_v2")
     name = "model.layers.1.mlp.experts.3.down_proj"
