@@ -320,7 +320,7 @@ def test_bench_writes_its_figures(tmp_path: Path) -> None:
         assert row["us"] > 0 and row["spread"][0] <= row["us"] <= row["spread"][1]
         assert row["roofline"] == pytest.approx(row["floor_us"] / row["us"])
         assert set(row["peers"]) == ({"torch-grouped", "torch-loop"} if row["part"] == "layer" else set())
-    assert found["rows"][0]["backend"] == "reference"
+    assert found["rows"][0]["backend"] == oracle.select(problem_of(), oracle.Device("cpu")).backend.name
     assert 0 <= found["rows"][0]["error"] < 1e-2
 
 
