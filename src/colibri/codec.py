@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from colibri.blocks import combine, finest, pieces, row_chunks, rows_of, spread
-from colibri.errors import BadValue, SpecError
-from colibri.quant import ALL, DIV, QuantSpec, Scale
+from colibri.blocks import combine, finest, row_chunks, rows_of, spread
+from colibri.dtypes import DType
+from colibri.errors import SpecError
+from colibri.quant import DIV, QuantSpec, Scale
 from colibri.recast import recast as recast
 from colibri.recast import rescale
 from colibri.scales import CEIL as CEIL
 from colibri.scales import FLOOR as FLOOR
-from colibri.scales import Levels, Rows, fit
+from colibri.scales import Rows, fit
 from colibri.weight import LogicalWeight
 
 # The rounding of a 16-bit scale, relative: what is let pass without refitting or calling it saturation.
@@ -97,7 +98,7 @@ def requantize(weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR) 
     kept = rescale(weight, spec, _SCALE_ROUNDING)
     if kept is not None:
         return kept[0], Loss(count=count) if kept[1] else _loss(rows, kept[0])
-    meter = _Meter()
+    meter = _Meter(spec.dtype)
     result = _quantize(rows, weight.codes, spec, mx_rule, meter)
     return replace(result, bias=weight.bias, inputs=weight.inputs), meter.loss()
 
@@ -107,31 +108,30 @@ def _quantize(rows: Rows, like: Tensor, spec: QuantSpec, rule: str, meter: _Mete
     if rule not in (FLOOR, CEIL):
         raise SpecError("no such rule for power-of-two scales", expected=f"{FLOOR} or {CEIL}", got=rule)
     (n, k), device = like.shape, like.device
-    levels = fit(rows, (n, k), device, spec, rule) if spec.quantized else Levels()
+    levels = fit(rows, (n, k), device, spec, rule)
     codes = torch.empty(n, k, dtype=spec.dtype.storage, device=device)
     result = LogicalWeight(spec, codes, levels.scales, levels.zero, levels.minimum)
     for low, high in row_chunks(n, k, device):
         values = rows(low, high)
-        codes[low:high] = _encode_rows(values, result, low, high)
+        position = _position(values, result, low, high)
+        codes[low:high] = spec.dtype.encode(position)
         if meter is not None:
-            meter.add(values, _dequantize_rows(result, low, high), *_limit(result, low, high))
+            meter.add(values, _dequantize_rows(result, low, high), position)
     return result
 
 
-def _encode_rows(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Tensor:
+def _position(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Tensor:
+    """Where rows [low, high) of `values` lie among the values of the codes: the formula turned round."""
     spec, k = weight.spec, weight.k
-    if not spec.quantized:
-        if not values.isfinite().all():
-            raise BadValue("cannot quantise NaN or infinity", hint="`colibri verify --values` finds where they are")
-        return spec.dtype.encode(values)
     if spec.minimum:
         values = combine(torch.add, values, *_product(spec.minimum, weight.minimum, low, high, k))
-    step, side = _product(spec.scales, weight.scales, low, high, k)
-    values = combine(torch.div, values, step.masked_fill(step == 0, math.inf), side)
+    if spec.scales:
+        step, side = _product(spec.scales, weight.scales, low, high, k)
+        values = combine(torch.div, values, step.masked_fill(step == 0, math.inf), side)
     if spec.zero is not None and weight.zero is not None:
         zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
-        combine(torch.add, values, zero, spec.zero.block[1], out=values)
-    return spec.dtype.encode(values)
+        values = combine(torch.add, values, zero, spec.zero.block[1])
+    return values
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Loss:
     """What a requantisation cost, against the dequantised source.
 
     A value is saturated where it lies outside the range of its block by more than half a step, so that
-    it moved further than rounding alone would move it; the sliver by which the rounding of a
-    16-bit scale can shrink a range is let pass.
+    clamping moved it further than rounding would; the sliver by which the rounding of a 16-bit
+    scale can shrink a range is let pass.
     """
 
     max_error: float = 0.0  # largest |difference| over largest |value|
@@ -168,26 +168,19 @@ def loss(source: Tensor, result: LogicalWeight) -> Loss:
 
 
 def _loss(source: Rows, result: LogicalWeight) -> Loss:
-    meter, rows = _Meter(), rows_reader(result)
+    meter = _Meter(result.spec.dtype)
     for low, high in row_chunks(result.n, result.k, result.codes.device):
-        meter.add(source(low, high), rows(low, high), *_limit(result, low, high))
+        want = source(low, high)
+        want = want if result.perm is None else want.index_select(1, result.perm)  # in the order of the codes
+        meter.add(want, _dequantize_rows(result, low, high), _position(want, result, low, high))
     return meter.loss()
-
-
-def _limit(weight: LogicalWeight, low: int, high: int) -> tuple[Tensor, int]:
-    """How far rounding can move a value of each block in rows [low, high), and the columns of the blocks."""
-    dtype = weight.spec.dtype
-    if not weight.spec.quantized:
-        last_step = 2.0**dtype.max_exponent * torch.finfo(dtype.storage).eps
-        return torch.full((1, 1), last_step / 2, device=weight.codes.device), ALL
-    step, side = _product(weight.spec.scales, weight.scales, low, high, weight.k)
-    return step.abs() * (dtype.widest_gap / 2 + max(dtype.max, -dtype.min) * _SCALE_ROUNDING), side
 
 
 @dataclass
 class _Meter:
     """Sums that make up a `Loss`, chunk by chunk."""
 
+    dtype: DType
     worst: float = 0.0
     peak: float = 0.0
     squares: float = 0.0
@@ -196,20 +189,18 @@ class _Meter:
     flushed: int = 0
     count: int = 0
 
-    def add(self, want: Tensor, got: Tensor, limit: Tensor, side: int) -> None:
-        """Chunk `want` became `got`; rounding explains differences up to `limit`."""
+    def add(self, want: Tensor, got: Tensor, position: Tensor) -> None:
+        """Chunk `want`, which lies at `position` among the values of the codes, became `got`."""
         difference = (want - got).abs_()
         self.worst = max(self.worst, difference.amax().item())
         self.peak = max(self.peak, want.abs().amax().item())
         self.squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
         self.energy += torch.linalg.vector_norm(want, dtype=torch.float64).item() ** 2
         self.count += want.numel()
-        for moved, far in pieces(difference, limit, side):
-            suspects = (moved.amax(-1, keepdim=True) > far).squeeze(-1)
-            if suspects.any():
-                beyond = moved[suspects] > far.expand(*moved.shape[:-1], 1)[suspects]
-                self.saturated += int(torch.count_nonzero(beyond))
-        remaining = int(torch.count_nonzero(got))
+        low, high = self.dtype.rounding_range
+        sliver = max(high, -low) * _SCALE_ROUNDING if self.dtype.table else 0.0
+        self.saturated += int(torch.count_nonzero(position.clamp(low - sliver, high + sliver).sub_(position)))
+        remaining = int(torch.count_nonzero(got))  # zeros in both leave no trace in |got| + difference
         self.flushed += int(torch.count_nonzero(difference.add_(got.abs()))) - remaining
 
     def loss(self) -> Loss:

@@ -92,10 +92,15 @@ class DType:
         return math.frexp(self.max)[1] - 1
 
     @cached_property
-    def widest_gap(self) -> float:
-        """The largest distance between neighbouring values; rounding moves nothing further than half of it."""
+    def rounding_range(self) -> tuple[float, float]:
+        """The values that round to a code: up to half a step beyond the outermost. The rest saturates."""
+        if not self.table:
+            half = 2.0**self.max_exponent * torch.finfo(self.storage).eps / 2 if self.kind == FLOAT else 0.5
+            end = min(self.max + half, torch.finfo(torch.float32).max)
+            return self.min + self.max - end, end
         values = sorted({self.table[c] for c in self.valid_codes})
-        return max((high - low for low, high in itertools.pairwise(values)), default=0.0)
+        first, last = values[:2], values[-2:]
+        return values[0] - (first[-1] - first[0]) / 2, values[-1] + (last[-1] - last[0]) / 2
 
     @cached_property
     def nan_code(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,20 +31,20 @@ class Levels:
 
 def fit(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, rule: str) -> Levels:
     """Levels under which the values of every block are just reached; fp64, on one number a block."""
-    block = finest(level.block for level in spec.levels)
-    low, high = _extremes(rows, size, device, spec, block)
-    grid = _Grid(block, size)
+    grid = _Grid(finest(level.block for level in spec.levels), size, device)
+    if spec.zero is None and not spec.minimum:
+        op = partial(torch.mean, dtype=torch.float64) if spec.dtype == TERNARY else torch.amax
+        peaks = grid.measure(lambda low, high: rows(low, high).abs(), op)
+        return Levels(grid.fit(peaks, spec.scales, reach_of(spec.dtype), rule, empty=1.0))
+    low, high = (grid.measure(rows, op).double() for op in (torch.amin, torch.amax))
     minimum = grid.fit(-low.clamp(max=0), spec.minimum, 1.0, rule, empty=0.0)
     if spec.minimum:
         low, high = torch.zeros_like(low), high + grid.product(spec.minimum, minimum)
     if spec.zero is None:
-        peaks, reach = torch.maximum(high, -low), reach_of(spec.dtype)
-    else:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        peaks, reach = high - low, spec.dtype.max - spec.dtype.min
-    scales = grid.fit(peaks, spec.scales, reach, rule, empty=1.0)
-    if spec.zero is None:
+        scales = grid.fit(torch.maximum(high, -low), spec.scales, reach_of(spec.dtype), rule, empty=1.0)
         return Levels(scales, None, minimum)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scales = grid.fit(high - low, spec.scales, spec.dtype.max - spec.dtype.min, rule, empty=1.0)
     step = grid.product(spec.scales, scales)
     zero = spec.dtype.min - low / step.masked_fill(step == 0, math.inf)
     if spec.zero.dtype == ZERO16:
@@ -62,36 +63,23 @@ def reach_of(dtype: DType) -> float:
     return min((side for side in (dtype.max, -dtype.min) if side > 0), default=1.0)
 
 
-def _extremes(
-    rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, block: Block
-) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each block, as far apart from zero as each other where `spec` is symmetric.
-
-    Ternary digits go by the mean magnitude instead of the largest.
-    """
-    n, k = size
-    symmetric = spec.zero is None and not spec.minimum
-    largest = torch.mean if spec.dtype == TERNARY else torch.amax
-    low = torch.empty(n, blocks_along(k, block[1]), dtype=torch.float32, device=device)
-    high = torch.empty_like(low)
-    for start, stop in row_chunks(n, k, device):
-        values = rows(start, stop)
-        if not symmetric:
-            low[start:stop] = gather(torch.amin, values, 1, block[1])
-        high[start:stop] = gather(largest, values.abs() if symmetric else values, 1, block[1])
-    low = -high if symmetric else low
-    if not (low.isfinite().all() and high.isfinite().all()):
-        raise BadValue("cannot quantise NaN or infinity", hint="`colibri verify --values` finds where they are")
-    high = gather(largest, high.double(), 0, block[0])
-    return -high if symmetric else gather(torch.amin, low.double(), 0, block[0]), high
-
-
 @dataclass(frozen=True)
 class _Grid:
     """The blocks of a matrix of `size` that tile the blocks of all levels."""
 
     block: Block
     size: tuple[int, int]
+    device: torch.device
+
+    def measure(self, rows: Rows, op: Callable[..., Tensor]) -> Tensor:
+        """`op` (amax, mean ...) of the values of each block; raises `BadValue` for NaN and infinity."""
+        n, k = self.size
+        found = torch.empty(n, blocks_along(k, self.block[1]), dtype=torch.float32, device=self.device)
+        for low, high in row_chunks(n, k, self.device):
+            found[low:high] = gather(op, rows(low, high), 1, self.block[1])
+        if not found.isfinite().all():
+            raise BadValue("cannot quantise NaN or infinity", hint="`colibri verify --values` finds where they are")
+        return gather(op, found, 0, self.block[0])
 
     def gather(self, tensor: Tensor, outer: Block) -> Tensor:
         """The largest number in each outer block."""
@@ -100,15 +88,12 @@ class _Grid:
             tensor = tensor if outer[axis] == self.block[axis] else gather(torch.amax, tensor, axis, side)
         return tensor
 
-    def spread(self, tensor: Tensor, outer: Block) -> Tensor:
-        """What broadcasts against one number a block."""
-        return spread(tensor, outer, (outer[0] and self.block[0], outer[1] and self.block[1]), *self.size)
-
     def product(self, levels: Sequence[Scale], tensors: Sequence[Tensor]) -> Tensor:
-        """What all levels make together on each block."""
-        total = torch.ones(1, 1, dtype=torch.float64, device=tensors[0].device if tensors else None)
+        """What all levels make together, to broadcast against one number a block."""
+        total = torch.ones(1, 1, dtype=torch.float64, device=self.device)
         for level, tensor in zip(levels, tensors):
-            factor = self.spread(level.dtype.decode(tensor).double(), level.block)
+            rows, columns = (outer and side for outer, side in zip(level.block, self.block))
+            factor = spread(level.dtype.decode(tensor).double(), level.block, (rows, columns), *self.size)
             total = total / factor if level.op == DIV else total * factor
         return total
 
@@ -123,13 +108,10 @@ class _Grid:
         fitted: dict[int, Tensor] = {}
         order = sorted(range(len(levels)), key=lambda i: (math.prod(levels[i].shape(*self.size)), -i))
         for place, i in enumerate(order):
-            level = levels[i]
+            outer = self.product([levels[j] for j in order[:place]], [fitted[j] for j in order[:place]])
+            left = peaks.double() / outer.masked_fill_(outer == 0, math.inf)
             inside = math.prod(levels[j].dtype.max for j in order[place + 1 :] if levels[j].dtype.table)
-            codes = _encode(self.gather(peaks, level.block), reach * inside, level, rule, empty)
-            value = level.dtype.decode(codes).double()
-            factor = 1 / value if level.op == DIV else value
-            peaks = peaks / self.spread(factor.masked_fill(value == 0, 1.0), level.block)
-            fitted[i] = codes
+            fitted[i] = _encode(self.gather(left, levels[i].block), reach * inside, levels[i], rule, empty)
         return tuple(fitted[i] for i in range(len(levels)))
 
 
@@ -137,12 +119,12 @@ def _encode(peaks: Tensor, reach: float, level: Scale, rule: str, empty: float) 
     """Codes of the scale under which `reach` comes to be `peaks`."""
     dtype = level.dtype
     if dtype == E8M0:
-        exponent = _exponent(peaks, reach, rule).masked_fill(peaks == 0, 0 if empty else -127)
-        return ((-exponent if level.op == DIV else exponent) + 127).clamp(0, 254).to(torch.uint8)
-    want = (peaks / reach).masked_fill(peaks == 0, empty)
+        exponent = _exponent(peaks, reach, rule).masked_fill_(peaks == 0, 0 if empty else -127)
+        return ((-exponent if level.op == DIV else exponent) + 127).clamp_(0, 254).to(torch.uint8)
+    want = (peaks / reach).masked_fill_(peaks == 0, empty)
     want = 1 / want if level.op == DIV else want
-    if dtype.kind != INTEGER:  # a scale that is not zero must not become it
-        want = torch.where(want > 0, want.clamp(min=dtype.min_positive), want)
+    if empty and dtype.kind != INTEGER:  # a scale that is not zero must not become it
+        want.clamp_(min=dtype.min_positive)
     return dtype.encode(want)
 
 

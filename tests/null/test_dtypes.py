@@ -392,5 +392,13 @@ def test_codebooks() -> None:
             int_type(bits)
 
 
-def test_widest_gap() -> None:
-    assert [t.widest_gap for t in (E2M1, E4M3, E3M2, uint_type(8), int_type(1), TERNARY)] == [2, 32, 4, 1, 1, 1]
+def test_rounding_range() -> None:
+    """Where half a step beyond the outermost value ends."""
+    ranges = {E2M1: 7, E4M3: 464, E3M2: 30, int_type(4): 7.5, uint_type(8): 255.5, F16: 65520, ZERO16: 32767.5}
+    assert {t: t.rounding_range[1] for t in ranges} == ranges
+    assert (uint_type(8).rounding_range[0], int_type(4).rounding_range[0], TERNARY.rounding_range) == (
+        -0.5,
+        -8.5,
+        (-1.5, 1.5),
+    )
+    assert NF4.rounding_range == pytest.approx((-1.1519, 1.13852), rel=1e-4)
