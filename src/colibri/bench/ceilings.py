@@ -22,7 +22,7 @@ REPEATS = 5
 _READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 _LARGEST = {"cpu": 2048, "cuda": 8192}
 _LONG_ENOUGH = 0.02  # seconds of one product: larger ones would not be faster
-_IN_A_ROW = {"cpu": 1, "cuda": 8}  # products between two looks at the clock
+_IN_A_ROW = {"cpu": 1, "cuda": 8}  # calls between two looks at the clock
 
 WINDOW = f"the fastest of {REPEATS} after a warm-up: a burst, power limits may not show"
 
@@ -70,7 +70,7 @@ def measure_ceilings(device: Device, activations: ActivationSpec) -> Ceilings:
 def _read_rate(device: Device) -> float:
     """The faster of two reductions over a buffer that no cache holds."""
     buffer = torch.ones(_READ_BYTES[device.kind] // 4, device=device.torch)
-    best = min(_seconds(device, call, 1) for call in (buffer.sum, buffer.amax))
+    best = min(_seconds(device, call, _IN_A_ROW[device.kind]) for call in (buffer.sum, buffer.amax))
     return buffer.numel() * buffer.element_size() / best / 1e9
 
 
