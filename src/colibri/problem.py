@@ -129,4 +129,3 @@ def parse_device(name: str) -> Device:
         raise SpecError(f"{name} is not on this machine", hint="use sm_90 to ask what such a device would do")
     major, minor = torch.cuda.get_device_capability(index)
     return Device("cuda", 10 * major + minor, index)
-

@@ -7,6 +7,7 @@ that are there, tensors that lie inside them, and one place for every name.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from colibri.errors import (
     MalformedFile,
     MissingTensor,
     UnexpectedTensor,
+    UnsupportedProblem,
 )
 from colibri.stored import Config
 
@@ -59,6 +61,8 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """A folder, one .safetensors file, or one .gguf file (with its split siblings)."""
         path = Path(path)
+        if sys.byteorder != "little":  # numbers in files are, and are never swapped here
+            raise UnsupportedProblem("checkpoints are read on little-endian machines only", got=sys.byteorder)
         try:
             return cls._open(path)
         except OSError as error:  # folders that cannot be listed, names no file system takes

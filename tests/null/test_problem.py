@@ -1,0 +1,104 @@
+"""What is asked for, before anything is computed: problems, devices, rules, and layers that are not there yet."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colibri.activation import Activation
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint import naming as names
+from colibri.checkpoint.files import Checkpoint
+from colibri.checkpoint.load import plan_layer
+from colibri.checkpoint.placement import Placement
+from colibri.errors import MissingTensor, SpecError, UnsupportedProblem
+from colibri.formats import registry
+from colibri.grammar import parse_activation, parse_spec
+from colibri.layer import RoutedExperts
+from colibri.layout import MatrixShape
+from colibri.problem import Device, Problem, parse_device
+from colibri.quant import DENSE_BF16, MXFP4
+from colibri.rules import activation_specs, weight_targets
+from colibri.stored import Config
+from colibri.testing.checkpoints import Geometry, generate
+
+
+def _problem(rows: int, inter: int, activation: str, **others: Any) -> Problem:
+    w13, w2 = MatrixShape(rows, 64, DENSE_BF16), MatrixShape(64, inter, DENSE_BF16)
+    return Problem(w13, w2, 2, 2, activation=Activation(activation), **{"top_k": 2, **others})
+
+
+def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
+    assert _problem(96, 48, "silu").intermediate == _problem(48, 48, "relu2_no_mul").intermediate == 48
+    for rows, activation in ((48, "silu"), (96, "relu2_no_mul")):
+        with pytest.raises(SpecError, match="w13 and w2 disagree about the intermediate size"):
+            _problem(rows, 48, activation)
+    with pytest.raises(SpecError, match="top-1"):
+        _problem(96, 48, "silu", weight_on_input=True)
+
+
+@pytest.mark.parametrize(("family", "rows"), [("nemotron_h", 64), ("qwen3_moe", 128)])
+def test_w13_has_the_rows_of_its_family(family: str, rows: int) -> None:
+    row = names.find({"model_type": family})
+    example = next(iter(registry()["dense"].examples()))
+    made = generate(example, row, row.forms[0], Geometry(experts=2, hidden=96, intermediate=128))
+    manifest = manifests.build(made.config, made.headers, row)
+    plan = plan_layer(manifest.layers[0], Placement(tp_size=2))
+    assert (plan.w13.n, plan.w13.k, plan.w2.n, plan.w2.k) == (rows, 96, 96, 64)
+
+
+def test_sizes_come_from_the_config_or_the_tensors_or_are_missed() -> None:
+    row = names.find({"model_type": "qwen3_moe"})
+    example = next(iter(registry()["gptq"].examples()))
+    made = generate(example, row, row.forms[0], Geometry(experts=3, hidden=128, intermediate=256))
+    bare = Config({"model_type": "qwen3_moe"}, made.config.quant, made.config.method)
+    layer = manifests.build(bare, made.headers).layers[0]
+    assert (layer.experts, layer.hidden, layer.intermediate) == (3, 128, 256)
+    scales = {name: header for name, header in made.headers.items() if name.endswith(".scales")}
+    problems = [p.render() for p in manifests.build(bare, scales).problems]
+    assert any("neither the config nor the tensors tell the size of the experts" in text for text in problems)
+
+
+def test_devices_are_plain_values() -> None:
+    assert parse_device("cpu") == Device("cpu") and str(parse_device("cpu")) == "cpu"
+    assert parse_device("sm_90a") == parse_device("sm90") == Device("cuda", 90)
+    assert str(parse_device("sm_80")) == "sm_80"
+    for wrong in ("gpu", "sm_x", "cuda:99", ""):
+        with pytest.raises(SpecError):
+            parse_device(wrong)
+
+
+def test_rules_for_weights() -> None:
+    mxfp4, int8 = parse_spec("mxfp4"), parse_spec("int8")
+    assert weight_targets(None, 0) == {}
+    assert weight_targets("mxfp4", 0) == weight_targets(MXFP4, 0) == {"w13": mxfp4, "w2": mxfp4}
+    assert weight_targets({"w2": "int8"}, 0) == {"w2": int8}
+    rules = [("0", "int8"), ("1-3", {"w13": "mxfp4"}), ("*", None)]
+    assert [len(weight_targets(rules, layer)) for layer in (0, 1, 3, 4)] == [2, 1, 1, 0]
+    for wrong in ({"w3": "int8"}, "int9", [("a", "int8")], [("0",)], [7], 7):
+        with pytest.raises(SpecError):
+            weight_targets(wrong, 0)  # type: ignore[arg-type]
+
+
+def test_rules_for_activations() -> None:
+    fp8 = parse_activation("fp8")
+    assert activation_specs(None, 0) == {}
+    assert activation_specs({"w13": fp8, "w2": "checkpoint"}, 0) == {"w13": fp8, "w2": None}
+    assert activation_specs([("2", "fp8")], 0) == {}
+    with pytest.raises(SpecError):
+        activation_specs(8, 0)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_is_not_loaded_computes_nothing() -> None:
+    with pytest.raises(MissingTensor, match="not loaded yet"):
+        RoutedExperts()(torch.zeros(1, 4), topk_ids=torch.zeros(1, 1), topk_weights=torch.zeros(1, 1))
+
+
+def test_other_byte_orders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with pytest.raises(UnsupportedProblem, match="little-endian"):
+        Checkpoint.open(tmp_path)
