@@ -123,7 +123,7 @@ def slices(
 
 
 def infer(axes: str, stored: tuple[int, ...], ratio: tuple[int, int] = (1, 1)) -> dict[str, int]:
-    """N and K as far as this tensor tells them exactly (unit sizes of one, dense packing)."""
+    """N and K as far as this tensor tells them: from axes that count them one by one, words taken as full."""
     known: dict[str, int] = {}
     for axis, size in zip(parse(axes), stored):
         if axis.symbol in ("n", "k") and axis.per == 1 and axis.times == 1:

@@ -1,8 +1,8 @@
 """Bits in words: the packings checkpoints use, each with its inverse.
 
-All take and give codes of one byte. `bit_stream` is the dense little-endian stream most formats
+All take and give codes of one byte. `pack_bits` makes the dense little-endian stream most formats
 use: element i occupies bits [i*b, (i+1)*b) of an endless string, so 3-, 5-, 6- and 7-bit codes
-straddle words and 32 codes always fill b words of 32 bits.
+straddle words and 32 codes always fill b words of 32 bits. Codes must not have bits above b.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word holds column AWQ_ORDE
 def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
     """Codes along the last axis to a dense bit stream in words of `word`; the tail is zeros."""
     size = word.itemsize
-    if bits == 8:
-        return _view_last(_pad_last(codes, size), word)
-    if bits == 4:
-        padded = _pad_last(codes, 2 * size)
-        return _view_last(padded[..., 0::2] | (padded[..., 1::2] << 4), word)
-    if 8 % bits == 0:
-        per = 8 // bits
-        padded = _pad_last(codes, per * size)
-        packed = padded[..., 0::per].clone()
-        for j in range(1, per):
-            packed |= padded[..., j::per] << (bits * j)
-        return _view_last(packed, word)
-    return _pack_straddling(codes, bits, word)
+    if 8 % bits:
+        return _pack_straddling(codes, bits, word)
+    per = 8 // bits
+    padded = _pad_last(codes, per * size)
+    packed = padded[..., 0::per]
+    for j in range(1, per):
+        packed = packed | (padded[..., j::per] << (bits * j))
+    return _view_last(packed, word)
 
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
@@ -36,11 +31,11 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     data = as_bytes(words)
     if bits == 8:
         return data[..., :count].contiguous()
+    if 8 % bits:
+        return _unpack_straddling(data, bits, count)
     mask = (1 << bits) - 1
-    if 8 % bits == 0:
-        codes = torch.stack([(data >> (bits * j)) & mask for j in range(8 // bits)], dim=-1)
-        return codes.flatten(-2)[..., :count].contiguous()
-    return _unpack_straddling(data, bits, count)
+    codes = torch.stack([(data >> (bits * j)) & mask for j in range(8 // bits)], dim=-1)
+    return codes.flatten(-2)[..., :count].contiguous()
 
 
 def _pack_straddling(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
@@ -91,9 +86,9 @@ def unpack_padded(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Eight 4-bit columns to an int32 in AWQ's interleaved order."""
+    """Eight 4-bit columns to an int32 in AWQ's interleaved order; the tail is zeros."""
     order = torch.tensor(AWQ_ORDER, device=codes.device)
-    grouped = codes.unflatten(-1, (-1, 8)).index_select(-1, order)
+    grouped = _pad_last(codes, 8).unflatten(-1, (-1, 8)).index_select(-1, order)
     return pack_bits(grouped.flatten(-2), 4, torch.int32)
 
 
@@ -110,11 +105,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _view_last(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes as another dtype; through one flat axis, whose stride is always one."""
-    if tensor.dtype == dtype:
-        return tensor.contiguous()
+    """The same bytes as another dtype; through one flat axis, since an empty last one has no bytes to view."""
+    tensor = tensor.contiguous()
     last = tensor.shape[-1] * tensor.dtype.itemsize // dtype.itemsize
-    return tensor.reshape(-1).view(dtype).view(*tensor.shape[:-1], last)
+    return tensor.view(-1).view(dtype).view(*tensor.shape[:-1], last)
 
 
 def _pad_last(tensor: Tensor, multiple: int) -> Tensor:
