@@ -1,0 +1,269 @@
+"""Cutting, reordering, stacking and re-blocking a weight change no number: bit for bit, for every kind of spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import SPECS, random_weight, scalar_dequantize
+
+from colibri.blocks import expand, finest, gather, spread
+from colibri.codec import dequantize, quantize
+from colibri.dtypes import E4M3, F32
+from colibri.errors import BadValue, SpecError, WrongDtype, WrongShape
+from colibri.grammar import parse_spec
+from colibri.quant import ALL, CHANNEL, DIV, MXFP4, NVFP4, TENSOR, QuantSpec, Scale, Zero, group
+from colibri.weight import LogicalWeight, same_bits, stack
+
+EXAMPLES = settings(max_examples=120, deadline=None)
+NAMES = st.sampled_from([*SPECS])
+SIZES = st.integers(1, 40)
+SEEDS = st.integers(0, 10**6)
+
+
+def weight_of(name: str, n: int, k: int, seed: int, *, perm: bool = False) -> LogicalWeight:
+    return random_weight(SPECS[name], n, k, seed, perm=perm)
+
+
+def halves(size: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ab: (min(ab), max(ab)))
+
+
+# --- exactness ---------------------------------------------------------------------------------------------
+
+
+@EXAMPLES
+@given(st.data(), NAMES, SIZES, SIZES, SEEDS)
+def test_a_cut_anywhere(data: st.DataObject, name: str, n: int, k: int, seed: int) -> None:
+    """Blocks are cut to what the edges need, then the sub-matrix has the numbers of the whole."""
+    weight = weight_of(name, n, k, seed)
+    rows, columns = data.draw(halves(n)), data.draw(halves(k))
+    fine = weight.reblock(weight.spec.map_blocks(0, rows[0]).map_blocks(1, columns[0]))
+    part = fine.cut(rows, columns)
+    assert (part.n, part.k) == (rows[1] - rows[0], columns[1] - columns[0])
+    assert same_bits(dequantize(part), dequantize(weight)[rows[0] : rows[1], columns[0] : columns[1]])
+    assert part.bias is not None
+    assert weight.bias is not None
+    assert same_bits(part.bias, weight.bias[rows[0] : rows[1]])
+
+
+@EXAMPLES
+@given(NAMES, SIZES, SIZES, st.integers(0, 9), st.integers(0, 9), SEEDS)
+def test_finer_blocks(name: str, n: int, k: int, rows: int, columns: int, seed: int) -> None:
+    weight = weight_of(name, n, k, seed, perm=bool(seed % 2))
+    fine = weight.reblock(weight.spec.map_blocks(0, rows).map_blocks(1, columns))
+    assert same_bits(dequantize(fine), dequantize(weight))
+    assert fine.perm is weight.perm
+
+
+@EXAMPLES
+@given(st.data(), NAMES, SIZES, SIZES, SEEDS)
+def test_rows_in_any_order(data: st.DataObject, name: str, n: int, k: int, seed: int) -> None:
+    weight = weight_of(name, n, k, seed, perm=bool(seed % 2))
+    index = torch.tensor(data.draw(st.lists(st.integers(0, n - 1), max_size=50)), dtype=torch.int64)
+    taken = weight.rows(index)
+    assert same_bits(dequantize(taken), dequantize(weight)[index])
+    assert taken.bias is not None
+    assert weight.bias is not None
+    assert same_bits(taken.bias, weight.bias[index])
+
+
+@EXAMPLES
+@given(NAMES, SIZES, SIZES, st.integers(1, 3), SEEDS)
+def test_stacks(name: str, n: int, k: int, count: int, seed: int) -> None:
+    """Each matrix keeps its own scales, global ones included, even where blocks do not end at its edge."""
+    weights = [weight_of(name, n, k, seed + i) for i in range(count)]
+    stacked = stack(weights)
+    assert same_bits(dequantize(stacked), torch.cat([dequantize(w) for w in weights]))
+    assert stacked.spec == weights[0].spec.stacked(n)
+    for i, weight in enumerate(weights):
+        part = stacked.cut((i * n, (i + 1) * n), (0, k))
+        assert same_bits(dequantize(part), dequantize(weight))
+
+
+@EXAMPLES
+@given(NAMES, SIZES, SEEDS)
+def test_chunks_of_columns_join_again(name: str, k: int, seed: int) -> None:
+    """Every shard of a cut at multiples of four is a slice of the whole."""
+    weight = weight_of(name, 3, 4 * k, seed)
+    fine = weight.reblock(weight.spec.map_blocks(1, k))
+    shards = [fine.cut((0, 3), (i * k, (i + 1) * k)) for i in range(4)]
+    assert same_bits(torch.cat([dequantize(s) for s in shards], 1), dequantize(weight))
+
+
+def test_unequal_global_scales_stack_exactly() -> None:
+    gate, up = (quantize(torch.randn(48, 64) * size, NVFP4) for size in (1.0, 37.0))
+    both = stack([gate, up])
+    assert both.spec.scales[1] == Scale(F32, (48, ALL))
+    assert both.scales[1].view(-1).tolist() == [gate.scales[1].item(), up.scales[1].item()]
+    assert same_bits(dequantize(both), torch.cat([dequantize(gate), dequantize(up)]))
+    assert both.spec.scales[0] == gate.spec.scales[0]
+
+
+def test_operations_agree_with_scalar_arithmetic() -> None:
+    """A sample of the above through the judge that knows nothing of blocks but division."""
+    for name in SPECS:
+        weight = weight_of(name, 6, 20, 1)
+        part = weight.reblock(weight.spec.map_blocks(0, 2).map_blocks(1, 4)).cut((2, 5), (4, 19))
+        assert same_bits(scalar_dequantize(part), scalar_dequantize(weight)[2:5, 4:19])
+        assert same_bits(scalar_dequantize(stack([weight, weight])), scalar_dequantize(weight).repeat(2, 1))
+
+
+# --- what travels along -----------------------------------------------------------------------------------
+
+
+def with_inputs(weight: LogicalWeight, **inputs: torch.Tensor) -> LogicalWeight:
+    return replace(weight, inputs=inputs)
+
+
+def test_input_tensors_are_cut_where_they_have_columns() -> None:
+    weight = with_inputs(
+        weight_of("fp8-tensor", 4, 8, 2), input_scale=torch.tensor(0.5), pre_quant_scale=torch.arange(8.0)
+    )
+    part = weight.cut((0, 4), (2, 6))
+    assert part.inputs["input_scale"].item() == 0.5
+    assert part.inputs["pre_quant_scale"].tolist() == [2, 3, 4, 5]
+    assert weight.rows(torch.tensor([1])).inputs["pre_quant_scale"].tolist() == [*range(8)]
+
+
+def test_stacks_keep_the_inputs_all_agree_on() -> None:
+    one = with_inputs(weight_of("nvfp4", 4, 16, 3), input_scale=torch.tensor(0.5), pre_quant_scale=torch.ones(16))
+    other = with_inputs(weight_of("nvfp4", 4, 16, 4), input_scale=torch.tensor(0.25), pre_quant_scale=torch.ones(16))
+    assert sorted(stack([one, other]).inputs) == ["pre_quant_scale"]
+    assert sorted(stack([one, one]).inputs) == ["input_scale", "pre_quant_scale"]
+
+
+def test_act_order_travels() -> None:
+    gate = weight_of("int4-g32-zp", 4, 64, 5, perm=True)
+    up = replace(weight_of("int4-g32-zp", 4, 64, 6), perm=gate.perm)
+    assert same_bits(dequantize(stack([gate, up])), torch.cat([dequantize(gate), dequantize(up)]))
+    with pytest.raises(BadValue, match="act-orders"):
+        stack([gate, replace(up, perm=None)])
+    with pytest.raises(BadValue, match="act-orders"):
+        stack([gate, weight_of("int4-g32-zp", 4, 64, 6, perm=True)])
+    assert gate.cut((1, 3), (0, 64)).perm is gate.perm
+    with pytest.raises(AssertionError, match="fold the act-order"):
+        gate.cut((0, 4), (0, 32))
+
+
+def test_equality_is_by_bits() -> None:
+    for name in SPECS:
+        weight = weight_of(name, 4, 16, 7, perm=True)
+        assert weight.equals(weight_of(name, 4, 16, 7, perm=True))
+        assert not weight.equals(weight_of(name, 4, 16, 8, perm=True))
+        assert not weight.equals(replace(weight, bias=None))
+        assert not weight.equals(replace(weight, perm=None))
+        assert not weight.equals(with_inputs(weight, input_scale=torch.tensor(1.0)))
+    zero, minus = (LogicalWeight(SPECS["fp32"], torch.full((1, 1), v)) for v in (0.0, -0.0))
+    assert not zero.equals(minus)
+    nan = LogicalWeight(SPECS["fp32"], torch.full((1, 1), torch.nan))
+    assert nan.equals(replace(nan, codes=nan.codes.clone()))
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+
+def test_levels_must_be_those_of_the_spec() -> None:
+    codes, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1, dtype=torch.uint8)
+    LogicalWeight(MXFP4, codes, (scale,))
+    with pytest.raises(WrongShape, match="one tensor for each level"):
+        LogicalWeight(MXFP4, codes)
+    with pytest.raises(WrongShape, match="one tensor for each level"):
+        LogicalWeight(MXFP4, codes, (), None, (scale,))  # as many as there are levels, but not the same
+    with pytest.raises(WrongShape, match="one tensor for each level"):
+        LogicalWeight(MXFP4, codes, (scale,), torch.zeros(4, 1, dtype=torch.int16))
+    with pytest.raises(WrongShape, match=r"expected \[4, 1\]; got \[4, 2\]"):
+        LogicalWeight(MXFP4, codes, (scale.repeat(1, 2),))
+    with pytest.raises(WrongDtype, match="uint8"):
+        LogicalWeight(MXFP4, codes, (scale.float(),))
+    with pytest.raises(WrongDtype, match="uint8"):
+        LogicalWeight(MXFP4, codes.int(), (scale,))
+    with pytest.raises(WrongShape, match="bias"):
+        LogicalWeight(MXFP4, codes, (scale,), bias=torch.zeros(5))
+    with pytest.raises(WrongShape, match="perm"):
+        LogicalWeight(MXFP4, codes, (scale,), perm=torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(WrongDtype, match="perm"):
+        LogicalWeight(MXFP4, codes, (scale,), perm=torch.zeros(32, dtype=torch.int64))
+
+
+def test_cuts_that_cannot_be() -> None:
+    weight = weight_of("fp8-block", 256, 256, 9)
+    with pytest.raises(BadValue, match="a multiple of 128; got 64"):
+        weight.cut((64, 256), (0, 256))
+    with pytest.raises(BadValue, match="a multiple of 128; got 32"):
+        weight.cut((0, 256), (32, 256))
+    for rows, columns in (((0, 257), (0, 256)), ((0, 1), (-1, 5)), ((5, 3), (0, 1))):
+        with pytest.raises(BadValue, match="outside the matrix"):
+            weight.cut(rows, columns)
+
+
+def test_blocks_only_get_finer_and_nothing_else_changes() -> None:
+    weight = weight_of("fp8-b3x5", 12, 20, 10)
+    for name in ("fp8-b6x5", "fp8-b2x5", "fp8-tensor"):
+        with pytest.raises(WrongShape, match="blocks can only be refined"):
+            weight.reblock(parse_spec(name))
+    for name in ("e4m3fnuz-b3x5", "fp8-b3x5:bf16", "fp8-/b3x5", "fp8-b3x5-tensor", "fp8-b3x5-zp"):
+        with pytest.raises(WrongShape, match="only blocks"):
+            weight.reblock(parse_spec(name))
+
+
+def test_stacks_that_cannot_be() -> None:
+    weight = weight_of("int4-g32-zp", 4, 64, 11)
+    for other in (
+        weight_of("int4-g32-zp", 6, 64, 11),
+        weight_of("int4-g32-zp", 4, 32, 11),
+        weight_of("int4-g128", 4, 64, 11),
+    ):
+        with pytest.raises(WrongShape, match="stacked projections must agree"):
+            stack([weight, other])
+    with pytest.raises(BadValue, match="present for one"):
+        stack([weight, replace(weight, bias=None)])
+
+
+def test_specs_that_cannot_be() -> None:
+    with pytest.raises(SpecError, match="mul or div"):
+        Scale(F32, TENSOR, "add")
+    for make in (Scale, Zero):
+        with pytest.raises(SpecError, match="positive"):
+            make(F32, (1, -2))
+    with pytest.raises(SpecError, match="take no scales"):
+        QuantSpec(F32, (Scale(F32, TENSOR),))
+    with pytest.raises(SpecError, match="multiply"):
+        QuantSpec(E4M3, (Scale(F32, TENSOR),), None, (Scale(F32, TENSOR, DIV),))
+
+
+# --- blocks ------------------------------------------------------------------------------------------------
+
+
+def test_blocks_by_hand() -> None:
+    numbers = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert spread(numbers, (2, 3), (1, 3), 3, 5).tolist() == [[1, 2], [1, 2], [3, 4]]
+    assert expand(numbers, (2, 3), 3, 5).tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 2, 2], [3, 3, 3, 4, 4]]
+    assert expand(numbers[:1, :1], TENSOR, 3, 5).shape == (1, 1)
+    assert spread(numbers[:1, :1], TENSOR, (2, ALL), 5, 7).tolist() == [[1], [1], [1]]
+    assert finest([(1, 16), TENSOR]) == (1, 16)
+    assert finest([(128, 128), (64, ALL), (96, 32)]) == (32, 32)
+    assert finest([]) == finest([TENSOR]) == TENSOR
+    row = torch.arange(10.0).view(1, 10)
+    assert gather(torch.amax, row, 1, 4).tolist() == [[3, 7, 9]]
+    assert gather(torch.amin, row, 1, 4).tolist() == [[0, 4, 8]]
+    assert gather(torch.amax, row, 1, ALL).tolist() == gather(torch.amax, row, 1, 99).tolist() == [[9]]
+    assert gather(torch.amax, row.t(), 0, 5).tolist() == [[4], [9]]
+
+
+def test_bits_per_weight() -> None:
+    bits = {"bf16": 16, "mxfp4": 4.25, "nvfp4": 4.5 + 32 / 65536, "int4-g128": 4.125, "int4-g32-zp": 4.625,
+            "int8": 8 + 16 / 256, "fp8-block": 8 + 32 / 16384, "nf4": 4.5}  # fmt: skip
+    assert {name: parse_spec(name).bits_per_weight(256, 256) for name in bits} == bits
+
+
+def test_spec_properties() -> None:
+    assert (NVFP4.group, parse_spec("fp8-channel").group, parse_spec("bf16").group) == (16, ALL, ALL)
+    assert parse_spec("fp8-block").map_blocks(0, 96).scales[0].block == (32, 128)
+    assert parse_spec("fp8-block").map_blocks(0, 0).scales[0].block == (128, 128)  # no cut
+    assert NVFP4.map_blocks(1, 24).scales == (Scale(E4M3, group(8)), Scale(F32, TENSOR))
+    assert parse_spec("fp8-channel").scales[0].block == CHANNEL
+    assert parse_spec("fp8-block").stacked(192).scales[0].block == (64, 128)
