@@ -23,11 +23,11 @@ from colibri.checkpoint.others import OtherModule, quantized_modules, row_chunks
 from colibri.checkpoint.parallel import ordered
 from colibri.checkpoint.save import CheckpointWriter
 from colibri.checkpoint.target import GGUF, Job, Output, Target, plan
-from colibri.codec import FLOOR, Loss, dequantize, loss, quantize, recast
+from colibri.codec import FLOOR, Loss, dequantize, loss, quantize, requantize
 from colibri.dtypes import ZERO16
 from colibri.errors import UnsupportedFormat
 from colibri.formats.base import Scheme
-from colibri.quant import DENSE_F32, QuantSpec
+from colibri.quant import DENSE_F32
 from colibri.weight import INPUT_ROLES, LogicalWeight, stack
 
 COPY_BYTES = 32 << 20  # of a tensor that is only copied, at a time
@@ -174,32 +174,12 @@ def fit(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -> tuple[Lo
         weight = LogicalWeight(DENSE_F32, values, bias=weight.bias)
     weight = replace(weight, inputs={})
     if weight.perm is None or scheme.act_order:
-        exact = recast(weight, spec)
-        if exact is not None and _zero_fits(exact, scheme):
-            return exact, Loss(count=weight.n * weight.k)
+        result, cost = requantize(weight, spec, mx_rule=mx_rule)
+        if _zero_fits(result, scheme):
+            return result, cost
     source = dequantize(weight)
-    result = _inverted(weight, spec)
-    if result is None:
-        result = replace(quantize(source, spec, mx_rule=mx_rule), bias=weight.bias)
+    result = replace(quantize(source, spec, mx_rule=mx_rule), bias=weight.bias)
     return result, loss(source, result)
-
-
-def _inverted(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight | None:
-    """Between formats that multiply by a scale and those that divide by its inverse: codes and all
-    other scales stay, and only the inverse is rounded."""
-    old = weight.spec
-    same = len(old.scales) == len(spec.scales) and old.scales[:1] == spec.scales[:1]
-    if not same or weight.perm is not None:
-        return None
-    flipped = [a.op != b.op for a, b in zip(old.scales, spec.scales)]
-    scales = tuple(replace(a, op=b.op) for a, b in zip(old.scales, spec.scales))
-    if (
-        not any(flipped)
-        or replace(old, scales=scales) != spec
-        or any(f and not s.dtype.wide for f, s in zip(flipped, scales))
-    ):
-        return None
-    return replace(weight, spec=spec, scales=tuple(1 / t if f else t for f, t in zip(flipped, weight.scales)))
 
 
 def _zero_fits(weight: LogicalWeight, scheme: Scheme) -> bool:
