@@ -181,10 +181,13 @@ class RoutedExperts(PackedModule):
         Ids are global; those of other ranks, and -1, contribute nothing.
         """
         self.check(x, topk_ids, topk_weights)
+        if out is not None and (out.shape, out.device) != (x.shape, x.device):
+            got = f"{list(out.shape)} on {out.device}"
+            raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
         if torch.compiler.is_compiling():
             live = list(self.parameters(recurse=False))
             result: Tensor = torch.ops.colibri.routed_experts(x, topk_ids, topk_weights, live, self.handle)
-            return result
+            return result if out is None else out.copy_(result)
         out = torch.empty_like(x) if out is None else out
         return self.compute(x, topk_ids, topk_weights, out)
 
@@ -306,10 +309,15 @@ class RoutedExperts(PackedModule):
         self._check_routing(x, topk_ids, topk_weights)
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        expected = (x.shape[0], self.problem.top_k)
-        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-            if tuple(tensor.shape) != expected:
-                raise LaunchError(f"{name} does not fit", expected=list(expected), got=list(tensor.shape))
+        shape = (x.shape[0], self.problem.top_k)
+        legal = {"topk_ids": (ids, (torch.int32, torch.int64)), "topk_weights": (weights, _INPUT_DTYPES)}
+        for name, (tensor, dtypes) in legal.items():
+            if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != x.device:
+                raise LaunchError(
+                    f"{name} does not fit",
+                    expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {x.device}",
+                    got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
+                )
 
 
 class QuantizedLinear(PackedModule):

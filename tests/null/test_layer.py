@@ -173,7 +173,10 @@ def test_compiled_forward_is_one_operator_and_equal(tmp_path: Path) -> None:
     layer = RoutedExperts.from_checkpoint(save(_make("gptq"), tmp_path / "m"), layer=0)
     x, ids, weights = _inputs()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, topk_ids=ids, topk_weights=weights), layer(x, topk_ids=ids, topk_weights=weights))
+    want, out = layer(x, topk_ids=ids, topk_weights=weights), torch.zeros_like(x)
+    assert torch.equal(compiled(x, topk_ids=ids, topk_weights=weights), want)
+    compiled(x, topk_ids=ids, topk_weights=weights, out=out)
+    assert torch.equal(out, want)
 
 
 def test_requantising_while_loading_reports_its_cost(tmp_path: Path) -> None:
@@ -237,8 +240,13 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     x, ids, weights = _inputs()
     with pytest.raises(LaunchError, match="does not fit"):
         layer(x[:, :64], topk_ids=ids, topk_weights=weights)
-    with pytest.raises(LaunchError, match="topk_ids"):
-        layer(x, topk_ids=ids[:3], topk_weights=weights)
+    for wrong in (ids[:3], ids.float(), ids.to("meta"), ids > 1):
+        with pytest.raises(LaunchError, match="topk_ids"):
+            layer(x, topk_ids=wrong, topk_weights=weights)
+    with pytest.raises(LaunchError, match="topk_weights"):
+        layer(x, topk_ids=ids, topk_weights=ids)
+    with pytest.raises(LaunchError, match="out does not fit"):
+        layer(x, topk_ids=ids, topk_weights=weights, out=x[:1])
     assert layer(x[:0], topk_ids=ids[:0], topk_weights=weights[:0]).shape == (0, SIZE.hidden)
     with pytest.raises(MissingTensor, match="layer 7"):
         RoutedExperts.from_checkpoint(tmp_path / "m", layer=7)
