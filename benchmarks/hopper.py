@@ -139,10 +139,10 @@ def launch_times(layer: Layer, sets: list, out: torch.Tensor) -> list[tuple[str,
     with torch.cuda.stream(stream):
         layer(x, routed, out)
         torch.cuda.synchronize()
-        program = [
+        program = next(
             p for key, p in layer.backend._programs.items()
             if key[3] == stream.cuda_stream and p.plan.problem is layer.problem and p.tokens == x.shape[0]
-        ][0]  # fmt: skip
+        )  # fmt: skip
         for step, launch in zip(steps(program.plan), program.launches):
             launch._config.count = 0
             graph = torch.cuda.CUDAGraph()
@@ -157,7 +157,8 @@ def launch_times(layer: Layer, sets: list, out: torch.Tensor) -> list[tuple[str,
             stop.record()
             torch.cuda.synchronize()
             constants = dict(step.source.constants)
-            label = f"{step.source.kernel}{constants['T'] + constants['U']}-{constants['KIND']}" if "KIND" in constants else step.source.kernel
+            size = constants.get("T", 0) + constants.get("U", 0)
+            label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
             found.append((label, round(start.elapsed_time(stop) * 200, 1)))
             launch._config.count = int(program.overlap and launch is not program.launches[0])
     return found
@@ -187,11 +188,18 @@ def ceilings() -> dict[str, float]:
 
 def machine() -> dict[str, str]:
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     import triton
 
-    return {"gpu": driver, "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    return {
+        "gpu": driver,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def commit() -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from colibri.activation import Activation
+from colibri.problem import BATCH_INVARIANT
 from colibri.testing.layers import layer_problem, make_layer, routing, worst_row
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -37,7 +40,8 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", exp
     assert not got[empty].any()
     error = worst_row(got[~empty], want[~empty])
     own = worst_row(want[~empty].to(x.dtype), want[~empty])  # what rounding the result alone costs
-    assert error < (FP8_BOUND if activations == "fp8" else 4 * own), (error, own)
+    rounded = "-g" in spec or "block" in spec  # a code times its group's scale is rounded to 16 bits
+    assert error < (FP8_BOUND if activations == "fp8" else (6 if rounded else 4) * own), (error, own)
 
 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
@@ -133,6 +137,7 @@ def test_graph_capture_and_streams() -> None:
 def test_batch_invariance() -> None:
     """The pipeline adds along K in one order whatever the tile: a row's bits do not depend on its batch."""
     problem = layer_problem("mxfp4", "bf16", hidden=1024, intermediate=512, experts=16, top_k=4)
+    problem = replace(problem, order=BATCH_INVARIANT)
     layer = make_layer(problem, "hopper")
     x = torch.randn(4096, 1024, device="cuda").bfloat16()
     routed = routing(problem, 4096, 5)

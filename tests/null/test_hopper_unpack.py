@@ -32,7 +32,11 @@ FORMS = [
         for a, s, g, z in itertools.product(SIXTEEN, (f.BF16_GROUP, f.F16_GROUP), (32, 64, 128), (False, True))
     ),
     *(Form(f.INT4_CODE, f.NO_SCALE, 0, a, z) for a, z in itertools.product(SIXTEEN, (False, True))),
-    *(Form(f.INT8_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.BF16_GROUP, 128), (f.F32_GROUP, 128))),
+    *(
+        Form(f.INT8_CODE, s, g, a)
+        for a in SIXTEEN
+        for s, g in ((f.NO_SCALE, 0), (f.BF16_GROUP, 128), (f.F32_GROUP, 128))
+    ),
     *(Form(f.E4M3_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.F32_GROUP, 128))),
     Form(f.E4M3_CODE, f.NO_SCALE, 0, f.E4M3),
 ]
@@ -73,7 +77,9 @@ def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch
     if form.scale == f.E8M0_G32:
         low, high, offset = {f.BF16: (-60, 2, 253), f.F16: (-23, 2, 29), f.E4M3: (-5, 7, 0)}[form.activations]
         exponent = torch.randint(low, high, (N, groups), dtype=torch.int32)
-        return _per_slice(form, fragments.pack_bytes(form, exponent + offset)), value * spread(torch.exp2(exponent.float()))
+        return _per_slice(form, fragments.pack_bytes(form, exponent + offset)), value * spread(
+            torch.exp2(exponent.float())
+        )
     if form.scale == f.E4M3_G16:
         bytes_ = torch.randint(0, 127, (N, groups), dtype=torch.int32)
         scale = bytes_.to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -119,7 +125,9 @@ def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch
         if form.activations == f.E4M3:
             for j, register in enumerate(registers):
                 k5, k6 = (j >> 2, four) if form.bits == 4 else (four & 1, four >> 1)
-                parts = torch.from_numpy(np.ascontiguousarray(register).view(np.uint8).reshape(*register.shape, 4).copy())
+                parts = torch.from_numpy(
+                    np.ascontiguousarray(register).view(np.uint8).reshape(*register.shape, 4).copy()
+                )
                 out[..., j & 1, (j >> 1) & 1, k5, k6, :] = parts.view(torch.float8_e4m3fn)
             continue
         for i, register in enumerate(registers):

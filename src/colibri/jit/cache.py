@@ -86,7 +86,7 @@ class Cache:
                 file.write(render(binary))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, self.folder / f"{key}{SUFFIX}")
+            Path(name).replace(self.folder / f"{key}{SUFFIX}")
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
@@ -97,7 +97,7 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self.folder.stat().st_uid == os.getuid():
             self.folder.chmod(0o700)
-        with open(self.folder / f"{key}.lock", "w") as lock:
+        with (self.folder / f"{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Binary:
         return facts
 
 
-@lru_cache(maxsize=None)
+@cache
 def source_digest(module: str) -> str:
     """A hash over every source file of the kernel's package: any edit there rebuilds."""
     package = importlib.import_module(module.rpartition(".")[0])
@@ -95,7 +95,7 @@ def source_digest(module: str) -> str:
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=1)
+@cache
 def compiler_version() -> str:
     from importlib.metadata import version
 

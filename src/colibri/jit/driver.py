@@ -73,7 +73,13 @@ def load_function(cubin: bytes, name: str, shared: int) -> int:
 
 
 def encode_map(
-    pointer: int, item: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int, into: int
+    pointer: int,
+    item: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    into: int,
 ) -> None:
     """Write a tensor map for a row-major tensor; `strides` are in elements, `into` is 64-byte aligned."""
     rank = len(shape)

@@ -68,9 +68,10 @@ def prepare(source: Source, device: int, values: Mapping[str, Value], *, depende
         value = values[name]
         if isinstance(kind, Desc):
             maps[name] = facts = next(descs)
-            known = isinstance(value, Matrix)
-            sides, steps = (value.shape, value.strides) if known else (kind.box, kind.box)
-            laid_out.append((name, _tensor_map(value, facts) if known else bytes(MAP_BYTES)))
+            sides, steps, encoded = kind.box, kind.box, bytes(MAP_BYTES)
+            if isinstance(value, Matrix):
+                sides, steps, encoded = value.shape, value.strides, _tensor_map(value, facts)
+            laid_out.append((name, encoded))
             laid_out += [(f"{name}.shape", struct.pack("i", side)) for side in sides]
             laid_out += [(f"{name}.stride", struct.pack("q", step)) for step in steps]
         elif kind.startswith("*"):

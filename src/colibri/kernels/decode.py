@@ -53,12 +53,12 @@ def feed_slots(x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < total:
-            slot, e, unit, first, count = part_at(ids, gl.program_id(0), units, blocks, SPLIT)
+            _, e, unit, first, count = part_at(ids, gl.program_id(0), units, blocks, SPLIT)
             ahead = gl.minimum(count, STAGES)
             for i in range(ahead):
                 mbarrier.expect(full.index(i), BYTES)
-                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, first + i, slices, scale_blocks,
-                             SLICES, form)  # fmt: skip
+                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, first + i, slices,
+                             scale_blocks, SLICES, form)  # fmt: skip
         wait_for_predecessor()
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -87,8 +87,8 @@ def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr,
-                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta,
+                SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     """All parts of a slot's unit are there: activation, and the row's columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
@@ -134,8 +134,8 @@ def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, u
 
 
 @gluon.jit
-def work_slots(out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty, full, units,
-               slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES: gl.constexpr,
+def work_slots(out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty, full,
+               units, slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES: gl.constexpr,
                SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
                ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
@@ -147,7 +147,7 @@ def work_slots(out, parts, counters, factors, bias, token_scales, ids, weights, 
     N = units * 128
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
-        slot, e, unit, first, count = part_at(ids, index, units, blocks, SPLIT)
+        slot, e, unit, _, count = part_at(ids, index, units, blocks, SPLIT)
         top, bottom, _, _, step = multiply(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, form)
         MMA: gl.constexpr = top.type.layout
         r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
@@ -190,7 +190,9 @@ def slotwise(
     xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
-        sb = gl.allocate_shared_memory(gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout)
+        sb = gl.allocate_shared_memory(
+            gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
+        )
     else:
         sb = wb
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -199,9 +201,9 @@ def slotwise(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work_slots, (out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty, full,
-                      units, slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES, SLICES, form,
-                      SPLIT, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND)),
+        (work_slots, (out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty,
+                      full, units, slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES, SLICES,
+                      form, SPLIT, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
                       slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

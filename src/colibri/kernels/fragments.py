@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from colibri.kernels import forms as f
 from colibri.kernels.forms import HALF, ROWS, Form
 from colibri.kernels.ptx import Bits, places, places_e4m3
+
+Index = tuple[EllipsisType, int, int, int, int, int]
 
 
 def code_words(form: Form, n: int, k: int) -> int:
@@ -35,7 +38,7 @@ def pack_codes(form: Form, codes: Tensor) -> Tensor:
     view = _fragment_view(form, codes.to(torch.int32))
     words = torch.zeros(*view.shape[:7], _words_of_thread(form), dtype=torch.int32, device=codes.device)
     for index, bits in _fields(form):
-        code = view[(..., *index)]
+        code = view[index]
         for bit, word, position in bits:
             words[..., word] |= (code >> bit & 1) << position
     return _to_rows(form, words).reshape(-1)
@@ -48,7 +51,7 @@ def unpack_codes(form: Form, words: Tensor, n: int, k: int) -> Tensor:
     held = _from_rows(form, words, n, k)
     for index, bits in _fields(form):
         for bit, word, position in bits:
-            view[(..., *index)] |= (held[..., word] >> position & 1) << bit
+            view[index] |= (held[..., word] >> position & 1) << bit
     return codes.to(torch.uint8)
 
 
@@ -69,14 +72,14 @@ def _fragment_view(form: Form, codes: Tensor) -> Tensor:
     return view.permute(0, 6, 1, 2, 4, 5, 10, 3, 9, 8, 7, 11)  # ... n3, k3, k4, k5, k0
 
 
-def _fields(form: Form) -> Iterator[tuple[tuple[int, ...], Bits]]:
+def _fields(form: Form) -> Iterator[tuple[Index, Bits]]:
     """Index of a code inside a thread, and the places of its bits."""
     if form.activations == f.E4M3:
         for n3, k4, k5, k6, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
-            yield (n3, k4, k5, k6, k10), places_e4m3(form, n3, k4, k5, k6, k10)
+            yield (Ellipsis, n3, k4, k5, k6, k10), places_e4m3(form, n3, k4, k5, k6, k10)
         return
     for n3, k3, k4, k5, k0 in itertools.product(range(2), repeat=5):
-        yield (n3, k3, k4, k5, k0), places(form, n3, k3, k4, k5, k0)
+        yield (Ellipsis, n3, k3, k4, k5, k0), places(form, n3, k3, k4, k5, k0)
 
 
 def _to_rows(form: Form, words: Tensor) -> Tensor:

@@ -135,16 +135,16 @@ def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, em
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < count:
-            e, unit, row, rows = tile_at(tiles, gl.program_id(0), units, TOKENS_INNER)
+            e, unit, _, _ = tile_at(tiles, gl.program_id(0), units, TOKENS_INNER)
             ahead = gl.minimum(blocks, STAGES)
             for i in range(ahead):
                 mbarrier.expect(full.index(i), BYTES)
-                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, i, slices, scale_blocks, SLICES,
-                             form)  # fmt: skip
+                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, i, slices, scale_blocks,
+                             SLICES, form)  # fmt: skip
         wait_for_predecessor()
     step = 0
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        e, unit, row, rows = tile_at(tiles, index, units, TOKENS_INNER)
+        e, unit, row, _ = tile_at(tiles, index, units, TOKENS_INNER)
         for block in range(blocks):
             stage = step % STAGES
             bar = full.index(stage)
@@ -187,7 +187,8 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
 
     While one half's wgmma runs, the other half is dequantised: registers an outstanding wgmma reads
     are never written, because each dequantisation waits for the wgmma before the last. Packed words of
-    the next slice are read from shared memory while this one is multiplied. A stage goes back to the feeder once the first wgmma of the next stage has followed it.
+    the next slice are read from shared memory while this one is multiplied. A stage goes back to the feeder
+    once the first wgmma of the next stage has followed it.
     """
     DEPTH: gl.constexpr = 32 if dequant.narrow(form) else 16
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, DEPTH])
@@ -238,9 +239,9 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
 
 
 @gluon.jit
-def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units, slices,
-         columns, limit, alpha, beta, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-         form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units,
+         slices, columns, limit, alpha, beta, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
+         SLICES: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
          TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup: product and epilogue of every tile."""
     CHUNK: gl.constexpr = min(T, 32)
@@ -292,7 +293,9 @@ def grouped(
         x2b = xb
     wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
-        sb = gl.allocate_shared_memory(gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout)
+        sb = gl.allocate_shared_memory(
+            gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
+        )
     else:
         sb = wb
     CHUNK: gl.constexpr = min(T, 32)
@@ -305,9 +308,9 @@ def grouped(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units,
-                slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, form, KIND, ACTIVATION, BIAS, TOKENS_INNER,
-                DEPEND)),
+        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full,
+                units, slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, form, KIND, ACTIVATION, BIAS,
+                TOKENS_INNER, DEPEND)),
         (feed, (x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices,
                 scale_blocks, T, U, STAGES, SLICES, form, TOKENS_INNER, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

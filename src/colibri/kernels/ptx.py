@@ -47,7 +47,9 @@ class Unpack:
     """
 
     def __init__(self, form: Form) -> None:
-        self.text, self.outputs, self.metas = _e4m3_statements(form) if form.activations == f.E4M3 else _statements(form)
+        self.text, self.outputs, self.metas = (
+            _e4m3_statements(form) if form.activations == f.E4M3 else _statements(form)
+        )
 
     @property
     def constraints(self) -> str:
@@ -156,7 +158,11 @@ def _byte(word: str, k4: int, register: str, form: Form) -> list[str]:
         ]
     lines = [f"shr.u32 t, {word}, {8 * k4};"]
     if form.activations == f.F16:
-        return [*lines, f"lop3.b32 t, t, 0x00ff00ff, {_pair(0x6400)}, 0xea;", f"sub.rn.f16x2 {register}, t, {_pair(0x6480)};"]
+        return [
+            *lines,
+            f"lop3.b32 t, t, 0x00ff00ff, {_pair(0x6400)}, 0xea;",
+            f"sub.rn.f16x2 {register}, t, {_pair(0x6480)};",
+        ]
     # bf16 has seven mantissa bits: 128 + the low seven, less 128 or 256 by the eighth.
     return [
         *lines,
@@ -199,7 +205,11 @@ def _factor(name: str, form: Form, metas: list[str], which: tuple[int, int, int]
 def _e4m3_factor(name: str, activations: str) -> list[str]:
     """A scale byte in the high half-byte pair to a factor; what its exponent lacks is in `ROW_SHIFT`."""
     down = 4 if activations == f.BF16 else 1
-    lines = [f"and.b32 t, {name}, 0x7f007f00;", f"shr.u32 t, t, {down};", f"lop3.b32 {name}, {name}, 0x80008000, t, 0xea;"]
+    lines = [
+        f"and.b32 t, {name}, 0x7f007f00;",
+        f"shr.u32 t, t, {down};",
+        f"lop3.b32 {name}, {name}, 0x80008000, t, 0xea;",
+    ]
     if activations == f.F16:
         return [*lines, f"mul.rn.f16x2 {name}, {name}, {power(15, f.F16)};"]
     return lines + [f"mul.rn.bf16x2 {name}, {name}, {power(113, f.BF16)};"] * 2
@@ -320,7 +330,10 @@ def _e4m3_statements(form: Form) -> tuple[str, int, int]:
     exponent but zero's: two multiply-adds. A permute instruction then looks up four codes at a time.
     """
     if form.code == f.E4M3_CODE:
-        return "\n".join(f"mov.b32 ${j}, ${4 + j};" for j in range(4)), 4, 0
+        # A copy the assembler cannot elide (the grid has no z, but it does not know): loads of the next words must
+        # not land in registers that a wgmma in flight still reads.
+        copies = [f"or.b32 ${j}, ${4 + j}, z;" for j in range(4)]
+        return "\n".join(["{", ".reg .b32 z;", "mov.u32 z, %ctaid.z;", *copies, "}"]), 4, 0
     lines = ["{", ".reg .b32 d, l, h, s, p, t;"]
     for q in range(4):
         n3, k5 = q & 1, q >> 1

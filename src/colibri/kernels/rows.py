@@ -46,7 +46,7 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
     n = full + (kind == 0).to(tl.int32)
     first = tl.cumsum(n, 0) - n
     tl.store(counts, tl.sum(n, 0))
-    for i in range(0, tl.max(n, 0)):
+    for i in range(tl.max(n, 0)):
         record = tiles + (first + i) * 4
         mine = i < n
         tl.store(record, e, mask=mine)
@@ -185,9 +185,7 @@ def send_rows(
     """Third: one token a program, its row to all its places."""
     gdc_wait()
     gdc_launch_dependents()
-    _send_row(
-        x, weights, perm, ids, places, out, scales, tl.program_id(0), hidden, H, TOP_K, NARROW, WEIGHTED, ORDERED
-    )
+    _send_row(x, weights, perm, ids, places, out, scales, tl.program_id(0), hidden, H, TOP_K, NARROW, WEIGHTED, ORDERED)
 
 
 @triton.jit

@@ -52,7 +52,9 @@ def plausible_weight(shape: MatrixShape, seed: int, device: str = "cpu", *, exac
     target = 1.0 / (spec.dtype.max * k**0.5)
     scales = []
     for i, level in enumerate(spec.scales):
-        share = target if i == 0 and level.dtype.kind == FLOAT and len(spec.scales) == 1 else (1.0 if i == 0 else target)
+        share = (
+            target if i == 0 and level.dtype.kind == FLOAT and len(spec.scales) == 1 else (1.0 if i == 0 else target)
+        )
         scales.append(_scale(level.dtype, level.shape(n, k), share, generator, device, exact))
     bias = torch.randn(n, generator=generator, device=device) * 0.1 if shape.bias else None
     perm = None
@@ -130,4 +132,3 @@ def worst_row(got: Tensor, want: Tensor) -> float:
     got, want = got.double(), want.double()
     error = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
     return float(error.nan_to_num(nan=float("inf")).max())
-

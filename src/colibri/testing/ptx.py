@@ -38,6 +38,8 @@ def _step(statement: str, state: dict[str, Register]) -> None:
 def _value(operand: str, state: dict[str, Register]) -> Register:
     if operand in state:
         return state[operand]
+    if operand == "%ctaid.z":
+        return np.zeros(1, dtype=np.uint32)
     number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
     return np.array([number & 0xFFFFFFFF], dtype=np.uint32)
 
@@ -92,11 +94,15 @@ def _convert_pair(dtype: torch.dtype) -> Callable[[Register, Register], Register
 
 def _extract(word: Register, start: Register, length: Register) -> Register:
     assert length.item() == 8
-    return ((word >> start) & np.uint32(255)).astype(np.uint8).view(np.int8).astype(np.int32).view(np.uint32)
+    byte = ((word >> start) & np.uint32(255)).astype(np.uint8)
+    signed: Register = byte.view(np.int8).astype(np.int32).view(np.uint32)
+    return signed
 
 
 _OPERATIONS: dict[str, Callable[..., Register]] = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "or.b32": lambda a, b: a | b,
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,

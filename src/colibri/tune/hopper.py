@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ _SHAPES = {
     128: ((128, 0), (2, 2), 2),
     160: ((128, 32), (1, 1), 2),
 }
-MOST_DECODE_SLOTS = 64  # up to here a tile is a slot
 _REGISTERS = {4: 64, 3: 80, 2: 128}  # a thread's share of 65536 with blocks of 256 threads
 
 
@@ -60,7 +59,7 @@ class Rule:
     tokens_inner: bool
 
 
-@lru_cache(maxsize=1)
+@cache
 def data() -> dict[str, Any]:
     text = (Path(__file__).parent / "data" / "hopper.json").read_text()
     return dict(json.loads(text))
@@ -75,13 +74,18 @@ def rule(activations: str, slots: int, experts: int) -> Rule:
     raise AssertionError("the last rule has no limit")
 
 
+def decodes(activations: str, slots: int) -> bool:
+    """Whether there are so few slots that each is a tile."""
+    return slots <= int(data()["decode_slots"]["8-bit" if activations == E4M3 else "16-bit"])
+
+
 def stage_bytes(form: Form, tokens: int, slices: int) -> int:
     """Shared memory of one pipeline stage."""
     blocks = max(1, slices * form.slice_columns // form.block_columns) if form.block_columns else 1
     return slices * (tokens + form.slice_rows) * 128 + 256 * form.scale_words * blocks
 
 
-@lru_cache(maxsize=None)
+@cache
 def tile(form: Form, tokens: int, gated: bool) -> Tile:
     """The pipeline of a tile size: as many stages as fit beside the other blocks of the SM."""
     (t, u), (wide, narrow), blocks = _SHAPES[tokens]
@@ -96,7 +100,7 @@ def tile(form: Form, tokens: int, gated: bool) -> Tile:
     return Tile(t, u, stages, slices, blocks, _REGISTERS[blocks])
 
 
-@lru_cache(maxsize=None)
+@cache
 def decode_tile(form: Form) -> Tile:
     """The pipeline of a slot: shorter stages than a tile of eight, so that a split K fills it."""
     slices = 1 if form.activations == E4M3 or form.bits == 8 else 2

@@ -46,7 +46,10 @@ class Hopper(Backend):
         key = (id(problem), bucket(max(tokens, 1)))
         known = self._plans.get(key)
         if known is None:
-            known = self._plans[key] = (problem, make_plan(problem, tokens))  # the problem is kept: its id stays its own
+            known = self._plans[key] = (
+                problem,
+                make_plan(problem, tokens),
+            )  # the problem is kept: its id stays its own
         return known[1]
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from colibri.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, bi
 from colibri.kernels import forms as f
 from colibri.kernels.forms import Form
 from colibri.layout import MatrixShape
-from colibri.quant import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MUL, ActivationSpec, QuantSpec, Scale
+from colibri.quant import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MUL, ActivationSpec, QuantSpec, Scale, Zero
 
 _ACTIVATIONS = {DENSE_BF16: f.BF16, DENSE_F16: f.F16, FP8_CHANNEL: f.E4M3}
 _GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
@@ -62,7 +62,11 @@ def _form(spec: QuantSpec, act: str) -> Form:
     if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1)):
         raise _no("group", f"groups of {group} columns", "32 and multiples of 64 have a kernel")
     scale = _GROUP_SCALES.get(inner.dtype)
-    if scale is None or (scale == f.F32_GROUP and (zero or group == 32)) or (code == f.E4M3_CODE and scale != f.F32_GROUP):
+    if (
+        scale is None
+        or (scale == f.F32_GROUP and (zero or group == 32))
+        or (code == f.E4M3_CODE and scale != f.F32_GROUP)
+    ):
         raise _no("spec", f"{spec}: scales of {inner.dtype} for this code have no Hopper kernel", None)
     return Form(code, scale, group, act, zero)
 
@@ -77,9 +81,8 @@ def _code(spec: QuantSpec) -> str:
             return f.INT4_CODE
         if spec.zero is None and spec.dtype == biased_type(8):
             return f.INT8_CODE
-        if spec.zero is not None and spec.dtype == uint_type(4):
-            if spec.zero.dtype == ZERO16 and spec.zero.block == spec.scales[0].block:
-                return f.INT4_CODE
+        if spec.zero is not None and spec.dtype == uint_type(4) and spec.zero == Zero(ZERO16, spec.scales[0].block):
+            return f.INT4_CODE
     raise _no("spec", f"{spec} has no Hopper kernel yet", "e2m1, int4, int8 and e4m3 codes have one")
 
 

@@ -53,7 +53,7 @@ def make_plan(problem: Problem, tokens: int) -> HopperPlan:
     first, second = layout.form(problem.w13), layout.form(problem.w2)
     slots = tokens * problem.top_k
     rule = tune.rule(first.activations, slots, problem.experts)
-    decode = slots <= tune.MOST_DECODE_SLOTS and problem.order == FAST and not problem.w13.act_order
+    decode = tune.decodes(first.activations, slots) and problem.order == FAST and not problem.w13.act_order
     sizes = () if decode else rule.sizes
     plan = HopperPlan(
         problem,
@@ -133,5 +133,3 @@ def _estimate(problem: Problem, layout: HopperLayout, slots: int) -> float:
     flops = 2 * slots * sum(shape.n * shape.k for shape in problem.matrices.values())
     narrow = layout.form(problem.w13).activations == E4M3
     return max(loaded / _READ_RATE, flops / _TENSOR_RATE[narrow]) + 10
-
-

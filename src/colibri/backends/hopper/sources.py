@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from colibri.jit.compile import Desc, Source
@@ -43,7 +44,7 @@ def product(
     return Source(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
 
 
-def rows_kernel(name: str, arguments: dict[str, str], constants: dict[str, Any], warps: int) -> Source:
+def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int) -> Source:
     """One of the small kernels. Pointers and row widths are multiples of 16."""
     aligned = tuple(a for a, kind in arguments.items() if kind.startswith("*") or a in ("hidden", "width"))
     return Source(

@@ -7,7 +7,7 @@ binds the names; `colibri kernels build` needs only the sources.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from colibri.backends.hopper import sources as src
@@ -67,7 +67,7 @@ def steps(plan: HopperPlan) -> tuple[Step, ...]:
     if plan.w2.form.activations == E4M3:
         rows, scales = "h8", "h_scales"
         found.append(_quantise(plan, _scratch("h"), ("h8", "h_scales"), problem.intermediate, problem.top_k))
-    found += _products(plan, "w2", plan.w2, (rows, scales, "y"), src.ROWS, problem.w2.n)
+    found += _products(plan, "w2", plan.w2, (rows, scales, "y"), src.ROWS, plan.problem.w2.n)
     found.append(_combine(plan))
     return tuple(found)
 
@@ -161,7 +161,7 @@ def _dispatch(plan: HopperPlan) -> list[Step]:
 
 
 def _rows(
-    plan: HopperPlan, kernel: str, names: str, constants: dict[str, object], warps: int,
+    plan: HopperPlan, kernel: str, names: str, constants: Mapping[str, object], warps: int,
     grid: Callable[[int], tuple[int, int]],
 ) -> Step:  # fmt: skip
     """A dispatch kernel; its arguments all come from one table."""
@@ -277,5 +277,3 @@ def _combine(plan: HopperPlan) -> Step:
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-

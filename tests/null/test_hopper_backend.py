@@ -1,0 +1,153 @@
+"""Layout, plans and reasons of the Hopper backend, without Triton and without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from colibri.activation import Activation
+from colibri.backends import registry
+from colibri.backends.hopper.layout import HopperLayout
+from colibri.backends.hopper.plan import make_plan, scratch
+from colibri.backends.hopper.steps import CALL, SCRATCH, Ref, steps
+from colibri.codec import dequantize
+from colibri.dtypes import F32
+from colibri.kernels import compat
+from colibri.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from colibri.testing.layers import layer_problem, plausible_weight
+from colibri.tune import hopper as tune
+from colibri.weight import LogicalWeight
+
+SPECS = [
+    "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
+    "int8", "int8-g128", "fp8", "fp8-block", "fp8-tensor",
+]  # fmt: skip
+HOPPER = Device("cuda", 90)
+
+
+def problem(spec: str = "mxfp4", activations: str = "bf16", **options) -> Problem:
+    sizes = {"hidden": 256, "intermediate": 384, "experts": 4, "top_k": 2}
+    return layer_problem(spec, activations, **{**sizes, **options})
+
+
+def round_trip(layout: HopperLayout, shape, weight: LogicalWeight) -> LogicalWeight:
+    held = {role: tensor[0].fill_(-1) for role, tensor in layout.allocate(shape, 1).items()}
+    layout.pack(shape, weight, held)
+    return layout.unpack(shape, held)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("activations", ["bf16", "fp16"])
+def test_packing_is_a_bijection(spec: str, activations: str) -> None:
+    for options in ({"bias": True}, {"activation": Activation("relu2_no_mul")}):
+        layer = problem(spec, activations, **options)
+        layout = HopperLayout(layer)
+        for shape in layer.matrices.values():
+            weight = plausible_weight(shape, 1)
+            assert round_trip(layout, shape, weight).equals(weight)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 96), (160, 32), (96, 2880)])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_packing_pads(hidden: int, intermediate: int, activations: str) -> None:
+    layer = problem("mxfp4", activations, hidden=hidden, intermediate=intermediate)
+    layout = HopperLayout(layer)
+    for shape in layer.matrices.values():
+        weight = plausible_weight(shape, 1)
+        assert round_trip(layout, shape, weight).equals(weight)
+
+
+def test_act_order_survives_packing() -> None:
+    layer = problem("int4-g128", act_order=True)
+    weight = plausible_weight(layer.w13, 1)
+    assert round_trip(HopperLayout(layer), layer.w13, weight).equals(weight)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp16", "fp8"])
+def test_large_exponents_leave_the_loop(activations: str) -> None:
+    """Rows whose scales are far above one keep their numbers: the excess goes to the row's factor."""
+    layer = problem("mxfp4", activations)
+    weight = plausible_weight(layer.w2, 1)
+    weight = replace(weight, scales=((weight.scales[0].int() + 60).to(torch.uint8),))
+    assert round_trip(HopperLayout(layer), layer.w2, weight).equals(weight)
+
+
+def test_exponents_out_of_reach_are_rounded_and_counted() -> None:
+    layer = problem("mxfp4", "fp8")
+    layout, weight = HopperLayout(layer), plausible_weight(layer.w2, 1)
+    scales = weight.scales[0].clone()
+    scales[3, 1] = scales[3].max() - 20
+    weight = replace(weight, scales=(scales,))
+    back = round_trip(layout, layer.w2, weight)
+    assert layout.rerounded.groups == 1
+    error = (dequantize(back) - dequantize(weight)).abs()
+    step = 2.0 ** (float(scales[3].max()) - 127 - 11)  # a step of e2m1 at the lowest scale in reach
+    assert error.max() <= step / 2 and error[3].any()
+
+
+def test_reasons() -> None:
+    backend = registry()["hopper"]
+
+    def codes(layer: Problem, device: Device = HOPPER) -> set[str]:
+        return {reason.code for reason in backend.check(layer, device)} - {"triton"}
+
+    assert codes(problem()) == set()
+    assert codes(problem(), Device("cpu")) == {"device"}
+    assert codes(problem(), Device("cuda", 100)) == {"device"}
+    assert "dispatch" in codes(replace(problem(), dispatch=CONTIGUOUS))
+    assert "input" in codes(replace(problem(), input=F32))
+    assert "spec" in codes(problem("nf4"))
+    assert "activations" in codes(problem("mxfp4", "int8"))
+    assert "group" in codes(problem("int4-g16"))
+
+
+def test_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "triton_version", lambda: None)
+    assert "triton" in {reason.code for reason in registry()["hopper"].check(problem(), HOPPER)}
+    monkeypatch.setattr(compat, "triton_version", lambda: "3.5.1")
+    assert compat.problem() == "Triton 3.5.1 is too old"
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 100, 1000, 5000, 20000])
+def test_plans_are_consistent(tokens: int, activations: str) -> None:
+    layer = problem("mxfp4", activations, experts=64, top_k=4)
+    plan = make_plan(layer, tokens)
+    assert plan.tokens >= tokens and plan.workspace_bytes > 0 and plan == make_plan(layer, tokens)
+    held = scratch(plan)
+    for step in steps(plan):
+        assert list(step.values) == [name for name, _ in step.source.arguments]
+        assert min(step.grid(tokens)) > 0
+        for value in step.values.values():
+            if isinstance(value, Ref) and value.owner == SCRATCH:
+                assert value.name in held
+            elif isinstance(value, Ref) and value.owner == CALL:
+                assert value.name in ("x", "ids", "weights", "out")
+
+
+def test_batch_invariant_plans_never_split_k() -> None:
+    layer = replace(problem(), order=BATCH_INVARIANT)
+    assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode
+
+
+def test_buckets() -> None:
+    for tokens in range(1, 3000):
+        bucket = tune.bucket(tokens)
+        assert tokens <= bucket <= max(tokens + 1, tokens * 1.25) and tune.bucket(bucket) == bucket
+
+
+def test_stages_fit() -> None:
+    for activations in ("bf16", "fp16", "fp8"):
+        for spec in SPECS:
+            try:
+                plan = make_plan(problem(spec, activations), 64)
+            except Exception as error:  # a spec without this form
+                assert type(error).__name__ == "NoForm"
+                continue
+            assert plan.w13 is not None
+            for size in (8, 16, 24, 32, 48, 64, 96, 128, 160):
+                tile = tune.tile(plan.w13.form, size, False)
+                used = tile.stages * tune.stage_bytes(plan.w13.form, size, tile.slices)
+                assert tile.blocks * (used + 1024) <= tune.SHARED_PER_SM
