@@ -71,6 +71,7 @@ def cases(seed: int = 0) -> Iterator[Case]:
         yield _tight(f"mxfp4 x {inputs}", mxfp4, Activation(), seed, inputs=inputs)
     yield _tight("act-order", zp, Activation(), seed, act_order=True)
     yield _tight("odd sizes", parse_spec("int4-g32"), Activation(), seed, hidden=160, inter=96, tokens=33)
+    yield _tight("wider", mxfp4, Activation(), seed, hidden=512, inter=384, tokens=40, bias=True)
     yield _tight("one token", mxfp4, Activation(), seed, tokens=1)
     yield _tight("one expert for all", mxfp4, Activation(), seed, one_hot=True)
     yield _tight("weight on input", mxfp4, Activation(), seed, weight_on_input=True)
@@ -189,7 +190,7 @@ def _product(case: Case, matrix: str, matrices: dict[str, list[Tensor]], expert:
 def _exact(name: str, spec: QuantSpec, seed: int) -> Case:
     """Non-gated squared ReLU keeps integers integers; scales are powers of two near one."""
     g = torch.Generator().manual_seed(seed)
-    size = {"experts": 3, "hidden": 256, "inter": 256, "tokens": 7}
+    size = {"experts": 3, "hidden": 128, "inter": 128, "tokens": 7}
     problem = _problem(spec, Activation("relu2_no_mul"), size, inputs="fp32", dtype=torch.float32)
     weights = {
         matrix: [_integer_weight(shape, g) for _ in range(problem.experts)]
@@ -232,9 +233,9 @@ def _tight(
     seed: int,
     *,
     inputs: str = "bf16",
-    hidden: int = 256,
-    inter: int = 256,
-    tokens: int = 21,
+    hidden: int = 128,
+    inter: int = 128,
+    tokens: int = 13,
     bias: bool = False,
     act_order: bool = False,
     one_hot: bool = False,
