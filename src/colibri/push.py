@@ -6,6 +6,7 @@ same code that loads from files, reading from what was pushed instead.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from colibri.checkpoint.load import expert_rows, load_expert
 from colibri.checkpoint.naming import Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongShape
 from colibri.layer import RoutedExperts
-from colibri.recipe import Options, Recipe
+from colibri.recipe import Losses, Options, Recipe
 from colibri.stored import DTYPE_NAMES, Config, Stored
 
 
@@ -62,6 +63,7 @@ class Pusher:
         self.recipe = recipe
         self.pending: dict[str, Tensor] = {}
         self.headers: dict[str, Stored] = {}
+        self.losses, self.seconds = Losses(), 0.0
         self.stale: set[int] = set(recipe.plan.experts) if recipe and empty else set()  # not (wholly) written
 
     @property
@@ -97,6 +99,9 @@ class Pusher:
         if self.stale:
             raise CheckpointProblems(self._never_written(), where=f"layer {self.index}")
         self.pending.clear()
+        if self.recipe is not None and self.seconds:
+            self.layer.report = self.recipe.report(self.layer.packed, self.seconds, self.losses.held)
+            self.losses, self.seconds = Losses(), 0.0
 
     def hold(self, experts: tuple[int, ...]) -> None:
         """The layer's slots now hold `experts`, whole: weights were moved between ranks."""
@@ -169,13 +174,14 @@ class Pusher:
         if not self._names_of(expert) <= self.pending.keys():
             self.stale.add(expert)
             return
-        plan = self.recipe.plan
-        weights = load_expert(self._read, plan, expert)
+        plan, start = self.recipe.plan, time.perf_counter()
+        weights = load_expert(self._read, plan, expert, self.losses.add)
         layout, packed = self.layer.layout, self.layer.packed
         for slot, logical in enumerate(plan.experts):
             if logical == expert:
                 weights.pack(plan, layout, expert_rows(packed, slot))
         self.stale.discard(expert)
+        self.seconds += time.perf_counter() - start
 
     def _read(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
         tensor = self.pending[name]

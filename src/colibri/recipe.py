@@ -48,6 +48,16 @@ class Options:
     progress: Callable[[int], None] | None = None
 
 
+class Losses:
+    """What requantising has cost so far, by matrix."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Loss] = {}
+
+    def add(self, matrix: str, loss: Loss) -> None:
+        self.held[matrix] = self.held.get(matrix, Loss()).merge(loss)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything about a layer's load that is known from metadata."""
@@ -81,17 +91,13 @@ class Recipe:
     def pull(self, read: Reader) -> RoutedExperts:
         """Load every local expert and make the layer."""
         start = time.perf_counter()
-        losses: dict[str, Loss] = {}
-
-        def note(matrix: str, loss: Loss) -> None:
-            losses[matrix] = losses.get(matrix, Loss()).merge(loss)
-
+        losses = Losses()
         layout = self.choice.backend.layout(self.choice.problem)
         packed = self.allocate()
-        load_layer(read, self.plan, layout, out=packed, losses=note, progress=self.options.progress)
+        load_layer(read, self.plan, layout, out=packed, losses=losses.add, progress=self.options.progress)
         layer = RoutedExperts()
         self.fill(layer, packed, read)
-        layer.report = self.report(packed, time.perf_counter() - start, losses)
+        layer.report = self.report(packed, time.perf_counter() - start, losses.held)
         return layer
 
     def fill(self, layer: RoutedExperts, packed: dict[str, Packed], read: Reader | None) -> None:
@@ -129,6 +135,7 @@ class Recipe:
             seconds,
             self.choice,
             losses,
+            tuple(self.manifest.format.unknown_keys(self.manifest.config)),
         )
 
 

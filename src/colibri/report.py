@@ -24,6 +24,7 @@ class LoadReport:
     seconds: float
     choice: Choice
     losses: dict[str, Loss] = field(default_factory=dict)
+    unknown_keys: tuple[str, ...] = ()  # of the config, in case they change what the numbers mean
 
     def __str__(self) -> str:
         lines = [
@@ -37,4 +38,6 @@ class LoadReport:
             declared = self.declared_activations[name]
             wish = "" if declared == self.activations[name] else f" (the checkpoint declares {declared})"
             lines.append(f"  {name}: {how}, activations {self.activations[name]}{wish}{cost}")
+        if self.unknown_keys:
+            lines.append(f"  config keys {self.format} does not know: {', '.join(self.unknown_keys)}")
         return "\n".join([*lines, *(f"  {line}" for line in self.choice.table().splitlines())])

@@ -112,6 +112,16 @@ def test_push_in_any_order_equals_pull(fmt: str, form: int, known: bool, tmp_pat
     assert taken == {name for name in made.tensors if ".layers.0." in name}
     pushed.finish()
     assert _same(pulled, pushed)
+    assert pulled.report is not None and pushed.report is not None
+    assert replace(pushed.report, seconds=0) == replace(pulled.report, seconds=0)
+
+
+def test_the_report_names_keys_of_the_config_that_nobody_knows(tmp_path: Path) -> None:
+    made = _make("gptq")
+    made.config = replace(made.config, quant={**made.config.quant, "mystery": 1})
+    layer = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=0)
+    assert layer.report is not None and layer.report.unknown_keys == ("mystery",)
+    assert "config keys gptq does not know: mystery" in str(layer.report)
 
 
 def test_finish_names_every_tensor_that_never_came(tmp_path: Path) -> None:
