@@ -9,11 +9,12 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-O lint format clean
 
 help:
 	@echo "make demo    convert a small generated model between formats and look at the results"
 	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
+	@echo "make test-O  the tests under python -O: nothing may hang on an assert"
 	@echo "make lint    linters only"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -23,6 +24,10 @@ demo: $(VENV)/.installed
 test: lint
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not.
+test-O: $(VENV)/.installed-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS)
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"
