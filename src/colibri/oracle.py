@@ -111,7 +111,7 @@ def select(problem: Problem, device: Device, requested: str = AUTO, tokens: int 
 
 
 def _verdict(backend: Backend, problem: Problem, device: Device, tokens: int) -> Verdict:
-    reasons = tuple(backend.check(problem, device))
+    reasons = tuple(dict.fromkeys(backend.check(problem, device)))
     return Verdict(backend, reasons, None if reasons else backend.plan(problem, tokens, device))
 
 
