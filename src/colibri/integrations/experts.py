@@ -7,12 +7,17 @@ routes by its own code, so this one class serves them all.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
+from colibri import oracle
 from colibri.errors import LaunchError, UnsupportedProblem
 from colibri.layer import RoutedExperts
+from colibri.recipe import WIDE
 from colibri.report import LoadReport
+from colibri.rules import ActivationRules, activation_specs
 
 # What the decorator of the interface writes on every module: how we know one.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -67,6 +72,27 @@ def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:
     for name, module in model.named_modules():
         if isinstance(module, PackedExperts):
             yield name, module
+
+
+def set_activations(model: nn.Module, activations: ActivationRules, dtype: torch.dtype) -> None:
+    """Compute with other activations from now on; the packed weights stay as they are."""
+    for name, place in packed_experts(model):
+        layer = place.experts
+        if layer is None:
+            raise LaunchError("the experts are not loaded yet", where=name)
+        said = activation_specs(activations, place.index)
+        before = layer.choice
+        problem = replace(
+            before.problem,
+            activations=said.get("w13") or WIDE[dtype],
+            activations_w2=said.get("w2") or WIDE[dtype],
+        )
+        choice = oracle.select(problem, before.device, before.requested)
+        if choice.backend.layout(problem) != before.backend.layout(before.problem):
+            raise UnsupportedProblem(
+                "these activations want the weights in another layout", hint="load the model again"
+            )
+        layer.adopt(choice, layer.packed)
 
 
 def _layer_of(name: str) -> int:

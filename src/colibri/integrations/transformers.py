@@ -10,6 +10,7 @@ other tensors of the checkpoint, dequantised where a format quantised them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ def from_pretrained(
     model.config.name_or_path = model.name_or_path = str(path)
     model.colibri_origin = Origin.of(model, checkpoint, options)
     return model
+
+
+def refill(model: Any, **changes: Any) -> None:
+    """Load the experts of a model of ours again, with other options (weights, activations, backend)."""
+    origin: Origin = model.colibri_origin
+    options = replace(origin.options, **changes)
+    headers = {name: info.stored for name, info in origin.checkpoint.tensors.items()}
+    fill(model, origin.checkpoint, manifests.build(origin.checkpoint.config, headers), options)
+    model.colibri_origin = Origin.of(model, origin.checkpoint, options)
 
 
 def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: Options) -> None:

@@ -1,0 +1,1 @@
+"""How well a model does: perplexity, exact match, and whether two models really differ."""

@@ -1,0 +1,104 @@
+"""Variants of one model on one text and one set of questions, compared in pairs with the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colibri.errors import SpecError
+from colibri.evaluate.paired import bootstrap, mcnemar
+from colibri.evaluate.perplexity import Perplexity, perplexity
+from colibri.evaluate.questions import Question, Score, prompt, score
+
+AS_STORED = "stored"
+PARTS = ("weights", "activations", "backend")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Weights, activations and backend, written `mxfp4/int8/torch-cpu`; what is left out stays as it is."""
+
+    weights: str | None = None
+    activations: str | None = None
+    backend: str = "auto"
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        words = text.split("/")
+        if len(words) > len(PARTS) or not words[0]:
+            raise SpecError(f"cannot read the variant '{text}'", expected="weights[/activations[/backend]]")
+        padded = [*words, "", ""][: len(PARTS)]
+        return cls(None if padded[0] == AS_STORED else padded[0], padded[1] or None, padded[2] or "auto")
+
+    def __str__(self) -> str:
+        return "/".join([self.weights or AS_STORED, self.activations or "16 bit", self.backend])
+
+
+@dataclass
+class Result:
+    """What one variant did."""
+
+    variant: Variant
+    perplexity: Perplexity | None = None
+    scores: dict[str, Score] = field(default_factory=dict)
+    how: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self, first: Result) -> dict[str, Any]:
+        """Figures, and against `first` the probability that chance alone made them differ."""
+        found: dict[str, Any] = {"variant": str(self.variant), **self.how}
+        if self.perplexity is not None:
+            found["perplexity"] = {"value": self.perplexity.value, "stderr": self.perplexity.stderr}
+            if self is not first and first.perplexity is not None:
+                pair = bootstrap(first.perplexity.losses, self.perplexity.losses)
+                found["perplexity"] |= {"difference_nats": pair.mean, "difference_stderr": pair.stderr, "p": pair.p}
+        for name, held in self.scores.items():
+            found[name] = {"value": held.value, "stderr": held.stderr}
+            if self is not first:
+                found[name]["p"] = mcnemar(first.scores[name].right, held.right)
+        return found
+
+
+def answer(model: Any, tokenizer: Any, text: str, tokens: int) -> str:
+    """Greedy, up to where the model starts a question of its own."""
+    fed = tokenizer(text, return_tensors="pt").to(model.device)
+    with torch.no_grad():
+        out = model.generate(
+            **fed, max_new_tokens=tokens, do_sample=False, stop_strings=["Question:"], tokenizer=tokenizer
+        )
+    said: str = tokenizer.decode(out[0, fed["input_ids"].shape[1] :], skip_special_tokens=True)
+    return said.split("Question:")[0]
+
+
+def evaluate(
+    load: Callable[[Variant], tuple[Any, Any]],
+    variants: Sequence[Variant],
+    *,
+    text: Path | None = None,
+    questions: Sequence[Question] = (),
+    examples: Sequence[Question] = (),
+    window: int = 1024,
+    stride: int = 512,
+    max_text_tokens: int | None = None,
+    answer_tokens: int = 256,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Result]:
+    """One result for each variant, in their order."""
+    results = []
+    for variant in variants:
+        model, tokenizer = load(variant)
+        result = Result(variant)
+        if text is not None:
+            ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0][:max_text_tokens]
+            result.perplexity = perplexity(model, ids, window=window, stride=stride, progress=progress)
+        if questions:
+            said = []
+            for question in questions:
+                said.append(answer(model, tokenizer, prompt(question, examples), answer_tokens))
+                progress(1)
+            result.scores = score(said, questions)
+        results.append(result)
+    return results
