@@ -12,14 +12,15 @@ from torch import Tensor
 
 from colibri.codec import dequantize, quantize
 from colibri.errors import LaunchError
-from colibri.quant import ALL, CHANNEL, DIV, TENSOR, ActivationSpec, QuantSpec
+from colibri.quant import ALL, CHANNEL, TENSOR, ActivationSpec, QuantSpec
 from colibri.weight import LogicalWeight
 
 
 def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None = None) -> Tensor:
     """`rows` [M, K] as a kernel with these activations sees them, in fp32.
 
-    `static` is the checkpoint's input scale; with a two-level spec (NVFP4) it is the outer level.
+    `static` is the checkpoint's input scale, which divides the input; with a two-level spec (NVFP4)
+    it is the outer level.
     """
     spec = activations.spec
     if rows.shape[0] == 0:
@@ -35,8 +36,7 @@ def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None =
 
 def _with_outer_scale(rows: Tensor, spec: QuantSpec, static: Tensor) -> Tensor:
     """The outermost level is given; the levels inside it are measured on the rows."""
-    outer = spec.scales[-1]
-    factor = 1 / static.float() if outer.op == DIV else static.float()
+    factor = static.float()
     scaled = rows.float() / factor
     inner = replace(spec, scales=spec.scales[:-1])
     if inner.scales:

@@ -15,7 +15,7 @@ from colibri.dtypes import BF16, DType
 from colibri.errors import SpecError
 from colibri.grammar import ACTIVATIONS
 from colibri.layout import MatrixShape
-from colibri.quant import ActivationSpec
+from colibri.quant import TENSOR, ActivationSpec
 
 EXPERTS, LINEAR = "experts", "linear"
 INDEXED, CONTIGUOUS, BATCHED = "indexed", "contiguous", "batched"
@@ -45,6 +45,13 @@ class Problem:
     order: str = FAST
 
     def __post_init__(self) -> None:
+        for inputs in (self.activations, self.second_activations):
+            if inputs.static and (inputs.spec.zero is not None or inputs.spec.scales[-1].block != TENSOR):
+                raise SpecError(
+                    "static activations have one scale for all of an input, and no zero point",
+                    got=inputs,
+                    hint="dynamic ones may have anything, for example int8",
+                )
         if self.weight_on_input and self.top_k != 1:
             raise SpecError("routing weights go on the input only with top-1 routing", got=f"top_k {self.top_k}")
         if self.w2 is not None and self.w13.n != self.w2.k * (2 if self.activation.gated else 1):

@@ -18,6 +18,7 @@ from colibri.checkpoint.placement import Placement
 from colibri.errors import MissingTensor, SpecError, UnsupportedProblem
 from colibri.formats import registry
 from colibri.grammar import parse_activation, parse_spec
+from colibri.inputs import represent
 from colibri.layer import RoutedExperts
 from colibri.layout import MatrixShape
 from colibri.problem import Device, Problem, parse_device
@@ -39,6 +40,22 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
             _problem(rows, 48, activation)
     with pytest.raises(SpecError, match="top-1"):
         _problem(96, 48, "silu", weight_on_input=True)
+
+
+@pytest.mark.parametrize("name", ["int8-zp-static", "mxfp8-static", "fp8-g128-static"])
+def test_static_inputs_have_one_scale(name: str) -> None:
+    assert _problem(96, 48, "silu", activations=parse_activation("nvfp4-static")).activations.static
+    for key in ("activations", "activations_w2"):
+        with pytest.raises(SpecError, match="static activations have one scale"):
+            _problem(96, 48, "silu", **{key: parse_activation(name)})
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-div"])
+def test_a_static_scale_divides_whatever_is_done_with_the_level(name: str) -> None:
+    rows, scale = torch.randn(3, 64), torch.tensor(0.0078125)
+    got = represent(rows, parse_activation(name), scale)
+    assert torch.equal(got, represent(rows / scale, parse_activation("nvfp4"), torch.tensor(1.0)) * scale)
+    assert (got - rows).norm() / rows.norm() < 0.15
 
 
 @pytest.mark.parametrize(("family", "rows"), [("nemotron_h", 64), ("qwen3_moe", 128)])
