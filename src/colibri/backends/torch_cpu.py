@@ -125,12 +125,20 @@ def _product(
     """rows @ W.T + bias for the rows of each active expert, few experts expanded at a time."""
     shape, packed = problem.matrices[matrix], weights[matrix]
     spec = problem.activations if matrix == "w13" else problem.second_activations
-    if "pre_scale" not in packed and "input_scale" not in packed and "perm" not in packed:
+    if not _own(packed):
         rows = represent(rows.float(), spec)  # no expert has a say in it: all rows at once
     step = max(1, _AT_ONCE // (shape.n * shape.k))
     for first in range(0, len(active), step):
         some = active[first : first + step]
         expanded = _expand(shape, packed, some)
+        counts = {edges[expert + 1] - edges[expert] for expert in some}
+        if len(counts) == 1 and not _own(packed):  # one token, or all alike: one product for all
+            low, high = edges[some[0]], edges[some[-1] + 1]
+            own, into = rows[low:high].view(len(some), -1, shape.k), out[low:high].view(len(some), -1, shape.n)
+            torch.bmm(own, expanded.transpose(1, 2), out=into)
+            if "bias" in packed:
+                into += _of(packed["bias"], some).view(torch.float32).unsqueeze(1)
+            continue
         for expert, matrix_of in zip(some, expanded):
             low, high = edges[expert], edges[expert + 1]
             own = _own_inputs(rows[low:high], packed, expert, problem, matrix)
@@ -139,9 +147,14 @@ def _product(
                 out[low:high] += packed["bias"][expert].view(torch.float32)
 
 
+def _own(packed: Packed) -> bool:
+    """Whether each expert sees the rows in its own way."""
+    return any(name in packed for name in ("pre_scale", "input_scale", "perm"))
+
+
 def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, matrix: str) -> Tensor:
     """Rows as this expert sees them, where its own scales or its order of columns matter."""
-    if "pre_scale" not in packed and "input_scale" not in packed and "perm" not in packed:
+    if not _own(packed):
         return rows
     rows = rows.float()
     if "pre_scale" in packed:

@@ -15,7 +15,7 @@ from colibri.demo.text import TEXT
 
 WEIGHTS = ("bf16", "mxfp4", "nvfp4", "int4-g32", "int4-g64", "fp8-channel")
 ACTIVATIONS = ("bf16", "int8")
-WINDOW, TOKENS = 512, 16
+WINDOW, TOKENS = 512, 12
 PROMPT = "The sea was calm that morning, and"
 
 
