@@ -1,6 +1,7 @@
 """Check and time whole layers of the Hopper backend: one run, one JSON.
 
     python benchmarks/hopper.py --out results.json [--shapes deepseek-v4-flash] [--specs mxfp4:bf16] [--tokens 1,16]
+    python benchmarks/hopper.py --first-forward       fresh process to first result, compiling forbidden
 
 A layer is timed from `x, topk_ids, topk_weights` to the combined output, dispatch included, as CUDA-graph
 replays of several calls with different routings, so that weights do not stay in the L2. Two windows are
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -44,7 +46,10 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--distinct", type=int, default=16, help="different experts; the rest repeat them")
     parser.add_argument("--parts", action="store_true", help="time each launch alone too")
+    parser.add_argument("--first-forward", action="store_true", help="seconds from `import torch` to a first result")
     arguments = parser.parse_args()
+    if arguments.first_forward:
+        return first_forward()
     tokens = [int(t) for t in arguments.tokens.split(",")]
     record = {"machine": machine(), "command": sys.argv, "commit": commit(), "ceilings": ceilings(), "rows": []}
     for shape in arguments.shapes.split(","):
@@ -65,6 +70,30 @@ def main() -> None:
             torch.cuda.empty_cache()
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def first_forward() -> None:
+    """Time a child that may not compile: imports, context, allocation, kernel loading, one layer."""
+    script = (
+        "import time, torch; start = time.perf_counter()\n"
+        "from colibri.testing.layers import Layer, layer_problem, routing\n"
+        "from colibri.backends import registry\n"
+        f"problem = layer_problem('mxfp4', 'bf16', **{SHAPES['deepseek-v4-flash']})\n"
+        "backend = registry()['hopper']; layout = backend.layout(problem)\n"
+        "weights = {n: layout.allocate(s, problem.experts, 'cuda') for n, s in problem.matrices.items()}\n"
+        "layer = Layer(problem, backend, weights, torch.device('cuda', 0))\n"
+        "x = torch.randn(16, problem.hidden, device='cuda').bfloat16()\n"
+        "layer(x, routing(problem, 16, 0)); torch.cuda.synchronize()\n"
+        "print(round(time.perf_counter() - start, 3))\n"
+    )
+    for _ in range(2):
+        child = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLIBRI_NO_COMPILE": "1"},
+        )
+        print("first forward, s:", child.stdout.strip() or child.stderr[-600:])
 
 
 def measure(layer: Layer, reference: Layer, tokens: int, parts: bool) -> dict[str, object]:

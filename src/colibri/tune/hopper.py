@@ -102,16 +102,16 @@ def tile(form: Form, tokens: int, gated: bool) -> Tile:
 
 @cache
 def decode_tile(form: Form) -> Tile:
-    """The pipeline of a slot: shorter stages than a tile of eight, so that a split K fills it."""
-    slices = 1 if form.activations == E4M3 or form.bits == 8 else 2
-    blocks = 3 if form.bits == 8 else 4
+    """The pipeline of a slot: long stages, three blocks on an SM."""
+    slices = (2 if form.activations == E4M3 else 4) * 4 // form.bits
+    blocks = 3
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS
     return Tile(8, 0, min(_MOST_STAGES, room // stage_bytes(form, 8, slices)), slices, blocks, _REGISTERS[blocks])
 
 
 def split(slots: int, units: int) -> int:
-    """Parts of K: enough that every SM has work, no more than two."""
-    return 2 if slots * units < 8 * 132 else 1
+    """Parts of K: two where tiles would leave SMs without work."""
+    return 2 if slots * units < 3 * 132 else 1
 
 
 def bucket(tokens: int) -> int:
