@@ -282,6 +282,52 @@ def test_small_scales_of_fp16_use_its_subnormals() -> None:
     assert loss(values, weight).max_error < 0.1
 
 
+def test_small_blocks_keep_a_scale_where_the_type_is_a_float() -> None:
+    values = torch.ones(1, 32)
+    values[0, :16] = 1e-7
+    weight = quantize(values, SPECS["nvfp4"])
+    assert weight.scales[0].tolist() == [[1, 0x7E]]  # 2**-9, not zero
+    assert loss(values, weight).saturated == 0
+
+
+def test_integer_scales_may_round_to_zero() -> None:
+    """Then nothing of the block is left, and its codes are those of zero."""
+    values = torch.ones(1, 64)
+    values[0, :16] = 1e-4
+    weight = quantize(values, SPECS["int6-g16:int8-g64:fp16"])
+    assert weight.scales[0][0, 0] == 0
+    assert weight.codes[0, :16].tolist() == [32] * 16
+    cost = loss(values, weight)
+    assert (cost.flushed, cost.saturated) == (16, 0)
+
+
+def test_dividing_powers_of_two_mirror_multiplying_ones() -> None:
+    values = matrix(5, 70, 14)
+    for rule in (FLOOR, CEIL):
+        one, other = (quantize(values, SPECS[name], mx_rule=rule) for name in ("mxfp4", "e2m1-/g32:e8m0"))
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(254 - one.scales[0].int(), other.scales[0].int())
+        assert same_bits(dequantize(one), dequantize(other))
+
+
+# Root-mean-square error on a Gaussian: what a format costs when its levels are fitted as they should be.
+RMS = {
+    "bf16": 0.0017, "fp16": 0.0002, "mxfp4": 0.114, "mxfp6-e2m3": 0.028, "mxfp6-e3m2": 0.054, "mxfp8": 0.029,
+    "nvfp4": 0.095, "nvfp4-div": 0.095, "nf4": 0.092, "int3-g64": 0.219, "int4-g128": 0.111, "int8": 0.0072,
+    "int6-g16:int8-g64:fp16": 0.0204, "int4-g32-zp": 0.081, "int8-zp": 0.0067, "uint5-g32:fp16-min.g32:fp16": 0.0378,
+    "uint4-g8:uint6-g16:fp16-min.g8:uint6-min.g16": 0.0498, "iq4-g32:fp16": 0.089, "bnbfp4-g64": 0.122,
+    "fp8-tensor": 0.0264, "fp8-channel": 0.0262, "fp8-block": 0.0263, "e3m4-g16": 0.0109, "ternary-tensor": 0.512,
+    "int4-g16:e4m3fn-b2xall:bf16": 0.086, "e2m1-tensor-g16:e4m3fn": 0.095, "int8-channel:fp32-tensor:inv127": 0.0072,
+    "int4-g32:fp16-channel:fp32": 0.0945, "e2m1-g16:ue5m3-/channel": 0.0954,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RMS)
+def test_what_each_format_costs(name: str) -> None:
+    values = torch.randn(96, 384, generator=torch.Generator().manual_seed(0)) * 0.02
+    assert loss(values, quantize(values, spec_of(name))).rms_error == pytest.approx(RMS[name], rel=0.06)
+
+
 # --- symmetries ------------------------------------------------------------------------------------------
 
 
