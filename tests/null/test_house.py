@@ -11,19 +11,19 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 import colibri
 from colibri import errors
-from colibri.testing import tables
 
 PACKAGE = Path(colibri.__file__).parent
 ROOT = PACKAGE.parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+Node = TypeVar("Node", bound=ast.AST)
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 # Imports run one way -----------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ ROWS = (
     ("push",),
     ("loading",),
     ("integrations", "bench", "evaluate"),
+    ("",),  # colibri itself: the public names
     ("cli",),
     ("testing",),
     ("demo",),
-    ("",),  # colibri itself: the public names
 )
 ROW = {unit: number for number, units in enumerate(ROWS) for unit in units}
 # Rows allow these, the design does not.
@@ -67,17 +67,25 @@ LATE = {
     ("layer", "compiled"),
     ("layer", "loading"),  # `from_checkpoint` is a method of what it makes
     ("layer", "push"),
+    *(("", home.split(".")[1]) for home in vars(colibri)["_HOMES"].values()),
+    ("", "integrations"),
 }
 
 
-@lru_cache
+@cache
+def _text(name: str) -> str:
+    return FILES[name].read_text(encoding="utf-8")
+
+
+@cache
 def _tree(name: str) -> ast.Module:
-    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+    return ast.parse(_text(name))
 
 
 def _unit(module: str) -> str:
-    """The unit of the table a dotted name below colibri belongs to."""
-    return module.removeprefix("colibri").lstrip(".").partition(".")[0]
+    """The unit of the table a dotted name below colibri belongs to; a public name is colibri's own."""
+    unit = module.removeprefix("colibri").lstrip(".").partition(".")[0]
+    return "" if unit in vars(colibri)["__all__"] and unit not in ROW else unit
 
 
 def _imports(name: str) -> Iterator[tuple[str, bool]]:
@@ -109,14 +117,16 @@ def test_every_module_has_a_row() -> None:
     assert {_home(name) for name in FILES} == set(ROW)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_run_one_way(name: str) -> None:
-    home = _home(name)
-    for unit, late in _imports(name):
-        if unit == home or (late and (home, unit) in LATE):
-            continue
-        assert ROW[unit] < ROW[home], f"{name} imports colibri.{unit}, which is not above it"
-        assert unit not in STRANGERS.get(home, set()), f"{name} must not know colibri.{unit}"
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for name in FILES:
+        home = _home(name)
+        for unit, late in _imports(name):
+            if unit == home or (late and (home, unit) in LATE):
+                continue
+            if ROW[unit] >= ROW[home] or unit in STRANGERS.get(home, set()):
+                wrong.append(f"{name} imports colibri.{unit}")
+    assert not wrong
 
 
 # What is never done --------------------------------------------------------------------------------------
@@ -138,29 +148,35 @@ ENVIRONMENT = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_dangerous_is_called(name: str) -> None:
-    for node in ast.walk(_tree(name)):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in NEVER_CALLED, f"{name}:{node.lineno} calls {called}"
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            roots = {a.name.partition(".")[0] for a in node.names} if isinstance(node, ast.Import) else {node.module}
-            assert not roots & NEVER_IMPORTED, f"{name}:{node.lineno} imports {roots}"
-        if isinstance(node, ast.ExceptHandler):
-            everything = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
-            assert not everything or isinstance(node.body[-1], ast.Raise), f"{name}:{node.lineno} catches everything"
-    text = FILES[name].read_text(encoding="utf-8")
-    assert not [word for word in NEVER_SAID if word in text], name
+def _nodes(kind: type[Node], but: Container[str] = ()) -> Iterator[tuple[str, Node]]:
+    """Every node of a kind in all files `but` some, with its place."""
+    for name in FILES:
+        if name not in but:
+            for node in ast.walk(_tree(name)):
+                if isinstance(node, kind):
+                    yield f"{name}:{vars(node).get('lineno')}", node
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_decision_on_the_name_of_a_class(name: str) -> None:
-    for node in ast.walk(_tree(name)):
-        if isinstance(node, (ast.Compare, ast.Match)):
-            text = ast.unparse(node.subject if isinstance(node, ast.Match) else node)
-            started = text == "__name__ == '__main__'"
-            assert started or not re.search(r"__(class|name|qualname)__", text), f"{name}:{node.lineno}: {text}"
+def test_nothing_dangerous_is_called() -> None:
+    assert not [place for place, node in _nodes(ast.Call) if ast.unparse(node.func) in NEVER_CALLED]
+    imported = [(place, a.name) for place, node in _nodes(ast.Import) for a in node.names]
+    imported += [(place, node.module or "") for place, node in _nodes(ast.ImportFrom)]
+    assert not [place for place, module in imported if module.partition(".")[0] in NEVER_IMPORTED]
+    assert not [(name, word) for name in FILES for word in NEVER_SAID if word in _text(name)]
+
+
+def test_nothing_is_caught_and_forgotten() -> None:
+    """Whoever catches everything raises again."""
+    for place, node in _nodes(ast.ExceptHandler):
+        everything = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+        assert not everything or isinstance(node.body[-1], ast.Raise), place
+
+
+def test_no_decision_on_the_name_of_a_class() -> None:
+    said = [(place, ast.unparse(node)) for place, node in _nodes(ast.Compare)]
+    said += [(place, ast.unparse(node.subject)) for place, node in _nodes(ast.Match)]
+    decides = re.compile(r"__(class|name|qualname)__")
+    assert not [(p, text) for p, text in said if decides.search(text) and text != "__name__ == '__main__'"]
 
 
 def _words(node: ast.AST) -> bool:
@@ -173,17 +189,18 @@ def _is_name(node: ast.AST) -> bool:
     return (isinstance(node, ast.Name) and node.id in NAMED) or (isinstance(node, ast.Attribute) and node.attr in NAMED)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in NAMES_DECIDE])
-def test_no_decision_on_part_of_a_tensors_name(name: str) -> None:
+def test_no_decision_on_part_of_a_tensors_name() -> None:
     """`"experts" in name`, `name.endswith(".bias")`: all of that is a row of the naming table."""
-    for node in ast.walk(_tree(name)):
-        found = False
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-            found = isinstance(node.left, ast.Constant) and _words(node.left) and _is_name(node.comparators[0])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            tests = node.func.attr in ("startswith", "endswith")
-            found = tests and _is_name(node.func.value) and any(_words(a) for a in node.args)
-        assert not found, f"{name}:{node.lineno}: {ast.unparse(node)}"
+    found = []
+    for place, node in _nodes(ast.Compare, but=NAMES_DECIDE):
+        held = isinstance(node.ops[0], (ast.In, ast.NotIn)) and isinstance(node.left, ast.Constant)
+        if held and _words(node.left) and _is_name(node.comparators[0]):
+            found.append((place, ast.unparse(node)))
+    for place, call in _nodes(ast.Call, but=NAMES_DECIDE):
+        tests = isinstance(call.func, ast.Attribute) and call.func.attr in ("startswith", "endswith")
+        if tests and _is_name(vars(call.func)["value"]) and any(_words(argument) for argument in call.args):
+            found.append((place, ast.unparse(call)))
+    assert not found
 
 
 def _narrows(test: ast.expr) -> bool:
@@ -210,22 +227,17 @@ OWN_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in OWN_MISTAKES])
-def test_assert_is_for_our_own_mistakes(name: str) -> None:
-    for node in ast.walk(_tree(name)):
-        if isinstance(node, ast.Assert):
-            assert _narrows(node.test), f"{name}:{node.lineno}: {ast.unparse(node)}"
+def test_assert_is_for_our_own_mistakes() -> None:
+    assert not [place for place, node in _nodes(ast.Assert, but=OWN_MISTAKES) if not _narrows(node.test)]
 
 
 def test_environment_variables_are_few_and_written_down() -> None:
     """None of them changes a result."""
-    used = {n for n in FILES if re.search(r"\bos\.(environ|getenv)\b", FILES[n].read_text(encoding="utf-8"))}
-    assert used <= set(ENVIRONMENT)
-    said = "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
-    for name in FILES:
-        found = set(re.findall(r"COLIBRI_[A-Z_]+", FILES[name].read_text(encoding="utf-8")))
-        assert found == ENVIRONMENT.get(name, set())
-        assert not [variable for variable in found if f"`{variable}`" not in said]
+    assert {name for name in FILES if re.search(r"\bos\.(environ|getenv)\b", _text(name))} <= set(ENVIRONMENT)
+    known = {variable for variables in ENVIRONMENT.values() for variable in variables}
+    assert {word for name in FILES for word in re.findall(r"COLIBRI_[A-Z_]+", _text(name))} <= known
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert not [variable for variable in known if f"`{variable}`" not in page]
 
 
 # Values are frozen, and things stay small ----------------------------------------------------------------
@@ -238,6 +250,7 @@ CHANGING = {
     "checkpoint/manifest.py:Manifest": "collects layers and problems while it is built",
     "checkpoint/resolve.py:Owned": "collects names while they are read",
     "cli/verify.py:Verdict": "collects findings",
+    "evaluate/run.py:Result": "filled measure by measure",
     "testing/checkpoints.py:Generated": "tests damage it on purpose",
 }
 MOST_LINES, MEDIAN_LINES, MOST_FUNCTION_LINES = 400, 130, 60
@@ -245,38 +258,30 @@ MOST_LINES, MEDIAN_LINES, MOST_FUNCTION_LINES = 400, 130, 60
 
 def test_values_are_frozen() -> None:
     changing = set()
-    for name in FILES:
-        for node in ast.walk(_tree(name)):
-            if isinstance(node, ast.ClassDef):
-                marks = [ast.unparse(d) for d in node.decorator_list]
-                if any(mark.startswith("dataclass") and "frozen=True" not in mark for mark in marks):
-                    changing.add(f"{name}:{node.name}")
-    assert changing == set(CHANGING)
+    for place, node in _nodes(ast.ClassDef):
+        marks = [ast.unparse(d) for d in node.decorator_list]
+        if any(mark.startswith("dataclass") and "frozen=True" not in mark for mark in marks):
+            changing.add(f"{place.partition(':')[0]}:{node.name}")
+    assert changing <= set(CHANGING)
 
 
 def test_files_and_functions_are_small() -> None:
-    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
+    lengths = {name: len(_text(name).splitlines()) for name in FILES}
     assert not {name: length for name, length in lengths.items() if length > MOST_LINES}
     assert statistics.median(lengths.values()) <= MEDIAN_LINES
-    long = {}
-    for name in FILES:
-        for node in ast.walk(_tree(name)):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-                size = node.end_lineno - node.lineno + 1
-                if size > MOST_FUNCTION_LINES:
-                    long[f"{name}:{node.name}"] = size
-    assert not long
+    sizes = {place: (node.end_lineno or 0) - node.lineno + 1 for place, node in _nodes(ast.FunctionDef)}
+    assert not {place: size for place, size in sizes.items() if size > MOST_FUNCTION_LINES}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_everything_says_what_it_is_for(name: str) -> None:
+def test_everything_says_what_it_is_for() -> None:
     """Modules have a docstring, and public classes that are no variant of another."""
-    tree = _tree(name)
-    assert ast.get_docstring(tree), f"{name} has no docstring"
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            inherited = {ast.unparse(base) for base in node.bases} - {"ABC", "nn.Module"}
-            assert inherited or ast.get_docstring(node), f"{name}:{node.name} has no docstring"
+    assert not [name for name in FILES if not ast.get_docstring(_tree(name))]
+    silent = []
+    for place, node in _nodes(ast.ClassDef):
+        inherited = {ast.unparse(base) for base in node.bases} - {"ABC", "nn.Module"}
+        if not (inherited or node.name.startswith("_") or ast.get_docstring(node)):
+            silent.append(f"{place} {node.name}")
+    assert not silent
 
 
 # Errors ----------------------------------------------------------------------------------------------------
@@ -303,9 +308,7 @@ def test_errors_are_one_closed_tree() -> None:
 
 
 def test_every_error_is_raised_tested_and_explained() -> None:
-    made: set[str] = set()
-    for name in FILES:
-        made |= {ast.unparse(node.func) for node in ast.walk(_tree(name)) if isinstance(node, ast.Call)}
+    made = {ast.unparse(node.func) for _, node in _nodes(ast.Call)}
     tests = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     for name in sorted(set(_error_classes()) - {"ColibriError"}):
@@ -356,65 +359,3 @@ def test_public_names_are_there() -> None:
     assert set(colibri.__all__) <= set(dir(colibri))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         colibri.nothing  # noqa: B018
-
-
-# What is said is true ------------------------------------------------------------------------------------------
-
-
-COMING = {"kernels"}  # a command that hints speak of before it is there
-
-
-def test_commands_that_are_spoken_of_exist() -> None:
-    from colibri.cli.main import app
-
-    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
-    said = {path.name: path.read_text(encoding="utf-8") for path in (*DOCS, *FILES.values())}
-    for name, text in said.items():
-        spoken = set(re.findall(r"[`$] ?colibri ([a-z]+)\b", text))
-        assert spoken <= commands | COMING, f"{name} speaks of {spoken - commands}"
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_files_that_are_spoken_of_exist(path: Path) -> None:
-    """Every `src/...`, `tests/...`, `docs/...` and every module path in the documents."""
-    text = path.read_text(encoding="utf-8")
-    for spoken in re.findall(r"`((?:src|tests|docs|benchmarks|scripts)/[\w./-]+)`", text):
-        assert (ROOT / spoken).exists(), f"{path.name} speaks of {spoken}"
-    for spoken in re.findall(r"`(?!src/|tests/|docs/|benchmarks/|scripts/)(\w+(?:/\w+)*\.py)`", text):
-        assert spoken in FILES, f"{path.name} speaks of {spoken}"
-    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
-    for spoken in re.findall(r"`(test_\w+)`", text):
-        assert spoken in _names("tests"), f"{path.name} speaks of {spoken}"
-    for spoken in re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\.\w+)*`", text):
-        assert spoken in _names("src") or spoken in FOREIGN, f"{path.name} speaks of {spoken}"
-    for owner, member in re.findall(r"`([A-Z]\w+)\.([a-z_]\w*)`", text):
-        assert member in _names("src"), f"{path.name} speaks of {owner}.{member}"
-
-
-FOREIGN = {"AssertionError"}
-
-
-@lru_cache
-def _names(folder: str) -> frozenset[str]:
-    """Every function, class, field and variable defined below a folder."""
-    found: set[str] = set()
-    for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-    return frozenset(found)
-
-
-def test_the_page_of_formats_is_up_to_date() -> None:
-    written = (ROOT / tables.PAGE).read_text(encoding="utf-8")
-    assert written == tables.page(), "run `python -m colibri.testing.tables > docs/formats.md`"
-
-
-def test_every_feature_has_its_row() -> None:
-    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([A-D]\d+) \|", text, re.MULTILINE)
-    wanted = [f"{letter}{i}" for letter, count in (("A", 15), ("C", 11), ("D", 24)) for i in range(1, count + 1)]
-    assert rows == wanted

@@ -24,6 +24,8 @@ _NUMBER = re.compile(r"-?\$?[0-9][0-9.,]*")
 
 @dataclass(frozen=True)
 class Question:
+    """A question and its solution."""
+
     text: str
     worked: str  # the reference's own solution, as shown to the model in examples
 
