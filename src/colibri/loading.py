@@ -20,7 +20,7 @@ from colibri.layout import MatrixShape
 from colibri.problem import Problem, parse_device
 from colibri.push import Pusher
 from colibri.quant import QuantSpec
-from colibri.recipe import WIDE, Options, Recipe
+from colibri.recipe import Options, Recipe, wide_inputs
 from colibri.rules import activation_specs, weight_targets
 
 
@@ -61,7 +61,7 @@ def linear_from_checkpoint(
     if target is not None:
         weight, _ = requantize(weight, target)
     shape = MatrixShape(weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
-    wide = WIDE[dtype]
+    wide = wide_inputs(dtype)
     spec = activation_specs(activations, 0).get("w13", wide)
     if spec is None:
         spec = detect(checkpoint.config).activations(checkpoint.config, found.as_module(headers)) or wide

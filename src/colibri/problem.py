@@ -18,8 +18,8 @@ from colibri.layout import MatrixShape
 from colibri.quant import TENSOR, ActivationSpec
 
 EXPERTS, LINEAR = "experts", "linear"
-INDEXED, CONTIGUOUS, BATCHED = "indexed", "contiguous", "batched"
-FAST, BATCH_INVARIANT = "fast", "batch-invariant"
+INDEXED, CONTIGUOUS, BATCHED = FORMS = ("indexed", "contiguous", "batched")
+FAST, BATCH_INVARIANT = ORDERS = ("fast", "batch-invariant")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Problem:
     order: str = FAST
 
     def __post_init__(self) -> None:
+        for what, value, legal in (("dispatch", self.dispatch, FORMS), ("order", self.order, ORDERS)):
+            if value not in legal:
+                raise SpecError(f"no {what} is called '{value}'", expected=f"one of {', '.join(legal)}")
         for inputs in (self.activations, self.second_activations):
             if inputs.static and (inputs.spec.zero is not None or inputs.spec.scales[-1].block != TENSOR):
                 raise SpecError(

@@ -19,7 +19,7 @@ from colibri.checkpoint.naming import DOWN, GATE, Naming
 from colibri.checkpoint.placement import Placement
 from colibri.checkpoint.routing_config import activation_for, routing_for
 from colibri.codec import Loss
-from colibri.errors import MissingTensor
+from colibri.errors import MissingTensor, SpecError
 from colibri.grammar import ACTIVATIONS
 from colibri.layer import RoutedExperts
 from colibri.layout import Packed
@@ -139,6 +139,13 @@ class Recipe:
         )
 
 
+def wide_inputs(dtype: torch.dtype) -> ActivationSpec:
+    """Inputs as they come."""
+    if dtype not in WIDE:
+        raise SpecError("inputs have another dtype", expected=" or ".join(map(str, WIDE)), got=dtype)
+    return WIDE[dtype]
+
+
 def pose(manifest: Manifest, index: int, options: Options) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
     """A rank's share of a layer, the activations its checkpoint declares, and what is to be computed:
     all that is known before any backend is asked."""
@@ -155,7 +162,7 @@ def pose(manifest: Manifest, index: int, options: Options) -> tuple[LayerPlan, d
 def _problem(manifest: Manifest, plan: LayerPlan, options: Options, declared: Mapping[str, ActivationSpec]) -> Problem:
     """What this rank has to compute."""
     said = activation_specs(options.activations, plan.layer.index)
-    wide = WIDE[options.dtype]
+    wide = wide_inputs(options.dtype)
     chosen = {m: (said[m] or declared[m]) if m in said else wide for m in ("w13", "w2")}
     routing = options.routing or _routing(manifest, plan.layer.index)
     projections = [plan.layer.sample(name) for name in (GATE, DOWN)]
@@ -184,5 +191,5 @@ def _declared_activations(manifest: Manifest, layer: Layer, options: Options) ->
     declared = {}
     for matrix, name in (("w13", GATE), ("w2", DOWN)):
         module = layer.sample(name).as_module(manifest.tensors)
-        declared[matrix] = manifest.format.activations(manifest.config, module) or WIDE[options.dtype]
+        declared[matrix] = manifest.format.activations(manifest.config, module) or wide_inputs(options.dtype)
     return declared

@@ -23,6 +23,7 @@ from colibri.layer import RoutedExperts
 from colibri.layout import MatrixShape
 from colibri.problem import Device, Problem, parse_device
 from colibri.quant import DENSE_BF16, MXFP4
+from colibri.recipe import wide_inputs
 from colibri.rules import activation_specs, weight_targets
 from colibri.stored import Config
 from colibri.testing.checkpoints import Geometry, generate
@@ -40,6 +41,14 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
             _problem(rows, 48, activation)
     with pytest.raises(SpecError, match="top-1"):
         _problem(96, 48, "silu", weight_on_input=True)
+
+
+def test_words_that_mean_nothing() -> None:
+    for key in ("order", "dispatch"):
+        with pytest.raises(SpecError, match=f"no {key} is called 'sorted'"):
+            _problem(96, 48, "silu", **{key: "sorted"})
+    with pytest.raises(SpecError, match="another dtype"):
+        wide_inputs(torch.float64)
 
 
 @pytest.mark.parametrize("name", ["int8-zp-static", "mxfp8-static", "fp8-g128-static"])

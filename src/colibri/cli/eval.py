@@ -33,6 +33,7 @@ def evaluate(
     max_tokens: Annotated[int | None, typer.Option("--text-tokens", min=2, help="Only so many tokens of text.")] = None,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens a prediction may see.")] = 1024,
     stride: Annotated[int, typer.Option("--stride", min=1, help="Tokens from one window to the next.")] = 512,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Of an answer, at most.")] = 256,
     device: models.Device = "cpu",
     dtype: models.Dtype = "auto",
     as_json: Json = False,
@@ -45,7 +46,7 @@ def evaluate(
         for file in filter(None, (text, questions, examples)):
             ui.existing(file, as_json)
         found = _run(path, variants or ["stored"], text, questions, examples, shots, limit, device, dtype, {
-            "window": window, "stride": stride, "max_text_tokens": max_tokens,
+            "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
         })  # fmt: skip
     if as_json:
         ui.print_json({"path": str(path), "variants": found})

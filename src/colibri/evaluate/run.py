@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from colibri.errors import SpecError
 from colibri.evaluate.paired import bootstrap, mcnemar
@@ -15,6 +16,7 @@ from colibri.evaluate.perplexity import Perplexity, perplexity
 from colibri.evaluate.questions import Question, Score, prompt, score
 
 AS_STORED = "stored"
+NEXT = "Question:"  # how every question of a prompt begins
 PARTS = ("weights", "activations", "backend")
 
 
@@ -65,12 +67,16 @@ class Result:
 def answer(model: Any, tokenizer: Any, text: str, tokens: int) -> str:
     """Greedy, up to where the model starts a question of its own."""
     fed = tokenizer(text, return_tensors="pt").to(model.device)
+    start = fed["input_ids"].shape[1]
+
+    def asks(ids: Tensor, scores: object, **_: object) -> Tensor:
+        stop = NEXT in tokenizer.decode(ids[0, start:])
+        return torch.full((ids.shape[0],), stop, device=ids.device)
+
     with torch.no_grad():
-        out = model.generate(
-            **fed, max_new_tokens=tokens, do_sample=False, stop_strings=["Question:"], tokenizer=tokenizer
-        )
-    said: str = tokenizer.decode(out[0, fed["input_ids"].shape[1] :], skip_special_tokens=True)
-    return said.split("Question:")[0]
+        out = model.generate(**fed, max_new_tokens=tokens, do_sample=False, stopping_criteria=[asks])
+    said: str = tokenizer.decode(out[0, start:], skip_special_tokens=True)
+    return said.split(NEXT)[0]
 
 
 def evaluate(

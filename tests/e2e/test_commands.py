@@ -1,0 +1,73 @@
+"""`colibri generate` and `colibri eval` on a tiny model with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny  # noqa: E402
+
+from colibri.cli.main import app  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("commands") / "model"
+    assert tiny.save_model(transformers, "mixtral", folder)
+    words = ["<pad>", *(f"w{i}" for i in range(127))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+def call(*words: object) -> Any:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_generate(model: Path) -> None:
+    found = call("generate", model, "w1 w2 w3", "--max-tokens", 5, "--weights", "int4-g32", "--json")
+    assert found["answers"][0]["tokens"] == 5
+    assert len(found["answers"][0]["text"].split()) == 5
+    assert list(found["layers"]) == ["int4-g32 x fp32 on torch-cpu"]
+    again = call("generate", model, "w1 w2 w3", "--max-tokens", 5, "--weights", "int4-g32", "--json")
+    assert again["answers"][0]["text"] == found["answers"][0]["text"]
+
+
+def test_eval(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i * 7 % 120}" for i in range(60)))
+    asked = tmp_path / "questions.jsonl"
+    asked.write_text('{"question": "w1", "answer": "#### 1"}\n{"question": "w2", "answer": "#### 2"}\n')
+    found = call(
+        "eval", model, "--text", text, "--window", 32, "--stride", 16, "--questions", asked, "--answer-tokens", 4,
+        "--variant", "stored", "--variant", "stored//reference", "--variant", "int4-g32/int8", "--json",
+    )  # fmt: skip
+    first, same, rounded = found["variants"]
+    assert same["perplexity"]["value"] == pytest.approx(first["perplexity"]["value"], rel=1e-5)
+    assert same["flexible"]["p"] == 1.0
+    assert rounded["perplexity"]["value"] != first["perplexity"]["value"]
+    assert list(rounded["layers"]) == ["int4-g32 x int8 on torch-cpu"]
+
+
+def test_wrong_use_ends_without_a_traceback(model: Path, tmp_path: Path) -> None:
+    for words in (
+        ["eval", str(model)],
+        ["generate", str(tmp_path / "none"), "x"],
+        ["eval", str(model), "--text", "no"],
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2 and "Traceback" not in done.output

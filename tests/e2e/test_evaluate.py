@@ -1,0 +1,118 @@
+"""Perplexity, exact match and paired tests, judged by sums written out and by counting all outcomes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.errors import MalformedFile, SpecError
+from colibri.evaluate import questions as q
+from colibri.evaluate.paired import bootstrap, mcnemar
+from colibri.evaluate.perplexity import perplexity, windows
+from colibri.evaluate.run import Result, Variant
+
+
+class Bigram:
+    """A model whose next token depends on the last one only: any window gives the same losses."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocabulary: int) -> None:
+        self.table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))
+        self.longest = 0
+
+    def __call__(self, ids: Tensor, logits_to_keep: int = 0) -> Any:
+        self.longest = max(self.longest, ids.shape[1])
+        logits = self.table[ids]
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:] if logits_to_keep else logits)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "stride"), [(2, 2, 1), (50, 8, 8), (50, 8, 3), (7, 100, 50), (33, 16, 16)]
+)
+def test_every_token_is_scored_once(length: int, window: int, stride: int) -> None:
+    scored = [t for begin, end, first in windows(length, window, stride) for t in range(first, end)]
+    assert scored == list(range(1, length))
+    assert all(end - begin <= window and begin < first for begin, end, first in windows(length, window, stride))
+    tokens = torch.randint(0, 11, (length,), generator=torch.Generator().manual_seed(1))
+    model = Bigram(11)
+    found = perplexity(model, tokens, window=window, stride=stride)
+    chances = model.table.double().softmax(-1)
+    want = math.exp(-sum(math.log(chances[a, b]) for a, b in itertools.pairwise(tokens.tolist())) / (length - 1))
+    assert found.value == pytest.approx(want, rel=1e-5)
+    assert model.longest <= window
+
+
+def test_windows_that_cover_nothing_are_refused() -> None:
+    with pytest.raises(SpecError, match="stride"):
+        list(windows(10, 4, 5))
+    with pytest.raises(SpecError, match="two tokens"):
+        perplexity(Bigram(3), torch.tensor([1]))
+
+
+def test_mcnemar_counts_every_outcome_of_a_coin() -> None:
+    a = torch.tensor([1, 1, 1, 1, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
+    b = torch.tensor([1, 0, 0, 0, 0, 1, 0, 1, 0, 0], dtype=torch.bool)
+    split = 6  # five only a, one only b
+    tosses = [sum(toss) for toss in itertools.product((0, 1), repeat=split)]
+    want = sum(t <= 1 or t >= split - 1 for t in tosses) / len(tosses)
+    assert mcnemar(a, b) == pytest.approx(want)
+    assert mcnemar(a, a) == 1.0
+
+
+def test_bootstrap_tells_a_shift_from_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(400, generator=generator, dtype=torch.float64) * 3
+    noise = torch.randn(400, generator=generator, dtype=torch.float64) * 0.1
+    shifted, same = bootstrap(base, base + noise + 0.05), bootstrap(base, base + noise - noise.mean())
+    assert shifted.p < 0.01 and shifted.mean == pytest.approx(0.05, abs=0.02)
+    assert shifted.stderr == pytest.approx(0.1 / 20, rel=0.2)
+    assert same.p > 0.5
+    with pytest.raises(SpecError):
+        bootstrap(base, base[:3])
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("5 + 5 = 10\n#### 10", "10", "10"),
+        ("It costs $1,234.50.", None, "1234.5"),
+        ("#### -3 apples, or 7", "-3", "7"),
+        ("no idea", None, None),
+        ("The answer is 18.", None, "18"),
+    ],
+)
+def test_answers_are_read(text: str, strict: str | None, flexible: str | None) -> None:
+    assert (q.strict(text), q.flexible(text)) == (strict, flexible)
+
+
+def test_questions_and_scores(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(3)]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    asked = q.read_questions(file)
+    assert q.prompt(asked[2], asked[:1]).endswith("#### 0\n\nQuestion: What is 2 + 2?\nAnswer:")
+    scores = q.score(["#### 0", "it is 2", "5"], asked)
+    assert scores["strict"].right.tolist() == [True, False, False]
+    assert scores["flexible"].right.tolist() == [True, True, False]
+    first, second = Result(Variant(), scores=scores), Result(Variant("mxfp4"), scores=q.score(["#### 0"] * 3, asked))
+    assert second.describe(first)["flexible"]["p"] == 1.0
+    for line in ("{", '{"question": "x"}', '{"question": "x", "answer": "no number"}'):
+        file.write_text(line)
+        with pytest.raises(MalformedFile, match="line 1"):
+            q.read_questions(file)
+
+
+def test_variants_are_read() -> None:
+    assert Variant.parse("mxfp4/int8/reference") == Variant("mxfp4", "int8", "reference")
+    assert Variant.parse("stored") == Variant()
+    with pytest.raises(SpecError):
+        Variant.parse("a/b/c/d")
