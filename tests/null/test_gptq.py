@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from colibri.checkpoint import manifest as manifests
+from colibri.checkpoint import naming as names
 from colibri.codec import dequantize, quantize
 from colibri.dtypes import BF16, F16, F32
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
@@ -17,6 +20,7 @@ from colibri.formats.base import Config, Dense, Module, Stored
 from colibri.formats.gptq import FORMAT, GptqScheme, gptq_scheme
 from colibri.grammar import parse_spec
 from colibri.quant import CHANNEL, group, int_spec
+from colibri.testing.checkpoints import Geometry, generate
 from colibri.testing.weights import random_weight
 from colibri.weight import LogicalWeight
 
@@ -289,3 +293,15 @@ def test_bias_travels_along() -> None:
     weight = random_weight(scheme, 8, 64, torch.Generator().manual_seed(4))
     biased = LogicalWeight(weight.spec, weight.codes, weight.scales, bias=torch.randn(8).half())
     assert scheme.decode(scheme.encode(biased), 8, 64).equals(biased)
+
+
+def test_experts_of_a_layer_are_reordered_all_or_none() -> None:
+    """One that alone is would lose its order: the layout has no place for it."""
+    row = names.find({"model_type": "qwen3_moe"})
+    example = next(e for e in FORMAT.examples() if e.scheme.act_order)
+    made = generate(example, row, row.forms[0], Geometry(experts=3, hidden=128, intermediate=128))
+    rules = {r"+:.*experts\.1\.(gate|up)_proj": {"desc_act": True}}
+    config = replace(made.config, quant={**made.config.quant, "desc_act": False, "dynamic": rules})
+    problems = manifests.build(config, made.headers, row).problems
+    assert [p.where for p in problems] == ["layer 0, expert 1, gate", "layer 0, expert 1, up"]
+    assert all("with act-order" in p.render() for p in problems)

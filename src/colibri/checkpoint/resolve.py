@@ -259,13 +259,13 @@ class LayerBuilder:
     def _check_specs(self, members: list[Projection]) -> None:
         first = members[0]
         for p in members[1:]:
-            if p.scheme.spec != first.scheme.spec:
+            if (p.scheme.spec, p.scheme.act_order) != (first.scheme.spec, first.scheme.act_order):
                 self.problems.append(
                     WrongDtype(
                         "experts of one layer, and gate and up, must be quantised alike",
                         where=p.where,
-                        expected=f"{first.scheme.spec} as {first.where}",
-                        got=p.scheme.spec,
+                        expected=f"{_kind(first.scheme)} as {first.where}",
+                        got=_kind(p.scheme),
                     )
                 )
 
@@ -283,6 +283,10 @@ class LayerBuilder:
                             got=tensor,
                         )
                     )
+
+
+def _kind(scheme: Scheme) -> str:
+    return f"{scheme.spec} with act-order" if scheme.act_order else str(scheme.spec)
 
 
 def _spell(projection: Projection, role: str) -> str:
