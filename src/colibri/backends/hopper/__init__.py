@@ -61,6 +61,7 @@ class Hopper(Backend):
             raise LaunchError("more tokens than the plan is for", expected=f"<= {plan.tokens}", got=tokens)
         if tokens == 0:
             return out
+        _require(x, dispatch, out)
         index = x.device.index or 0
         stream = torch._C._cuda_getCurrentRawStream(index)
         codes = weights["w13"]["codes"].data_ptr(), weights["w2"]["codes"].data_ptr()
@@ -70,6 +71,17 @@ class Hopper(Backend):
             program = self._programs[key] = Program(plan, weights, x.device, stream)
         program.run(x, dispatch.ids, dispatch.weights, out, stream)
         return out
+
+
+def _require(x: Tensor, dispatch: Indexed, out: Tensor) -> None:
+    """What the kernels take for granted about the caller's tensors."""
+    ids, weights = dispatch.ids, dispatch.weights
+    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise LaunchError("ids are int32 and weights fp32", got=f"{ids.dtype}, {weights.dtype}")
+    if not (x.is_contiguous() and out.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
+        raise LaunchError("the kernels take contiguous tensors")
+    if x.data_ptr() % 16 or out.data_ptr() % 16:
+        raise LaunchError("the kernels take tensors that start at a multiple of 16 bytes")
 
 
 def _unsupported(problem: Problem) -> Iterator[Reason]:

@@ -30,7 +30,7 @@ class Program:
         self.device = device.index or 0
         sizes = scratch(plan)
         self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
-        self.tensors: dict[str, Mapping[str, Tensor]] = {
+        tensors: dict[str, Mapping[str, Tensor]] = {
             SCRATCH: workspace.views(self.memory, sizes),
             COUNTERS: {"all": workspace.counters(device, stream)},
             **weights,
@@ -41,7 +41,7 @@ class Program:
         self.tokens = -1
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
-        self.launches = [self._bind(i, step) for i, step in enumerate(steps(plan))]
+        self.launches = [self._bind(i, step, tensors) for i, step in enumerate(steps(plan))]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, stream: int) -> None:
         """Launch for this call's tensors."""
@@ -61,12 +61,15 @@ class Program:
         for launch in self.launches:
             launch(stream)
 
-    def _bind(self, number: int, step: Step) -> Launch:
-        """Names to addresses; the first launch of a layer does not overlap what ran before it."""
+    def _bind(self, number: int, step: Step, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
+        """Names to addresses; the first launch of a layer does not overlap what ran before it.
+
+        Addresses alone are kept: a program does not keep a layer's weights alive.
+        """
         values: dict[str, Bound] = {}
         for name, value in step.values.items():
             if isinstance(value, Ref):
-                values[name] = self._resolve(value)
+                values[name] = _address(value, tensors)
             else:
                 values[name] = 0 if callable(value) else value
         launch = prepare(step.source, self.device, values, dependent=self.overlap and number > 0)
@@ -80,15 +83,6 @@ class Program:
         self.resizers.append(self._grid(launch, step))
         return launch
 
-    def _resolve(self, ref: Ref) -> Bound:
-        if ref.owner == CALL:
-            return 0
-        tensor = self.tensors[ref.owner][ref.name]
-        if ref.mapped is None:
-            return tensor.data_ptr() + ref.offset
-        count = tensor.numel()
-        return Matrix(tensor, (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
-
     def _grid(self, launch: Launch, step: Step) -> Callable[[int], None]:
         resident = self.processors * step.persistent
 
@@ -97,6 +91,17 @@ class Program:
             launch.grid(min(x, resident) if resident else x, y)
 
         return resize
+
+
+def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
+    """A pointer, or the matrix behind a tensor map; 0 for what the caller brings."""
+    if ref.owner == CALL:
+        return 0
+    tensor = tensors[ref.owner][ref.name]
+    if ref.mapped is None:
+        return tensor.data_ptr() + ref.offset
+    count = tensor.numel()
+    return Matrix(tensor, (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
 
 
 def _follow(slot: ctypes.c_int32, value: Callable[[int], int]) -> Callable[[int], None]:
