@@ -245,7 +245,10 @@ class RoutedExperts(PackedModule):
         self.register_buffer(f"router_{role}", held, persistent=False)
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Push checkpoint tensors in any order; gives the names that were this layer's."""
+        """Push checkpoint tensors in any order; gives the names that were this layer's.
+
+        Tensors are held, not copied, until all of their expert have come: do not overwrite them before.
+        """
         return self._require_pusher().push(pairs)
 
     def finish(self) -> RoutedExperts:

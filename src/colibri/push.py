@@ -17,7 +17,7 @@ from colibri.checkpoint import manifest as manifests
 from colibri.checkpoint import naming as names
 from colibri.checkpoint.config import config_of_model
 from colibri.checkpoint.load import expert_rows, load_expert
-from colibri.checkpoint.naming import Claim
+from colibri.checkpoint.naming import DOWN, GATE, UP, Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongShape
 from colibri.layer import RoutedExperts
 from colibri.recipe import Losses, Options, Recipe
@@ -150,7 +150,8 @@ class Pusher:
     def _names_of(self, expert: int) -> set[str]:
         assert self.recipe is not None
         held = self.recipe.plan.layer.projections
-        return {s.tensor for (e, _), p in held.items() if e == expert for s in p.sources.values()}
+        found = [held[expert, name] for name in (GATE, UP, DOWN) if (expert, name) in held]
+        return {source.tensor for projection in found for source in projection.sources.values()}
 
     def _touched(self) -> set[int]:
         """Local experts of which something has come and is not packed yet."""
@@ -158,15 +159,17 @@ class Pusher:
         return {e for e in self.recipe.plan.experts if self._names_of(e) & self.pending.keys()}
 
     def _flush(self, expert: int | None) -> None:
-        """Pack `expert` (None: all) if nothing of it is missing, and let its own tensors go."""
+        """Pack `expert` (None: all) if nothing of it is missing, and let its tensors go."""
         if self.recipe is None:
             return
-        for candidate in set(self.recipe.plan.experts) if expert is None else {expert}:
+        sharing = set(self.recipe.plan.experts) if expert is None else {expert}
+        for candidate in sharing:
             if self._names_of(candidate):
                 self._write(candidate)
-        if expert is not None and expert not in self.stale:
-            for name in self._names_of(expert):
-                self.pending.pop(name, None)
+        if not self.stale & sharing:
+            for candidate in sharing:
+                for name in self._names_of(candidate):
+                    self.pending.pop(name, None)
 
     def _write(self, expert: int) -> None:
         """Pack one expert into every slot that holds it; a refit that is incomplete marks it stale."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from colibri import push
 from colibri.checkpoint import naming as names
 from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.placement import Placement
@@ -151,6 +152,21 @@ def test_a_second_push_refits_a_live_layer(tmp_path: Path) -> None:
     live.finish()
     assert _same(live, fresh)
     assert address == {n: p.data_ptr() for n, p in live.named_parameters()}, "refit in place"
+
+
+@pytest.mark.parametrize("form", [0, 1], ids=["each", "stacked"])
+def test_every_expert_is_packed_once_and_let_go(form: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _make("dense", "bf16", form=form)
+    config, packed = Checkpoint.open(save(made, tmp_path / "m")).config.model, []
+    original = push.load_expert
+    monkeypatch.setattr(push, "load_expert", lambda *args: packed.append(args[2]) or original(*args))
+    layer = RoutedExperts.from_config(config, 0, tensors=made.headers)
+    for _ in range(2):  # a load, and a refit
+        packed.clear()
+        layer.load_weights(made.tensors.items())
+        assert layer.pusher is not None and not layer.pusher.pending
+        layer.finish()
+        assert sorted(packed) == list(range(SIZE.experts))
 
 
 def test_expert_parallel_ranks_take_only_their_own(tmp_path: Path) -> None:
