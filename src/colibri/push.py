@@ -18,7 +18,7 @@ from colibri.checkpoint import naming as names
 from colibri.checkpoint.config import config_of_model
 from colibri.checkpoint.load import expert_rows, load_expert
 from colibri.checkpoint.naming import DOWN, GATE, UP, Claim
-from colibri.errors import CheckpointProblems, MissingTensor, WrongShape
+from colibri.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from colibri.layer import RoutedExperts
 from colibri.recipe import Losses, Options, Recipe
 from colibri.stored import DTYPE_NAMES, Config, Stored
@@ -83,6 +83,8 @@ class Pusher:
             if claim is None:
                 continue
             taken.add(name)
+            if tensor.dtype not in DTYPE_NAMES:
+                raise WrongDtype("no checkpoint holds this dtype", where=name, got=tensor.dtype)
             self.headers[name] = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             if self._is_local(claim.expert):
                 self.pending[name] = tensor

@@ -16,7 +16,7 @@ from colibri.checkpoint import naming as names
 from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.placement import Placement
 from colibri.codec import dequantize
-from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError
+from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype
 from colibri.formats import registry
 from colibri.formats.base import Example
 from colibri.layer import QuantizedLinear, RoutedExperts
@@ -274,6 +274,8 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="out does not fit"):
         layer(x, topk_ids=ids, topk_weights=weights, out=x[:1])
     assert layer(x[:0], topk_ids=ids[:0], topk_weights=weights[:0]).shape == (0, SIZE.hidden)
+    with pytest.raises(WrongDtype, match="experts.0.gate_proj.scales"):
+        layer.load_weights([("model.layers.0.mlp.experts.0.gate_proj.scales", torch.zeros(1, dtype=torch.complex64))])
     with pytest.raises(MissingTensor, match="layer 7"):
         RoutedExperts.from_checkpoint(tmp_path / "m", layer=7)
     with pytest.raises(SpecError):
