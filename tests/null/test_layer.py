@@ -274,7 +274,7 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="out does not fit"):
         layer(x, topk_ids=ids, topk_weights=weights, out=x[:1])
     assert layer(x[:0], topk_ids=ids[:0], topk_weights=weights[:0]).shape == (0, SIZE.hidden)
-    with pytest.raises(WrongDtype, match="experts.0.gate_proj.scales"):
+    with pytest.raises(WrongDtype, match="gate_proj"):
         layer.load_weights([("model.layers.0.mlp.experts.0.gate_proj.scales", torch.zeros(1, dtype=torch.complex64))])
     with pytest.raises(MissingTensor, match="layer 7"):
         RoutedExperts.from_checkpoint(tmp_path / "m", layer=7)
