@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
-from colibri.activation import Activation
-from colibri.jit.cache import SUFFIX, Cache, parse
-from colibri.jit.compile import Source
-from colibri.layout import MatrixShape
-from colibri.problem import Problem
-
 app = typer.Typer(help="Compiled kernels: list, build ahead, warm up, verify.", no_args_is_help=True)
 
-# The shipped set: (spec, activations) for each shape (hidden, intermediate, local experts, top-k).
-SHIPPED_SPECS = (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"))
-SHIPPED_SHAPES = ((4096, 2048, 256, 6), (2880, 2880, 128, 4), (2048, 768, 128, 8))
-SHIPPED_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-
 Folder = typer.Option(None, help="Cache folder; the default is $COLIBRI_CACHE or ~/.cache/colibri/kernels.")
-
-
-def shipped() -> Iterator[Source]:
-    """Every kernel the shipped specs and shapes launch, over all token counts."""
-    from colibri.backends.hopper.plan import make_plan
-    from colibri.backends.hopper.steps import steps
-    from colibri.grammar import parse_activation, parse_spec
-
-    seen: set[Source] = set()
-    for name, activations in SHIPPED_SPECS:
-        for hidden, intermediate, experts, top_k in SHIPPED_SHAPES:
-            spec = parse_spec(name)
-            if intermediate % (spec.group or 1) or hidden % (spec.group or 1):
-                continue
-            problem = Problem(
-                MatrixShape(2 * intermediate, hidden, spec.stacked(intermediate)),
-                MatrixShape(hidden, intermediate, spec),
-                experts,
-                experts,
-                top_k,
-                Activation(),
-                activations=parse_activation(activations),
-            )
-            for tokens in SHIPPED_TOKENS:
-                for step in steps(make_plan(problem, tokens)):
-                    if step.source not in seen:
-                        seen.add(step.source)
-                        yield step.source
 
 
 @app.command("list")
 def list_kernels(folder: Path | None = Folder) -> None:
     """The shipped set, and which of it is compiled."""
+    from colibri.backends.hopper.shipped import shipped
+    from colibri.jit.cache import Cache
+
     cache = Cache(folder)
     for source in shipped():
         held = cache.find(source.key)
@@ -70,7 +33,9 @@ def build(
     """Compile the shipped set into the cache; needs Triton, no GPU."""
     from rich.progress import Progress
 
+    from colibri.backends.hopper.shipped import shipped
     from colibri.jit.build import build_all
+    from colibri.jit.cache import Cache
 
     if arch != "sm_90":
         raise typer.BadParameter(f"no kernels for {arch}; sm_90 has them")
@@ -89,6 +54,7 @@ def warmup() -> None:
     """Load the shipped set onto the GPU that is here: everything compiled, nothing missing."""
     import torch
 
+    from colibri.backends.hopper.shipped import shipped
     from colibri.jit.load import function
 
     torch.cuda.init()
@@ -103,6 +69,8 @@ def warmup() -> None:
 @app.command()
 def verify(folder: Path | None = Folder) -> None:
     """Read every cached kernel and check it against its hash."""
+    from colibri.jit.cache import SUFFIX, Cache, parse
+
     cache = Cache(folder)
     damaged = []
     held = cache.keys()

@@ -1,4 +1,4 @@
-"""`colibri`: look at quantised MoE checkpoints, check them, convert them."""
+"""`colibri`: every command, each in a file of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from colibri.cli.eval import evaluate
 from colibri.cli.explain import explain
 from colibri.cli.generate import generate
 from colibri.cli.inspect import inspect
+from colibri.cli.kernels import app as kernels
 from colibri.cli.serve import serve
 from colibri.cli.verify import verify
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Quantised Mixture-of-Experts checkpoints: look at them, check them, convert them.",
+    help="Quantised Mixture-of-Experts models: look at checkpoints, check, convert, explain, measure, run.",
 )
 for command in (inspect, verify, convert, explain, bench, env):
     app.command()(command)
@@ -28,6 +29,7 @@ app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(serve)
 app.command("bench-serve")(bench_serve)
+app.add_typer(kernels, name="kernels")
 
 
 def main() -> None:
