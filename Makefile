@@ -12,14 +12,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help demo test test-O lint format clean
 
 help:
-	@echo "make demo    convert a small generated model between formats and look at the results"
+	@echo "make demo    a real language model as a quantised mixture of experts: look at it, ask it, measure it"
 	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
 	@echo "make test-O  the tests under python -O: nothing may hang on an assert"
 	@echo "make lint    linters only"
 	@echo "make clean   remove the virtual environment and caches"
 
 demo: $(VENV)/.installed
-	@$(BIN)/python -m colibri.testing.demo
+	@$(BIN)/python -m colibri.demo
 
 test: lint
 	@echo "== tests"
@@ -49,8 +49,8 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	@echo "== colibri"
-	@$(PIP) install --quiet --editable .
+	@echo "== colibri, and transformers to run models"
+	@$(PIP) install --quiet --editable '.[transformers]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,12 +18,12 @@ WORDS = "time way year work day part place case week point group number night ho
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
     """One request: when it was sent, when each piece of text came, and what went wrong if anything."""
 
-    sent: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
+    sent: float
+    arrivals: tuple[float, ...] = ()
     error: str | None = None
 
     @property
@@ -55,7 +55,7 @@ def run(
 ) -> dict[str, Any]:
     """Send everything, wait for all of it, and describe what came back."""
     model = _model(url, timeout)
-    requests = [Request() for _ in range(load.prompts)]
+    requests: list[Request] = []
     waiting = iter(range(load.prompts))
     lock = threading.Lock()
 
@@ -65,7 +65,7 @@ def run(
                 index = next(waiting, None)
             if index is None:
                 return
-            _send(url, model, load.prompt(index), load.output_len, requests[index], timeout)
+            requests.append(_send(url, model, load.prompt(index), load.output_len, timeout))
             progress(1)
 
     start = time.perf_counter()
@@ -119,7 +119,7 @@ def _model(url: str, timeout: float) -> str:
         ) from None
 
 
-def _send(url: str, model: str, prompt: str, tokens: int, request: Request, timeout: float) -> None:
+def _send(url: str, model: str, prompt: str, tokens: int, timeout: float) -> Request:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -127,20 +127,21 @@ def _send(url: str, model: str, prompt: str, tokens: int, request: Request, time
         "stream": True,
         "temperature": 0,
     }
-    request.sent = time.perf_counter()
+    sent = time.perf_counter()
+    arrivals = []
     try:
         connection, path = _connect(url, timeout)
         headers = {"Content-Type": "application/json"}
         connection.request("POST", f"{path}/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            request.error = f"status {answer.status}: {answer.read(200).decode(errors='replace')}"
-            return
+            return Request(sent, error=f"status {answer.status}: {answer.read(200).decode(errors='replace')}")
         for event in _events(answer):
             if event["choices"] and event["choices"][0]["delta"].get("content"):
-                request.arrivals.append(time.perf_counter())
+                arrivals.append(time.perf_counter())
     except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-        request.error = f"{type(error).__name__}: {error}"
+        return Request(sent, tuple(arrivals), f"{type(error).__name__}: {error}")
+    return Request(sent, tuple(arrivals))
 
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,88 @@
+"""bench-serve against a server written here, which says when it sends what."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from colibri.errors import LaunchError, SpecError
+from colibri.evaluate.load import Load, percentiles, run
+
+FIRST, GAP = 0.05, 0.02
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Streams as many words as it may; refuses every prompt that starts with a word of `refused`."""
+
+    refused: tuple[str, ...] = ()
+
+    def do_GET(self) -> None:
+        self._head(200)
+        self.wfile.write(json.dumps({"data": [{"id": "words"}]}).encode())
+
+    def do_POST(self) -> None:
+        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["messages"][0]["content"].split()[0] in self.refused:
+            self._head(503)
+            return
+        self._head(200)
+        for index in range(body["max_tokens"]):
+            time.sleep(GAP if index else FIRST)
+            self._event({"choices": [{"delta": {"content": "word "}}]})
+        self._event({"choices": [{"delta": {}}]})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _head(self, status: int) -> None:
+        self.send_response(status)
+        self.end_headers()
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_measured(url: str) -> None:
+    found = run(url, Load(input_len=5, output_len=4, prompts=6, concurrency=3))
+    assert (found["requests"], found["failed"], found["model"]) == (6, 0, "words")
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(24)
+    assert found["time_to_first_token_ms"]["p50"] >= 1e3 * FIRST
+    assert found["inter_token_latency_ms"]["p50"] >= 1e3 * GAP * 0.9
+
+
+def test_failures_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(input_len=3, output_len=2, prompts=5, concurrency=2)
+    monkeypatch.setattr(Answers, "refused", (load.prompt(0).split()[0],))
+    found = run(url, load)
+    assert 1 <= found["failed"] < 6
+    assert found["errors"][0].startswith("status 503")
+
+
+def test_no_server() -> None:
+    with pytest.raises(LaunchError, match="does not list a model"):
+        run("http://127.0.0.1:9/v1", Load(1, 1, 1, 1), timeout=2)
+    with pytest.raises(SpecError, match="address"):
+        run("not a url", Load(1, 1, 1, 1))
+
+
+def test_percentiles_by_the_nearest_rank() -> None:
+    found = percentiles([i / 1000 for i in range(1, 101)])
+    assert found == pytest.approx({"mean": 50.5, "p50": 50, "p90": 90, "p99": 99})
+    assert percentiles([0.002])["p99"] == 2
