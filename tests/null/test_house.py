@@ -334,9 +334,9 @@ HEAVY = {"triton", "transformers", "gguf", "numpy", "compressed_tensors", "typer
 LEAN = """
 import sys, time
 import torch
-before, start = set(sys.modules), time.perf_counter()
+before, start = set(sys.modules), time.process_time()
 import colibri
-spent, loaded = time.perf_counter() - start, set(sys.modules) - before
+spent, loaded = time.process_time() - start, set(sys.modules) - before
 assert not torch.cuda.is_initialized()
 print(spent, *sorted({name.partition(".")[0] for name in loaded}))
 print(*sorted(name for name in loaded if name.startswith("colibri.")))
