@@ -106,18 +106,17 @@ def slices(
     ratio: tuple[int, int] = (1, 1),
 ) -> tuple[slice, ...]:
     """The part of the stored tensor that covers [rows, columns), whose starts lie on units."""
-    spans = {"n": (*rows, n), "k": (*columns, k)}
+    spans = {"n": rows, "k": columns}
     out = []
     for axis in parse(axes):
         if axis.symbol not in spans:
             assert not axis.flat, f"axes {axes!r} cannot be cut"
             out.append(slice(None) if axis.times == ANY else slice(0, axis.times))
             continue
-        low, high, whole = spans[axis.symbol]
-        full = axis.size({"n": n, "k": k}, ratio)
+        low, high = spans[axis.symbol]
         unit = axis.unit(ratio)
         assert low % unit == 0, f"cut at {low} inside a unit of {unit} of {axes!r}"
-        stop = full if high == whole else min(full, axis.entry(-(-high // unit) * unit, ratio))
+        stop = min(axis.size({"n": n, "k": k}, ratio), axis.entry(-(-high // unit) * unit, ratio))
         out.append(slice(axis.entry(low, ratio), stop))
     return tuple(out)
 

@@ -136,6 +136,11 @@ def test_a_slice_holds_the_codes_of_its_columns(
     assert torch.equal(unpack_bits(part.t(), bits, columns[1] - columns[0]), codes[:, columns[0] : columns[1]])
 
 
+def test_an_axis_said_twice_is_cut_where_both_allow() -> None:
+    assert ax.units("k/4 k/6") == {"n": 1, "k": 12}
+    assert ax.units("n^ k^ n/3", WORD4) == {"n": 24, "k": 8}
+
+
 def test_cuts_inside_a_unit_are_our_own_bugs() -> None:
     with pytest.raises(AssertionError, match="inside a unit"):
         ax.slices("n k^", (0, 4), (4, 8), 4, 16, WORD4)

@@ -540,6 +540,17 @@ def test_scales_that_change_type_keep_the_codes() -> None:
         assert close(cost, loss(values, result))
 
 
+@pytest.mark.parametrize(("old", "new"), [("nvfp4", "nvfp4-div"), ("nvfp4-div", "nvfp4")])
+def test_a_scale_that_multiplied_may_divide(old: str, new: str) -> None:
+    """Codes and block scales no fit would choose stay as they are; only the inverse is rounded."""
+    weight = random_weight(parse_spec(old), 6, 64, 15, perm=True)
+    result, cost = requantize(weight, parse_spec(new))
+    assert torch.equal(result.codes, weight.codes)
+    assert torch.equal(result.scales[0], weight.scales[0])
+    assert torch.equal(result.scales[1], 1 / weight.scales[1])
+    assert 0 < cost.rms_error < 2.0**-22
+
+
 def test_powers_of_two_become_bytes_exactly() -> None:
     weight = quantize(matrix(6, 64, 11), parse_spec("fp8-g32"))
     rounded = LogicalWeight(weight.spec, weight.codes, (torch.exp2(weight.scales[0].log2().round()),))

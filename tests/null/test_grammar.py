@@ -95,6 +95,8 @@ def test_names(name: str, spec: QuantSpec) -> None:
         ("mxfp4", ActivationSpec(MXFP4)),
         ("nvfp4", ActivationSpec(NVFP4)),
         ("nvfp4-static", ActivationSpec(NVFP4, static=True)),
+        ("nf4-channel", ActivationSpec(QuantSpec(d.NF4, (Scale(d.F32, CHANNEL),)))),
+        ("e5m2", ActivationSpec(QuantSpec(d.E5M2, (Scale(d.F32, CHANNEL),)))),
     ],
 )
 def test_activation_names(name: str, spec: ActivationSpec) -> None:
