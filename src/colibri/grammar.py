@@ -51,6 +51,7 @@ from colibri.quant import (
     QuantSpec,
     Scale,
     Zero,
+    int_spec,
 )
 
 NAMED: dict[str, QuantSpec] = {
@@ -67,6 +68,8 @@ NAMED: dict[str, QuantSpec] = {
     "nf4": NF4_G64,
 }
 _NAME_OF = {spec: name for name, spec in NAMED.items()}
+# What other engines call quantising while loading; read, never printed.
+ALIASES: dict[str, QuantSpec] = {"experts_int8": int_spec(8, scale=d.F32)}
 
 _TYPES: dict[str, d.DType] = {
     t.name: t
@@ -107,7 +110,7 @@ _FIXED = _Dialect("tensor", d.F32, prints_block=False)
 
 def parse_spec(name: str) -> QuantSpec:
     """The spec a weight name stands for."""
-    return _parse(name, _WEIGHT)
+    return ALIASES[name] if name in ALIASES else _parse(name, _WEIGHT)
 
 
 def spec_name(spec: QuantSpec) -> str:

@@ -317,3 +317,14 @@ def test_a_scale_left_to_the_output_is_applied_there(tmp_path: Path) -> None:
         for r in (folded, outside)
     )
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+
+
+def test_experts_int8_is_a_row_scale_of_absmax_over_127(tmp_path: Path) -> None:
+    made = _make("dense", "bf16")
+    layer = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=0, weights="experts_int8")
+    shape = layer.problem.matrices["w2"]
+    weight = layer.layout.unpack(shape, {name: t[1] for name, t in layer.packed["w2"].items()})
+    source = dequantize(made.weights[0, 1, "down"])
+    scale = source.abs().amax(1, keepdim=True) / 127
+    assert torch.equal(weight.scales[0], scale)
+    assert torch.equal(weight.codes.float() - 128, (source / scale).round().clamp(-127, 127))
