@@ -23,7 +23,7 @@ NAMES = [
     "e3m4-g16", "e2m1-g16:ue5m3-/channel", "ternary-tensor", "ternary-/tensor", "int4-g16:e4m3fn-b2xall:bf16",
     "e2m1-tensor-g16:e4m3fn", "fp8-unscaled", "int8-channel:fp32-tensor:inv127", "int4-g16-zp.channel:fp16",
     "int4-channel-zp.g8", "twos8-g32:e8m0", "int4-g32:fp16-channel:fp32",
-    "e2m1-/g32:e8m0",
+    "e2m1-/g32:e8m0", "int4-g32-channel",
 ]  # fmt: skip
 SPECS: dict[str, QuantSpec] = {name: parse_spec(name) for name in NAMES}
 SPECS["codebook"] = QuantSpec(codebook([0.5, -3, 2, 0, -0.25, 7, 1, -8]), (Scale(SPECS["bf16"].dtype, group(4)),))

@@ -318,7 +318,7 @@ RMS = {
     "uint4-g8:uint6-g16:fp16-min.g8:uint6-min.g16": 0.0498, "iq4-g32:fp16": 0.089, "bnbfp4-g64": 0.122,
     "fp8-tensor": 0.0264, "fp8-channel": 0.0262, "fp8-block": 0.0263, "e3m4-g16": 0.0109, "ternary-tensor": 0.512,
     "int4-g16:e4m3fn-b2xall:bf16": 0.086, "e2m1-tensor-g16:e4m3fn": 0.095, "int8-channel:fp32-tensor:inv127": 0.0072,
-    "int4-g32:fp16-channel:fp32": 0.0945, "e2m1-g16:ue5m3-/channel": 0.0954,
+    "int4-g32:fp16-channel:fp32": 0.0945, "int4-g32-channel": 0.0945, "e2m1-g16:ue5m3-/channel": 0.0954,
 }  # fmt: skip
 
 
