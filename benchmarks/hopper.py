@@ -52,7 +52,7 @@ def main() -> None:
         first_forward()
         return
     tokens = [int(t) for t in arguments.tokens.split(",")]
-    record = {"machine": machine(), "command": sys.argv, "commit": commit(), "ceilings": ceilings(), "rows": []}
+    record = {"machine": machine(), "command": command(), "commit": commit(), "ceilings": ceilings(), "rows": []}
     for shape in arguments.shapes.split(","):
         for name in arguments.specs.split(","):
             spec, _, activations = name.rpartition(":")
@@ -231,6 +231,11 @@ def machine() -> dict[str, str]:
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
+
+
+def command() -> str:
+    """What was run, with file names but no folders of this machine."""
+    return " ".join(["python", "benchmarks/hopper.py", *(Path(word).name for word in sys.argv[1:])])
 
 
 def commit() -> str:
