@@ -193,15 +193,22 @@ class _Meter:
         """Chunk `want`, which lies at `position` among the values of the codes, became `got`."""
         difference = (want - got).abs_()
         self.worst = max(self.worst, difference.amax().item())
-        self.peak = max(self.peak, want.abs().amax().item())
+        self.peak = max(self.peak, want.amax().item(), -want.amin().item())
         self.squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
         self.energy += torch.linalg.vector_norm(want, dtype=torch.float64).item() ** 2
         self.count += want.numel()
-        low, high = self.dtype.rounding_range
-        sliver = max(high, -low) * _SCALE_ROUNDING if self.dtype.table else 0.0
-        self.saturated += int(torch.count_nonzero(position.clamp(low - sliver, high + sliver).sub_(position)))
+        self.saturated += self._beyond(position)
         remaining = int(torch.count_nonzero(got))  # zeros in both leave no trace in |got| + difference
         self.flushed += int(torch.count_nonzero(difference.add_(got.abs()))) - remaining
+
+    def _beyond(self, position: Tensor) -> int:
+        """How many positions no code is near; most chunks have none, which their extremes tell."""
+        low, high = self.dtype.rounding_range
+        sliver = max(high, -low) * _SCALE_ROUNDING if self.dtype.table else 0.0
+        low, high = low - sliver, high + sliver
+        if low <= position.amin().item() and position.amax().item() <= high:
+            return 0
+        return int(torch.count_nonzero(position.clamp(low, high).sub_(position)))
 
     def loss(self) -> Loss:
         return Loss(
