@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from colibri import axes as ax
 from colibri.packing import pack_bits, unpack_bits
 
+ASSERTS = pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")
 NIBBLES, BYTES, WORD4, WORD3 = (4, 8), (8, 8), (4, 32), (3, 32)
 
 
@@ -86,6 +87,7 @@ def test_sizes_are_told_by_axes_that_count_them(axes: str, ratio: tuple[int, int
     assert ax.infer(axes, ax.shape(axes, 256, 512, ratio), ratio) == told
 
 
+@ASSERTS
 @pytest.mark.parametrize("bad", ["m", "k/", "k//2", "n k,", "k*n", "^k", "k^^", "-1", "K"])
 def test_bad_strings_are_our_own_bugs(bad: str) -> None:
     with pytest.raises(AssertionError):
@@ -141,9 +143,13 @@ def test_an_axis_said_twice_is_cut_where_both_allow() -> None:
     assert ax.units("n^ k^ n/3", WORD4) == {"n": 24, "k": 8}
 
 
+@ASSERTS
 def test_cuts_inside_a_unit_are_our_own_bugs() -> None:
     with pytest.raises(AssertionError, match="inside a unit"):
         ax.slices("n k^", (0, 4), (4, 8), 4, 16, WORD4)
     with pytest.raises(AssertionError, match="cannot be cut"):
         ax.slices("n*k^", (0, 4), (0, 8), 4, 16, WORD4)
+
+
+def test_a_document_is_never_cut() -> None:
     assert ax.slices("?", (0, 4), (0, 8), 4, 16, BYTES) == (slice(None),)
