@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from colibri.jit.cache import SUFFIX, Cache, MissingKernel, parse, render
+from colibri.jit.cache import ENV_FORBID, SUFFIX, Cache, MissingKernel, parse, render
 from colibri.jit.compile import Binary
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
@@ -25,9 +25,12 @@ def test_entries_render_and_parse() -> None:
 def test_build_runs_once(tmp_path: Path) -> None:
     calls = []
     store = cache(tmp_path)
+    assert store.find("key") is None and store.keys() == []
     for _ in range(3):
         assert store.get("key", "label", lambda: calls.append(1) or CODE) == CODE
     assert len(calls) == 1 and store.keys() == ["key"]
+    assert not list(store.folder.glob("*.part"))
+    assert cache(tmp_path).get("key", "label", lambda: pytest.fail("must not build")) == CODE
 
 
 def test_the_folder_is_its_owners(tmp_path: Path) -> None:
@@ -37,7 +40,9 @@ def test_the_folder_is_its_owners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{}", b"not json\n", render(CODE)[:-1], render(CODE) + b"x", render(CODE)[1:]]
+    "damage",
+    [b"", b"{}", b"[]\n", b"not json\n", b"not json\ncode"]
+    + [render(CODE)[:-1], render(CODE) + b"x", render(CODE) + b"\0", render(CODE)[1:]],
 )
 def test_damaged_entries_are_built_again(tmp_path: Path, damage: bytes) -> None:
     store = cache(tmp_path)
@@ -56,6 +61,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError):
         store.get("key", "label", fail)
+    assert store.find("key") is None
     assert store.keys() == [] and not list(store.folder.glob("*.part"))
 
 
@@ -82,6 +88,13 @@ def test_shipped_entries_come_first_and_are_never_removed(tmp_path: Path) -> Non
 
 
 def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLIBRI_NO_COMPILE", "1")
-    with pytest.raises(MissingKernel, match="the-label"):
-        cache(tmp_path).get("key", "the-label", lambda: CODE)
+    assert ENV_FORBID == "COLIBRI_NO_COMPILE"
+    store = cache(tmp_path)
+    for value in ("1", "yes"):
+        monkeypatch.setenv(ENV_FORBID, value)
+        with pytest.raises(MissingKernel, match=f"{ENV_FORBID} forbids") as caught:
+            store.get("key", "the-label", lambda: pytest.fail("must not build"))
+        assert "the-label" in str(caught.value)
+    for value in ("0", ""):
+        monkeypatch.setenv(ENV_FORBID, value)
+        assert store.get(f"key{value}", "the-label", lambda: CODE) == CODE

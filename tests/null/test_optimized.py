@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 REFUSING = (
     "test_optimized.py", "test_corrupt.py", "test_corrupt_gguf.py", "test_files.py", "test_save.py", "test_config.py",
     "test_placement.py", "test_problem.py", "test_input_scales.py", "test_grammar.py", "test_dispatch.py",
-    "test_activation.py", "test_routing.py", "test_values.py", "test_kernel_cache.py",
+    "test_activation.py", "test_routing.py", "test_values.py", "test_jit_cache.py",
 )  # fmt: skip
 
 
