@@ -2,7 +2,8 @@
 
 With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32; the last to
 arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes: the first
-product with the activation, the second with the weighted sum over a token's experts. So a layer is two launches.
+product with the activation, the second with the weighted sum over a token's experts. So a layer is two launches,
+and one more where the inputs are quantised; the hidden rows are quantised by whoever finishes them.
 
 Counters go back to zero by the hand that saw them full.
 """
@@ -111,6 +112,25 @@ def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns,
 
 
 @gluon.jit
+def quantise_slot(h, narrow, scales, slot, columns):
+    """A finished hidden row as e4m3 with one scale, as `rows.quantise_rows` does it. Other blocks wrote most of it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    c = gl.arange(0, 1024, LAYOUT)
+    row = slot * columns
+    largest = gl.zeros([1024], gl.float32, LAYOUT)
+    for start in range(0, columns, 1024):
+        value = gl.load(h + row + start + c, mask=start + c < columns, other=0.0, cache_modifier=".cg")
+        largest = gl.maximum(largest, gl.abs(value.to(gl.float32)))
+    scale = gl.div_rn(gl.max(largest, 0), 448.0)
+    scale = gl.where(scale > 0, scale, 1.0)
+    for start in range(0, columns, 1024):
+        inside = start + c < columns
+        value = gl.load(h + row + start + c, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+        gl.store(narrow + row + start + c, gl.div_rn(value, scale).to(gl.float8e4nv), mask=inside)
+    gl.store(scales + slot, scale)
+
+
+@gluon.jit
 def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, unit, units, columns, slots_per_token,
                  SPLIT: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
     """All slots of a token's unit are there: their weighted sum, in slot order."""
@@ -134,10 +154,11 @@ def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, u
 
 
 @gluon.jit
-def work_slots(out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty, full,
-               units, slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr,
-               ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
+def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids, weights,
+               total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token, limit,
+               alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
+               KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+               DEPEND: gl.constexpr, QUANTISE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
     NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND:
@@ -175,17 +196,25 @@ def work_slots(out, parts, counters, factors, bias, token_scales, ids, weights, 
                         scale = scale * gl.load(weights + slot)
                     finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta,
                                 SPLIT, KIND, ACTIVATION, BIAS)  # fmt: skip
+                    if QUANTISE:
+                        gl.thread_barrier()
+                        if gl.atomic_add(row_counters + slot, 1, sem="acq_rel") == units - 1:
+                            gl.store(row_counters + slot, 0)
+                            quantise_slot(out, narrow, narrow_scales, slot, columns)
 
 
 @gluon.jit
 def slotwise(
-    x_desc, w_desc, s_desc, out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, units, slices,
-    scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
-    GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-    DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
+    x_desc, w_desc, s_desc, out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
+    weights, total_slots, units, slices, scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha, beta,
+    CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, QUANTISE: gl.constexpr,
 ):  # fmt: skip
-    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x."""
+    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x.
+
+    QUANTISE: rows of `out` also go to `narrow` as e4m3, once all their columns are there.
+    """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -201,9 +230,10 @@ def slotwise(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work_slots, (out, parts, counters, factors, bias, token_scales, ids, weights, total_slots, xb, wb, sb, empty,
-                      full, units, slices, columns, slots_per_row, slots_per_token, limit, alpha, beta, STAGES, SLICES,
-                      form, SPLIT, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND)),
+        (work_slots, (out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
+                      weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
+                      slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, KIND, ACTIVATION, BIAS,
+                      WEIGHTED, DEPEND, QUANTISE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
                       slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

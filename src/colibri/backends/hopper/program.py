@@ -41,7 +41,7 @@ class Program:
         self.tokens = -1
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
-        self.launches = [self._bind(i, step, tensors) for i, step in enumerate(steps(plan))]
+        self.launches = [self._bind(step, tensors) for step in steps(plan)]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, stream: int) -> None:
         """Launch for this call's tensors."""
@@ -61,8 +61,9 @@ class Program:
         for launch in self.launches:
             launch(stream)
 
-    def _bind(self, number: int, step: Step, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
-        """Names to addresses; the first launch of a layer does not overlap what ran before it.
+    def _bind(self, step: Step, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
+        """Names to addresses. Every launch may start before its predecessor ends, whoever launched that: kernels
+        wait for it themselves before they touch what it wrote.
 
         Addresses alone are kept: a program does not keep a layer's weights alive.
         """
@@ -72,7 +73,7 @@ class Program:
                 values[name] = _address(value, tensors)
             else:
                 values[name] = 0 if callable(value) else value
-        launch = prepare(step.source, self.device, values, dependent=self.overlap and number > 0)
+        launch = prepare(step.source, self.device, values, dependent=self.overlap)
         for name, value in step.values.items():
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
                 self.mapped.append((launch, name))

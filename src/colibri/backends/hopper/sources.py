@@ -54,14 +54,15 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, An
 
 def slotwise(
     form: Form, tile: Tile, split: int, out: str, kind: str, activation: str, *, bias: bool, weighted: bool,
-    depend: bool, prefetch: bool,
+    depend: bool, prefetch: bool, quantise: bool,
 ) -> Source:  # fmt: skip
     """One product of a layer of few tokens: a slot a tile, K split over `split` blocks."""
     scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
     integers = ("total_slots", "units", "slices", "scale_blocks", "columns", "slots_per_row", "slots_per_token")
     pointers = {
-        "out": out, "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32", "token_scales": "fp32",
-        "ids": "i32", "weights": "fp32",
+        "out": out, "narrow": ELEMENT[E4M3], "narrow_scales": "fp32", "parts": "fp32", "counters": "i32",
+        "row_counters": "i32", "factors": "fp32", "bias": "fp32", "token_scales": "fp32", "ids": "i32",
+        "weights": "fp32",
     }  # fmt: skip
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc(ELEMENT[form.activations], (8, form.slice_columns), 128)),
@@ -74,7 +75,7 @@ def slotwise(
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "KIND": kind, "ACTIVATION": activation,
-        "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
+        "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch, "QUANTISE": quantise,
     }  # fmt: skip
     options = (("num_warps", 4), ("maxnreg", tile.registers))
     return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), (*pointers, "columns"), options)

@@ -204,40 +204,42 @@ def _decode(plan: HopperPlan) -> tuple[Step, ...]:
     assert plan.w13 is not None and plan.w2 is not None
     problem = plan.problem
     found: list[Step] = []
-    x, scales = Ref(CALL, "x", mapped=problem.hidden), "x_scales"
+    x, h = Ref(CALL, "x", mapped=problem.hidden), Ref(SCRATCH, "h", mapped=problem.intermediate)
+    h_scales = "x_scales"
     if plan.w13.form.activations == E4M3:
         found.append(_quantise(plan, Ref(CALL, "x"), ("x", "x_scales"), problem.hidden, 1))
         x = Ref(SCRATCH, "x", mapped=problem.hidden)
-    found.append(_slotwise(plan, "w13", x, scales, _scratch("h"), alone=not found))
-    h, scales = Ref(SCRATCH, "h", mapped=problem.intermediate), "h_scales"
     if plan.w2.form.activations == E4M3:
-        found.append(_quantise(plan, _scratch("h"), ("h8", "h_scales"), problem.intermediate, problem.top_k))
-        h = Ref(SCRATCH, "h8", mapped=problem.intermediate)
-    else:
-        scales = "x_scales"
-    found.append(_slotwise(plan, "w2", h, scales, Ref(CALL, "out"), alone=False))
+        h, h_scales = Ref(SCRATCH, "h8", mapped=problem.intermediate), "h_scales"
+    # Weights may be fetched before the predecessor ends where that is a launch of ours: the ids are older.
+    found.append(_slotwise(plan, "w13", x, "x_scales", _scratch("h"), prefetch=bool(found)))
+    found.append(_slotwise(plan, "w2", h, h_scales, Ref(CALL, "out"), prefetch=True))
     return tuple(found)
 
 
-def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, alone: bool) -> Step:
-    """One product, a slot a tile. `alone`: the first launch of a layer waits for nothing by itself."""
+def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, prefetch: bool) -> Step:
+    """One product, a slot a tile; the first also quantises the hidden rows where the second wants them narrow."""
     product = plan.w13 if name == "w13" else plan.w2
-    assert product is not None and plan.rule is not None
+    assert product is not None and plan.w2 is not None and plan.rule is not None
     problem, activation, shape = plan.problem, plan.problem.activation, plan.problem.matrices[name]
     first, top_k, (tile,) = name == "w13", problem.top_k, product.tiles
     kind = src.ROWS if not first else src.GATED if activation.gated else src.UNGATED
-    depend = plan.rule.overlap and not alone
+    quantise = first and plan.w2.form.activations == E4M3
     source = src.slotwise(
         product.form, tile, product.split, problem.input.name, kind, _title(plan) if first else "none",
-        bias=shape.bias, weighted=problem.weight_on_input == first, depend=depend, prefetch=depend and not first,
+        bias=shape.bias, weighted=problem.weight_on_input == first, depend=plan.rule.overlap,
+        prefetch=prefetch and plan.rule.overlap, quantise=quantise,
     )  # fmt: skip
     values: dict[str, Value] = {
         "x_desc": x,
         "w_desc": Ref(name, "codes", mapped=32),
         "s_desc": Ref(name, "scales" if product.form.scale_words else "codes", mapped=0),
         "out": out,
+        "narrow": _scratch("h8" if quantise else "h"),
+        "narrow_scales": _scratch("h_scales" if quantise else "x_scales"),
         "parts": _scratch("parts13" if first else "parts2"),
-        "counters": Ref(COUNTERS, "all", 0 if first else 2 * workspace.COUNTERS),
+        "counters": Ref(COUNTERS, "all", 4 * (workspace.FIRST if first else workspace.SECOND)),
+        "row_counters": Ref(COUNTERS, "all", 4 * workspace.OF_ROWS),
         "factors": Ref(name, "factors"),
         "bias": Ref(name, "bias" if shape.bias else "factors"),
         "token_scales": _scratch(scales),

@@ -8,7 +8,8 @@ from torch import Tensor
 from colibri.errors import LaunchError
 
 _ALIGN = 256
-COUNTERS = 1 << 16
+# Arrivals are counted apart for the first product's tiles, the second's, and whole rows of the first.
+FIRST, SECOND, OF_ROWS, COUNTERS = 0, 1 << 15, 1 << 16, (1 << 16) + (1 << 10)
 _buffers: dict[tuple[int, int], Tensor] = {}
 _counters: dict[tuple[int, int], Tensor] = {}
 
