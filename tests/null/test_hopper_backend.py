@@ -11,11 +11,12 @@ from colibri.activation import Activation
 from colibri.backends import registry
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import make_plan, scratch
-from colibri.backends.hopper.steps import CALL, SCRATCH, Ref, steps
+from colibri.backends.hopper.refs import CALL, SCRATCH, Ref
+from colibri.backends.hopper.steps import steps
 from colibri.codec import dequantize
 from colibri.dtypes import F32
 from colibri.kernels import compat
-from colibri.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from colibri.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.testing.layers import layer_problem, plausible_weight
 from colibri.tune import hopper as tune
 from colibri.weight import LogicalWeight
@@ -59,6 +60,18 @@ def test_packing_pads(hidden: int, intermediate: int, activations: str) -> None:
         assert round_trip(layout, shape, weight).equals(weight)
 
 
+@pytest.mark.parametrize("activations", ["bf16", "fp16"])
+@pytest.mark.parametrize("size", [2.0**-12, 1.0, 2.0**10])
+def test_int4_scales_of_any_size_survive_packing(activations: str, size: float) -> None:
+    """They are moved by powers of two: up by the nibble's unit, down by what a row has too much."""
+    spec = {"bf16": "int4-g128", "fp16": "int4-g128:fp16"}[activations]
+    layer = problem(spec, activations)
+    weight = plausible_weight(layer.w13, 1)
+    grown = replace(weight, scales=((weight.scales[0].float() * size).to(weight.scales[0].dtype),))
+    assert HopperLayout(layer).form(layer.w13).subnormal
+    assert round_trip(HopperLayout(layer), layer.w13, grown).equals(grown)
+
+
 def test_act_order_survives_packing() -> None:
     layer = problem("int4-g128", act_order=True)
     weight = plausible_weight(layer.w13, 1)
@@ -96,7 +109,8 @@ def test_reasons() -> None:
     assert codes(problem()) == set()
     assert codes(problem(), Device("cpu")) == {"device"}
     assert codes(problem(), Device("cuda", 100)) == {"device"}
-    assert "dispatch" in codes(replace(problem(), dispatch=CONTIGUOUS))
+    for given in (replace(problem(), dispatch=CONTIGUOUS), replace(problem(), dispatch=BATCHED), linear()):
+        assert codes(given) == set()
     assert "input" in codes(replace(problem(), input=F32))
     assert "spec" in codes(problem("nf4"))
     assert "activations" in codes(problem("mxfp4", "int8"))
@@ -110,13 +124,23 @@ def test_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.problem() == "Triton 3.5.1 is too old"
 
 
+def linear(spec: str = "mxfp4", activations: str = "bf16") -> Problem:
+    layer = problem(spec, activations)
+    return replace(layer, w13=layer.matrices["w2"], w2=None, experts=1, global_experts=1, top_k=1)
+
+
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100, 1000, 5000, 20000])
-def test_plans_are_consistent(tokens: int, activations: str) -> None:
-    layer = problem("mxfp4", activations, experts=64, top_k=4)
+@pytest.mark.parametrize("work", [INDEXED, CONTIGUOUS, BATCHED, "single"])
+def test_plans_are_consistent(tokens: int, activations: str, work: str) -> None:
+    layer = linear("mxfp4", activations)
+    if work != "single":
+        layer = replace(problem("mxfp4", activations, experts=64, top_k=4), dispatch=work)
     plan = make_plan(layer, tokens)
     assert plan.tokens >= tokens and plan.workspace_bytes > 0 and plan == make_plan(layer, tokens)
+    assert plan.work == work and plan.slots == plan.tokens * (4 if work == INDEXED else 1)
     held = scratch(plan)
+    brought = {"x", "out"} | ({"ids", "weights"} if work == INDEXED else {"edges"})
     for step in steps(plan):
         assert list(step.values) == [name for name, _ in step.source.arguments]
         assert min(step.grid(tokens)) > 0
@@ -124,7 +148,17 @@ def test_plans_are_consistent(tokens: int, activations: str) -> None:
             if isinstance(value, Ref) and value.owner == SCRATCH:
                 assert value.name in held
             elif isinstance(value, Ref) and value.owner == CALL:
-                assert value.name in ("x", "ids", "weights", "out")
+                assert value.name in brought
+
+
+def test_rows_that_come_dispatched_are_read_in_place() -> None:
+    for work in (CONTIGUOUS, BATCHED):
+        plan = make_plan(replace(problem(), dispatch=work), 500)
+        assert "x" not in scratch(plan) and "y" not in scratch(plan)
+        first = next(step for step in steps(plan) if step.source.kernel == "grouped")
+        assert first.values["x_desc"] == Ref(CALL, "x", mapped=256)
+        narrow = make_plan(replace(problem(activations="fp8"), dispatch=work), 500)
+        assert [step.source.kernel for step in steps(narrow)].count("prepare_rows") == 2
 
 
 def test_batch_invariant_plans_never_split_k() -> None:

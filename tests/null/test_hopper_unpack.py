@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from colibri.backends.hopper.layout import _nibble_units
 from colibri.kernels import forms as f
 from colibri.kernels import fragments
 from colibri.kernels.forms import Form
@@ -89,7 +90,12 @@ def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch
     scale = torch.ones(N, groups)
     if form.scale in (f.BF16_GROUP, f.F16_GROUP):
         stored = (torch.rand(N, groups) + 0.01).to(TYPES[form.scale])
-        parts.append(fragments.pack_halves(form, stored.view(torch.int16)))
+        if form.subnormal:
+            stored = (stored * 2.0**-9).to(stored.dtype)
+            lifted = (stored.double() * _nibble_units(form, N, stored.device)).to(stored.dtype)
+            parts.append(fragments.pack_halves(form, lifted.view(torch.int16)))
+        else:
+            parts.append(fragments.pack_halves(form, stored.view(torch.int16)))
         scale = stored.to(TYPES[form.activations]).float()
     elif form.scale == f.F32_GROUP:
         stored = torch.rand(N, groups) + 0.01

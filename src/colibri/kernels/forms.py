@@ -53,6 +53,11 @@ class Form:
         return CODE_BITS[self.code]
 
     @property
+    def subnormal(self) -> bool:
+        """Whether codes become subnormal numbers, with no magic number to take off: see `ptx.NIBBLE_UNIT`."""
+        return self.code == INT4_CODE and not self.zero and self.scale == self.activations
+
+    @property
     def slice_columns(self) -> int:
         """Columns of K in one slice: 128 bytes of a token's row."""
         return 128 if self.activations == E4M3 else 64

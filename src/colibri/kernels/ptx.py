@@ -34,8 +34,15 @@ _E2M1_BITS = ((3, 15), (2, 8), (1, 7), (0, 6))
 _TURNS, _MERGED_TURNS, _MERGED_FROM_0 = (0, 4, 10), (6, 12), 0x06030603
 
 MULTIPLY = {f.BF16: "mul.rn.bf16x2", f.F16: "mul.rn.f16x2"}
+MULTIPLY_ADD = {f.BF16: "fma.rn.bf16x2", f.F16: "fma.rn.f16x2"}
 SUBTRACT = {f.BF16: "sub.rn.bf16x2", f.F16: "sub.rn.f16x2"}
 INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: a small integer beside them is its own bits
+# The smallest 16-bit numbers are integers in units of 2**-133 (bf16) or 2**-24 (fp16), and so are the next ones,
+# up to the second exponent: a nibble left in the low byte is a number as it lies. One fused multiply-add with a
+# scale that holds the unit's inverse then gives (code - 8) * scale, rounded once. Rows r have the low nibble,
+# rows r + 8 the high one, whose unit is 2**4 larger.
+NIBBLE_UNIT = {f.BF16: 133, f.F16: 24}
+_MINUS_EIGHT = (0x8008, 0x8080)  # -8 in the same two places
 _BOTH = ("0x1010", "0x3232")  # permute selectors: the lower or upper half of a word in both halves
 _ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, where the field starts
 
@@ -124,6 +131,16 @@ def _e2m1_bf16(words: list[str], out: dict[tuple[int, int, int], str]) -> list[s
     return lines
 
 
+def _subnormal_nibbles(words: list[str], out: dict[tuple[int, int, int], str]) -> list[str]:
+    """int4 as `NIBBLE_UNIT` tells: a mask each, and one shift for every other pair of rows."""
+    lines = []
+    for k4, word in enumerate(words):
+        lines += [f"and.b32 {out[n3, 0, k4]}, {word}, {0x000F000F << 4 * n3:#010x};" for n3 in range(2)]
+        lines.append(f"shr.u32 t, {word}, 8;")
+        lines += [f"and.b32 {out[n3, 1, k4]}, t, {0x000F000F << 4 * n3:#010x};" for n3 in range(2)]
+    return lines
+
+
 def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: Form) -> list[str]:
     """int4 as 128 + code (bf16) or 1024 + code (fp16); e2m1 as fp16 times 2**-14."""
     lines = []
@@ -187,8 +204,16 @@ def _factors(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[s
         name = "m{}{}{}".format(*fine)
         if name not in where.values():
             lines += _factor(name, form, metas, fine)
+            if form.subnormal:
+                act = form.activations
+                lines.append(f"{MULTIPLY[act]} {_addend(name)}, {name}, {_pair(_MINUS_EIGHT[n3])};")
         where[n3, k4, k5] = name
     return lines, where
+
+
+def _addend(factor: str) -> str:
+    """The register of -8 times a factor."""
+    return f"a{factor}"
 
 
 def _factor(name: str, form: Form, metas: list[str], which: tuple[int, int, int]) -> list[str]:
@@ -265,12 +290,17 @@ def _statements(form: Form) -> tuple[str, int, int]:
                 lines += _byte(words[n3 + 2 * k3], k4, register, form)
         elif form.code == f.E2M1_CODE and form.activations == f.BF16:
             lines += _e2m1_bf16(words[2 * k5 : 2 * k5 + 2], out)
+        elif form.subnormal:
+            lines += _subnormal_nibbles(words[2 * k5 : 2 * k5 + 2], out)
         else:
             lines += _nibbles(words[2 * k5 : 2 * k5 + 2], out, form)
         for (n3, _, k4), register in out.items():
             lines += _finish(form, register, zero.get((n3, k5)), factor.get((n3, k4, k5)))
     lines, constants = _name_constants(lines)
-    named = ["t", "u", *sorted({*factor.values(), *zero.values()}), *constants]
+    registers = {*factor.values(), *zero.values()} | (
+        {_addend(m) for m in factor.values()} if form.subnormal else set()
+    )
+    named = ["t", "u", *sorted(registers), *constants]
     head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x; .reg .b16 h0, h1;\n"
     return head + "\n".join(lines) + "\n}", outputs, form.scale_words
 
@@ -314,6 +344,8 @@ def _finish(form: Form, register: str, zero: str | None, factor: str | None) -> 
     """Take off the zero point, multiply by the factor; both where the form has them."""
     act = form.activations
     lines = []
+    if form.subnormal and factor is not None:
+        return [f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, {_addend(factor)};"]
     if form.code == f.INT4_CODE:
         lines.append(f"{SUBTRACT[act]} {register}, {register}, {zero or _pair(INT4_MAGIC[act] + 8)};")
     if factor is not None:

@@ -113,6 +113,8 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "mad.lo.s32": lambda a, b, c: (a.astype(np.uint64) * b + c).astype(np.uint32),
     "mul.rn.bf16x2": _halves(torch.bfloat16, lambda a, b: a * b),
     "mul.rn.f16x2": _halves(torch.float16, lambda a, b: a * b),
+    "fma.rn.bf16x2": _halves(torch.bfloat16, lambda a, b, c: a.double() * b + c),
+    "fma.rn.f16x2": _halves(torch.float16, lambda a, b, c: a.double() * b + c),
     "sub.rn.bf16x2": _halves(torch.bfloat16, lambda a, b: a - b),
     "sub.rn.f16x2": _halves(torch.float16, lambda a, b: a - b),
     "mul.rn.f32": lambda a, b: (_float(a) * _float(np.broadcast_to(b, a.shape))).numpy().view(np.uint32),

@@ -21,7 +21,7 @@ from colibri.dtypes import E2M1
 from colibri.kernels import forms as f
 from colibri.kernels import fragments
 from colibri.kernels.forms import HALF, ROWS, Form
-from colibri.kernels.ptx import INT4_MAGIC, row_shift
+from colibri.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, row_shift
 from colibri.layout import Layout, MatrixShape, as_integer
 from colibri.problem import Problem
 from colibri.quant import CHANNEL, DIV, QuantSpec, Scale
@@ -99,19 +99,19 @@ class HopperLayout(Layout):
         form, (n, k) = self.form(shape), self.padded(shape)
         codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[:, : shape.k].contiguous()
         factors = self._take(shape, packed["factors"].view(torch.float32))
-        levels: dict[int, Tensor] = {}
-        kept = iter(range(len(_kept(shape.spec))))
-        for i, level in enumerate(shape.spec.scales):
-            if level in _kept(shape.spec):
-                levels[i] = packed[f"outer{next(kept)}"].view(level.dtype.storage)
-            elif level in outer_levels(shape.spec):
-                levels[i] = factors.unsqueeze(1).to(level.dtype.storage)
-            else:
-                levels[i] = self._unpack_level(shape, form, packed["scales"], factors)
+        levels: dict[Scale, Tensor] = {}
+        for i, level in enumerate(_kept(shape.spec)):
+            levels[level] = packed[f"outer{i}"].view(level.dtype.storage)
+        powers = factors / _outer_factors(levels, shape.n, factors.device)
+        for level in shape.spec.scales:
+            if level not in levels and level in outer_levels(shape.spec):
+                levels[level] = factors.unsqueeze(1).to(level.dtype.storage)
+            elif level not in levels:
+                levels[level] = self._unpack_level(shape, form, packed["scales"], powers)
         return LogicalWeight(
             shape.spec,
             codes,
-            tuple(levels[i] for i in range(len(levels))),
+            tuple(levels[level] for level in shape.spec.scales),
             self._unpack_zero(shape, form, packed["scales"]) if form.zero else None,
             bias=self._take(shape, packed["bias"].view(torch.float32)) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
@@ -145,11 +145,9 @@ class HopperLayout(Layout):
     def _scales(self, shape: MatrixShape, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes (rounded again where they must be), the loop's scale words, one factor a row."""
         n, k, codes = shape.n, shape.k, weight.codes
-        factors = torch.full((n,), 2.0 ** row_shift(form), device=codes.device)
-        for level, stored in zip(weight.spec.scales, weight.scales):
-            if level in outer_levels(weight.spec):
-                each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1).reshape(-1)
-                factors = factors / each if level.op == DIV else factors * each
+        levels = dict(zip(weight.spec.scales, weight.scales))
+        outer = {level: levels[level] for level in outer_levels(weight.spec)}
+        factors = _outer_factors(outer, n, codes.device) * 2.0 ** row_shift(form)
         if not form.scale_words:
             return codes, None, factors
         words: list[Tensor] = []
@@ -164,6 +162,12 @@ class HopperLayout(Layout):
             if form.scale == f.F32_GROUP:
                 base = _excess(each)
                 words.append(fragments.pack_floats(form, as_integer(self._meta(shape, form, each * torch.exp2(-base)))))
+                factors = factors * torch.exp2(base.squeeze(1))
+            elif form.subnormal:
+                base = _nibble_base(each, form)
+                placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
+                placed = (placed * _nibble_units(form, len(placed), each.device)).to(each.dtype)
+                words.append(fragments.pack_halves(form, as_integer(placed)))
                 factors = factors * torch.exp2(base.squeeze(1))
             else:
                 words.append(fragments.pack_halves(form, as_integer(self._meta(shape, form, each))))
@@ -195,8 +199,8 @@ class HopperLayout(Layout):
             codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
         return codes, (relative + short + offset) & 255, base.squeeze(1).float()
 
-    def _unpack_level(self, shape: MatrixShape, form: Form, words: Tensor, factors: Tensor) -> Tensor:
-        """The innermost scales as stored."""
+    def _unpack_level(self, shape: MatrixShape, form: Form, words: Tensor, powers: Tensor) -> Tensor:
+        """The innermost scales as stored; `powers` of two went to the rows' factors."""
         n, _ = self.padded(shape)
         groups = self._groups(shape, form)
         level = shape.spec.scales[0]
@@ -206,19 +210,20 @@ class HopperLayout(Layout):
             if form.scale == f.E8M0_G32:
                 offset = _REACH[form.activations][2]
                 signed = values if offset else (values ^ 128) - 128
-                values = signed - offset + 127 + torch.log2(factors).int().unsqueeze(1)
+                values = signed - offset + 127 + torch.log2(powers).int().unsqueeze(1)
             return values[:, :columns].to(torch.uint8)
         held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
             values = self._take(shape, fragments.unpack_floats(form, held, n, groups)).view(torch.float32)
-            values = values * (factors / self._outer_product(shape, factors)).unsqueeze(1)
+            values = values * powers.unsqueeze(1)
         else:
-            values = self._take(shape, fragments.unpack_halves(form, held, n, groups)).view(level.dtype.storage)
+            values = fragments.unpack_halves(form, held, n, groups).view(level.dtype.storage)
+            if form.subnormal:
+                values = values.double() / _nibble_units(form, n, values.device)
+            values = self._take(shape, values)
+            if form.subnormal:
+                values = (values * powers.double().unsqueeze(1)).to(level.dtype.storage)
         return values[:: level.block[0]][:rows, :columns].contiguous()
-
-    def _outer_product(self, shape: MatrixShape, factors: Tensor) -> Tensor:
-        """Factors hold a power of two above one only beside no other level."""
-        return torch.ones_like(factors) if not outer_levels(shape.spec) else factors
 
     def _unpack_zero(self, shape: MatrixShape, form: Form, words: Tensor) -> Tensor:
         n, _ = self.padded(shape)
@@ -242,6 +247,31 @@ def _up(size: int, side: int) -> int:
 def _excess(scales: Tensor) -> Tensor:
     """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor."""
     return (torch.frexp(scales.abs().amax(1, keepdim=True))[1] - 6).clamp(min=0).float()
+
+
+def _nibble_base(scales: Tensor, form: Form) -> Tensor:
+    """Per row, the power of two that leaves the loop's scale, so that a nibble's unit can enter it.
+
+    bf16 has room below 2**-5, as almost every row is; fp16 below 2**-8, and rows are brought up to it
+    too: its own smallest numbers are near.
+    """
+    exponent = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1]
+    return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
+
+
+def _nibble_units(form: Form, n: int, device: torch.device) -> Tensor:
+    """[n, 1]: what a row's scale is multiplied by in the kernel's order, where rows r + 8 have the high nibbles."""
+    high = torch.arange(n, device=device) >> 3 & 1
+    return torch.exp2((NIBBLE_UNIT[form.activations] - 4 * high).double()).unsqueeze(1)
+
+
+def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
+    """The product of scales that cover all of K, one for each row."""
+    factors = torch.ones(n, device=device)
+    for level, stored in levels.items():
+        each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1).reshape(-1)
+        factors = factors / each if level.op == DIV else factors * each
+    return factors
 
 
 def _kept(spec: QuantSpec) -> tuple[Scale, ...]:
