@@ -27,6 +27,10 @@
  *   BYTE:   unit u holds columns 4u .. 4u+3. Byte 4r + b is row r, column 4u + b.
  *   FLOAT8: unit u holds columns 4u .. 4u+3. Byte 16b + r is row r, column 4u + b.
  * Scales, zeros, offsets: [expert][block][group][16 rows], each number in its native bytes.
+ *
+ * Building: every *.cpp of this folder, C++17. A file that starts with `// flags MACHINE: ...` is for that machine alone
+ * (`uname -m`) and takes those flags as well; it may be left out where the compiler does not know them, and its level is
+ * then simply absent. All other files are compiled for every machine with no flags of their own.
  */
 #ifndef COLIBRI_H
 #define COLIBRI_H
@@ -163,6 +167,7 @@ enum colibri_status {
   COLIBRI_NO_MEMORY = 5
 };
 
+#pragma GCC visibility push(default)
 int32_t colibri_abi(void);                       /* COLIBRI_ABI of the library */
 uint32_t colibri_levels(void);                   /* bit i: level i was built and this machine can run it */
 const char *colibri_level_name(int32_t level);   /* "avx512"; NULL for no such level */
@@ -182,6 +187,7 @@ uint64_t colibri_stream(const void *memory, int64_t bytes, int32_t threads, int3
 
 /* Asks for huge pages inside [memory, memory + bytes); 0, or errno. Worth it before the pages are first touched. */
 int32_t colibri_huge_pages(void *memory, int64_t bytes);
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }
