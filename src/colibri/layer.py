@@ -126,7 +126,7 @@ class PackedModule(nn.Module):
             raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
 
     def _run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        form, tokens = _FORMS[type(dispatch)], x.shape[0]
+        form, tokens = _FORMS[type(dispatch)], x.shape[:-1].numel()  # of a batched input: all rows it has room for
         plan = self._plans.get((form, tokens))
         if plan is None:
             problem = self._posed.setdefault(form, replace(self.problem, dispatch=form))
@@ -338,7 +338,7 @@ class QuantizedLinear(PackedModule):
         self._check_input(rows)
         out = rows.new_empty(rows.shape[0], self.problem.w13.n)
         if rows.shape[0]:
-            offsets = torch.tensor([0, rows.shape[0]], device=rows.device)
+            offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)  # [0, rows], made there
             self._run(rows, Contiguous(offsets), out)
         return out.view(*x.shape[:-1], -1)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
 
 from colibri.backends.hopper import program as bound
 from colibri.backends.hopper.plan import make_plan
+from colibri.backends.hopper.steps import steps
 from colibri.jit import driver, load
 from colibri.jit.compile import Binary, Desc, Source
+from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
 from colibri.testing.layers import layer_problem, make_layer, routing
 
 
@@ -46,20 +49,59 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return fake
 
 
-@pytest.mark.parametrize(("activations", "tokens", "launches"), [("bf16", 1, 2), ("bf16", 100, 10), ("fp8", 2000, 13)])
-def test_a_call_stores_pointers_and_launches(gpu: FakeDriver, activations: str, tokens: int, launches: int) -> None:
-    problem = layer_problem("mxfp4", activations, hidden=256, intermediate=128, experts=4, top_k=2)
+def run(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.Program:
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
     program = bound.Program(make_plan(problem, tokens), layer.weights, torch.device("cpu"), 0)
-    x = torch.zeros(tokens, 256, dtype=torch.bfloat16)
-    for count in (tokens, max(1, tokens // 2)):
-        rows, routed, out = x[:count].clone(), routing(problem, count, 0, "cpu"), torch.empty_like(x[:count])
-        gpu.launched = 0
-        program.run(rows, routed.ids, routed.weights, out, 0)
-        assert gpu.launched == launches
-        assert all(launch._config.gx > 0 for launch in program.launches)
-        assert {slot.value for slot in program.pointers["out"]} == {out.data_ptr()}
-        assert {slot.value for slot in program.pointers["ids"]} == {routed.ids.data_ptr()}
+    program.run(tokens, call, 0)
+    assert all(launch._config.gx > 0 for launch in program.launches)
+    for name, slots in program.pointers.items():
+        assert {slot.value for slot in slots} == {call[name].data_ptr()}
+    return program
+
+
+def small(activations: str = "bf16", dispatch: str = INDEXED) -> Problem:
+    layer = layer_problem("mxfp4", activations, hidden=256, intermediate=128, experts=4, top_k=2)
+    return replace(layer, dispatch=dispatch)
+
+
+@pytest.mark.parametrize(("activations", "tokens", "launches"), [("bf16", 1, 2), ("bf16", 100, 10), ("fp8", 2000, 13)])
+def test_a_call_stores_pointers_and_launches(gpu: FakeDriver, activations: str, tokens: int, launches: int) -> None:
+    x, routed = torch.zeros(tokens, 256, dtype=torch.bfloat16), routing(small(), tokens, 0, "cpu")
+    call = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
+    program = run(small(activations), tokens, call)
+    assert gpu.launched == launches and {"ids", "out"} <= set(program.pointers)
+    moved = {name: tensor.clone() for name, tensor in call.items()}
+    program.run(max(1, tokens // 2), moved, 0)
+    assert gpu.launched == 2 * launches
+    assert {slot.value for slot in program.pointers["out"]} == {moved["out"].data_ptr()}
+
+
+@pytest.mark.parametrize(("activations", "launches"), [("bf16", 9), ("fp8", 9)])
+@pytest.mark.parametrize("dispatch", [CONTIGUOUS, BATCHED])
+def test_finished_dispatches(gpu: FakeDriver, dispatch: str, activations: str, launches: int) -> None:
+    """One launch makes the lists; there is nothing to combine."""
+    x = torch.zeros(400, 256, dtype=torch.bfloat16)
+    call = {"x": x, "out": torch.empty_like(x), "edges": torch.zeros(5, dtype=torch.int64)}
+    program = run(small(activations, dispatch), 400, call)
+    assert gpu.launched == launches
+    assert bool(program.mapped) == (activations == "bf16")
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (400, 5)])
+def test_single_linears(gpu: FakeDriver, tokens: int, launches: int) -> None:
+    problem = replace(small(), w13=small().matrices["w2"], w2=None, experts=1, global_experts=1, top_k=1)
+    x, out = torch.zeros(tokens, 128, dtype=torch.bfloat16), torch.zeros(tokens, 256, dtype=torch.bfloat16)
+    run(problem, tokens, {"x": x, "out": out, "edges": torch.tensor([0, tokens])})
+    assert gpu.launched == launches
+
+
+def test_inputs_with_facts_of_their_experts(gpu: FakeDriver) -> None:
+    """Stored factors and static scales: neither decodes slot by slot; factors a matrix lacks are ones."""
+    x, routed = torch.zeros(4, 256, dtype=torch.bfloat16), routing(small(), 4, 0, "cpu")
+    call = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
+    program = run(replace(small(), pre_scale=True), 4, call)
+    assert [tensor.unique().tolist() for tensor in program.factors] == [[1.0], [1.0]]
+    assert any(step.source.kernel == "prepare_rows" for step in steps(program.plan))
 
 
 def test_arguments_keep_their_place(gpu: FakeDriver) -> None:

@@ -66,6 +66,57 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
 
 
 @triton.jit
+def _owners(edges, owners, row0, rows, each, experts, P: tl.constexpr, E: tl.constexpr, BATCHED: tl.constexpr):
+    """Whose rows row0 .. row0 + P are; -1 where they are nobody's."""
+    r = row0 + tl.arange(0, P)
+    if BATCHED:
+        e = r // each
+        mine = r - e * each < tl.load(edges + e, mask=r < rows, other=0)
+    else:
+        e = tl.zeros([P], tl.int32)  # the last expert that starts at or before the row, by halves
+        for i in tl.static_range(1, 12):
+            if (E >> i) > 0:
+                further = e + (E >> i)
+                edge = tl.load(edges + further, mask=further < experts, other=1 << 40)
+                e = tl.where(edge <= r, further, e)
+        mine = (r >= tl.load(edges)) & (r < tl.load(edges + experts))
+    tl.store(owners + r, tl.where(mine, e, -1), mask=r < rows)
+
+
+@triton.jit
+def list_tiles(
+    edges, owners, tiles, counts, rows, each, experts, capacity, P: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr,
+    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+):  # fmt: skip
+    """The lists of work that comes dispatched: rows lie by expert already and stay where they are.
+
+    `edges` are each expert's first row and the end of the last ("contiguous"), or how many of its `each` rows
+    are real ("batched"); "single": all rows are expert 0's. Edges past the rows
+    are cut off. The last program writes the lists, the others, if there are any, who owns P rows.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    b = tl.program_id(0)
+    if b < tl.num_programs(0) - 1:
+        _owners(edges, owners, b * P, rows, each, experts, P, E, FORM == "batched")
+    else:
+        e = tl.arange(0, E)
+        if FORM == "contiguous":
+            start = tl.load(edges + e, mask=e < experts, other=0)
+            end = tl.load(edges + e + 1, mask=e < experts, other=0)
+            start = tl.minimum(tl.maximum(start, 0), rows).to(tl.int32)
+            total = tl.maximum(tl.minimum(end, rows).to(tl.int32) - start, 0)
+        elif FORM == "batched":
+            start = e * each
+            total = tl.load(edges + e, mask=e < experts, other=0)
+            total = tl.minimum(tl.maximum(total, 0), each)
+        else:
+            start = tl.zeros([E], tl.int32)
+            total = tl.where(e == 0, rows, 0)
+        _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
+
+
+@triton.jit
 def _place(ids, slot0, n, base, slots, places, P: tl.constexpr, E: tl.constexpr):
     """Places of slots slot0 .. slot0 + n (n <= P), given each expert's next free one; counts them."""
     i = tl.arange(0, P)
@@ -81,44 +132,76 @@ def _place(ids, slot0, n, base, slots, places, P: tl.constexpr, E: tl.constexpr)
 
 
 @triton.jit
-def _send_row(x, weights, perm, ids, places, out, scales, token, hidden, H: tl.constexpr, TOP_K: tl.constexpr,
-              NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr):  # fmt: skip
-    """A token's row to each of its places.
+def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARROW: tl.constexpr, WEIGHTED: tl.constexpr,
+              ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
+    """A row as expert e takes it, and the scale of a narrow one.
 
-    NARROW: as e4m3 with one scale a row (448 is e4m3's largest number). ORDERED: columns in the order
-    of the expert's weights (act-order). WEIGHTED: times the routing weight (top-1 only).
+    ORDERED: columns in the order of the expert's weights (act-order). SCALED: times the expert's vector.
+    WEIGHTED: times the routing weight. NARROW: as e4m3 (448 is its largest number) with the row's own scale, or
+    the expert's where it is STATIC. Rounded once, when it is stored.
     """
+    where = k
+    if ORDERED:
+        where = tl.load(perm + e.to(tl.int64) * width + k, mask=inside, other=0)
+    row = tl.load(source + where, mask=inside, other=0.0)
+    if WEIGHTED:
+        row = row.to(tl.float32) * weight
+    if SCALED:
+        row = row.to(tl.float32) * tl.load(pre_scale + e.to(tl.int64) * width + where, mask=inside, other=0.0)
+    scale = 1.0
+    if NARROW:
+        value = row.to(tl.float32)
+        if STATIC:
+            scale = tl.load(given + e)
+        else:
+            scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
+            scale = tl.where(scale > 0, scale, 1.0)
+        row = tl.div_rn(value, scale)
+    return row, scale
+
+
+@triton.jit
+def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H: tl.constexpr,
+              TOP_K: tl.constexpr, NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+              SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr):  # fmt: skip
+    """A token's row to each of its places. OWNED: beside each place, the expert it belongs to."""
     k = tl.arange(0, H)
     inside = k < hidden
     source = x + token.to(tl.int64) * hidden
-    row = tl.load(source + k, mask=inside, other=0.0)
+    weight = 1.0
     if WEIGHTED:
-        row = (row.to(tl.float32) * tl.load(weights + token)).to(row.dtype)
-    if NARROW:
-        value = row.to(tl.float32)
-        scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
-        scale = tl.where(scale > 0, scale, 1.0)
-        row = tl.div_rn(value, scale).to(tl.float8e4nv)
+        weight = tl.load(weights + token)  # top-1: a slot is a token
+    ALIKE: tl.constexpr = not (ORDERED or SCALED or STATIC)
+    if ALIKE:
+        row, scale = _prepared(source, token, weight, perm, pre_scale, given, k, inside, hidden, NARROW, WEIGHTED,
+                               ORDERED, SCALED, STATIC)  # fmt: skip
+        row = row.to(out.dtype.element_ty)
     for choice in tl.static_range(TOP_K):
         slot = token * TOP_K + choice
         place = tl.load(places + slot)
         if place >= 0:
             target = out + place.to(tl.int64) * hidden
-            if ORDERED:
-                order = tl.load(perm + tl.load(ids + slot).to(tl.int64) * hidden + k, mask=inside, other=0)
-                tl.store(target + k, tl.load(source + order, mask=inside, other=0.0), mask=inside)
-            else:
+            if ALIKE:
                 tl.store(target + k, row, mask=inside)
-            if NARROW:
-                tl.store(scales + place, scale)
+                if NARROW:
+                    tl.store(scales + place, scale)
+            else:
+                own, own_scale = _prepared(source, tl.load(ids + slot), weight, perm, pre_scale, given, k, inside,
+                                           hidden, NARROW, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                tl.store(target + k, own.to(out.dtype.element_ty), mask=inside)
+                if NARROW:
+                    tl.store(scales + place, own_scale)
+            if OWNED:
+                tl.store(owners + place, tl.load(ids + slot))
 
 
 @triton.jit
 def dispatch_small(
-    ids, x, weights, perm, slots, places, out, scales, tiles, counts, tokens, hidden, capacity, R: tl.constexpr,
-    TOKENS: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, T0: tl.constexpr,
-    T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, NARROW: tl.constexpr, WEIGHTED: tl.constexpr,
-    ORDERED: tl.constexpr,
+    ids, x, weights, perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden,
+    capacity, R: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr,
+    TOP_K: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
+    OWNED: tl.constexpr,
 ):  # fmt: skip
     """One launch for few tokens: every program counts all ids, sends TOKENS rows; the last writes the lists."""
     gdc_wait()
@@ -137,7 +220,8 @@ def dispatch_small(
         _place(ids, slot0, tl.minimum(total_slots - slot0, TOKENS * TOP_K), start + before, slots, places, P, E)
         tl.debug_barrier()
         for token in range(b * TOKENS, tl.minimum(b * TOKENS + TOKENS, tokens)):
-            _send_row(x, weights, perm, ids, places, out, scales, token, hidden, H, TOP_K, NARROW, WEIGHTED, ORDERED)
+            _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H, TOP_K,
+                      NARROW, WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
 
 
 @triton.jit
@@ -179,28 +263,40 @@ def place_ids(
 
 @triton.jit
 def send_rows(
-    x, weights, perm, ids, places, out, scales, hidden, H: tl.constexpr, TOP_K: tl.constexpr, NARROW: tl.constexpr,
-    WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+    x, weights, perm, pre_scale, given, ids, places, owners, out, scales, hidden, H: tl.constexpr, TOP_K: tl.constexpr,
+    NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
+    OWNED: tl.constexpr,
 ):  # fmt: skip
     """Third: one token a program, its row to all its places."""
     gdc_wait()
     gdc_launch_dependents()
-    _send_row(x, weights, perm, ids, places, out, scales, tl.program_id(0), hidden, H, TOP_K, NARROW, WEIGHTED, ORDERED)
+    _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K,
+              NARROW, WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
 
 
 @triton.jit
-def quantise_rows(x, out, scales, width, W: tl.constexpr):
-    """Each row as e4m3 with one scale of its own; a row a program."""
+def prepare_rows(
+    x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, NARROW: tl.constexpr,
+    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
+):  # fmt: skip
+    """Rows that stay where they are, as the next product takes them; a row a program, no expert's rows left out.
+
+    OWNED: `owners` says whose a row is; it is the only expert's otherwise, or it does not matter.
+    """
     gdc_wait()
     gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, W)
     inside = k < width
-    value = tl.load(x + r * width + k, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
-    scale = tl.where(scale > 0, scale, 1.0)
-    tl.store(out + r * width + k, tl.div_rn(value, scale).to(tl.float8e4nv), mask=inside)
-    tl.store(scales + r, scale)
+    e = tl.zeros([], tl.int32)
+    if OWNED:
+        e = tl.load(owners + r)
+    if e >= 0:
+        row, scale = _prepared(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, NARROW, False, ORDERED,
+                               SCALED, STATIC)  # fmt: skip
+        tl.store(out + r * width + k, row.to(out.dtype.element_ty), mask=inside)
+        if NARROW:
+            tl.store(scales + r, scale)
 
 
 @triton.jit

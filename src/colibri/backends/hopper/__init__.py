@@ -10,14 +10,14 @@ from torch import Tensor
 from colibri.backends.base import Backend, Plan, Reason
 from colibri.backends.hopper.forms import NoForm, kernel_form
 from colibri.backends.hopper.layout import HopperLayout
-from colibri.backends.hopper.plan import HopperPlan, make_plan
+from colibri.backends.hopper.plan import SINGLE, HopperPlan, make_plan
 from colibri.backends.hopper.program import Program
-from colibri.dispatch import Dispatch, Indexed
+from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
 from colibri.dtypes import BF16, F16
 from colibri.errors import LaunchError
 from colibri.kernels import compat
 from colibri.layout import Layout, MatrixShape, Packed
-from colibri.problem import INDEXED, Device, Problem
+from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.quant import DENSE_BF16, DENSE_F16, ActivationSpec
 from colibri.tune.hopper import bucket
 
@@ -29,7 +29,7 @@ class Hopper(Backend):
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int], tuple[Problem, HopperPlan]] = {}
-        self._programs: dict[tuple[int, int, int, int], Program] = {}
+        self._programs: dict[tuple[int, ...], Program] = {}
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch != 90:
@@ -54,49 +54,63 @@ class Hopper(Backend):
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
         assert isinstance(plan, HopperPlan)
-        if not isinstance(dispatch, Indexed):
-            raise LaunchError("this plan takes indexed dispatch")
-        tokens = dispatch.ids.shape[0]
+        call = _call(plan, x, dispatch, out)
+        tokens = x.numel() // plan.problem.hidden
         if tokens > plan.tokens:
             raise LaunchError("more tokens than the plan is for", expected=f"<= {plan.tokens}", got=tokens)
         if tokens == 0:
             return out
-        _require(x, dispatch, out)
-        index = x.device.index or 0
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        codes = weights["w13"]["codes"].data_ptr(), weights["w2"]["codes"].data_ptr()
-        key = (id(plan), *codes, stream)
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index or 0)
+        key = (id(plan), stream, *(packed["codes"].data_ptr() for packed in weights.values()))
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = Program(plan, weights, x.device, stream)
-        program.run(x, dispatch.ids, dispatch.weights, out, stream)
+        program.run(tokens, call, stream)
         return out
 
 
-def _require(x: Tensor, dispatch: Indexed, out: Tensor) -> None:
-    """What the kernels take for granted about the caller's tensors."""
-    ids, weights = dispatch.ids, dispatch.weights
-    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
-        raise LaunchError("ids are int32 and weights fp32", got=f"{ids.dtype}, {weights.dtype}")
-    if not (x.is_contiguous() and out.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):
-        raise LaunchError("the kernels take contiguous tensors")
-    if x.data_ptr() % 16 or out.data_ptr() % 16:
-        raise LaunchError("the kernels take tensors that start at a multiple of 16 bytes")
+def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[str, Tensor]:
+    """The caller's tensors by name; raises where they are not what the kernels take for granted."""
+    given = _dispatched(plan, x, dispatch)
+    wanted = {
+        "x": plan.problem.input.storage,
+        "out": plan.problem.input.storage,
+        **{n: t for n, (_, t) in given.items()},
+    }
+    call = {"x": x, "out": out, **{name: tensor for name, (tensor, _) in given.items()}}
+    for name, tensor in call.items():
+        if tensor.dtype != wanted[name]:
+            raise LaunchError(f"{name} has another dtype", expected=wanted[name], got=tensor.dtype)
+        if not tensor.is_contiguous():
+            raise LaunchError("the kernels take contiguous tensors", got=name)
+        if name != "edges" and tensor.data_ptr() % 16:
+            raise LaunchError("the kernels take tensors that start at a multiple of 16 bytes", got=name)
+    return call
+
+
+def _dispatched(plan: HopperPlan, x: Tensor, dispatch: Dispatch) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """What says where rows go, and the dtype it must have."""
+    experts = plan.problem.experts
+    if isinstance(dispatch, Indexed) and plan.work == INDEXED:
+        if dispatch.ids.shape != (x.shape[0], plan.problem.top_k) or dispatch.weights.shape != dispatch.ids.shape:
+            raise LaunchError("ids and weights do not fit the rows", got=f"{list(dispatch.ids.shape)}")
+        return {"ids": (dispatch.ids, torch.int32), "weights": (dispatch.weights, torch.float32)}
+    if isinstance(dispatch, Contiguous) and plan.work in (CONTIGUOUS, SINGLE):
+        if dispatch.offsets.shape != (experts + 1,):
+            raise LaunchError("offsets do not fit", expected=f"{experts + 1} of them", got=list(dispatch.offsets.shape))
+        return {"edges": (dispatch.offsets, torch.int64)}
+    if isinstance(dispatch, Batched) and plan.work == BATCHED:
+        if dispatch.counts.shape != (experts,) or x.shape[0] != experts:
+            raise LaunchError("counts do not fit", expected=f"{experts} of them", got=list(dispatch.counts.shape))
+        return {"edges": (dispatch.counts, torch.int32)}
+    raise LaunchError(f"this plan is for {plan.work} work", got=type(dispatch))
 
 
 def _unsupported(problem: Problem) -> Iterator[Reason]:
-    if problem.w2 is None:
-        yield Reason("kind", "single linears have no Hopper kernel yet")
-    if problem.dispatch != INDEXED:
-        yield Reason("dispatch", f"{problem.dispatch} dispatch has no Hopper kernel yet", "indexed has one")
     if problem.input not in (BF16, F16):
         yield Reason("input", f"{problem.input} inputs", "bf16 and fp16 have kernels")
-    if problem.pre_scale:
-        yield Reason("pre-scale", "inputs with a stored scale vector have no Hopper kernel yet")
     if problem.experts > _MOST_EXPERTS:
         yield Reason("experts", f"{problem.experts} local experts", f"up to {_MOST_EXPERTS}")
-    if problem.w13.act_order and problem.activations.spec not in (DENSE_BF16, DENSE_F16):
-        yield Reason("act-order", "act-order with quantised activations has no Hopper kernel yet")
     for shape, activations in _matrices(problem):
         dense = {DENSE_BF16: BF16, DENSE_F16: F16}.get(activations.spec)
         if dense is not None and dense != problem.input:

@@ -8,13 +8,13 @@ import torch
 
 from colibri.backends.base import Plan
 from colibri.backends.hopper.layout import HopperLayout
-from colibri.backends.hopper.workspace import pieces
+from colibri.backends.hopper.workspace import SECOND, pieces
 from colibri.kernels.forms import E4M3, ROWS, Form
-from colibri.layout import MatrixShape
-from colibri.problem import FAST, Problem
+from colibri.problem import FAST, INDEXED, Problem
 from colibri.tune import hopper as tune
 from colibri.tune.hopper import Rule, Tile
 
+SINGLE = "single"
 SMALL = 1024  # up to here one launch dispatches
 _CHUNK = {False: 256, True: 1024}  # slots a program counts, by whether there are many
 _READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops in a microsecond
@@ -30,6 +30,18 @@ class Product:
     scale_blocks: int
     tiles: tuple[Tile, ...]
     split: int = 1  # of K, when decoding
+    ordered: bool = False  # columns of the input in an order of the expert's own
+    scaled: bool = False  # the input times a vector of the expert's own
+    static: bool = False  # the input over a scale of the expert's own
+
+    @property
+    def narrow(self) -> bool:
+        return self.form.activations == E4M3
+
+    @property
+    def prepared(self) -> bool:
+        """Whether rows cannot be read as they come."""
+        return self.narrow or self.ordered or self.scaled
 
 
 @dataclass(frozen=True)
@@ -42,66 +54,109 @@ class HopperPlan(Plan):
     decode: bool = False  # a tile is a slot
 
     @property
+    def work(self) -> str:
+        """How work comes: a dispatch, or "single": all rows are the only expert's."""
+        return SINGLE if self.problem.w2 is None and self.problem.experts == 1 else self.problem.dispatch
+
+    @property
     def slots(self) -> int:
-        return self.tokens * self.problem.top_k
+        """Rows of the products."""
+        return self.tokens * (self.problem.top_k if self.work == INDEXED else 1)
+
+    @property
+    def first(self) -> Product:
+        assert self.w13 is not None
+        return self.w13
+
+    def product(self, name: str) -> Product:
+        found = {"w13": self.w13, "w2": self.w2}[name]
+        assert found is not None
+        return found
+
+    @property
+    def owned(self) -> bool:
+        """Whether someone asks which expert a row belongs to."""
+        if self.work == SINGLE:
+            return False
+        if self.work == INDEXED:
+            return self.w2 is not None and (self.w2.scaled or self.w2.static)
+        return self.first.prepared or (self.w2 is not None and self.w2.prepared)
 
 
 def make_plan(problem: Problem, tokens: int) -> HopperPlan:
     tokens = tune.bucket(max(tokens, 1))
     layout = HopperLayout(problem)
-    assert problem.w2 is not None
-    first, second = layout.form(problem.w13), layout.form(problem.w2)
-    slots = tokens * problem.top_k
-    rule = tune.rule(first.activations, slots, problem.experts)
-    decode = tune.decodes(first.activations, slots) and problem.order == FAST and not problem.w13.act_order
+    plan = HopperPlan(problem, tokens, 0.0)
+    slots = plan.slots
+    forms = [layout.form(shape) for shape in problem.matrices.values()]
+    rule = tune.rule(forms[0].activations, slots, problem.experts)
+    decode = _decodes(plan, layout, forms[0])
     sizes = () if decode else rule.sizes
-    plan = HopperPlan(
-        problem,
-        tokens,
-        _estimate(problem, layout, slots),
-        0,
-        ("a tile for each slot" if decode else f"token tiles {'+'.join(map(str, sizes))}", first.name, second.name),
-        rule,
-        _product(layout, problem.w13, first, sizes, slots),
-        _product(layout, problem.w2, second, sizes, slots),
-        decode,
+    products = [_product(layout, name, form, sizes, slots) for name, form in zip(problem.matrices, forms)]
+    plan = replace(
+        plan,
+        estimate_us=_estimate(problem, layout, slots),
+        notes=(
+            "a tile for each slot" if decode else f"token tiles {'+'.join(map(str, sizes))}",
+            *(form.name for form in forms),
+        ),
+        rule=rule,
+        w13=products[0],
+        w2=products[1] if problem.w2 is not None else None,
+        decode=decode,
     )
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
 
 
-def _product(layout: HopperLayout, shape: MatrixShape, form: Form, sizes: tuple[int, ...], slots: int) -> Product:
+def _decodes(plan: HopperPlan, layout: HopperLayout, form: Form) -> bool:
+    """Few slots, each of which reads its row as the others do: a tile for each."""
+    problem = plan.problem
+    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST or not tune.decodes(form.activations, plan.slots):
+        return False
+    if plan.work == SINGLE and plan.slots * layout.padded(problem.w13)[0] // ROWS > SECOND:
+        return False  # more tiles than counters
+    own = problem.w13.act_order or problem.pre_scale
+    return not (own or problem.activations.static or problem.second_activations.static)
+
+
+def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...], slots: int) -> Product:
     """Tiles for each size; none: a tile for each slot."""
+    problem = layout.problem
+    shape = problem.matrices[name]
     n, k = layout.padded(shape)
     units, slices = n // ROWS, k // form.slice_columns
     blocks = k // form.block_columns if form.block_columns else 1
-    if not sizes:
-        return Product(form, units, slices, blocks, (tune.decode_tile(form),), tune.split(slots, units))
-    return Product(form, units, slices, blocks, tuple(tune.tile(form, size, layout.gated(shape)) for size in sizes))
+    tiles = tuple(tune.tile(form, size, layout.gated(shape)) for size in sizes) or (tune.decode_tile(form),)
+    activations = problem.activations if name == "w13" else problem.second_activations
+    split = 1 if sizes else tune.split(slots, units)
+    return Product(form, units, slices, blocks, tiles, split, shape.act_order, problem.pre_scale, activations.static)
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Every intermediate tensor."""
-    problem, slots = plan.problem, plan.slots
-    assert plan.w13 is not None and plan.w2 is not None and plan.rule is not None
-    wide = problem.input.storage
-    element = {True: torch.float8_e4m3fn, False: wide}
-    narrow, narrow2 = plan.w13.form.activations == E4M3, plan.w2.form.activations == E4M3
+    problem, slots, first = plan.problem, plan.slots, plan.first
+    element = {True: torch.float8_e4m3fn, False: problem.input.storage}
     experts = experts_padded(problem)
     held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "x": ((slots, problem.hidden), element[narrow]),
         "x_scales": ((slots,), torch.float32),
-        "h": ((slots, problem.intermediate), wide),
-        "y": ((slots, problem.w2.n if problem.w2 else 0), wide),
-        "slots": ((slots,), torch.int32),
-        "places": ((slots,), torch.int32),
         "tiles": ((list_capacity(plan) + 3 * experts, 4), torch.int32),
         "counts": ((16,), torch.int32),
-        "counted": ((chunks(plan, slots), experts), torch.int32),
     }
+    if plan.work == INDEXED or first.prepared:
+        held["x"] = (slots, problem.hidden), element[first.narrow]
+    if plan.work == INDEXED:
+        held["y"] = (slots, problem.w2.n if problem.w2 else 0), problem.input.storage
+        held["slots"] = held["places"] = (slots,), torch.int32
+        held["counted"] = (chunks(plan, slots), experts), torch.int32
+    if plan.owned:
+        held["owners"] = (slots,), torch.int32
     if plan.decode:
         for name, product in (("parts13", plan.w13), ("parts2", plan.w2)):
-            held[name] = (slots * product.split, product.units * ROWS), torch.float32
-    if narrow2:
+            if product is not None:
+                held[name] = (slots * product.split, product.units * ROWS), torch.float32
+    if plan.w2 is not None:
+        held["h"] = (slots, problem.intermediate), problem.input.storage
+    if plan.w2 is not None and plan.w2.narrow:
         held["h8"] = (slots, problem.intermediate), torch.float8_e4m3fn
         held["h_scales"] = (slots,), torch.float32
     return held

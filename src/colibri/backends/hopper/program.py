@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from colibri.backends.hopper import workspace
-from colibri.backends.hopper.plan import HopperPlan, scratch
-from colibri.backends.hopper.steps import CALL, COUNTERS, SCRATCH, Ref, Step, steps
+from colibri.backends.hopper.plan import HopperPlan, Product, scratch
+from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
+from colibri.backends.hopper.steps import steps
 from colibri.jit.driver import Launch
 from colibri.jit.load import Matrix, prepare, set_map
 from colibri.jit.load import Value as Bound
@@ -30,34 +31,35 @@ class Program:
         self.device = device.index or 0
         sizes = scratch(plan)
         self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
+        packed = {name: _with_factors(plan.product(name), held) for name, held in weights.items()}
+        self.factors = [held["pre_scale"] for name, held in packed.items() if held is not weights[name]]
         tensors: dict[str, Mapping[str, Tensor]] = {
             SCRATCH: workspace.views(self.memory, sizes),
             COUNTERS: {"all": workspace.counters(device, stream)},
-            **weights,
+            **packed,
         }
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.pointers: dict[str, list[ctypes.c_uint64]] = {"x": [], "ids": [], "weights": [], "out": []}
+        self.pointers: dict[str, list[ctypes.c_uint64]] = {}  # where the caller's tensors go, by name
         self.resizers: list[Callable[[int], None]] = []
         self.tokens = -1
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
         self.launches = [self._bind(step, tensors) for step in steps(plan)]
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, stream: int) -> None:
-        """Launch for this call's tensors."""
-        tokens = ids.shape[0]
+    def run(self, tokens: int, call: Mapping[str, Tensor], stream: int) -> None:
+        """Launch for this call's tensors: "x", "out", and "ids" and "weights" or "edges"."""
         if tokens != self.tokens:
             for resize in self.resizers:
                 resize(tokens)
             self.tokens = tokens
-        for name, tensor in (("x", x), ("ids", ids), ("weights", weights), ("out", out)):
-            pointer = tensor.data_ptr()
-            for slot in self.pointers[name]:
+        for name, slots in self.pointers.items():
+            pointer = call[name].data_ptr()
+            for slot in slots:
                 slot.value = pointer
-        if self.mapped and self.mapped_at != (x.data_ptr(), tokens):
-            self.mapped_at = (x.data_ptr(), tokens)
+        if self.mapped and self.mapped_at != (call["x"].data_ptr(), tokens):
+            self.mapped_at = (call["x"].data_ptr(), tokens)
             for launch, name in self.mapped:
-                set_map(launch, name, Matrix(x, tuple(x.shape)))
+                set_map(launch, name, Matrix(call["x"], (tokens, self.plan.problem.hidden)))
         for launch in self.launches:
             launch(stream)
 
@@ -78,7 +80,7 @@ class Program:
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
                 self.mapped.append((launch, name))
             elif isinstance(value, Ref) and value.owner == CALL:
-                self.pointers[value.name].append(launch.pointer_slot(name))
+                self.pointers.setdefault(value.name, []).append(launch.pointer_slot(name))
             elif callable(value):
                 self.resizers.append(_follow(launch.integer_slot(name), value))
         self.resizers.append(self._grid(launch, step))
@@ -92,6 +94,15 @@ class Program:
             launch.grid(min(x, resident) if resident else x, y)
 
         return resize
+
+
+def _with_factors(product: Product, packed: Packed) -> Packed:
+    """Where only the other matrix has stored factors of its input, this one's are ones."""
+    if not product.scaled or "pre_scale" in packed:
+        return packed
+    codes = packed["codes"]
+    k = product.slices * product.form.slice_columns  # padded: no narrower than the input
+    return {**packed, "pre_scale": torch.ones(codes.shape[0], k, device=codes.device)}
 
 
 def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:

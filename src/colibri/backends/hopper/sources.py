@@ -11,7 +11,7 @@ from colibri.tune.hopper import Tile, stage_bytes
 
 GEMM, DECODE, ROWS_MODULE = "colibri.kernels.gemm", "colibri.kernels.decode", "colibri.kernels.rows"
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
-GATED, UNGATED, ROWS = "gated", "ungated", "rows"
+GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"
 ALONE, FIRST, LATER = 0, 1, 2
 _BOX = 256
 
@@ -45,8 +45,10 @@ def product(
 
 
 def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int) -> Source:
-    """One of the small kernels. Pointers and row widths are multiples of 16."""
-    aligned = tuple(a for a, kind in arguments.items() if kind.startswith("*") or a in ("hidden", "width"))
+    """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16."""
+    aligned = tuple(
+        a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
+    )
     return Source(
         ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, (("num_warps", warps),)
     )
