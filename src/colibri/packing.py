@@ -33,8 +33,10 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
         return data[..., :count].contiguous()
     if 8 % bits:
         return _unpack_straddling(data, bits, count)
-    mask = (1 << bits) - 1
-    codes = torch.stack([(data >> (bits * j)) & mask for j in range(8 // bits)], dim=-1)
+    codes = data.new_empty(*data.shape, 8 // bits)
+    for j in range(8 // bits):
+        torch.bitwise_right_shift(data, bits * j, out=codes[..., j])  # in place: no scratch beside the codes
+    codes &= (1 << bits) - 1
     return codes.flatten(-2)[..., :count].contiguous()
 
 

@@ -1,4 +1,4 @@
-"""From files to packed experts, one expert at a time.
+"""From files to packed experts, expert by expert.
 
 Each projection is read as the smallest slice of its stored tensors that covers this rank's share,
 decoded, cut exactly, and packed into buffers that were allocated first. Whatever the format, the
@@ -7,8 +7,8 @@ family and the parallel layout, this is the whole path; nothing here branches on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,6 +28,8 @@ from colibri.weight import INPUT_ROLES, LogicalWeight, stack
 
 Reader = Callable[[str, tuple[int | slice, ...]], Tensor]
 Span = tuple[int, int]
+
+AT_ONCE = 2  # experts: one is read while another is packed
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,11 @@ def load_layer(
     losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Packed]:
-    """Fill final buffers expert by expert; at most two experts are in flight.
+    """Fill final buffers, two experts at a time.
 
-    With `out` an earlier load's buffers are filled again, in place.
+    One thread reads, decodes and packs an expert from start to end: scratch memory that one thread takes
+    and another gives back is held back by allocators. With `out` an earlier load's buffers are filled
+    again, in place.
     """
     packed = (
         dict(out)
@@ -182,30 +186,25 @@ def load_layer(
             "w2": layout.allocate(plan.w2, len(plan.experts)),
         }
     )
-    for slot, weights in enumerate(stream_experts(read, plan, losses)):
+
+    def fill(slot: int) -> list[tuple[str, Loss]]:
+        cost: list[tuple[str, Loss]] = []
+        weights = load_expert(read, plan, plan.experts[slot], lambda matrix, loss: cost.append((matrix, loss)))
         weights.pack(plan, layout, expert_rows(packed, slot))
-        if progress is not None:
-            progress(1)
+        return cost
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        for cost in pool.map(fill, range(len(plan.experts))):
+            for matrix, loss in cost if losses is not None else ():
+                losses(matrix, loss)  # in the order of experts, so that sums are always the same
+            if progress is not None:
+                progress(1)
     return packed
 
 
 def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:
     """Views of one slot of a layer's buffers."""
     return {matrix: {name: tensor[slot] for name, tensor in held.items()} for matrix, held in packed.items()}
-
-
-def stream_experts(
-    read: Reader, plan: LayerPlan, losses: Callable[[str, Loss], None] | None = None
-) -> Iterator[ExpertWeights]:
-    """Experts in slot order, the next one read while the last is used."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead: Future[ExpertWeights] | None = None
-        for expert in plan.experts:
-            current, ahead = ahead, pool.submit(load_expert, read, plan, expert, losses)
-            if current is not None:
-                yield current.result()
-        if ahead is not None:
-            yield ahead.result()
 
 
 def load_inputs(read: Reader, layer: Layer) -> dict[tuple[int, str], dict[str, Tensor]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from colibri.checkpoint.load import LayerPlan, plan_layer
+from colibri.checkpoint.load import AT_ONCE, LayerPlan, plan_layer
 from colibri.checkpoint.manifest import Manifest
 from colibri.checkpoint.placement import LINEAR, Placement
 from colibri.layout import Layout, MatrixShape
@@ -40,7 +40,7 @@ def plan_memory(
                 max((len(plan.experts) for plan in plans), default=0),
                 max((plan.cut.size for plan in plans), default=0),
                 final,
-                final + 2 * working,
+                final + AT_ONCE * working,
             )
 
 
