@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The CPU kernels are built with the package where there is a C++ compiler, and left out where there is none.
+BUILT_FROM := pyproject.toml setup.py $(wildcard src/colibri/native/*.cpp src/colibri/native/*.h src/colibri/native/build.py)
 
 .PHONY: help demo test test-O lint format clean
 
@@ -48,16 +50,16 @@ $(VENV)/.torch:
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 	@echo "== colibri, and transformers to run models"
 	@$(PIP) install --quiet --editable '.[transformers]'
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@echo "== colibri and what its tests need"
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/colibri/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,24 +8,14 @@ says why.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
+from colibri.bench import peers_cpu
+from colibri.bench.peer import Peer
 from colibri.bench.workload import Weights
 from colibri.errors import SpecError
 from colibri.problem import Problem
-
-
-class Peer(ABC):
-    """A layer made from `weights`; called with x [M, H], ids [M, k] and weights [M, k]."""
-
-    @abstractmethod
-    def __init__(self, problem: Problem, weights: Weights) -> None: ...
-
-    @abstractmethod
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor: ...
 
 
 class _Dense(Peer):
@@ -84,6 +74,7 @@ PEERS: dict[str, type[Peer]] = {
     "torch-grouped": TorchGrouped,
     "torch-loop": TorchLoop,
     "torch-loop-fp32": TorchLoopFloat,
+    **peers_cpu.PEERS,
 }
 
 

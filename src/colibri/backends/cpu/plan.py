@@ -1,0 +1,48 @@
+"""How a problem is computed for a number of tokens: the kernels' level, and about how long it takes.
+
+Estimates order backends; they are two threads' worth of the machines that were measured (see
+benchmarks/results). Few tokens take as long as reading the experts they go to, many as long as the products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colibri.backends.base import Plan
+from colibri.backends.cpu.form import Form, matrix_form
+from colibri.native.abi import Level
+from colibri.problem import Problem
+
+_READ_GBS = 20.0
+_CALL_US = 20.0
+# Useful products, GFLOP/s, with inputs of 16 and of 8 bits.
+_GFLOPS = {
+    Level.PORTABLE: (4.0, 4.0),
+    Level.NEON: (40.0, 80.0),
+    Level.AVX2: (60.0, 120.0),
+    Level.AVXVNNI: (120.0, 240.0),
+    Level.AVX512: (250.0, 500.0),
+    Level.AMX: (1000.0, 1000.0),
+}
+
+
+@dataclass(frozen=True)
+class CpuPlan(Plan):
+    """A plan serves any number of tokens: the library shares out the work in each call."""
+
+    level: Level = Level.PORTABLE
+    forms: tuple[Form, ...] = ()
+
+
+def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
+    activations = (problem.activations, problem.second_activations)
+    forms = tuple(matrix_form(shape, inputs) for shape, inputs in zip(problem.matrices.values(), activations))
+    slots = tokens * problem.top_k
+    activated = min(problem.experts, slots)
+    elements = sum(shape.n * shape.k for shape in problem.matrices.values())
+    stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
+    narrow = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
+    rate = _GFLOPS[level][narrow]
+    estimate = _CALL_US + max(activated * stored / _READ_GBS, 2 * slots * elements / rate) / 1e3
+    notes = (f"{level}: codes looked up in registers, from ids to the sum of each token's experts",)
+    return CpuPlan(problem, tokens, estimate, 0, notes, level, forms)

@@ -1,0 +1,127 @@
+"""The CPU kernels as a library: found, checked and loaded, or the reason why not.
+
+`COLIBRI_NATIVE=off` leaves them aside; the name of a level (`avx2`, `portable` ...) keeps them to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colibri.errors import LaunchError, SpecError
+from colibri.native import abi, build
+from colibri.native.abi import Level
+
+SWITCH = "COLIBRI_NATIVE"
+OFF = "off"
+_STREAMS = 8  # pieces that a thread reads at once
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded library and what it can do here."""
+
+    calls: ctypes.CDLL
+    levels: tuple[Level, ...]  # that were built and that this machine runs
+    best: Level
+
+    def run(self, layer: abi.Layer, work: abi.Work) -> None:
+        """One layer; scratch memory is held for the call alone."""
+        need = self.calls.colibri_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
+        status = -need
+        if need >= 0:
+            scratch = torch.empty(need, dtype=torch.uint8)
+            work.scratch = scratch.data_ptr() if need else None
+            status = self.calls.colibri_run(ctypes.byref(layer), ctypes.byref(work))
+        if status:
+            text: bytes = self.calls.colibri_status_text(status)
+            raise LaunchError(f"the CPU kernels refuse: {text.decode()}")
+
+    def read(self, memory: Tensor, threads: int) -> None:
+        """Read a buffer as the kernels read weights."""
+        self.calls.colibri_stream(memory.data_ptr(), memory.numel() * memory.element_size(), threads, _STREAMS)
+
+    def huge_pages(self, memory: Tensor) -> None:
+        """Ask for large pages, before the memory is first written; a wish that may go unheard."""
+        self.calls.colibri_huge_pages(memory.data_ptr(), memory.numel() * memory.element_size())
+
+
+@dataclass(frozen=True)
+class State:
+    """The library, or why there is none and what to do."""
+
+    library: Library | None
+    why: str
+    hint: str | None = None
+
+
+@lru_cache(maxsize=1)
+def state() -> State:
+    """Loaded once; `COLIBRI_NATIVE` is read here and nowhere else."""
+    wanted = os.environ.get(SWITCH, "")
+    if wanted == OFF:
+        return State(None, f"switched off ({SWITCH}={OFF})")
+    path = build.HERE / build.LIBRARY
+    if not path.exists():
+        return State(None, "the CPU kernels were not built", _how_to_build())
+    try:
+        calls = _load(path)
+    except OSError as error:
+        return State(None, f"the CPU kernels do not load: {error}", _how_to_build())
+    if calls.colibri_sources().decode() != build.fingerprint() or calls.colibri_abi() != abi.ABI:
+        return State(None, "the CPU kernels were built from other sources", _how_to_build())
+    levels = tuple(level for level in Level if calls.colibri_levels() >> level & 1)
+    best = max(levels) if not wanted else _named(wanted, levels)
+    return State(Library(calls, levels, best), f"built, runs {best}")
+
+
+def library() -> Library | None:
+    return state().library
+
+
+def _named(wanted: str, levels: tuple[Level, ...]) -> Level:
+    for level in levels:
+        if str(level) == wanted:
+            return level
+    raise SpecError(
+        "no such level of CPU kernels here", where=SWITCH, expected=f"{OFF} or one of {', '.join(map(str, levels))}",
+        got=wanted,
+    )  # fmt: skip
+
+
+def _how_to_build() -> str:
+    if build.compiler() is None:
+        return f"install a C++ compiler, then: {build.COMMAND}"
+    return build.COMMAND
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """OpenMP's functions come from the copy that torch brought, which must be visible to ours first."""
+    for copy in _openmp_loaded():
+        ctypes.CDLL(copy, mode=ctypes.RTLD_GLOBAL)
+    calls = ctypes.CDLL(str(path))
+    calls.colibri_sources.restype = c_char_p
+    calls.colibri_levels.restype = c_uint32
+    calls.colibri_status_text.restype = c_char_p
+    calls.colibri_scratch_bytes.restype = c_int64
+    calls.colibri_stream.restype = c_uint64
+    calls.colibri_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
+    calls.colibri_huge_pages.argtypes = [c_void_p, c_int64]
+    return calls
+
+
+def _openmp_loaded() -> list[str]:
+    """OpenMP libraries in this process: torch's own where it brought one."""
+    maps = Path("/proc/self/maps")
+    text = maps.read_text() if maps.exists() else ""
+    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*)", text)))
+    home = str(Path(torch.__file__).parent)
+    return [copy for copy in found if copy.startswith(home)] or found

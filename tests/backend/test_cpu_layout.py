@@ -1,0 +1,152 @@
+"""Packed weights of the CPU backend, read as native/colibri.h says, are the numbers that were packed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.activation import Activation
+from colibri.backends.cpu.form import Form, NoForm, matrix_form
+from colibri.backends.cpu.layout import CpuLayout
+from colibri.codec import dequantize, quantize
+from colibri.dtypes import BNB_FP4, IQ4, NF4
+from colibri.errors import BadValue
+from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
+from colibri.layout import MatrixShape, Packed
+from colibri.native import abi
+from colibri.problem import Problem
+from colibri.quant import DENSE_BF16, QuantSpec, Scale, group
+from colibri.weight import LogicalWeight
+
+SPECS = (
+    "mxfp4", "nvfp4", "nvfp4-div", "nf4", "int4-g32", "int4-g128", "int4-g32-zp", "int4-g64:fp16", "int4-g32:fp32",
+    "int3-g64", "int2-g64-zp", "ternary-tensor", "twos4-g32", "int8", "twos8", "int8-zp", "int5-g32", "twos6-g32",
+    "int7-g64-zp", "int8-g32-zp", "mxfp8", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "fp8-tensor", "fp8-channel",
+    "fp8-block", "e4m3fnuz-channel", "e3m4-channel", "int4-g256", "int4-g96", "int4-b4x32", "int4-g32-zp.g64",
+    "int4-g32-zp:fp16", "int4-g32-channel:fp32", "int4-/g32:fp32",
+    "uint4-g32:uint6-g256:fp16-min.g32:uint6-min.g256:fp16", "int4-channel-min.g32:fp16",
+)  # fmt: skip
+SIZES = ((64, 256), (48, 160), (24, 96))
+
+
+def packed_weight(
+    spec: QuantSpec, n: int, k: int, *, gated: bool
+) -> tuple[CpuLayout, MatrixShape, LogicalWeight, Packed]:
+    g = torch.Generator().manual_seed(n * k)
+    values = torch.randn(n, k, generator=g) * torch.exp2(torch.randn(n, 1, generator=g))
+    shape = MatrixShape(n, k, spec.stacked(n // 2) if gated else spec, bias=True)
+    weight = quantize(values, shape.spec)
+    weight = LogicalWeight(
+        shape.spec, weight.codes, weight.scales, weight.zero, weight.minimum, bias=torch.randn(n, generator=g)
+    )
+    w2 = MatrixShape(k, n // 2 if gated else n, DENSE_BF16)
+    activation = Activation("silu") if gated else Activation("relu2_no_mul")
+    layout = CpuLayout(Problem(shape, w2, 1, 1, 1, activation, activations=ACTIVATIONS["bf16"]))
+    packed = layout.allocate(shape, 1)
+    for tensor in packed.values():
+        tensor.fill_(85)  # everything is to be written
+    layout.pack(shape, weight, {name: t[0] for name, t in packed.items()})
+    return layout, shape, weight, packed
+
+
+def as_the_header_says(form: Form, shape: MatrixShape, packed: Packed, *, gated: bool) -> Tensor:
+    """float64 [n, k]: the place of each element in the packed arrays, by the header's words."""
+    columns = -(-shape.k // max(form.group, 32)) * max(form.group, 32)
+    values, half = form.values, shape.n // 2
+    n, k = torch.arange(shape.n).unsqueeze(1), torch.arange(shape.k).unsqueeze(0)
+    side, row = (n // half, n % half) if gated else (torch.zeros_like(n), n)
+    block, r, g = (2 * (row // 16) + side if gated else row // 16), row % 16, k // form.group
+    codes = packed["codes"][0].reshape(-1).long()
+    if values.codes == abi.Codes.TABLE4:
+        byte = codes[block * 8 * columns + k // 8 * 64 + 4 * r + k % 4]
+        numbers = torch.tensor(values.table)[torch.where(k % 8 >= 4, byte >> 4, byte & 15)].double()
+    elif values.codes == abi.Codes.BYTE:
+        numbers = codes[block * 16 * columns + k // 4 * 64 + 4 * r + k % 4].double()
+    else:
+        floats = torch.tensor([minifloat(code, values.mantissa) for code in range(256)], dtype=torch.float64)
+        numbers = floats[codes[block * 16 * columns + k // 4 * 64 + 16 * (k % 4) + r]]
+    center = torch.tensor(0.0 if values.codes == abi.Codes.FLOAT8 else float(values.center))
+    offset = torch.tensor(0.0)
+    if form.zero == abi.Zero.U8:
+        center = packed["zeros"][0][block, g, r]
+    elif form.zero == abi.Zero.OFFSET_F32:
+        offset = packed["zeros"][0].view(torch.float32)[block, g, r]
+    scale = group_scales(form.scale, packed)[block, g, r] if form.scale else torch.tensor(1.0)
+    factor = packed["row_scale"][0].view(torch.float32)[block * 16 + r] if form.row_scale else torch.tensor(1.0)
+    return factor.double() * (scale.double() * values.step * (numbers - center.double()) - offset.double())
+
+
+def minifloat(code: int, mantissa: int) -> float:
+    bias = 2 ** (6 - mantissa) - 1
+    sign, exponent, fraction = code >> 7, (code & 127) >> mantissa, code & ((1 << mantissa) - 1)
+    lead = 1 if exponent else 0
+    return (-1) ** sign * math.ldexp(lead + fraction / (1 << mantissa), max(exponent, 1) - bias)
+
+
+def group_scales(kind: abi.Scale, packed: Packed) -> Tensor:
+    stored = packed["scales"][0]
+    if kind == abi.Scale.E8M0:
+        return torch.exp2(stored.double() - 127)
+    views = {
+        abi.Scale.BF16: torch.bfloat16, abi.Scale.F16: torch.float16, abi.Scale.F32: torch.float32,
+        abi.Scale.E4M3: torch.float8_e4m3fn,
+    }  # fmt: skip
+    return stored.view(views[kind]).double()
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("name", SPECS)
+def test_packed_numbers_are_the_weights(name: str, gated: bool) -> None:
+    for n, k in SIZES:
+        layout, shape, weight, packed = packed_weight(parse_spec(name), n, k, gated=gated)
+        got = as_the_header_says(layout.form(shape), shape, packed, gated=gated)
+        want = dequantize(weight).double()
+        assert (got - want).abs().max() <= 2e-4 * want.abs().max()  # a codebook is rounded to 14 bits
+        if shape.spec.dtype != NF4:
+            assert torch.allclose(got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("name", SPECS)
+def test_unpacking_gives_back_every_bit(name: str, gated: bool) -> None:
+    for n, k in SIZES:
+        layout, shape, weight, packed = packed_weight(parse_spec(name), n, k, gated=gated)
+        assert layout.unpack(shape, {key: t[0] for key, t in packed.items()}).equals(weight)
+
+
+@pytest.mark.parametrize("dtype", [NF4, BNB_FP4, IQ4], ids=str)
+def test_codebooks_fit_the_table(dtype: object) -> None:
+    spec = QuantSpec(dtype, (Scale(parse_spec("nf4").scales[0].dtype, group(64)),))  # type: ignore[arg-type]
+    values = matrix_form(MatrixShape(16, 64, spec), ACTIVATIONS["bf16"]).values
+    assert max(values.table) <= 16383 and min(values.table) >= 0
+    for entry, value in zip(values.table, spec.dtype.table):
+        assert abs(values.step * (entry - values.center) - value) <= 2e-4 * spec.dtype.max
+
+
+def test_forms_that_do_not_exist_say_why() -> None:
+    def why(spec: str, activations: str = "bf16") -> str:
+        with pytest.raises(NoForm) as caught:
+            matrix_form(MatrixShape(32, 64, parse_spec(spec)), parse_activation(activations))
+        return str(caught.value.reason)
+
+    assert "not quantised" in why("bf16")
+    assert "groups of 8" in why("int4-g8")
+    assert "mxfp4 activations" in why("mxfp4", "mxfp4")
+    assert "groups of 8" in why("int4-g32", "int8-g8")
+
+
+def test_groups_never_cross_those_of_the_input() -> None:
+    shape = MatrixShape(32, 256, parse_spec("int4-g128"))
+    assert matrix_form(shape, ACTIVATIONS["int8"]).group == 128
+    assert matrix_form(shape, parse_activation("int8-g32")).group == 32
+
+
+def test_what_is_no_number_is_refused() -> None:
+    _, shape, weight, packed = packed_weight(parse_spec("fp8-channel"), 32, 64, gated=False)
+    layout = CpuLayout(Problem(shape, None, 1, 1, 1))
+    weight.codes[3, 5] = 0x7F
+    with pytest.raises(BadValue, match="not numbers"):
+        layout.pack(shape, weight, {name: t[0] for name, t in packed.items()})
