@@ -43,6 +43,7 @@ def describe() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": _cpu(),
+        "native": _native(),
         "cuda": _cuda(),
         "formats": list(registry()),
         "backends": _backends(),
@@ -57,6 +58,7 @@ def show(found: dict[str, Any], out: Console) -> None:
         rows.add_row(name, number or "[dim]not installed[/]")
     cpu = found["cpu"]
     rows.add_row("cpu", f"{escape(cpu['model'])}, {cpu['cores']} cores, {' '.join(cpu['flags']) or 'no known flags'}")
+    rows.add_row("cpu kernels", _kernels_line(found["native"]))
     for device in found["cuda"]["devices"]:
         memory = ui.size(device["memory"])
         rows.add_row("cuda", f"{escape(device['name'])}, sm_{device['capability']}, {memory}")
@@ -83,6 +85,30 @@ def _cpu() -> dict[str, Any]:
     part = f" (implementer {facts['cpu implementer']}, part {facts['cpu part']})" if "cpu part" in facts else ""
     model = facts.get("model name") or platform.machine() + part
     return {"model": model, "cores": os.cpu_count(), "flags": [flag for flag in FLAGS if flag in flags]}
+
+
+def _native() -> dict[str, Any]:
+    """Which CPU kernels run, or why none and what to do; plain torch computes then."""
+    from colibri import native
+
+    state = native.state()
+    held = state.library
+    return {
+        "level": None if held is None else str(held.best),
+        "levels": [] if held is None else [str(level) for level in held.levels],
+        "openmp": held is not None and held.openmp,
+        "why": state.why,
+        "hint": state.hint,
+    }
+
+
+def _kernels_line(found: dict[str, Any]) -> str:
+    if found["level"] is None:
+        how = f" ({escape(found['hint'])})" if found["hint"] else ""
+        return f"[dim]{escape(found['why'])}: plain torch computes{how}[/]"
+    others = [level for level in found["levels"] if level != found["level"]]
+    threads = "" if found["openmp"] else ", one thread: built without OpenMP"
+    return f"{found['level']}{threads}" + (f" [dim](also {', '.join(others)})[/]" if others else "")
 
 
 def _cuda() -> dict[str, Any]:

@@ -33,6 +33,11 @@ class Library:
     levels: tuple[Level, ...]  # that were built and that this machine runs
     best: Level
 
+    @property
+    def openmp(self) -> bool:
+        """Whether it shares its work among threads."""
+        return bool(self.calls.colibri_has_openmp())
+
     def run(self, layer: abi.Layer, work: abi.Work) -> None:
         """One layer; scratch memory is held for the call alone."""
         need = self.calls.colibri_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
