@@ -18,7 +18,7 @@ from colibri.backends.hopper.steps import steps
     ("spec", "activations", "tokens", "kernels"),
     [
         ("mxfp4", "bf16", 1, ("slotwise",)),
-        ("mxfp4", "fp8", 4096, ("grouped", "quantise_rows")),
+        ("mxfp4", "fp8", 4096, ("grouped", "prepare_rows")),
         ("int4-g128-zp", "fp16", 64, ("grouped", "dispatch_small", "combine_rows")),
         ("fp8-block", "bf16", 64, ("grouped",)),
         ("nvfp4", "bf16", 5000, ("count_ids", "place_ids", "send_rows")),

@@ -113,7 +113,7 @@ def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns,
 
 @gluon.jit
 def quantise_slot(h, narrow, scales, slot, columns):
-    """A finished hidden row as e4m3 with one scale, as `rows.quantise_rows` does it. Other blocks wrote most of it."""
+    """A finished hidden row as e4m3 with one scale, as `rows.prepare_rows` does it. Other blocks wrote most of it."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     c = gl.arange(0, 1024, LAYOUT)
     row = slot * columns

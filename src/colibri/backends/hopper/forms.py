@@ -7,9 +7,21 @@ from colibri.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, bi
 from colibri.kernels import forms as f
 from colibri.kernels.forms import Form
 from colibri.layout import MatrixShape
-from colibri.quant import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MUL, ActivationSpec, QuantSpec, Scale, Zero
+from colibri.quant import (
+    ALL,
+    DENSE_BF16,
+    DENSE_F16,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MUL,
+    ActivationSpec,
+    QuantSpec,
+    Scale,
+    Zero,
+)
 
 _ACTIVATIONS = {DENSE_BF16: f.BF16, DENSE_F16: f.F16, FP8_CHANNEL: f.E4M3}
+_STATIC = {FP8_TENSOR: f.E4M3}  # one scale for all of an expert's input, from the checkpoint
 _GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
 
 
@@ -24,8 +36,8 @@ class NoForm(Exception):
 def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
     """The form of a matrix; raises NoForm with the reason."""
     spec = shape.spec
-    act = _ACTIVATIONS.get(activations.spec)
-    if act is None or activations.static:
+    act = (_STATIC if activations.static else _ACTIVATIONS).get(activations.spec)
+    if act is None:
         raise _no("activations", f"{activations} activations have no Hopper kernel", "bf16, fp16 and fp8 have one")
     form = _form(spec, act)
     if shape.k % 32 or shape.n % 16:
