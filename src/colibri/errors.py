@@ -135,3 +135,19 @@ class LaunchError(ColibriError):
 
 class WrongResult(ColibriError):
     """A computed result that the reference contradicts: a defect of a backend or of a peer."""
+
+
+class CompileError(ColibriError):
+    """A kernel that does not compile, or compiles to something that must not ship."""
+
+
+class MissingKernel(ColibriError):
+    """Compiling is forbidden and the kernel is in no cache."""
+
+
+class CacheError(ColibriError):
+    """A folder of compiled kernels that is not this user's alone, or that cannot keep them."""
+
+
+class DriverError(ColibriError):
+    """The CUDA driver is missing or refused a call."""

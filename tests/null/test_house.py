@@ -305,9 +305,7 @@ def _error_classes() -> dict[str, str]:
 
 
 def test_errors_are_one_closed_tree() -> None:
-    """In errors.py; `jit` stands alone and has its own."""
-    homes = set(_error_classes().values())
-    assert all(home == "errors.py" or home.startswith("jit/") for home in homes), homes
+    assert set(_error_classes().values()) == {"errors.py"}
 
 
 def test_every_error_is_raised_tested_and_explained() -> None:

@@ -1,56 +1,81 @@
-"""The kernel cache: whole entries or none, damage found, one build a key, and a switch that forbids compiling."""
+"""The kernel cache: whole entries or none, damage found, one build a key, a folder of its owner's, no compiling."""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from colibri.jit.cache import ENV_FORBID, SUFFIX, Cache, MissingKernel, parse, render
-from colibri.jit.compile import Binary
+from colibri.errors import CacheError, CompileError, MissingKernel
+from colibri.jit import build as builder
+from colibri.jit import compile as compiler
+from colibri.jit.cache import ENV_FORBID, MADE_BY, SUFFIX, Cache, parse, read, render
+from colibri.jit.compile import Binary, Source, compiler_version, source_digest
+from colibri.jit.ship import MOST_KERNELS, ship
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
+SOURCE = Source("colibri.kernels.rows", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2)))
+KEY = SOURCE.key(compiler_version())
 
 
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "kernels", also=())
+def cache(tmp_path: Path, **options: bool) -> Cache:
+    return Cache(tmp_path / "kernels", tmp_path / "shipped", **options)
+
+
+def entry(store: Cache) -> Path:
+    return store.folder / f"{KEY}{SUFFIX}"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def never() -> Binary:
+    pytest.fail("must not build")
+
+
+# Entries ---------------------------------------------------------------------------------------------------
 
 
 def test_entries_render_and_parse() -> None:
-    assert parse(render(CODE)) == CODE
+    assert parse("key", render("key", CODE)) == CODE
+    with pytest.raises(ValueError, match="under another's name"):
+        parse("other", render("key", CODE))
 
 
 def test_build_runs_once(tmp_path: Path) -> None:
     calls = []
     store = cache(tmp_path)
-    assert store.find("key") is None and store.keys() == []
+    assert store.find(SOURCE) is None and store.keys() == []
     for _ in range(3):
-        assert store.get("key", "label", lambda: calls.append(1) or CODE) == CODE
-    assert len(calls) == 1 and store.keys() == ["key"]
-    assert not list(store.folder.glob("*.part"))
-    assert cache(tmp_path).get("key", "label", lambda: pytest.fail("must not build")) == CODE
+        assert store.get(SOURCE, lambda: calls.append(1) or CODE) == CODE
+    assert len(calls) == 1 and store.keys() == [KEY]
+    assert names(store.folder) == {entry(store).name}  # no lock, no part is left
+    assert cache(tmp_path).get(SOURCE, never) == CODE
 
 
-def test_the_folder_is_its_owners(tmp_path: Path) -> None:
+def test_every_damaged_entry_is_built_again(tmp_path: Path) -> None:
+    """Cut anywhere, any byte changed, grown, emptied, another's: never read as a kernel."""
     store = cache(tmp_path)
-    store.get("key", "label", lambda: CODE)
-    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [b"", b"{}", b"[]\n", b"not json\n", b"not json\ncode"]
-    + [render(CODE)[:-1], render(CODE) + b"x", render(CODE) + b"\0", render(CODE)[1:]],
-)
-def test_damaged_entries_are_built_again(tmp_path: Path, damage: bytes) -> None:
-    store = cache(tmp_path)
-    store.get("key", "label", lambda: CODE)
-    (store.folder / f"key{SUFFIX}").write_bytes(damage)
-    assert store.find("key") is None
-    assert store.get("key", "label", lambda: CODE) == CODE
-    assert store.find("key") == CODE
+    store.get(SOURCE, lambda: CODE)
+    whole = entry(store).read_bytes()
+    damaged = [whole[:n] for n in range(len(whole))] + [whole + b"x", whole + b"\0", b"{}", b"not json\ncode"]
+    damaged += [whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :] for n in range(len(whole))]
+    damaged.append(render("another key", CODE))
+    for data in damaged:
+        entry(store).write_bytes(data)
+        assert store.find(SOURCE) is None, data
+    assert store.get(SOURCE, lambda: CODE) == CODE
+    assert entry(store).read_bytes() == whole
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -60,16 +85,48 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("no compiler")
 
     with pytest.raises(RuntimeError):
-        store.get("key", "label", fail)
-    assert store.find("key") is None
-    assert store.keys() == [] and not list(store.folder.glob("*.part"))
+        store.get(SOURCE, fail)
+    assert store.find(SOURCE) is None and not names(store.folder)
+    assert store.get(SOURCE, lambda: CODE) == CODE
+
+
+def test_keys_follow_all_that_decides_a_binary() -> None:
+    other = [replace(SOURCE, arch=100), replace(SOURCE, constants=()), replace(SOURCE, options=(("num_warps", 8),))]
+    keys = {KEY, SOURCE.key("triton 0"), *(source.key(compiler_version()) for source in other)}
+    assert len(keys) == 5
+    assert source_digest("colibri.kernels.rows") != source_digest("colibri.kernels.gemm")
+
+
+def test_sources_count_with_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "moving"
+    package.mkdir()
+    files = {"__init__": "", "a": "from moving import b\nfrom moving.c import y\n", "b": "x = 1\n", "c": "y = 1\n"}
+    files["d"] = "z = 1\n"
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def digest() -> str:
+        source_digest.cache_clear()
+        return source_digest("moving.a")
+
+    first = digest()
+    (package / "d.py").write_text("z = 2\n")
+    assert digest() == first, "a file that is not imported does not count"
+    seen = {first}
+    for name in ("a", "b", "c"):
+        (package / f"{name}.py").write_text(files[name] + "# changed\n")
+        assert digest() not in seen
+        seen.add(digest())
+    source_digest.cache_clear()
+
+
+# Many at once ------------------------------------------------------------------------------------------------
 
 
 def test_threads_share_one_build(tmp_path: Path) -> None:
     store, calls = cache(tmp_path), []
-    threads = [
-        threading.Thread(target=lambda: store.get("key", "label", lambda: calls.append(1) or CODE)) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: store.get(SOURCE, lambda: calls.append(1) or CODE)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,14 +134,166 @@ def test_threads_share_one_build(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
-def test_shipped_entries_come_first_and_are_never_removed(tmp_path: Path) -> None:
-    shipped = tmp_path / "shipped"
-    shipped.mkdir()
-    (shipped / f"key{SUFFIX}").write_bytes(render(CODE))
-    (shipped / f"bad{SUFFIX}").write_bytes(b"damaged")
-    store = Cache(tmp_path / "mine", also=(shipped,))
-    assert store.get("key", "label", lambda: pytest.fail("must not build")) == CODE
-    assert store.find("bad") is None and (shipped / f"bad{SUFFIX}").exists()
+# A process that builds: says so in a file, waits, and has the result.
+BUILDER = f"""
+import sys, time
+from pathlib import Path
+from colibri.jit.cache import Cache
+from colibri.jit.compile import Binary, Source
+folder, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+def build():
+    with log.open("a") as file:
+        file.write("built\\n")
+    time.sleep(pause)
+    return {CODE!r}
+assert Cache(folder / "kernels", folder / "shipped").get({SOURCE!r}, build) == {CODE!r}
+"""
+
+
+def start_builder(tmp_path: Path, pause: float) -> subprocess.Popen[bytes]:
+    words = [str(tmp_path), str(tmp_path / "log"), str(pause)]
+    return subprocess.Popen([sys.executable, "-c", BUILDER, *words])
+
+
+def test_processes_share_one_build(tmp_path: Path) -> None:
+    running = [start_builder(tmp_path, 0.5) for _ in range(4)]
+    assert [process.wait(60) for process in running] == [0] * 4
+    assert (tmp_path / "log").read_text() == "built\n"
+    assert names(tmp_path / "kernels") == {f"{KEY}{SUFFIX}"}
+
+
+def test_a_builder_that_dies_holds_no_one_up(tmp_path: Path) -> None:
+    process = start_builder(tmp_path, 600)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "log").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    store = cache(tmp_path)
+    assert (store.folder / f"{KEY}.lock").exists()
+    (store.folder / f"{KEY}.part").write_bytes(b"half of")
+    assert store.get(SOURCE, lambda: CODE) == CODE
+    assert names(store.folder) == {f"{KEY}{SUFFIX}"}
+
+
+# The folder ----------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_its_owners(tmp_path: Path) -> None:
+    store = cache(tmp_path)
+    store.get(SOURCE, lambda: CODE)
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
+    store.folder.chmod(0o755)  # others could read, not write: no harm done
+    entry(store).unlink()
+    store.get(SOURCE, lambda: CODE)
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
+def test_a_folder_that_others_write_is_refused(tmp_path: Path, mode: int) -> None:
+    store = cache(tmp_path)
+    store.get(SOURCE, lambda: CODE)
+    store.folder.chmod(mode)
+    for ask in (lambda: store.find(SOURCE), lambda: store.get(SOURCE, never)):
+        with pytest.raises(CacheError, match="others may write") as caught:
+            ask()
+        assert caught.value.where == str(store.folder) and "COLIBRI_CACHE" in str(caught.value)
+    store.folder.chmod(0o700)
+    assert store.find(SOURCE) == CODE
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = cache(tmp_path)
+    store.get(SOURCE, lambda: CODE)
+    someone = 4321
+    if os.geteuid() == 0:
+        os.chown(store.folder, someone, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: someone)
+    with pytest.raises(CacheError, match="another user"):
+        store.get(SOURCE, never)
+
+
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    mine = cache(tmp_path)
+    mine.get(SOURCE, lambda: CODE)
+    link = tmp_path / "link"
+    link.symlink_to(mine.folder)
+    assert Cache(link, tmp_path / "shipped").find(SOURCE) == CODE
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link away")
+    os.lchown(link, 4321, -1)
+    with pytest.raises(CacheError, match="another user"):
+        Cache(link, tmp_path / "shipped").find(SOURCE)
+
+
+def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = Cache(tmp_path / "file" / "kernels", tmp_path / "shipped")
+    with caplog.at_level(logging.WARNING, "colibri"):
+        assert store.get(SOURCE, lambda: CODE) == CODE
+    assert "cannot be stored" in caplog.text
+    with pytest.raises(CacheError, match="cannot be stored"):
+        Cache(store.folder, store.shipped, must_keep=True).get(SOURCE, never)
+
+
+def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
+    """No file may grow past 100 bytes: the kernel is used, and nothing of it is left."""
+    script = f"""
+import resource
+from pathlib import Path
+from colibri.errors import CacheError
+from colibri.jit.cache import Cache
+from colibri.jit.compile import Binary, Source
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for must_keep in (False, True):
+    store = Cache(Path({str(tmp_path)!r}) / "kernels", Path({str(tmp_path)!r}) / "shipped", must_keep=must_keep)
+    try:
+        assert store.get({SOURCE!r}, lambda: {CODE!r}) == {CODE!r} and not must_keep
+    except CacheError as error:
+        assert must_keep and "File too large" in str(error), error
+    assert not list(store.folder.iterdir()) and store.find({SOURCE!r}) is None
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be stored" in done.stderr
+
+
+# What is shipped, and compiling ---------------------------------------------------------------------------------
+
+
+def test_shipped_entries_come_first_whatever_compiler_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = cache(tmp_path)
+    store.get(SOURCE, lambda: CODE)
+    size = ship([SOURCE], store, store.shipped)
+    assert size == entry(store).stat().st_size
+    monkeypatch.setattr(compiler, "version", lambda name: "99.0")
+    compiler_version.cache_clear()
+    try:
+        assert compiler_version() == "triton 99.0"
+        elsewhere = Cache(tmp_path / "other", store.shipped)
+        assert elsewhere.get(SOURCE, never) == CODE and not elsewhere.folder.exists()
+        (store.shipped / f"{KEY}{SUFFIX}").write_bytes(b"damaged")
+        assert elsewhere.find(SOURCE) is None and (store.shipped / f"{KEY}{SUFFIX}").exists()
+        assert elsewhere.get(SOURCE, lambda: CODE) == CODE and elsewhere.keys() != [KEY]
+    finally:
+        compiler_version.cache_clear()
+
+
+def test_shipping_replaces_the_set_and_keeps_to_its_size(tmp_path: Path) -> None:
+    store = cache(tmp_path)
+    many = [replace(SOURCE, constants=(("CHUNK", i), ("E", 2))) for i in range(MOST_KERNELS + 1)]
+    with pytest.raises(CacheError, match="is not compiled"):
+        ship(many[:1], store, store.shipped)
+    for source in many:
+        store.get(source, lambda: CODE)
+    for chosen in (many[:3], many[3:4]):
+        ship(chosen, store, store.shipped)
+        expected = {MADE_BY, *(f"{source.key(compiler_version())}{SUFFIX}" for source in chosen)}
+        assert names(store.shipped) == expected
+    with pytest.raises(CacheError, match="too large"):
+        ship(many, store, store.shipped)
+    assert read(store.shipped, many[3].key(compiler_version())) == CODE  # the set that was there still is
 
 
 def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +302,19 @@ def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for value in ("1", "yes"):
         monkeypatch.setenv(ENV_FORBID, value)
         with pytest.raises(MissingKernel, match=f"{ENV_FORBID} forbids") as caught:
-            store.get("key", "the-label", lambda: pytest.fail("must not build"))
-        assert "the-label" in str(caught.value)
+            store.get(SOURCE, never)
+        assert SOURCE.label in str(caught.value)
     for value in ("0", ""):
         monkeypatch.setenv(ENV_FORBID, value)
-        assert store.get(f"key{value}", "the-label", lambda: CODE) == CODE
+        assert store.get(replace(SOURCE, arch=len(value)), lambda: CODE) == CODE
+
+
+def test_compiling_on_first_use_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    builder._announce.cache_clear()
+    for chunk in (1, 2):
+        source = replace(SOURCE, module="colibri.kernels.none", constants=(("CHUNK", chunk),))
+        with caplog.at_level(logging.INFO, "colibri"), pytest.raises((CompileError, ModuleNotFoundError)):
+            builder.binary(source, cache(tmp_path))
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1 and "colibri kernels build" in warned[0].getMessage()
+    assert len(caplog.records) == 3

@@ -1,26 +1,50 @@
-"""Many kernels at once: every core compiles, the cache keeps the results."""
+"""Kernels from the cache or the compiler, one or many at once; needs no GPU."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from colibri.errors import ColibriError
 from colibri.jit.cache import Cache
-from colibri.jit.compile import CompileError, Source
-from colibri.jit.load import binary
+from colibri.jit.compile import Binary, Source, build
+
+log = logging.getLogger("colibri")
+
+
+def binary(source: Source, held: Cache | None = None) -> Binary:
+    """The compiled kernel, from the cache or built now, with a word about it."""
+
+    def compile_now() -> Binary:
+        _announce()
+        log.info("compiling %s", source.label)
+        return build(source)
+
+    return (held or Cache()).get(source, compile_now)
+
+
+@cache
+def _announce() -> None:
+    log.warning("compiling kernels that are in no cache; they are kept (`colibri kernels build` does this ahead)")
 
 
 def build_all(
     sources: Iterable[Source], folder: Path | None = None, jobs: int | None = None,
     progress: Callable[[Source, str | None], None] = lambda source, error: None,
 ) -> dict[Source, str]:  # fmt: skip
-    """Compile what the cache lacks; returns what failed and why. `progress` hears of each as it ends."""
-    cache = Cache(folder)
+    """Compile what the cache lacks, on all cores; returns what failed and why.
+
+    `progress` hears of each kernel as it ends, those that were there first.
+    """
+    held = Cache(folder, must_keep=True)
+    held.prepare()
     wanted = list(dict.fromkeys(sources))
-    missing = [source for source in wanted if cache.find(source.key) is None]
+    missing = [source for source in wanted if held.find(source) is None]
     for source in wanted:
         if source not in missing:
             progress(source, None)
@@ -31,16 +55,25 @@ def build_all(
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(_build, source, folder): source for source in missing}
         for future in as_completed(futures):
-            source, error = futures[future], future.result()
+            source, error = futures[future], _outcome(future)
             if error is not None:
                 failed[source] = error
             progress(source, error)
     return failed
 
 
-def _build(source: Source, folder: Path | None) -> str | None:
+def _outcome(future: Future[str | None]) -> str | None:
     try:
-        binary(source, Cache(folder))
-    except CompileError as error:
+        return future.result()
+    except BrokenExecutor:
+        return "the process that compiled it died, for want of memory perhaps"
+
+
+def _build(source: Source, folder: Path | None) -> str | None:
+    """In a process of its own; the reason instead of an error, which might not travel."""
+    log.setLevel(logging.ERROR)
+    try:
+        binary(source, Cache(folder, must_keep=True))
+    except ColibriError as error:
         return str(error)
     return None

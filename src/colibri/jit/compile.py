@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -12,17 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from colibri.errors import ColibriError
+from colibri.errors import CompileError
 
 # Serialised wgmma and ignored register limits: a kernel that compiles with one of these is broken.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
-
-
-class CompileError(ColibriError):
-    """A kernel that does not compile, or compiles to something that must not ship."""
+_ENTRY = "colibri kernel 2"  # changes with what launchers expect of a binary
+_INSTALL = "pip install 'colibri-moe[gpu]'"
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,9 @@ class Source:
     options: tuple[tuple[str, int], ...] = ()
     arch: int = 90
 
-    @property
-    def key(self) -> str:
-        """Content address: the sources of the module's package, the compiler's version, the configuration."""
-        parts = [source_digest(self.module), compiler_version(), repr(self)]
+    def key(self, compiler: str) -> str:
+        """Content address: the sources, the compiler and its version, the configuration."""
+        parts = [_ENTRY, source_digest(self.module), compiler, repr(self)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -86,25 +86,49 @@ class Binary:
 
 @cache
 def source_digest(module: str) -> str:
-    """A hash over every source file of the kernel's package: any edit there rebuilds."""
-    package = importlib.import_module(module.rpartition(".")[0])
-    digest = hashlib.sha256()
-    for folder in sorted(package.__path__):
-        for path in sorted(Path(folder).glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    """A hash over the kernel's file and the files of its package it imports: any edit there rebuilds."""
+    package = module.rpartition(".")[0]
+    digest, seen, waiting = hashlib.sha256(), set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        spec = importlib.util.find_spec(name) if name not in seen else None
+        seen.add(name)
+        if spec is None or spec.origin is None:
+            continue  # a name inside a module, not a module
+        text = Path(spec.origin).read_bytes()
+        digest.update(name.encode() + b"\0" + text + b"\0")
+        waiting += sorted(_imported(ast.parse(text), package) - seen)
     return digest.hexdigest()
+
+
+def _imported(tree: ast.AST, package: str) -> set[str]:
+    """Modules of `package` that a file may import."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {f"{package}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if name.name.startswith(f"{package}.")}
+    return found
 
 
 @cache
 def compiler_version() -> str:
-    from importlib.metadata import version
-
-    return f"triton {version('triton')}"
+    """What would compile here; kernels of another version have other keys."""
+    try:
+        return f"triton {version('triton')}"
+    except PackageNotFoundError:
+        return "none"
 
 
 def build(source: Source) -> Binary:
     """Compile, and refuse spills and the warnings that mean serialised tensor-core work."""
-    import triton
+    try:
+        import triton
+    except ImportError as error:
+        raise CompileError(f"{source.label} is in no cache and Triton is not installed", hint=_INSTALL) from error
     from triton.backends.compiler import GPUTarget
 
     with _fresh_compiles():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from colibri.errors import ColibriError
+from colibri.errors import DriverError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -19,10 +19,6 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 _MAP_TYPES = {1: 0, 2: 1, 4: 2}  # UINT8, UINT16, UINT32
 _L2_PROMOTION_128B = 2
 MAP_BYTES = 128
-
-
-class DriverError(ColibriError):
-    """The CUDA driver refused a call."""
 
 
 class _Attribute(ctypes.Structure):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from colibri.jit.cache import Cache
-from colibri.jit.compile import Binary, Desc, Source, build
+from colibri.jit.build import binary
+from colibri.jit.compile import Binary, Desc, Source
 from colibri.jit.driver import MAP_BYTES, Launch, encode_map, load_function
-
-log = logging.getLogger("colibri")
 
 _SCRATCH = (("scratch", struct.pack("Q", 0)), ("profile", struct.pack("Q", 0)))  # unused pointers Triton appends
 _functions: dict[tuple[Source, int], tuple[int, Binary]] = {}
@@ -37,16 +34,6 @@ class Matrix:
 
 
 Value = int | float | Matrix
-
-
-def binary(source: Source, cache: Cache | None = None) -> Binary:
-    """The compiled kernel, from the cache or built now."""
-
-    def compile_now() -> Binary:
-        log.info("compiling %s", source.label)
-        return build(source)
-
-    return (cache or Cache()).get(source.key, source.label, compile_now)
 
 
 def function(source: Source, device: int) -> tuple[int, Binary]:
