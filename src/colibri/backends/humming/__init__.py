@@ -1,0 +1,1 @@
+"""The package humming-kernels: its products for GPUs ours do not reach, and the peer ours are measured against."""
