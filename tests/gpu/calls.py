@@ -1,0 +1,70 @@
+"""Calls of a backend on the GPU, with everything around them poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from colibri.backends import registry
+from colibri.backends.base import Backend
+from colibri.backends.hopper import workspace
+from colibri.dispatch import Dispatch
+from colibri.layout import Packed, as_integer
+from colibri.problem import Device, Problem
+from colibri.testing.layers import plausible_weight
+
+GPU = Device("cuda", 90)
+_GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hold
+
+
+def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, Packed]:
+    """The same weights for every backend, and what experts say of their inputs where the problem has such."""
+    layout = registry()[backend].layout(problem)
+    found: dict[str, Packed] = {}
+    for number, (name, shape) in enumerate(problem.matrices.items()):
+        held = layout.allocate(shape, problem.experts, "cuda")
+        for expert in range(problem.experts):
+            weight = plausible_weight(shape, 100 * number + expert, "cuda", exact=exact)
+            layout.pack(shape, weight, {role: tensor[expert] for role, tensor in held.items()})
+        generator = torch.Generator().manual_seed(number)
+        if problem.pre_scale:
+            factors = torch.rand(problem.experts, shape.k, generator=generator) + 0.5
+            held["pre_scale"] = as_integer(factors).cuda()
+        if problem.activations.static:
+            scales = torch.rand(problem.experts, generator=generator) * 0.01 + 0.01
+            held["input_scale"] = as_integer(scales).cuda()
+        found[name] = held
+    return found
+
+
+class Guarded:
+    """An output full of NaN between two runs of marked bytes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        self._memory = torch.full((size + 2 * _GUARD,), _MARK, dtype=torch.uint8, device="cuda")
+        self.tensor = self._memory[_GUARD : _GUARD + size].view(dtype).view(shape)
+        self.tensor.fill_(float("nan"))
+
+    def check(self) -> None:
+        for side in (self._memory[:_GUARD], self._memory[-_GUARD:]):
+            assert bool((side == _MARK).all()), "a kernel wrote beside its output"
+
+
+def poison_scratch() -> None:
+    """What a launch before did not write must not be read: all scratch memory becomes NaN."""
+    for held in workspace._buffers.values():
+        held.fill_(0xFF)
+
+
+def call(
+    backend: Backend, problem: Problem, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], columns: int
+) -> Tensor:
+    """One guarded call; rows nobody asked for are NaN."""
+    out = Guarded((*x.shape[:-1], columns), x.dtype)
+    plan = backend.plan(problem, x.shape[:-1].numel(), GPU)
+    backend.run(plan, x, dispatch, weights, out.tensor)
+    out.check()
+    return out.tensor

@@ -1,0 +1,124 @@
+"""Work that comes otherwise than by ids: contiguous rows, batches by expert, single linears; and inputs of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from calls import GPU, call, packed, poison_scratch
+from torch import Tensor
+
+from colibri.activation import Activation
+from colibri.backends import registry
+from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
+from colibri.grammar import parse_activation
+from colibri.problem import BATCHED, CONTIGUOUS, Problem
+from colibri.testing.layers import layer_problem, routing, worst_row
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+FP8_BOUND = 6e-2  # as in test_hopper_layer
+FORMS = [
+    ("mxfp4", "bf16", {}),
+    ("mxfp4", "fp8", {}),
+    ("int4-g128", "bf16", {"act_order": True}),
+    ("nvfp4", "bf16", {"bias": True}),
+    ("mxfp4", "fp8-static", {}),
+    ("mxfp4", "bf16", {"pre_scale": True}),
+    ("mxfp4", "fp8", {"pre_scale": True}),
+    ("mxfp4", "bf16", {"activation": Activation("relu2_no_mul")}),
+]
+
+
+def make(spec: str, activations: str, options: dict[str, object], **further: object) -> Problem:
+    own = {name: value for name, value in options.items() if name != "pre_scale"}
+    sizes = {"hidden": 512, "intermediate": 256, "experts": 12, "top_k": 3, **own}
+    layer = layer_problem(spec, "bf16", **sizes)  # type: ignore[arg-type]
+    activation = parse_activation(activations)
+    return replace(layer, activations=activation, pre_scale="pre_scale" in options, **further)  # type: ignore[arg-type]
+
+
+def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, mine: Tensor) -> None:
+    """Rows of `mine` as the reference has them, twice the same; the others untouched."""
+    ours, reference = registry()["hopper"], registry()["reference"]
+    weights = packed(problem, "hopper")
+    call(ours, problem, x, dispatch, weights, columns)
+    poison_scratch()
+    got = call(ours, problem, x, dispatch, weights, columns)
+    assert torch.equal(got[mine], call(ours, problem, x, dispatch, weights, columns)[mine])
+    wide = torch.full((*x.shape[:-1], columns), float("nan"), device="cuda")
+    plan = reference.plan(problem, x.shape[:-1].numel(), GPU)
+    want = reference.run(plan, x, dispatch, packed(problem, "reference"), wide)
+    assert bool(got[~mine].isnan().all()), "a row that is nobody's was written"
+    own = worst_row(want[mine].to(x.dtype), want[mine])
+    rounded = "-g" in str(problem.w13.spec)
+    bound = FP8_BOUND if "fp8" in str(problem.activations) else (6 if rounded else 4) * own
+    assert worst_row(got[mine], want[mine]) < bound, (worst_row(got[mine], want[mine]), own)
+
+
+@pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
+@pytest.mark.parametrize("tokens", [1, 60, 900])
+@pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
+def test_finished_dispatch(spec: str, activations: str, options: dict[str, object], tokens: int, form: str) -> None:
+    """Experts of no row, one and all; NaN in the rows between."""
+    problem = make(spec, activations, options, dispatch=form)
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    routed = routing(problem, tokens, 3, kind="one")
+    ids = torch.where(routed.ids == 2, -1, routed.ids)
+    ids[0, 0], ids[1:, :] = 3, torch.where(ids[1:, :] == 3, -1, ids[1:, :])
+    routed = Indexed(ids.contiguous(), routed.weights)
+    if form == CONTIGUOUS:
+        rows, dispatch, _ = to_contiguous(x, routed, problem.experts)
+        mine = torch.arange(len(rows) + 7, device="cuda") < len(rows)
+        rows = torch.cat([rows, torch.full((7, 512), float("nan"), device="cuda").bfloat16()])
+        compare(problem, rows, dispatch, 512, mine)
+        return
+    rows, batched, _ = to_batched(x, routed, problem.experts, tokens + 3)
+    mine = torch.arange(tokens + 3, device="cuda").unsqueeze(0) < batched.counts.unsqueeze(1)
+    compare(problem, rows, Batched(batched.counts), 512, mine)
+
+
+@pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
+@pytest.mark.parametrize("tokens", [1, 2, 9, 33, 500, 3000])
+def test_single_linear(spec: str, activations: str, options: dict[str, object], tokens: int) -> None:
+    problem = make(spec, activations, {**options, "activation": Activation("relu2_no_mul")}, dispatch=CONTIGUOUS)
+    problem = replace(problem, w2=None, experts=1, global_experts=1, top_k=1)
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    mine = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, mine)
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_scale": True}, {"top_k": 1, "weight_on_input": True}])
+@pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8-static"])
+@pytest.mark.parametrize("tokens", [2, 60, 1500])
+def test_inputs_of_experts(options: dict[str, object], activations: str, tokens: int) -> None:
+    """Static scales and stored factors, one for each expert, while rows are sent."""
+    problem = make("mxfp4", activations, options)
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    mine = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    compare(problem, x, routing(problem, tokens, 5), 512, mine)
+
+
+def test_no_host_waits_for_a_finished_dispatch() -> None:
+    """Captured once, replayed with other counts: the tile lists are made on the device."""
+    problem = make("mxfp4", "bf16", {}, dispatch=BATCHED)
+    backend, weights = registry()["hopper"], packed(problem, "hopper")
+    x = torch.randn(12, 40, 512, device="cuda").bfloat16()
+    counts, out = torch.full((12,), 40, dtype=torch.int32, device="cuda"), torch.empty_like(x)
+    plan = backend.plan(problem, 480, GPU)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = backend.run(plan, x, Batched(counts), weights, torch.empty_like(x)).clone()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            backend.run(plan, x, Batched(counts), weights, out)
+        counts.copy_(torch.arange(12, device="cuda") * 3)
+        out.fill_(float("nan"))
+        graph.replay()
+    torch.cuda.synchronize()
+    mine = torch.arange(40, device="cuda").unsqueeze(0) < counts.unsqueeze(1)
+    assert torch.equal(out[mine], want[mine]) and bool(out[~mine].isnan().all())
