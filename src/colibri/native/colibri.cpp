@@ -1,0 +1,192 @@
+// The C ABI: levels this machine can run, calls, and two helpers for memory.
+#include "colibri.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+
+#include "convert.h"
+#include "parallel.h"
+#include "plan.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace colibri {
+namespace {
+
+constexpr int64_t kHugePage = 2 << 20;
+
+constexpr const char* kNames[COLIBRI_LEVELS] = {"portable", "neon", "avx2", "avxvnni", "avx512", "amx"};
+
+#if defined(__x86_64__)
+struct CpuId {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  CpuId(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &eax, &ebx, &ecx, &edx); }
+};
+
+// Linux gives a process the tiles' registers only when it asks.
+bool tiles_granted() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool machine_has(int level) {
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (CpuId(1, 0).ecx >> 29 & 1);
+  const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
+                      __builtin_cpu_supports("avx512vbmi");
+  const CpuId seven(7, 0), seven_one(7, 1);
+  switch (level) {
+    case COLIBRI_PORTABLE: return true;
+    case COLIBRI_AVX2: return avx2;
+    case COLIBRI_AVXVNNI: return avx2 && (seven_one.eax >> 4 & 1);
+    case COLIBRI_AVX512: return avx2 && avx512;
+    case COLIBRI_AMX: return avx2 && avx512 && (seven.edx >> 22 & 1) && (seven.edx >> 24 & 1) && tiles_granted();
+    default: return false;
+  }
+}
+#elif defined(__aarch64__)
+bool machine_has(int level) {
+  constexpr unsigned long kDotProducts = 1 << 20;  // HWCAP_ASIMDDP
+  return level == COLIBRI_PORTABLE || (level == COLIBRI_NEON && (getauxval(AT_HWCAP) & kDotProducts));
+}
+#else
+bool machine_has(int level) { return level == COLIBRI_PORTABLE; }
+#endif
+
+const Level* built(int level) {
+  using Getter = const Level* (*)();
+  const Getter getters[COLIBRI_LEVELS] = {level_portable, level_neon, level_avx2, level_avxvnni, level_avx512, level_amx};
+  return getters[level] == nullptr ? nullptr : getters[level]();
+}
+
+uint32_t usable_levels() {
+  static const uint32_t levels = [] {  // asked once: the answer cannot change
+    uint32_t found = 0;
+    for (int level = 0; level < COLIBRI_LEVELS; level++) {
+      if (built(level) != nullptr && machine_has(level)) found |= 1u << level;
+    }
+    return found;
+  }();
+  return levels;
+}
+
+const Level* choose(int32_t wanted) {
+  const uint32_t levels = usable_levels();
+  if (wanted >= 0) return wanted < COLIBRI_LEVELS && (levels >> wanted & 1) ? built(wanted) : nullptr;
+  for (int level = COLIBRI_LEVELS; level-- > 0;) {
+    if (levels >> level & 1) return built(level);
+  }
+  return nullptr;
+}
+
+int32_t start(const colibri_layer* layer, const colibri_work* work, Call& call, const Level*& level) {
+  if (work == nullptr) return COLIBRI_BAD_WORK;
+  level = choose(work->level);
+  return level == nullptr ? COLIBRI_NO_LEVEL : plan(layer, work, level->tiles, call);
+}
+
+}  // namespace
+}  // namespace colibri
+
+using namespace colibri;
+
+int32_t colibri_abi(void) { return COLIBRI_ABI; }
+
+uint32_t colibri_levels(void) { return usable_levels(); }
+
+const char* colibri_level_name(int32_t level) { return level >= 0 && level < COLIBRI_LEVELS ? kNames[level] : nullptr; }
+
+const char* colibri_status_text(int32_t status) {
+  switch (status) {
+    case COLIBRI_OK: return "done";
+    case COLIBRI_BAD_MATRIX: return "a matrix contradicts itself: its sizes, kinds or pointers";
+    case COLIBRI_BAD_LAYER: return "the matrices and the activation do not fit together";
+    case COLIBRI_BAD_WORK: return "the work names no rows, no threads, or an expert that is not there";
+    case COLIBRI_NO_LEVEL: return "this machine, or this build, does not have that level";
+    case COLIBRI_NO_MEMORY: return "no memory for scratch";
+    default: return "no such status";
+  }
+}
+
+int32_t colibri_has_openmp(void) {
+#ifdef _OPENMP
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+int64_t colibri_scratch_bytes(const colibri_layer* layer, const colibri_work* work) {
+  Call call;
+  const Level* level = nullptr;
+  const int32_t status = start(layer, work, call, level);
+  return status == COLIBRI_OK ? lay_out(call, nullptr) : -status;
+}
+
+int32_t colibri_run(const colibri_layer* layer, const colibri_work* work) {
+  Call call;
+  const Level* level = nullptr;
+  if (const int32_t status = start(layer, work, call, level)) return status;
+  if (call.out_rows == 0 && call.slots == 0) return COLIBRI_OK;
+  std::unique_ptr<void, decltype(&std::free)> own(nullptr, std::free);
+  uint8_t* scratch = static_cast<uint8_t*>(work->scratch);
+  if (scratch == nullptr) {
+    own.reset(std::aligned_alloc(kUnit, lay_out(call, nullptr)));
+    scratch = static_cast<uint8_t*>(own.get());
+    if (scratch == nullptr) return COLIBRI_NO_MEMORY;
+  }
+  lay_out(call, scratch);
+  if (const int32_t status = sort_slots(call)) return status;
+  level->run(call);
+  return COLIBRI_OK;
+}
+
+void colibri_packed_bytes(const colibri_matrix* matrix, int32_t gated, int64_t bytes[3]) {
+  const Packed p = describe(*matrix, gated != 0);
+  bytes[0] = p.blocks * p.code_block;
+  bytes[1] = p.blocks * p.scale_block;
+  bytes[2] = p.blocks * p.zero_block;
+}
+
+uint64_t colibri_stream(const void* memory, int64_t bytes, int32_t threads, int32_t streams) {
+  constexpr int64_t kPiece = 1 << 20, kAhead = 2048, kLine = 64;
+  const int64_t pieces = bytes / kPiece, each = kPiece / streams / kLine * kLine;
+  std::unique_ptr<uint64_t[]> sums(new uint64_t[most<int64_t>(pieces, 1)]());
+  parallel(threads, pieces, [&](int64_t piece, int) {
+    const uint8_t* base = static_cast<const uint8_t*>(memory) + piece * kPiece;
+    uint64_t sum = 0;
+    for (int64_t at = 0; at < each; at += kLine) {
+      for (int32_t s = 0; s < streams; s++) {
+        const uint8_t* line = base + s * each + at;
+        __builtin_prefetch(line + kAhead);
+        uint64_t words[kLine / 8];
+        std::memcpy(words, line, kLine);
+        for (uint64_t word : words) sum += word;
+      }
+    }
+    sums[piece] = sum;
+  });
+  uint64_t total = 0;
+  for (int64_t piece = 0; piece < pieces; piece++) total += sums[piece];
+  return total;
+}
+
+int32_t colibri_huge_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t first = static_cast<uintptr_t>(round_up(reinterpret_cast<intptr_t>(memory), kHugePage));
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHugePage * kHugePage;
+  if (end > first && madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE) != 0) return errno;
+#else
+  (void)memory, (void)bytes;
+#endif
+  return 0;
+}

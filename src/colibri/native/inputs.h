@@ -1,0 +1,219 @@
+// A product's input: rounded or quantised as the matrix says, then written as the kernels read it.
+//
+// Integer kernels (TABLE4, BYTE) take signed bytes. INT8 inputs are one plane of them. All others are 16-bit integers
+// relative to the largest value of each group, as two planes: value = scale * (256 * high + low). A group's record also
+// holds what a sum of products starts at, which is where centers and zero points go: sum (u - c) x = sum u x - c sum x.
+// FLOAT8 kernels take fp32, tiles take bf16.
+#pragma once
+
+#include "convert.h"
+#include "plan.h"
+
+namespace colibri {
+namespace {
+
+struct InputGroup {
+  float scale;
+  int32_t start[2];  // of the sums with the high and the low plane; with zero points: minus the plane's own sum
+  float sum;         // of the group's values, for offsets
+};
+
+constexpr float kTop16 = 127 * 256;  // 16-bit values reach this far, so that the high plane stays within 127
+constexpr float kTiny = 1e-30f;      // groups smaller than this count as zero: their reciprocals overflow
+
+inline int planes_of(const Packed& p) { return p.matrix->input == COLIBRI_INPUT_INT8 ? 1 : 2; }
+
+inline int64_t operand_bytes(const Packed& p) {
+  const bool floats = p.matrix->codes == COLIBRI_FLOAT8;
+  const int64_t numbers = floats ? 4 * p.columns : planes_of(p) * p.columns;
+  return round_up(numbers + p.groups * static_cast<int64_t>(floats ? sizeof(float) : sizeof(InputGroup)), kUnit);
+}
+
+// One line more than the row: rows that are a multiple of 4 KB apart would share their sets of the cache.
+inline int64_t tile_operand_bytes(const Packed& p) { return 2 * p.columns + kUnit; }
+
+// Work space of one thread.
+struct RowBuffers {
+  float *values, *spare, *scales;
+};
+
+inline RowBuffers row_buffers(const Call& call, int thread) {
+  float* base = reinterpret_cast<float*>(call.per_thread + thread * call.per_thread_bytes);
+  return {base, base + call.row_floats, base + 2 * call.row_floats};
+}
+
+inline void load_row(const void* x, int32_t type, int64_t first, int64_t count, float* values) {
+  if (type == COLIBRI_F32) {
+    std::memcpy(values, static_cast<const float*>(x) + first, sizeof(float) * count);
+    return;
+  }
+  const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
+  if (type == COLIBRI_BF16) {
+    for (int64_t k = 0; k < count; k++) values[k] = from_bf16(halves[k]);
+  } else {
+    for (int64_t k = 0; k < count; k++) values[k] = from_f16(halves[k]);
+  }
+}
+
+inline void store_row(const float* values, int64_t count, int32_t type, void* out, int64_t first) {
+  if (type == COLIBRI_F32) {
+    std::memcpy(static_cast<float*>(out) + first, values, sizeof(float) * count);
+    return;
+  }
+  uint16_t* halves = static_cast<uint16_t*>(out) + first;
+  if (type == COLIBRI_BF16) {
+    for (int64_t k = 0; k < count; k++) halves[k] = to_bf16(values[k]);
+  } else {
+    for (int64_t k = 0; k < count; k++) halves[k] = to_f16(values[k]);
+  }
+}
+
+// Largest magnitude, NaN counting as the largest of all: by bits, which order like the numbers they stand for.
+inline float largest(const float* values, int64_t count) {
+  int32_t bits = 0;
+  for (int64_t k = 0; k < count; k++) bits = most(bits, bits_as<int32_t>(values[k]) & 0x7fffffff);
+  return bits_as<float>(bits);
+}
+
+inline bool finite(float x) { return (bits_as<uint32_t>(x) & kExponentMask) != kExponentMask; }
+
+// The power of two at or above a normal number: as a step it keeps values of few bits, bf16 ones among them, exact.
+inline float power_of_two_from(float x) { return bits_as<float>((bits_as<uint32_t>(x) + 0x7fffff) & 0xff800000u); }
+
+inline void fill(float* values, int64_t count, float value) {
+  for (int64_t k = 0; k < count; k++) values[k] = value;
+}
+
+// One block in place: values become codes, and the scale comes back. The scale of what is not finite is NaN.
+inline float quantise_block(float* values, int64_t count, int32_t kind, const float* fixed) {
+  const float peak = largest(values, count);
+  if (!finite(peak)) {
+    fill(values, count, 0);
+    return __builtin_nanf("");
+  }
+  const double reach = kind == COLIBRI_INPUT_INT8 ? 127 : 448;
+  const float scale = fixed != nullptr ? *fixed : peak == 0 ? 1.0f : most(static_cast<float>(peak / reach), 0x1p-149f);
+  if (kind == COLIBRI_INPUT_INT8) {
+    for (int64_t k = 0; k < count; k++) values[k] = rint_small(least(most(values[k] / scale, -128.0f), 127.0f));
+  } else {
+    for (int64_t k = 0; k < count; k++) values[k] = round_e4m3(values[k] / scale);
+  }
+  return scale;
+}
+
+// The representation, in place. Scaled kinds leave codes, and a scale for each block of `block` columns.
+inline int64_t represent(const Packed& p, int64_t expert, float* values, float* scales) {
+  const colibri_matrix& m = *p.matrix;
+  const int64_t count = m.columns;
+  if (m.input == COLIBRI_INPUT_BF16) {
+    for (int64_t k = 0; k < count; k++) values[k] = round_bf16(values[k]);
+  } else if (m.input == COLIBRI_INPUT_F16) {
+    for (int64_t k = 0; k < count; k++) values[k] = round_f16(values[k]);
+  } else if (m.input != COLIBRI_INPUT_F32) {
+    const float* fixed = m.input_scale == nullptr ? nullptr : m.input_scale + expert;
+    const int64_t block = m.input_group == 0 || fixed != nullptr ? p.columns : m.input_group;
+    for (int64_t first = 0; first < p.columns; first += block) {
+      const int64_t size = least(block, count - first);  // none in the padding
+      scales[first / block] = size > 0 ? quantise_block(values + first, size, m.input, fixed) : 1.0f;
+    }
+    return block;
+  }
+  return 0;
+}
+
+inline void unscale(float* values, int64_t count, const float* scales, int64_t block) {
+  for (int64_t first = 0; first < count; first += block) {
+    for (int64_t k = first; k < least(first + block, count); k++) values[k] *= scales[first / block];
+  }
+}
+
+inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float total, float step) {
+  const int32_t factor = p.matrix->zero == COLIBRI_ZERO_U8 ? 1 : p.matrix->center;
+  return {step * p.unit, {-factor * sums[0], -factor * sums[1]}, step * total};
+}
+
+inline void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
+  int8_t* plane = reinterpret_cast<int8_t*>(record);
+  InputGroup* groups = reinterpret_cast<InputGroup*>(record + p.columns);
+  for (int64_t g = 0, first = 0; g < p.groups; g++, first += p.matrix->group) {
+    int32_t sums[2] = {0, 0};
+    for (int64_t k = first; k < first + p.matrix->group; k++) {
+      const int32_t q = to_int(codes[k]);
+      plane[k] = static_cast<int8_t>(q);
+      sums[0] += q;
+    }
+    groups[g] = finish_group(p, sums, static_cast<float>(sums[0]), scales[first / block]);
+  }
+}
+
+inline void write_two_planes(const Packed& p, const float* values, uint8_t* record) {
+  int8_t *high = reinterpret_cast<int8_t*>(record), *low = high + p.columns;
+  InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
+  for (int64_t g = 0, first = 0; g < p.groups; g++, first += p.matrix->group) {
+    const float peak = largest(values + first, p.matrix->group);
+    const bool usable = finite(peak) && peak > kTiny;
+    const float step = usable ? power_of_two_from(peak / kTop16) : finite(peak) ? 0 : __builtin_nanf("");
+    const float to_code = usable ? 1 / step : 0;
+    int32_t sums[2] = {0, 0};
+    for (int64_t k = first; k < first + p.matrix->group; k++) {
+      const int32_t q = to_int(usable ? values[k] * to_code : 0.0f);
+      const int32_t h = (q + 128) >> 8, l = q - 256 * h;
+      high[k] = static_cast<int8_t>(h);
+      low[k] = static_cast<int8_t>(l);
+      sums[0] += h;
+      sums[1] += l;
+    }
+    groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step);
+  }
+}
+
+inline void write_floats(const Packed& p, const float* values, uint8_t* record) {
+  std::memcpy(record, values, sizeof(float) * p.columns);
+  float* sums = reinterpret_cast<float*>(record) + p.columns;
+  for (int64_t g = 0; g < p.groups; g++) {
+    sums[g] = 0;
+    for (int64_t k = 0; k < p.matrix->group; k++) sums[g] += values[g * p.matrix->group + k];
+  }
+}
+
+// Tiles take pairs of columns. Of a TABLE4 unit those that come out of its words side by side are pairs (see tiles.h).
+inline void write_tile_row(const Packed& p, const float* values, uint8_t* record) {
+  static constexpr int kPairs[8] = {0, 2, 4, 6, 1, 3, 5, 7}, kNatural[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+  const int* order = p.matrix->codes == COLIBRI_TABLE4 ? kPairs : kNatural;
+  uint16_t* halves = reinterpret_cast<uint16_t*>(record);
+  for (int64_t k = 0; k < p.columns; k += 8) {
+    for (int i = 0; i < 8; i++) halves[k + i] = to_bf16(values[k + order[i]]);
+  }
+}
+
+// Row `slot` of `inputs` from the natural values in `rows.values`.
+inline void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs,
+                        int64_t slot) {
+  const colibri_matrix& m = *p.matrix;
+  if (m.pre_scale != nullptr) {
+    for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
+  }
+  const int64_t block = represent(p, expert, rows.values, rows.scales);
+  const bool as_codes = block != 0 && (tiles || (m.input == COLIBRI_INPUT_INT8 && m.codes != COLIBRI_FLOAT8));
+  if (block != 0 && !as_codes) unscale(rows.values, m.columns, rows.scales, block);
+  if (m.perm != nullptr) {
+    for (int64_t k = 0; k < m.columns; k++) rows.spare[k] = rows.values[m.perm[expert * m.columns + k]];
+    float* swapped = rows.values;
+    rows.values = rows.spare;
+    rows.spare = swapped;
+  }
+  fill(rows.values + m.columns, p.columns - m.columns, 0);
+  inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
+  if (tiles) {
+    write_tile_row(p, rows.values, inputs.row(slot));
+  } else if (m.codes == COLIBRI_FLOAT8) {
+    write_floats(p, rows.values, inputs.row(slot));
+  } else if (as_codes) {
+    write_one_plane(p, rows.values, rows.scales, block, inputs.row(slot));
+  } else {
+    write_two_planes(p, rows.values, inputs.row(slot));
+  }
+}
+
+}  // namespace
+}  // namespace colibri

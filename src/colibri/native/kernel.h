@@ -1,0 +1,207 @@
+// The product at the heart of it: a few row blocks times a few input rows, group by group.
+//
+// Written once over a level's vectors `V`, which have `V::lanes` output rows (16, 8 or 4; a block is then read in parts):
+//   Codes, I32, F32, Table    four codes of each row; one number of each row; 16 bytes to look up
+//   load, table, low, high    codes from memory, looked up by low or high nibble
+//   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
+//   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
+//   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
+#pragma once
+
+#include "inputs.h"
+#include "plan.h"
+
+namespace colibri {
+namespace {
+
+constexpr int64_t kAhead = 2048;      // bytes of codes between reading and prefetching: about a memory latency of them
+constexpr int64_t kScalesAhead = 512;
+
+// Row blocks read together, each a stream of its own, and those that will be read after them: prefetches run into these.
+struct Streams {
+  const uint8_t *codes, *scales, *zeros;
+  const uint8_t *next_codes, *next_scales;
+};
+
+inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t offset, int64_t size) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(offset < size ? here : next) + (offset < size ? offset : offset - size);
+  return reinterpret_cast<const uint8_t*>(address);
+}
+
+template <class V>
+COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
+  uint8_t bytes[16];
+  for (int i = 0; i < 16; i++) bytes[i] = static_cast<uint8_t>(plane == 0 ? p.matrix->table[i] & 127 : p.matrix->table[i] >> 7);
+  return V::table(bytes);
+}
+
+// How a unit of codes becomes vectors of bytes: `each` calls use(column, plane, codes) for every four columns.
+template <class V, int Planes>
+struct Nibbles {
+  static constexpr int columns = 8, planes = Planes;
+  typename V::Table tables[Planes];
+
+  explicit Nibbles(const Packed& p) {
+    for (int i = 0; i < Planes; i++) tables[i] = plane_table<V>(p, i);
+  }
+
+  template <class Use>
+  COLIBRI_INLINE void each(const uint8_t* unit, Use use) const {
+    const typename V::Codes codes = V::load(unit);
+    for (int i = 0; i < Planes; i++) use(0, i, V::low(tables[i], codes));
+    for (int i = 0; i < Planes; i++) use(4, i, V::high(tables[i], codes));
+  }
+};
+
+template <class V>
+struct Bytes {
+  static constexpr int columns = 4, planes = V::split_bytes ? 2 : 1;
+
+  explicit Bytes(const Packed&) {}
+
+  template <class Use>
+  COLIBRI_INLINE void each(const uint8_t* unit, Use use) const {
+    const typename V::Codes codes = V::load(unit);
+    if constexpr (V::split_bytes) {
+      use(0, 0, V::low_bits(codes));
+      use(0, 1, V::top_bit(codes));
+    } else {
+      use(0, 0, codes);
+    }
+  }
+};
+
+// out[block][row][16] = the products of `Blocks` row blocks with `Rows` input rows, before row scales.
+template <class V, class Code, int InputPlanes, int Blocks, int Rows>
+__attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride,
+                                               float (*out)[Rows][kRows]) {
+  using I32 = typename V::I32;
+  using F32 = typename V::F32;
+  constexpr int kParts = kRows / V::lanes, kPartBytes = kUnit / kParts;
+  const colibri_matrix& m = *p.matrix;
+  const Code code(p);
+  const int units = m.group / Code::columns;
+  F32 total[Blocks][kParts][Rows];
+  for (auto& block : total)
+    for (auto& part : block)
+      for (F32& sum : part) sum = V::zero();
+
+  for (int32_t g = 0; g < p.groups; g++) {
+    const int64_t first = int64_t{g} * m.group, at = int64_t{g} * units * kUnit;
+    const uint8_t* soon = ahead(s.codes, s.next_codes, at + kAhead, p.code_block);
+    const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row + kScalesAhead, p.scale_block);
+    for (int b = 0; b < Blocks; b++) {
+      if (m.scale != COLIBRI_SCALE_NONE) __builtin_prefetch(soon_scales + b * p.scale_block);
+      for (int part = 0; part < kParts; part++) {
+        const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
+        I32 sums[Rows][InputPlanes][Code::planes];
+        for (int r = 0; r < Rows; r++) {
+          const auto& group = reinterpret_cast<const InputGroup*>(inputs + r * stride + InputPlanes * p.columns)[g];
+          for (int i = 0; i < InputPlanes; i++) {
+            sums[r][i][0] = V::broadcast(group.start[i]);
+            if (m.zero == COLIBRI_ZERO_U8) sums[r][i][0] = V::multiply(V::zeros(zeros, part), sums[r][i][0]);
+            if constexpr (Code::planes == 2) sums[r][i][1] = V::broadcast(0);
+          }
+        }
+        const uint8_t* unit = s.codes + b * p.code_block + at + part * kPartBytes;
+        for (int u = 0; u < units; u++, unit += kUnit) {
+          if (part == 0) __builtin_prefetch(soon + b * p.code_block + u * kUnit);
+          const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first + u * Code::columns;
+          code.each(unit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
+            for (int r = 0; r < Rows; r++)
+              for (int i = 0; i < InputPlanes; i++)
+                sums[r][i][plane] = V::dot(sums[r][i][plane], codes, x + r * stride + i * p.columns + column);
+          });
+        }
+        const F32 scale = V::scales(m.scale, s.scales + b * p.scale_block + g * p.scale_row, part);
+        for (int r = 0; r < Rows; r++) {
+          const auto& group = reinterpret_cast<const InputGroup*>(inputs + r * stride + InputPlanes * p.columns)[g];
+          F32 value[InputPlanes];
+          for (int i = 0; i < InputPlanes; i++) {
+            if constexpr (Code::planes == 2) {
+              value[i] = V::to_float(V::add(sums[r][i][0], V::template shift_left<7>(sums[r][i][1])));
+            } else {
+              value[i] = V::to_float(sums[r][i][0]);
+            }
+          }
+          if constexpr (InputPlanes == 2) value[0] = V::fma(value[0], V::spread(256.0f), value[1]);
+          F32& sum = total[b][part][r];
+          sum = V::fma(value[0], V::mul(scale, V::spread(group.scale)), sum);
+          if (m.zero == COLIBRI_ZERO_OFFSET_F32) sum = V::fma(V::floats(zeros, part), V::spread(-group.sum), sum);
+        }
+      }
+    }
+  }
+  for (int b = 0; b < Blocks; b++)
+    for (int part = 0; part < kParts; part++)
+      for (int r = 0; r < Rows; r++) V::store(out[b][r] + part * V::lanes, total[b][part][r]);
+}
+
+// The same for FLOAT8 codes and fp32 inputs. Two sums a row: one chain of additions would wait for itself.
+template <class V, int Blocks, int Rows>
+__attribute__((noinline)) void float_product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride,
+                                             float (*out)[Rows][kRows]) {
+  using F32 = typename V::F32;
+  constexpr int kParts = kRows / V::lanes;
+  const colibri_matrix& m = *p.matrix;
+  const typename V::Minifloat minifloat(p);
+  F32 total[Blocks][kParts][Rows];
+  for (auto& block : total)
+    for (auto& part : block)
+      for (F32& sum : part) sum = V::zero();
+
+  for (int32_t g = 0; g < p.groups; g++) {
+    const int64_t first = int64_t{g} * m.group, at = first * kRows;
+    const uint8_t* soon = ahead(s.codes, s.next_codes, at + kAhead, p.code_block);
+    for (int b = 0; b < Blocks; b++) {
+      for (int part = 0; part < kParts; part++) {
+        F32 sums[Rows][2];
+        for (auto& pair : sums) pair[0] = pair[1] = V::zero();
+        const uint8_t* codes = s.codes + b * p.code_block + at + part * V::lanes;
+        for (int k = 0; k < m.group; k += 4) {
+          if (part == 0) __builtin_prefetch(soon + b * p.code_block + k * kRows);
+          for (int i = 0; i < 4; i++) {
+            const F32 weight = minifloat.decode(codes + (k + i) * kRows);
+            for (int r = 0; r < Rows; r++) {
+              const float x = reinterpret_cast<const float*>(inputs + r * stride)[first + k + i];
+              sums[r][i % 2] = V::fma(weight, V::spread(x), sums[r][i % 2]);
+            }
+          }
+        }
+        const F32 scale = V::mul(V::scales(m.scale, s.scales + b * p.scale_block + g * p.scale_row, part), minifloat.unit);
+        for (int r = 0; r < Rows; r++) {
+          F32& sum = total[b][part][r];
+          sum = V::fma(V::sum(sums[r][0], sums[r][1]), scale, sum);
+          if (m.zero == COLIBRI_ZERO_OFFSET_F32) {
+            const float x = reinterpret_cast<const float*>(inputs + r * stride)[p.columns + g];
+            sum = V::fma(V::floats(s.zeros + b * p.zero_block + g * p.zero_row, part), V::spread(-x), sum);
+          }
+        }
+      }
+    }
+  }
+  for (int b = 0; b < Blocks; b++)
+    for (int part = 0; part < kParts; part++)
+      for (int r = 0; r < Rows; r++) V::store(out[b][r] + part * V::lanes, total[b][part][r]);
+}
+
+// The kernel for a matrix: by codes and by planes of its input.
+template <class V, int Blocks, int Rows>
+void product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride, float (*out)[Rows][kRows]) {
+  const bool one = planes_of(p) == 1;
+  if (p.matrix->codes == COLIBRI_FLOAT8) {
+    float_product<V, Blocks, Rows>(p, s, inputs, stride, out);
+  } else if (p.matrix->codes == COLIBRI_BYTE) {
+    one ? integer_product<V, Bytes<V>, 1, Blocks, Rows>(p, s, inputs, stride, out)
+        : integer_product<V, Bytes<V>, 2, Blocks, Rows>(p, s, inputs, stride, out);
+  } else if (p.two_planes) {
+    one ? integer_product<V, Nibbles<V, 2>, 1, Blocks, Rows>(p, s, inputs, stride, out)
+        : integer_product<V, Nibbles<V, 2>, 2, Blocks, Rows>(p, s, inputs, stride, out);
+  } else {
+    one ? integer_product<V, Nibbles<V, 1>, 1, Blocks, Rows>(p, s, inputs, stride, out)
+        : integer_product<V, Nibbles<V, 1>, 2, Blocks, Rows>(p, s, inputs, stride, out);
+  }
+}
+
+}  // namespace
+}  // namespace colibri

@@ -1,0 +1,201 @@
+// A whole layer on one level's vectors `V`: represent x, gate and up, represent h, down.
+//
+// Every output number is computed by one thread, in an order that depends on nothing but the number of rows of its
+// expert: results do not depend on the number of threads, and no two threads ever add to the same number.
+#pragma once
+
+#include "activate.h"
+#include "inputs.h"
+#include "kernel.h"
+#include "parallel.h"
+#include "plan.h"
+
+namespace colibri {
+namespace {
+
+constexpr int kBlocks = 4;       // row blocks read at once: as many streams as memory likes
+constexpr int kTasks = 4;        // tasks a thread, so that the last to finish is not far behind
+constexpr int64_t kRowsATask = 4;  // input rows that are represented in one task
+
+inline Streams streams(const Packed& p, int64_t block, int64_t next) {
+  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
+}
+
+// v * row_scale + bias of one block's sixteen outputs.
+inline void finish_rows(const Packed& p, int64_t block, float* values) {
+  const colibri_matrix& m = *p.matrix;
+  if (m.row_scale != nullptr) {
+    for (int i = 0; i < kRows; i++) values[i] *= m.row_scale[block * kRows + i];
+  }
+  if (m.bias != nullptr) {
+    for (int i = 0; i < kRows; i++) values[i] += m.bias[block * kRows + i];
+  }
+}
+
+// Four, two or one input rows against `Blocks` row blocks; emit(row, blocks' results) for each.
+template <class V, int Blocks, int Rows, class Emit>
+COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, const Emit& emit) {
+  alignas(64) float out[Blocks][Rows][kRows];
+  product<V, Blocks, Rows>(p, s, inputs.row(slot), inputs.stride, out);
+  for (int r = 0; r < Rows; r++)
+    for (int b = 0; b < Blocks; b++) emit(slot + r, b, out[b][r]);
+  return Rows;
+}
+
+template <class V, int Blocks, class Emit>
+void all_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, int64_t end, const Emit& emit) {
+  while (slot < end) {
+    if (end - slot >= 4) {
+      slot += some_rows<V, Blocks, 4>(p, s, inputs, slot, emit);
+    } else if (end - slot >= 2) {
+      slot += some_rows<V, Blocks, 2>(p, s, inputs, slot, emit);
+    } else {
+      slot += some_rows<V, Blocks, 1>(p, s, inputs, slot, emit);
+    }
+  }
+}
+
+// What the kernels do for one expert: blocks [low, high), numbered over all experts, by the slots [slot, end).
+// emit(slot, block, sixteen results) may come in any order of blocks and slots, but for gate and up: the gate's block
+// comes right before the up block of the same slot. `next`: the block read after these.
+template <class V, class Emit>
+void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot, int64_t end,
+                    int thread, const Emit& emit) {
+  const Inputs& inputs = call.inputs_of(p);
+  if constexpr (V::tiles) {
+    if (call.tile_rows > 0 && end - slot >= call.tile_rows && fits_tiles(p)) {
+      return V::tile_product(call, p, low, high, slot, end, thread, emit);
+    }
+  }
+  (void)thread;
+  int64_t block = low;
+  for (; block + kBlocks <= high; block += kBlocks) {
+    const int64_t after = block + kBlocks < high ? block + kBlocks : next;
+    const auto shifted = [&](int64_t s, int b, float* values) { emit(s, block + b, values); };
+    all_rows<V, kBlocks>(p, streams(p, block, after), inputs, slot, end, shifted);
+  }
+  for (; block < high; block += 2) {  // few blocks are left; gate and up stay together
+    const auto shifted = [&](int64_t s, int b, float* values) { emit(s, block + b, values); };
+    if (block + 2 <= high) {
+      all_rows<V, 2>(p, streams(p, block, next), inputs, slot, end, shifted);
+    } else {
+      all_rows<V, 1>(p, streams(p, block, next), inputs, slot, end, shifted);
+    }
+  }
+}
+
+template <class V>
+bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
+  return V::tiles && call.tile_rows > 0 && rows >= call.tile_rows && fits_tiles(p);
+}
+
+// The expert of each sorted slot is found by its place: slots are few, experts ascending.
+inline int64_t expert_of(const Call& call, int64_t slot) {
+  int64_t low = 0, high = call.layer->experts;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (call.offsets[middle] <= slot ? low : high) = middle;
+  }
+  return low;
+}
+
+template <class V>
+void represent_inputs(const Call& call, const Packed& p) {
+  const colibri_work& work = *call.work;
+  const Inputs& inputs = call.inputs_of(p);
+  const bool from_x = &p == &call.first || !call.two_products;
+  const int64_t slots = call.offsets[call.layer->experts], columns = p.matrix->columns;
+  parallel(work.threads, (slots + kRowsATask - 1) / kRowsATask, [&](int64_t task, int thread) {
+    for (int64_t slot = task * kRowsATask; slot < least((task + 1) * kRowsATask, slots); slot++) {
+      const RowBuffers rows = row_buffers(call, thread);
+      const int64_t expert = expert_of(call, slot);
+      if (from_x) {
+        load_row(work.x, work.x_type, call.row_of[slot] * work.x_stride, columns, rows.values);
+        if (work.weight_on_input) {
+          for (int64_t k = 0; k < columns; k++) rows.values[k] *= call.weight_of[slot];
+        }
+      } else {
+        std::memcpy(rows.values, call.hidden + slot * call.hidden_stride(), sizeof(float) * columns);
+      }
+      const int64_t count = call.offsets[expert + 1] - call.offsets[expert];
+      write_input(p, expert, takes_tiles<V>(call, p, count), rows, inputs, slot);
+    }
+  });
+}
+
+// Gate and up, or up alone, and the activation: tasks are (expert, run of row blocks).
+template <class V>
+void first_product(const Call& call) {
+  const Packed& p = call.first;
+  const int64_t wanted = int64_t{kTasks} * call.work->threads;
+  const int64_t each = call.work->threads == 1 ? p.blocks : round_up(most<int64_t>(call.actives * p.blocks / wanted, 1), kBlocks);
+  const int64_t runs = (p.blocks + each - 1) / each, tasks = call.actives * runs;
+  const auto start = [&](int64_t task) { return call.active[task / runs] * int64_t{p.blocks} + task % runs * each; };
+  parallel(call.work->threads, tasks, [&](int64_t task, int thread) {
+    const int64_t expert = call.active[task / runs], base = expert * p.blocks, low = start(task);
+    const int64_t high = least(low + each, base + p.blocks);
+    const int64_t next = start(least(task + call.work->threads, tasks - 1));  // a guess: tasks go to whoever is free
+    alignas(64) float gate[kRows];
+    blocks_product<V>(call, p, low, high, next, call.offsets[expert], call.offsets[expert + 1], thread,
+                      [&](int64_t slot, int64_t block, float* values) {
+                        finish_rows(p, block, values);
+                        float* hidden = call.hidden + slot * call.hidden_stride();
+                        const int64_t place = block - base;
+                        if (!call.gated) {
+                          activate(*call.layer, values, nullptr, hidden + place * kRows);
+                        } else if (place % 2 == 0) {
+                          std::memcpy(gate, values, sizeof gate);
+                        } else {
+                          activate(*call.layer, gate, values, hidden + place / 2 * kRows);
+                        }
+                      });
+  });
+}
+
+// Down: tasks are runs of output columns, each through all experts in order.
+template <class V>
+void last_product(const Call& call) {
+  const Packed& p = call.last;
+  const colibri_work& work = *call.work;
+  const bool summed = work.ids != nullptr;
+  const int64_t each = round_up(most<int64_t>(p.blocks / (2 * work.threads), 1), kBlocks), logical = p.matrix->rows;
+  parallel(work.threads, (p.blocks + each - 1) / each, [&](int64_t task, int thread) {
+    const int64_t low = task * each, high = least(low + each, int64_t{p.blocks});
+    const int64_t column = low * kRows, width = (high - low) * kRows;
+    for (int64_t row = 0; summed && row < call.out_rows; row++) fill(call.sums + row * p.rows + column, width, 0);
+    for (int32_t i = 0; i < call.actives; i++) {
+      const int64_t expert = call.active[i], base = expert * p.blocks;
+      const int64_t next = call.active[least(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
+      blocks_product<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
+                        [&](int64_t slot, int64_t block, float* values) {
+                          finish_rows(p, block, values);
+                          const int64_t place = (block - base) * kRows, row = call.row_of[slot];
+                          if (!summed) {
+                            store_row(values, least<int64_t>(kRows, logical - place), work.out_type, work.out,
+                                      row * work.out_stride + place);
+                            return;
+                          }
+                          const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
+                          float* sum = call.sums + row * p.rows + place;
+                          for (int k = 0; k < kRows; k++) sum[k] += weight * values[k];
+                        });
+    }
+    for (int64_t row = 0; summed && row < call.out_rows; row++) {
+      store_row(call.sums + row * p.rows + column, least(width, logical - column), work.out_type, work.out,
+                row * work.out_stride + column);
+    }
+  });
+}
+
+template <class V>
+void run_layer(const Call& call) {
+  if (call.two_products) {
+    represent_inputs<V>(call, call.first);
+    first_product<V>(call);
+  }
+  represent_inputs<V>(call, call.last);
+  last_product<V>(call);
+}
+
+}  // namespace
+}  // namespace colibri
