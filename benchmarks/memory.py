@@ -1,0 +1,169 @@
+"""The most memory that loading a packed checkpoint takes, ours and stock transformers' beside it.
+
+    python benchmarks/memory.py [--dir FOLDER] [--layers 2] [--spec int4-g128 --spec mxfp4]
+
+Makes a checkpoint with the experts of Qwen3-30B-A3B (128 of 2048 x 768 a layer), stored 4-bit by
+compressed-tensors, and loads it in fresh processes. Counted is what is resident above the same process just
+before the load, when torch, transformers and the model's class are imported already: anonymous memory, and
+all of it with the pages of mapped files (the checkpoint's among them, for whoever maps it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "memory.json"
+SPECS = ("int4-g128", "mxfp4")
+OURS, STOCK = "colibri", "transformers"
+BOUND = 1.1  # times the checkpoint's bytes, for us
+COUNTED = {"anonymous": "RssAnon", "resident": "VmRSS"}
+
+
+class Peak(threading.Thread):
+    """The most memory this process held while it ran, sampled."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.peak = held()
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.002):
+            self.look()
+
+    def look(self) -> None:
+        now = held()
+        self.peak = {name: max(value, now[name]) for name, value in self.peak.items()}
+
+    def __enter__(self) -> Peak:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.look()
+        self._done.set()
+        self.join()
+
+    def above(self) -> dict[str, int]:
+        return {name: self.peak[name] - self.before[name] for name in COUNTED}
+
+
+def held() -> dict[str, int]:
+    """Bytes of this process, by kind."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[key].split()[0]) * 1024 for name, key in COUNTED.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, help="where to put the checkpoints")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--spec", action="append", help=f"default: {' '.join(SPECS)}")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--load", nargs=2, metavar=("WHO", "FOLDER"), help="only load FOLDER here, and say what it took")
+    chosen = parser.parse_args()
+    if chosen.load:
+        print(json.dumps(measure(chosen.load[0], Path(chosen.load[1]))))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="colibri-bench-", dir=chosen.dir) as folder:
+        source = write(Path(folder) / "source", chosen.layers, chosen.experts)
+        for spec in chosen.spec or SPECS:
+            packed = pack(source, Path(folder) / spec, spec)
+            rows += [{"spec": spec, **in_process(who, packed)} for who in (OURS, STOCK)]
+            print(json.dumps(rows[-2:], indent=1), flush=True)
+    save(chosen.out, rows, chosen.layers, chosen.experts)
+
+
+def measure(who: str, folder: Path) -> dict[str, Any]:
+    """Load the model in this process."""
+    import torch
+    import transformers
+
+    import colibri.integrations.transformers as ours
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if who == STOCK:
+        import compressed_tensors  # noqa: F401  its import is no part of the load either
+    ours._class_of(config)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    load = ours.from_pretrained if who == OURS else transformers.AutoModelForCausalLM.from_pretrained
+    start = time.perf_counter()
+    with Peak() as memory:
+        model = load(folder)
+        seconds = time.perf_counter() - start
+    with torch.no_grad():  # what was loaded computes
+        finite = bool(model(torch.arange(8).unsqueeze(0)).logits.isfinite().all())
+    above = memory.above()
+    return {
+        "who": who,
+        "checkpoint_bytes": size,
+        "held_bytes": sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
+        **{f"peak_{name}_bytes": value for name, value in above.items()},
+        **{f"peak_{name}_ratio": round(value / size, 3) for name, value in above.items()},
+        "seconds": round(seconds, 2),
+        "computes": finite,
+    }
+
+
+def in_process(who: str, folder: Path) -> dict[str, Any]:
+    """`measure` in a fresh process; what went wrong, where it cannot load."""
+    command = [sys.executable, __file__, "--load", who, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        return {"who": who, "error": done.stderr.strip().splitlines()[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if who == OURS:
+        found["within_bound"] = found["peak_resident_ratio"] <= BOUND
+    return found
+
+
+def write(folder: Path, layers: int, experts: int, hidden: int = 2048, intermediate: int = 768) -> Path:
+    from colibri.testing.checkpoints import Geometry
+    from colibri.testing.models import write_model
+
+    write_model(folder, Geometry(experts, hidden, intermediate, layers, top_k=8))
+    return folder
+
+
+def pack(source: Path, folder: Path, spec: str) -> Path:
+    from colibri.cli.convert import run, target_of
+
+    run(source, folder, target_of(spec), {})
+    return folder
+
+
+def save(path: Path, rows: list[dict[str, Any]], layers: int, experts: int) -> None:
+    from colibri.cli.env import describe
+
+    machine = describe()
+    words = " ".join(Path(word).name for word in sys.argv[1:])
+    document = {
+        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "model": {"layers": layers, "experts": experts, "hidden": 2048, "inter": 768},
+        "machine": {
+            "cpu": machine["cpu"],
+            "python": machine["python"],
+            **{name: machine["packages"][name] for name in ("torch", "transformers")},
+        },
+        "bound_ratio": BOUND,
+        "results": rows,
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
