@@ -22,6 +22,7 @@ from colibri.cli.convert import run, target_of  # noqa: E402
 from colibri.errors import CannotEncode, CheckpointProblems, UnsupportedProblem  # noqa: E402
 from colibri.formats import registry  # noqa: E402
 from colibri.integrations.experts import PackedExperts  # noqa: E402
+from colibri.integrations.live import pack_experts  # noqa: E402
 
 TOKENS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
 # Formats as their usual tools write them, through our converter.
@@ -201,3 +202,12 @@ def test_missing_tensors_are_not_made_up(model_of: Any, tmp_path: Path) -> None:
         tiny._write(tmp_path / "cut", tensors, dict(checkpoint.config.model))
     with pytest.raises(CheckpointProblems, match=r"model\.norm\.weight"):
         colibri.from_pretrained(tmp_path / "cut")
+
+
+@pytest.mark.parametrize(("family", "spec"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nvfp4")])
+def test_packed_in_memory_equals_quantised_while_loading(model_of: Any, family: str, spec: str) -> None:
+    live = theirs(model_of(family))
+    pack_experts(live, weights=spec, activations="int8")
+    loading = colibri.from_pretrained(model_of(family), weights=spec, activations="int8")
+    with torch.no_grad():
+        assert torch.equal(live(TOKENS).logits, loading(TOKENS).logits)

@@ -51,20 +51,26 @@ def uses_interface(module: nn.Module) -> bool:
     return all(isinstance(held.get(mark), bool) for mark in _MARKS)
 
 
-def swap(model: nn.Module) -> None:
-    """Put an empty `PackedExperts` in the place of every module of experts."""
-    found = {name: module for name, module in model.named_modules() if uses_interface(module)}
+def places(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
+    """Every module of experts with its name and its layer; an error where a model has none we can replace."""
+    found = [(name, module) for name, module in model.named_modules() if uses_interface(module)]
     if not found:
         raise UnsupportedProblem(
             "this model does not use transformers' experts interface, so its experts cannot be replaced",
             where=type(model).__name__,
             hint="`RoutedExperts.from_checkpoint` gives its experts layer by layer",
         )
-    for name, module in found.items():
+    for name, module in found:
         if vars(module).get("has_post_expert_norm"):
             raise UnsupportedProblem("experts with a norm behind them are not supported", where=name)
+        yield name, _layer_of(name), module
+
+
+def swap(model: nn.Module) -> None:
+    """Put an empty `PackedExperts` in the place of every module of experts."""
+    for name, index, _ in list(places(model)):
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent).register_module(leaf, PackedExperts(_layer_of(name)))
+        model.get_submodule(parent).register_module(leaf, PackedExperts(index))
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:

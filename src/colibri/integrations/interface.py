@@ -6,6 +6,7 @@ once and again whenever they change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -121,12 +122,23 @@ def _layer(module: nn.Module, source: Source, top_k: int) -> RoutedExperts:
 
 
 def _make(source: Source, top_k: int) -> RoutedExperts:
+    problem = pose(source, top_k)
+    layer = RoutedExperts()
+    choice = oracle.select(problem, parse_device(str(source.up.device)))
+    layout = choice.backend.layout(problem)
+    plain = isinstance(layout, PlainLayout) and not source.transposed and not source.interleaved
+    layer.adopt(choice, _shared(source) if plain else pack(choice, source.weights))
+    return layer
+
+
+def pose(source: Source, top_k: int) -> Problem:
+    """What a module's experts compute, on its weights as they are."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
     shapes, wide, experts = source.shapes(), WIDE[source.up.dtype], int(source.up.shape[0])
     activation = activation_for(model, names.find(model).family)
     if activation.gated != source.gated:
         raise UnsupportedProblem("the model's experts are not as its config says", got=f"gated: {source.gated}")
-    problem = Problem(
+    return Problem(
         shapes["w13"],
         shapes["w2"],
         experts=experts,
@@ -136,12 +148,6 @@ def _make(source: Source, top_k: int) -> RoutedExperts:
         input=wide.spec.dtype,
         activations=wide,
     )
-    layer = RoutedExperts()
-    choice = oracle.select(problem, parse_device(str(source.up.device)))
-    layout = choice.backend.layout(problem)
-    plain = isinstance(layout, PlainLayout) and not source.transposed and not source.interleaved
-    layer.adopt(choice, _shared(source) if plain else _packed(source, problem, choice))
-    return layer
 
 
 def _shared(source: Source) -> dict[str, Packed]:
@@ -153,13 +159,15 @@ def _shared(source: Source) -> dict[str, Packed]:
     return held
 
 
-def _packed(source: Source, problem: Problem, choice: oracle.Choice) -> dict[str, Packed]:
+def pack(choice: oracle.Choice, weights: Callable[[int], dict[str, LogicalWeight]]) -> dict[str, Packed]:
+    """Every expert's matrices in the layout of the chosen backend."""
+    problem = choice.problem
     layout = choice.backend.layout(problem)
     packed = {
         matrix: layout.allocate(shape, problem.experts, choice.device.torch)
         for matrix, shape in problem.matrices.items()
     }
     for expert in range(problem.experts):
-        for matrix, weight in source.weights(expert).items():
+        for matrix, weight in weights(expert).items():
             layout.pack(problem.matrices[matrix], weight, {name: t[expert] for name, t in packed[matrix].items()})
     return packed
