@@ -1,4 +1,4 @@
-"""Building the CPU kernels: `python -m colibri.native.build`, and what installing colibri runs.
+"""Building the CPU kernels: `python -m colibri.native`, and what installing colibri runs.
 
 One shared library holds every level of instructions; each source is compiled for its own level and the
 library chooses when it runs. Nothing is ever built at import or in the middle of a run. This file uses the
@@ -25,7 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "libcolibri.so"
-COMMAND = "python -m colibri.native.build"
+COMMAND = "python -m colibri.native"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
@@ -130,7 +130,3 @@ def main() -> None:
         print(f"built {build(HERE / LIBRARY)}")
     except BuildFailed as error:
         sys.exit(f"the CPU kernels were not built: {error}")
-
-
-if __name__ == "__main__":
-    main()

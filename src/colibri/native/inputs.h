@@ -146,7 +146,8 @@ inline void write_one_plane(const Packed& p, const float* codes, const float* sc
   }
 }
 
-inline void write_two_planes(const Packed& p, const float* values, uint8_t* record) {
+// With `scales`, values are codes: of e4m3 almost all fit 16 bits exactly.
+inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block, uint8_t* record) {
   int8_t *high = reinterpret_cast<int8_t*>(record), *low = high + p.columns;
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += p.matrix->group) {
@@ -163,7 +164,8 @@ inline void write_two_planes(const Packed& p, const float* values, uint8_t* reco
       sums[0] += h;
       sums[1] += l;
     }
-    groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step);
+    const float scale = scales == nullptr ? 1 : scales[first / block];
+    groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step * scale);
   }
 }
 
@@ -194,7 +196,7 @@ inline void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers 
     for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
   }
   const int64_t block = represent(p, expert, rows.values, rows.scales);
-  const bool as_codes = block != 0 && (tiles || (m.input == COLIBRI_INPUT_INT8 && m.codes != COLIBRI_FLOAT8));
+  const bool as_codes = block != 0 && (tiles || m.codes != COLIBRI_FLOAT8);
   if (block != 0 && !as_codes) unscale(rows.values, m.columns, rows.scales, block);
   if (m.perm != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.spare[k] = rows.values[m.perm[expert * m.columns + k]];
@@ -208,10 +210,10 @@ inline void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers 
     write_tile_row(p, rows.values, inputs.row(slot));
   } else if (m.codes == COLIBRI_FLOAT8) {
     write_floats(p, rows.values, inputs.row(slot));
-  } else if (as_codes) {
+  } else if (m.input == COLIBRI_INPUT_INT8) {
     write_one_plane(p, rows.values, rows.scales, block, inputs.row(slot));
   } else {
-    write_two_planes(p, rows.values, inputs.row(slot));
+    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.row(slot));
   }
 }
 

@@ -1,0 +1,80 @@
+"""The CPU kernels with and without a compiler: built whole, refused when stale, missed with a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colibri import native
+from colibri.native import build
+
+COMPILER = build.compiler() is not None
+DESCRIBE = "from colibri.cli.env import describe; import json; print(json.dumps(describe()['native']))"
+CHOSEN = """
+from colibri import oracle
+from colibri.problem import Device
+from colibri.shapes import parse_shape
+from colibri.grammar import ACTIVATIONS, parse_spec
+problem = parse_shape("4,64,64,2").problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
+choice = oracle.select(problem, Device("cpu"))
+print(choice.backend.name)
+print(choice.table())
+"""
+
+
+def run(code: str, **variables: str) -> str:
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | variables
+    )
+    return told.stdout
+
+
+def test_switched_off_plain_torch_computes_and_the_table_says_why() -> None:
+    told = run(CHOSEN, COLIBRI_NATIVE="off")
+    assert told.startswith("torch-cpu\n")
+    assert "cpu: switched off (COLIBRI_NATIVE=off)" in told
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.state().why)
+def test_a_level_can_be_named() -> None:
+    assert '"level": "portable"' in run(DESCRIBE, COLIBRI_NATIVE="portable")
+    told = subprocess.run(
+        [sys.executable, "-c", DESCRIBE], capture_output=True, text=True, env=os.environ | {"COLIBRI_NATIVE": "mmx"}
+    )
+    assert "no such level" in told.stderr and "got mmx" in told.stderr
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.state().why)
+def test_built_kernels_are_chosen() -> None:
+    assert run(CHOSEN, COLIBRI_NATIVE="").startswith("cpu\n")
+
+
+def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.compiler() is None
+    with pytest.raises(build.BuildFailed, match="no C\\+\\+ compiler"):
+        build.build(tmp_path / "lib.so")
+
+
+def test_a_compiler_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = tmp_path / "cxx"
+    refuses.write_text("#!/bin/sh\necho it will not >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setenv("CXX", str(refuses))
+    with pytest.raises(build.BuildFailed, match="it will not"):
+        build.build(tmp_path / "made" / "lib.so")
+    assert not (tmp_path / "made").exists()
+
+
+def test_every_source_says_which_machine_it_is_for() -> None:
+    for machine in ("x86_64", "aarch64", "riscv64"):
+        for source in build.sources(machine):
+            assert source.machine in (None, machine)
+            assert bool(source.flags) <= (source.machine is not None)
+    here = {source.path for machine in ("x86_64", "aarch64") for source in build.sources(machine)}
+    assert here == set(build.HERE.glob("*.cpp"))
