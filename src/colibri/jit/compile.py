@@ -6,23 +6,25 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import re
-import subprocess
-import tempfile
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from colibri.errors import CompileError
 
 # Serialised wgmma and ignored register limits: a kernel that compiles with one of these is broken.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
-_ENTRY = "colibri kernel 2"  # changes with what launchers expect of a binary
+SCRATCH_POINTERS = 2  # unused parameters that Triton appends to ours
+_OPTIONS = {"enable_fp_fusion": True}  # the default of all versions up to 3.9, and not of later ones
 _INSTALL = "pip install 'colibri-moe[gpu]'"
 
 
@@ -57,7 +59,7 @@ class Source:
 
     def key(self, compiler: str) -> str:
         """Content address: the sources, the compiler and its version, the configuration."""
-        parts = [_ENTRY, source_digest(self.module), compiler, repr(self)]
+        parts = [_own_digest(), source_digest(self.module), compiler, repr(self)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -82,6 +84,12 @@ class Binary:
         facts = asdict(self)
         facts.pop("cubin")
         return facts
+
+
+@cache
+def _own_digest() -> str:
+    """How we compile decides too."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @cache
@@ -131,14 +139,16 @@ def build(source: Source) -> Binary:
         raise CompileError(f"{source.label} is in no cache and Triton is not installed", hint=_INSTALL) from error
     from triton.backends.compiler import GPUTarget
 
-    with _fresh_compiles():
+    heard = _Heard()
+    with _fresh_compiles(), redirect_stdout(heard):
         try:
             compiled = triton.compile(
-                _ast(source), target=GPUTarget("cuda", source.arch, 32), options=dict(source.options)
+                _ast(source), target=GPUTarget("cuda", source.arch, 32), options={**_OPTIONS, **dict(source.options)}
             )
         except Exception as error:
             raise CompileError(f"{source.label} does not compile: {_root(error)}") from error
-    registers = _inspect(source, compiled.asm["ptx"])
+    _check_parameters(source, compiled.asm["ptx"])
+    registers = _check_report(source, heard.getvalue())
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise CompileError(f"{source.label} wants scratch memory from its launcher")
@@ -159,21 +169,29 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
+class _Heard(io.StringIO):
+    """What this thread prints, the assembler's report; other threads go on printing where they did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread, self._beyond = get_ident(), sys.stdout
+
+    def write(self, text: str) -> int:
+        return super().write(text) if get_ident() == self._thread else self._beyond.write(text)
+
+
 @contextmanager
 def _fresh_compiles() -> Iterator[None]:
     """Triton's own cache is left out: it does not see every file our sources depend on.
 
-    Line tables too: they double a binary's size.
+    Line tables too: they double a binary's size. The assembler's report is printed.
     """
     from triton import knobs
 
-    knob = knobs.compilation
-    before = knob.always_compile, knob.disable_line_info
-    knob.always_compile, knob.disable_line_info = True, True
-    try:
+    with knobs.compilation.scope(), knobs.nvidia.scope():
+        knobs.compilation.always_compile, knobs.compilation.disable_line_info = True, True
+        knobs.nvidia.dump_ptxas_log = True
         yield
-    finally:
-        knob.always_compile, knob.disable_line_info = before
 
 
 def _ast(source: Source) -> Any:
@@ -208,19 +226,23 @@ def _plain(meta: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(meta)))
 
 
-def _inspect(source: Source, ptx: str) -> int:
-    """Assemble once more with a report: registers, spills, warnings."""
-    from triton import knobs
+def _check_parameters(source: Source, ptx: str) -> None:
+    """A launcher lays arguments out as they were in the Triton it was written for; another may have others."""
+    wanted = sum(1 if isinstance(kind, str) else 1 + 2 * kind.rank for _, kind in source.arguments) + SCRATCH_POINTERS
+    found = len(set(re.findall(rf"\.param .*\b{source.kernel}_param_(\d+)\b", ptx)))
+    if found != wanted:
+        raise CompileError(f"{source.label} has other parameters in {compiler_version()}", expected=wanted, got=found)
 
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "kernel.ptx"
-        text.write_text(ptx)
-        command = [knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{source.arch}a", str(text), "-o", f"{folder}/kernel.cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    if FATAL_WARNINGS.search(report):
-        raise CompileError(f"{source.label}: {FATAL_WARNINGS.search(report)[0]} from the assembler")  # type: ignore[index]
+
+def _check_report(source: Source, report: str) -> int:
+    """Registers; raises where the assembler spilled or warned of serialised products."""
+    used = re.search(r"Used (\d+) registers", report)
+    if used is None:
+        raise CompileError(f"the assembler said nothing of {source.label}", got=report[-200:])
+    fatal = FATAL_WARNINGS.search(report)
+    if fatal:
+        raise CompileError(f"{source.label}: {fatal[0]} from the assembler")
     spills = re.search(r"(\d+) bytes spill stores", report)
     if spills and int(spills[1]):
         raise CompileError(f"{source.label} spills {spills[1]} bytes of registers")
-    used = re.search(r"Used (\d+) registers", report)
-    return int(used[1]) if used else 0
+    return int(used[1])

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from colibri.jit.build import binary
-from colibri.jit.compile import Binary, Desc, Source
+from colibri.jit.compile import SCRATCH_POINTERS, Binary, Desc, Source
 from colibri.jit.driver import MAP_BYTES, Launch, encode_map, load_function
 
-_SCRATCH = (("scratch", struct.pack("Q", 0)), ("profile", struct.pack("Q", 0)))  # unused pointers Triton appends
+_SCRATCH = tuple((f"scratch{i}", struct.pack("Q", 0)) for i in range(SCRATCH_POINTERS))
 _functions: dict[tuple[Source, int], tuple[int, Binary]] = {}
 
 

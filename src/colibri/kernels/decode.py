@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from colibri.kernels import dequant
 from colibri.kernels.dequant import form_of
@@ -25,6 +25,7 @@ from colibri.kernels.gemm import (
     stage_scale_words,
     wait_for_predecessor,
 )
+from colibri.kernels.renamed import barrier, copy_tile
 
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
 
@@ -74,7 +75,7 @@ def feed_slots(x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full
                              form)  # fmt: skip
             for j in gl.static_range(SLICES):
                 k = (block * SLICES + j) * dequant.slice_columns(form)
-                tma.async_copy_global_to_shared(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
+                copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
             step += 1
 
 
@@ -176,7 +177,7 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
         part = parts + (slot * SPLIT + index % SPLIT) * N + unit * 128
         gl.store(part + r + gl.zeros_like(top).to(gl.int32), top, mask=only & (r >= 0))
         gl.store(part + 64 + r + gl.zeros_like(top).to(gl.int32), bottom, mask=only & (r >= 0))
-        gl.thread_barrier()
+        barrier()
         if KIND == "rows":
             token = slot // slots_per_token
             counter = counters + token * units + unit
@@ -197,7 +198,7 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
                     finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta,
                                 SPLIT, KIND, ACTIVATION, BIAS)  # fmt: skip
                     if QUANTISE:
-                        gl.thread_barrier()
+                        barrier()
                         if gl.atomic_add(row_counters + slot, 1, sem="acq_rel") == units - 1:
                             gl.store(row_counters + slot, 0)
                             quantise_slot(out, narrow, narrow_scales, slot, columns)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from colibri.kernels import dequant
 from colibri.kernels.dequant import dequantise, form_of, load_codes, load_scales
 from colibri.kernels.epilogue import scale_rows, store_rows
+from colibri.kernels.renamed import copy_tile
 
 # When a kernel waits for the one before it (programmatic dependent launch).
 ALONE, FIRST, LATER = 0, 1, 2
@@ -101,9 +102,7 @@ def tile_at(tiles, index, units, TOKENS_INNER: gl.constexpr):
 def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_blocks, SLICES: gl.constexpr,
                  form: gl.constexpr):  # fmt: skip
     """Start the copies of a stage's codes and scales; `unit` counts over all experts."""
-    tma.async_copy_global_to_shared(
-        w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, wb.index(stage)
-    )
+    copy_tile(w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, wb.index(stage))
     if dequant.scale_words(form) > 0:
         COPIES: gl.constexpr = scale_copies(form, SLICES)
         SHARED: gl.constexpr = stages_per_block(form, SLICES)
@@ -114,7 +113,7 @@ def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_
             start += block // SHARED
         for i in gl.static_range(COPIES):
             at = start * (64 * dequant.scale_words(form)) + i * scale_box(form, SLICES)
-            tma.async_copy_global_to_shared(s_desc, [at], bar, sb.index(stage * COPIES + i))
+            copy_tile(s_desc, [at], bar, sb.index(stage * COPIES + i))
 
 
 @gluon.jit
@@ -155,9 +154,9 @@ def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, em
                              form)  # fmt: skip
             for j in gl.static_range(SLICES):
                 k = (block * SLICES + j) * COLUMNS
-                tma.async_copy_global_to_shared(x_desc, [row, k], bar, xb.index(stage * SLICES + j))
+                copy_tile(x_desc, [row, k], bar, xb.index(stage * SLICES + j))
                 if U > 0:
-                    tma.async_copy_global_to_shared(x2_desc, [row + T, k], bar, x2b.index(stage * SLICES + j))
+                    copy_tile(x2_desc, [row + T, k], bar, x2b.index(stage * SLICES + j))
             step += 1
 
 
