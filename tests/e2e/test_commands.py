@@ -63,6 +63,20 @@ def test_eval(model: Path, tmp_path: Path) -> None:
     assert list(rounded["layers"]) == ["int4-g32 x int8 on torch-cpu"]
 
 
+def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
+    """Prompts of one length: nothing is padded, so the answers are those of one by one."""
+    from colibri.cli import models
+    from colibri.evaluate.run import answers
+
+    loaded, tokenizer = models.load(model, dtype="auto")
+    prompts = ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]
+    together = answers(loaded, tokenizer, prompts, 6)
+    assert together == [answers(loaded, tokenizer, [prompt], 6)[0] for prompt in prompts]
+    assert len(set(together)) > 1
+    (padded, _) = answers(loaded, tokenizer, ["w1 w2 w3", "w4 w5 w6 w7 w8"], 6)
+    assert padded == together[0]
+
+
 def test_wrong_use_ends_without_a_traceback(model: Path, tmp_path: Path) -> None:
     for words in (
         ["eval", str(model)],

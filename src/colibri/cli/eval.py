@@ -34,6 +34,7 @@ def evaluate(
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens a prediction may see.")] = 1024,
     stride: Annotated[int, typer.Option("--stride", min=1, help="Tokens from one window to the next.")] = 512,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Of an answer, at most.")] = 256,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Questions answered together.")] = 1,
     device: models.Device = "cpu",
     dtype: models.Dtype = "auto",
     as_json: Json = False,
@@ -47,6 +48,7 @@ def evaluate(
             ui.existing(file, as_json)
         found = _run(path, variants or ["stored"], text, questions, examples, shots, limit, device, dtype, {
             "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
+            "batch": batch,
         })  # fmt: skip
     if as_json:
         ui.print_json({"path": str(path), "variants": found})

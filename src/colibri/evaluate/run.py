@@ -17,6 +17,7 @@ from colibri.evaluate.questions import Question, Score, prompt, score
 
 AS_STORED = "stored"
 NEXT = "Question:"  # how every question of a prompt begins
+LAST = 12  # tokens among which it shows, however they are cut
 PARTS = ("weights", "activations", "backend")
 
 
@@ -64,19 +65,20 @@ class Result:
         return found
 
 
-def answer(model: Any, tokenizer: Any, text: str, tokens: int) -> str:
-    """Greedy, up to where the model starts a question of its own."""
-    fed = tokenizer(text, return_tensors="pt").to(model.device)
+def answers(model: Any, tokenizer: Any, texts: Sequence[str], tokens: int) -> list[str]:
+    """Greedy answers to prompts taken together, each up to where the model starts a question of its own."""
+    alone = len(texts) == 1  # a tokenizer that cannot pad still answers one by one
+    fed = tokenizer(list(texts), return_tensors="pt", **({} if alone else {"padding": True, "padding_side": "left"}))
+    fed = fed.to(model.device)
     start = fed["input_ids"].shape[1]
 
     def asks(ids: Tensor, scores: object, **_: object) -> Tensor:
-        stop = NEXT in tokenizer.decode(ids[0, start:])
-        return torch.full((ids.shape[0],), stop, device=ids.device)
+        ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - LAST) :])
+        return torch.tensor([NEXT in end for end in ends], device=ids.device)
 
     with torch.no_grad():
         out = model.generate(**fed, max_new_tokens=tokens, do_sample=False, stopping_criteria=[asks])
-    said: str = tokenizer.decode(out[0, start:], skip_special_tokens=True)
-    return said.split(NEXT)[0]
+    return [said.split(NEXT)[0] for said in tokenizer.batch_decode(out[:, start:], skip_special_tokens=True)]
 
 
 def evaluate(
@@ -90,6 +92,7 @@ def evaluate(
     stride: int = 512,
     max_text_tokens: int | None = None,
     answer_tokens: int = 256,
+    batch: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Result]:
     """One result for each variant, in their order."""
@@ -102,9 +105,10 @@ def evaluate(
             result.perplexity = perplexity(model, ids, window=window, stride=stride, progress=progress)
         if questions:
             said = []
-            for question in questions:
-                said.append(answer(model, tokenizer, prompt(question, examples), answer_tokens))
-                progress(1)
+            prompts = [prompt(question, examples) for question in questions]
+            for first in range(0, len(prompts), batch):
+                said += answers(model, tokenizer, prompts[first : first + batch], answer_tokens)
+                progress(len(said) - first)
             result.scores = score(said, questions)
         results.append(result)
     return results
