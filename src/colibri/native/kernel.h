@@ -23,6 +23,10 @@ struct Streams {
   const uint8_t *next_codes, *next_scales;
 };
 
+inline Streams streams(const Packed& p, int64_t block, int64_t next) {
+  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
+}
+
 inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t offset, int64_t size) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(offset < size ? here : next) + (offset < size ? offset : offset - size);
   return reinterpret_cast<const uint8_t*>(address);

@@ -17,10 +17,6 @@ constexpr int kBlocks = 4;       // row blocks read at once: as many streams as 
 constexpr int kTasks = 4;        // tasks a thread, so that the last to finish is not far behind
 constexpr int64_t kRowsATask = 4;  // input rows that are represented in one task
 
-inline Streams streams(const Packed& p, int64_t block, int64_t next) {
-  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
-}
-
 // v * row_scale + bias of one block's sixteen outputs.
 inline void finish_rows(const Packed& p, int64_t block, float* values) {
   const colibri_matrix& m = *p.matrix;
@@ -55,6 +51,11 @@ void all_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t s
   }
 }
 
+template <class V>
+bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
+  return V::tiles && call.tile_rows > 0 && rows >= call.tile_rows && fits_tiles(p);
+}
+
 // What the kernels do for one expert: blocks [low, high), numbered over all experts, by the slots [slot, end).
 // emit(slot, block, sixteen results) may come in any order of blocks and slots, but for gate and up: the gate's block
 // comes right before the up block of the same slot. `next`: the block read after these.
@@ -63,8 +64,8 @@ void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high
                     int thread, const Emit& emit) {
   const Inputs& inputs = call.inputs_of(p);
   if constexpr (V::tiles) {
-    if (call.tile_rows > 0 && end - slot >= call.tile_rows && fits_tiles(p)) {
-      return V::tile_product(call, p, low, high, slot, end, thread, emit);
+    if (takes_tiles<V>(call, p, end - slot)) {
+      return V::tile_product(call, p, low, high, next, slot, end, thread, emit);
     }
   }
   (void)thread;
@@ -82,11 +83,6 @@ void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high
       all_rows<V, 1>(p, streams(p, block, next), inputs, slot, end, shifted);
     }
   }
-}
-
-template <class V>
-bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
-  return V::tiles && call.tile_rows > 0 && rows >= call.tile_rows && fits_tiles(p);
 }
 
 // The expert of each sorted slot is found by its place: slots are few, experts ascending.

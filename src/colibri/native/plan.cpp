@@ -98,7 +98,8 @@ class Carver {
 void lay_out_inputs(Carver& carver, const Call& call, const Packed& packed, Inputs& inputs) {
   const bool tiles = call.tile_rows > 0 && fits_tiles(packed);
   inputs.stride = most(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
-  carver.take(inputs.records, call.slots * inputs.stride);
+  const int64_t spare = tiles ? kRows - 1 : 0;  // the last tile of inputs is read whole
+  carver.take(inputs.records, (call.slots + spare) * inputs.stride);
   carver.take(inputs.factors, call.slots);
 }
 
