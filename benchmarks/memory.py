@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--spec", action="append", help=f"default: {' '.join(SPECS)}")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--load", nargs=2, metavar=("WHO", "FOLDER"), help="only load FOLDER here, and say what it took")
+    parser.add_argument(
+        "--load", nargs=2, metavar=("WHO", "FOLDER"), help="only load FOLDER here, and say what it took"
+    )
     chosen = parser.parse_args()
     if chosen.load:
         print(json.dumps(measure(chosen.load[0], Path(chosen.load[1]))))

@@ -26,14 +26,15 @@ from colibri.stored import Stored
 EXPERTS = 8
 _ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_FEED_FORWARD = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
+_FEED_FORWARD = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def build(source: Path, folder: Path) -> None:
     """Write the mixture of experts in bf16, spelled like Mixtral, with its tokenizer."""
     metadata = read_metadata(source)
     with Checkpoint.open(source) as checkpoint:
-        tensors = dict(_tensors(checkpoint, metadata))
+        tensors = dict(mixture_tensors(checkpoint, metadata))
     headers = {name: Stored("BF16", tuple(tensor.shape)) for name, tensor in tensors.items()}
     with CheckpointWriter(folder, headers) as out:
         out.write_json("config.json", _config(metadata))
@@ -71,10 +72,9 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the result, under its name there."""
-    hidden, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
-    side = hidden // heads
+def dense_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model as it is in the file, spelled like Llama."""
+    side = metadata["llama.embedding_length"] // metadata["llama.attention.head_count"]
     yield "model.embed_tokens.weight", plain(checkpoint, "token_embd.weight")
     yield "model.norm.weight", plain(checkpoint, "output_norm.weight")
     for layer in range(metadata["llama.block_count"]):
@@ -85,13 +85,24 @@ def _tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple
             matrix = plain(checkpoint, f"{old}.{ours}.weight")
             turned = ours in ("attn_q", "attn_k")
             yield f"{new}.self_attn.{theirs}.weight", _halves_apart(matrix, side) if turned else matrix
-        block = f"{new}.block_sparse_moe"
-        yield f"{block}.gate.weight", torch.zeros(EXPERTS, hidden, dtype=torch.bfloat16)
         for ours, theirs in _FEED_FORWARD.items():
-            matrix = plain(checkpoint, f"{old}.{ours}.weight")
-            parts = (matrix * EXPERTS).chunk(EXPERTS, dim=1) if theirs == "w2" else matrix.chunk(EXPERTS)
-            for expert, part in enumerate(parts):
-                yield f"{block}.experts.{expert}.{theirs}.weight", part.contiguous()
+            yield f"{new}.mlp.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight")
+
+
+def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The same with every feed-forward matrix cut into experts, spelled like Mixtral."""
+    for name, tensor in dense_tensors(checkpoint, metadata):
+        block, found, rest = name.partition(".mlp.")
+        if not found:
+            yield name, tensor
+            continue
+        projection = _EXPERT[rest.removesuffix(".weight")]
+        parts = (tensor * EXPERTS).chunk(EXPERTS, dim=1) if projection == "w2" else tensor.chunk(EXPERTS)
+        for expert, part in enumerate(parts):
+            yield f"{block}.block_sparse_moe.experts.{expert}.{projection}.weight", part.contiguous()
+    for layer in range(metadata["llama.block_count"]):
+        router = torch.zeros(EXPERTS, metadata["llama.embedding_length"], dtype=torch.bfloat16)
+        yield f"model.layers.{layer}.block_sparse_moe.gate.weight", router
 
 
 def plain(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -1,0 +1,184 @@
+"""Perplexity of a real model: its mixture against the dense model, and kernels against the reference.
+
+    python benchmarks/perplexity.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.txt --device cuda
+
+Three things are measured on one text: the dense model in fp32; the mixture of experts made from it, in fp32, which must
+be the same; and the mixture with its experts quantised, computed by a backend's kernels and by `reference` on the very
+same quantised weights. Windows do not overlap. The text is yours: none is kept in the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from generate import prebuild
+
+import colibri
+from colibri.checkpoint.files import Checkpoint
+from colibri.demo.model import build, dense_tensors
+from colibri.demo.vocabulary import read_metadata
+from colibri.evaluate.perplexity import Perplexity, perplexity
+from colibri.integrations.experts import packed_experts
+from colibri.integrations.transformers import refill
+
+RESULTS = Path(__file__).parent / "results"
+SPECS = "mxfp4,nvfp4,int4-g32,int4-g64,fp8-channel"
+SAME, BOUNDS = (
+    1e-5,
+    {"16": 1e-3, "8": 1e-2},
+)  # relative: mixture and dense; kernels and reference by bits of activations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path, required=True, help="the model the demo uses")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--moe", type=Path, help="where the mixture is, or is to be kept")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="auto", help="whose kernels")
+    parser.add_argument("--specs", default=SPECS)
+    parser.add_argument("--narrow", default="int8", help="activations of 8 bits")
+    parser.add_argument("--dtype", default="float32", help="of all but the experts, where they are quantised")
+    parser.add_argument("--tokens", type=int, help="only so many of the text")
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with tempfile.TemporaryDirectory(prefix="colibri-bench-") as scratch:
+        moe = chosen.moe or Path(scratch) / "moe"
+        if not moe.exists():
+            build(chosen.gguf, moe)
+        if chosen.backend == "hopper":
+            prebuild([f"{spec}:{a}" for spec in chosen.specs.split(",") for a in ("bf16", chosen.narrow)],
+                     [chosen.window, *range(64, 2049, 64)], hidden=576, intermediate=192, experts=8, top_k=8)  # fmt: skip
+        tokenizer = transformers.AutoTokenizer.from_pretrained(moe)
+        text = chosen.text.read_text(encoding="utf-8")
+        ids = tokenizer(text, return_tensors="pt").input_ids[0][: chosen.tokens]
+        found = {"tokens": ids.numel(), "window": chosen.window, "whole_text": chosen.tokens is None}
+        found |= unquantised(chosen, moe, ids)
+        found["rows"] = list(quantised(chosen, moe, ids))
+    save(chosen, found)
+
+
+def unquantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> dict[str, Any]:
+    """The dense model and the mixture, both in fp32."""
+    dense = dense_model(chosen.gguf).to(chosen.device)
+    one = timed(dense, ids, chosen.window)
+    del dense
+    mixture = colibri.from_pretrained(moe, device=chosen.device, dtype=torch.float32)
+    two = timed(mixture, ids, chosen.window)
+    apart = abs(two[0].value / one[0].value - 1)
+    return {
+        "dense": figures(*one),
+        "mixture": {**figures(*two), "backend": backend_of(mixture)},
+        "mixture_differs_by": apart,
+        "largest_difference_of_a_token_nats": float((two[0].losses - one[0].losses).abs().max()),
+        "same": apart <= SAME,
+    }
+
+
+def dense_model(gguf: Path) -> Any:
+    """The model as it was before it became a mixture, from the same file."""
+    metadata = read_metadata(gguf)
+    llama = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
+    config = transformers.LlamaConfig(
+        vocab_size=llama["vocab_size"],
+        hidden_size=llama["embedding_length"],
+        intermediate_size=llama["feed_forward_length"],
+        num_hidden_layers=llama["block_count"],
+        num_attention_heads=llama["attention.head_count"],
+        num_key_value_heads=llama["attention.head_count_kv"],
+        max_position_embeddings=llama["context_length"],
+        rms_norm_eps=round(llama["attention.layer_norm_rms_epsilon"], 9),
+        rope_theta=llama["rope.freq_base"],
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with Checkpoint.open(gguf) as checkpoint:
+        tensors = {name: tensor.float() for name, tensor in dense_tensors(checkpoint, metadata)}
+    model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    return model
+
+
+def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Any:
+    """For each spec and activations: the kernels and the reference, on the same weights."""
+    dtype = vars(torch)[chosen.dtype]
+    model = colibri.from_pretrained(moe, device=chosen.device, dtype=dtype)
+    for spec in chosen.specs.split(","):
+        for bits, activations in (("16", "bf16"), ("8", chosen.narrow)):
+            results = []
+            for backend in (chosen.backend, "reference"):
+                refill(model, weights=spec, activations=activations, backend=backend)
+                results.append((backend_of(model), timed(model, ids, chosen.window)))
+            (name, ours), (judge, reference) = results
+            assert judge == "reference"
+            apart = abs(ours[0].value / reference[0].value - 1)
+            row = {
+                "weights": spec,
+                "activations": activations,
+                "backend": name,
+                "kernels": figures(*ours),
+                "reference": figures(*reference),
+                "differs_by": apart,
+                "bound": BOUNDS[bits],
+                "within": apart <= BOUNDS[bits],
+            }
+            print(json.dumps(row), flush=True)
+            yield row
+
+
+def timed(model: Any, ids: torch.Tensor, window: int) -> tuple[Perplexity, float]:
+    start = time.perf_counter()
+    found = perplexity(model, ids, window=window, stride=window)
+    return found, time.perf_counter() - start
+
+
+def figures(found: Perplexity, seconds: float) -> dict[str, float]:
+    return {"perplexity": found.value, "stderr": found.stderr, "seconds": round(seconds, 2)}
+
+
+def backend_of(model: Any) -> str:
+    return ",".join(sorted({m.experts.choice.backend.name for _, m in packed_experts(model)}))
+
+
+def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
+    cuda = chosen.device.startswith("cuda")
+    words = " ".join(Path(word).name for word in sys.argv[1:])
+    document = {
+        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "model": chosen.gguf.name,
+        "text": chosen.text.name,
+        **found,
+    }
+    path = chosen.out or RESULTS / f"perplexity-{'cuda' if cuda else 'cpu'}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
+    print(f"{sum(row['within'] for row in found['rows'])} of {len(found['rows'])} rows within their bounds")
+
+
+def commit() -> str | None:
+    done = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    main()
