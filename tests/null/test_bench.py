@@ -160,7 +160,7 @@ def test_the_check_is_the_reference_on_few_rows(activations: str) -> None:
 SHAPES = [SHAPE, Shape("odd", 5, 64, 96, 3, Activation("swigluoai", limit=7.0), bias=True)]
 
 
-@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("name", ["torch-grouped", "torch-loop", "torch-loop-fp32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_peers_compute_the_layer(name: str, shape: Shape) -> None:
     problem = problem_of("mxfp4", shape=shape)
@@ -194,6 +194,41 @@ def test_peers_that_cannot_or_lie_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert result.absent["absent"] == "no module named 'quick'"
     assert "not the reference's" in result.absent["lying"]
     assert set(result.rows[0].peers) == {"loop"}
+
+
+def test_families_are_their_members_and_names_are_known() -> None:
+    assert peers.expand(("humming", "torch-loop", "humming-indexed")) == (
+        "humming-indexed",
+        "humming-grouped",
+        "torch-loop",
+    )
+    with pytest.raises(SpecError, match="no peer is called 'cutlass'"):
+        peers.expand(("torch", "cutlass"))
+
+
+def test_a_sorting_peer_is_timed_both_ways() -> None:
+    result = run(Setup(SHAPE, "bf16", tokens=(3,), peers=("torch",), repeats=1))
+    assert not result.absent
+    assert set(result.rows[0].peers) == {"torch-grouped", "torch-grouped, sorted"}
+
+
+@pytest.mark.parametrize("name", ["humming", "marlin", "triton_kernels"])
+def test_gpu_peers_say_why_they_are_not_here(name: str) -> None:
+    """Their packages are not installed where tests run; that is a reason, not an error."""
+    result = run(Setup(SHAPE, "mxfp4", tokens=(1,), peers=(name,), repeats=1))
+    assert set(result.absent) == set(peers.expand((name,)))
+    assert all("No module named" in why for why in result.absent.values())
+
+
+def test_experts_repeat_after_so_many() -> None:
+    problem = problem_of("int4-g32")
+    repeated, own = Weights(problem, CPU, distinct=2), Weights(problem, CPU)
+    packed = repeated.packed(PlainLayout())["w13"]["codes"]
+    assert torch.equal(packed[2], packed[0]) and torch.equal(packed[3], packed[1])
+    assert packed[2].data_ptr() != packed[0].data_ptr()
+    dense = repeated.dense("w2", torch.float32)
+    assert torch.equal(dense[3], dense[1]) and torch.equal(dense[:2], own.dense("w2", torch.float32)[:2])
+    assert not torch.equal(own.dense("w2", torch.float32)[3], dense[3])
 
 
 def test_peers_keep_16_bits_beside_quantised_inputs() -> None:
@@ -319,7 +354,8 @@ def test_bench_writes_its_figures(tmp_path: Path) -> None:
         assert ROW | {"backend", "peers"} <= set(row)
         assert row["us"] > 0 and row["spread"][0] <= row["us"] <= row["spread"][1]
         assert row["roofline"] == pytest.approx(row["floor_us"] / row["us"])
-        assert set(row["peers"]) == ({"torch-grouped", "torch-loop"} if row["part"] == "layer" else set())
+        timed = {"torch-grouped", "torch-grouped, sorted", "torch-loop"}
+        assert set(row["peers"]) == (timed if row["part"] == "layer" else set())
     assert found["rows"][0]["backend"] == oracle.select(problem_of(), oracle.Device("cpu")).backend.name
     assert 0 <= found["rows"][0]["error"] < 1e-2
 

@@ -8,11 +8,13 @@ says why.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from colibri.bench import peers_cpu
-from colibri.bench.peer import Peer
+from colibri.bench import peers_cpu, peers_cuda
+from colibri.bench.peer import Peer, SortingPeer
 from colibri.bench.workload import Weights
 from colibri.errors import SpecError
 from colibri.problem import Problem
@@ -29,21 +31,31 @@ class _Dense(Peer):
         self.b13, self.b2 = (weights.bias(matrix, self.dtype) for matrix in ("w13", "w2"))
 
 
-class TorchGrouped(_Dense):
+@dataclass(frozen=True)
+class InOrder:
+    """Slots in expert order, whose they are, and where each expert's end."""
+
+    slots: Tensor
+    expert: Tensor
+    ends: Tensor
+
+
+class TorchGrouped(_Dense, SortingPeer[InOrder]):
     """`torch._grouped_mm`: rows sorted by expert, one product for all experts, nothing on the host."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def sort(self, ids: Tensor) -> InOrder:
+        expert, slots = torch.sort(ids.reshape(-1), stable=True)
+        every = torch.arange(self.problem.experts, dtype=expert.dtype, device=ids.device)
+        return InOrder(slots, expert, torch.searchsorted(expert, every, right=True).to(torch.int32))
+
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: InOrder) -> Tensor:
         tokens, top_k = ids.shape
-        order = torch.argsort(ids.reshape(-1), stable=True)
-        expert = ids.reshape(-1)[order]
-        every = torch.arange(self.problem.experts, dtype=expert.dtype, device=x.device)
-        ends = torch.searchsorted(expert, every, right=True).to(torch.int32)
-        hidden = torch._grouped_mm(x.to(self.dtype)[order // top_k], self.w13.transpose(1, 2), offs=ends)
-        hidden = hidden if self.b13 is None else hidden + self.b13[expert]
-        rows = torch._grouped_mm(self.problem.activation(hidden), self.w2.transpose(1, 2), offs=ends)
-        rows = rows if self.b2 is None else rows + self.b2[expert]
+        hidden = torch._grouped_mm(x.to(self.dtype)[routed.slots // top_k], self.w13.transpose(1, 2), offs=routed.ends)
+        hidden = hidden if self.b13 is None else hidden + self.b13[routed.expert]
+        rows = torch._grouped_mm(self.problem.activation(hidden), self.w2.transpose(1, 2), offs=routed.ends)
+        rows = rows if self.b2 is None else rows + self.b2[routed.expert]
         spread = torch.empty_like(rows)
-        spread[order] = rows
+        spread[routed.slots] = rows
         spread = spread.view(tokens, top_k, -1)
         return (spread * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
@@ -75,10 +87,17 @@ PEERS: dict[str, type[Peer]] = {
     "torch-loop": TorchLoop,
     "torch-loop-fp32": TorchLoopFloat,
     **peers_cpu.PEERS,
+    **peers_cuda.PEERS,
 }
+# All of one package's ways: the fastest of them is the one to beat.
+FAMILIES = {"torch": ("torch-grouped",), **peers_cuda.FAMILIES}
 
 
-def check_names(names: tuple[str, ...]) -> None:
-    for name in names:
+def expand(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Peers by name, families by their members."""
+    found = [member for name in names for member in FAMILIES.get(name, (name,))]
+    for name in found:
         if name not in PEERS:
-            raise SpecError(f"no peer is called '{name}'", expected=f"one of {', '.join(PEERS)}")
+            known = ", ".join((*PEERS, *FAMILIES))
+            raise SpecError(f"no peer is called '{name}'", expected=f"one of {known}")
+    return tuple(dict.fromkeys(found))

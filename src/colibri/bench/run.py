@@ -13,7 +13,7 @@ from colibri import oracle
 from colibri.bench import peers as others
 from colibri.bench.ceilings import Ceilings, measure_ceilings
 from colibri.bench.check import check
-from colibri.bench.peer import Peer
+from colibri.bench.peer import Peer, SortingPeer
 from colibri.bench.report import Row, Work
 from colibri.bench.timing import Call, Times, make_clock, measure
 from colibri.bench.workload import Batch, Weights, batches
@@ -26,6 +26,7 @@ from colibri.shapes import Shape
 from colibri.simulation import Simulation
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
+SORTED = ", sorted"  # a peer without its routing sort: done before the clock starts
 SHARED = "torch"  # who computes the parts that any backend may use
 ROUTINGS = 5  # batches that take turns
 
@@ -68,14 +69,14 @@ class Result:
 def run(setup: Setup, say: Say = lambda _: None) -> Result:
     """Measure the machine, make the weights, then every number of tokens in turn."""
     device, problem = _present(setup.device), setup.problem()
-    others.check_names(setup.peers)
+    names = others.expand(setup.peers)
     Simulation(setup.routing)  # refuses a name that is none
     choices = [oracle.select(problem, device, name) for name in setup.backends]
     before = torch.get_num_threads()
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     try:
-        return _run(setup, device, problem, choices, say)
+        return _run(replace(setup, peers=names), device, problem, choices, say)
     finally:
         torch.set_num_threads(before)
 
@@ -101,17 +102,18 @@ def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracl
         name = choice.backend.name
         say(f"packing {problem.experts} experts for {name}")
         layers[name] = _Ours(choice, weights)
-    rivals = _peers(setup.peers, problem, weights, absent, say)
+    rivals = _peers(setup, problem, weights, absent, say)
     for tokens in setup.tokens:
         say(f"{tokens} token{'s' * (tokens != 1)}")
         work = batches(problem, tokens, setup.routing, ROUTINGS, device.torch)
         errors = {name: _checked(name, layer, problem, weights, work[0]) for name, layer in layers.items()}
         _check_peers(rivals, problem, weights, work[0], absent)
         contestants: dict[str, list[Call]] = {name: _calls(layer, work) for name, layer in (layers | rivals).items()}
-        contestants |= _shared_parts(problem, work)
+        sorted_ = {f"{name}{SORTED}": _sorted(rival, work) for name, rival in rivals.items()}
+        contestants |= {name: calls for name, calls in sorted_.items() if calls} | _shared_parts(problem, work)
         times = measure(clock, contestants, setup.repeats)
         done = Work.of(problem, work)
-        beside = {name: times[name] for name in rivals}
+        beside = {name: times[name] for name in (*rivals, *sorted_) if name in times}
         for name in layers:
             rows.append(Row(LAYER, name, tokens, times[name], done, ceilings, beside, errors[name]))
         rows += _shared_rows(problem, tokens, times, ceilings)
@@ -141,14 +143,13 @@ def _checked(name: str, layer: Layer, problem: Problem, weights: Weights, batch:
     return check(name, problem, weights, batch, layer(batch.x, batch.ids, batch.weights))
 
 
-def _peers(
-    names: Sequence[str], problem: Problem, weights: Weights, absent: dict[str, str], say: Say
-) -> dict[str, Peer]:
+def _peers(setup: Setup, problem: Problem, weights: Weights, absent: dict[str, str], say: Say) -> dict[str, Peer]:
     made: dict[str, Peer] = {}
-    for name in names:
+    for name in setup.peers:
         say(f"making {name}")
         try:
             made[name] = others.PEERS[name](problem, weights)
+            made[name].ready(setup.tokens)
         except (ImportError, RuntimeError, NotImplementedError, ColibriError) as error:
             absent[name] = _first_line(error)
     return made
@@ -175,6 +176,13 @@ def _first_line(error: Exception) -> str:
 
 def _calls(layer: Layer, work: Sequence[Batch]) -> list[Call]:
     return [partial(layer, batch.x, batch.ids, batch.weights) for batch in work]
+
+
+def _sorted(rival: Peer, work: Sequence[Batch]) -> list[Call]:
+    """What is left of a peer's calls once its routing is sorted; nothing where it has no such step."""
+    if not isinstance(rival, SortingPeer):
+        return []
+    return [partial(rival.compute, b.x, b.ids, b.weights, rival.sort(b.ids)) for b in work]
 
 
 def _shared_parts(problem: Problem, work: Sequence[Batch]) -> dict[str, list[Call]]:

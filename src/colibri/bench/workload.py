@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from colibri.weight import LogicalWeight
 
 SOURCES = 2  # experts quantised for real; the others are these with their codes in other rows
 INPUT_RANGE = 8.0  # static input scales reach so far: beyond it inputs are rare
+
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,15 @@ class Weights:
     """A layer's experts, made on demand and the same each time.
 
     Quantising all of a large layer takes minutes, so only a few experts are: expert e has the codes
-    of one of them, moved down by e rows. Its bytes are its own, its numbers are spread alike.
+    of one of them, moved down by e rows. Its bytes are its own, its numbers are spread alike. With
+    `distinct` the numbers repeat after so many experts, each copy in memory of its own: packing is slow too.
     """
 
-    def __init__(self, problem: Problem, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, problem: Problem, device: torch.device, seed: int = 0, distinct: int | None = None) -> None:
         self.problem, self.device, self._seed = problem, device, seed
+        self.distinct = min(distinct or problem.experts, problem.experts)
         self._dense: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._made: dict[str, object] = {}
 
     @cached_property
     def _sources(self) -> dict[str, list[LogicalWeight]]:
@@ -56,7 +63,7 @@ class Weights:
 
     def logical(self, matrix: str, expert: int) -> LogicalWeight:
         """One expert's matrix."""
-        sources = self._sources[matrix]
+        sources, expert = self._sources[matrix], expert % self.distinct
         source = sources[expert % len(sources)]
         return replace(source, codes=source.codes.roll(expert // len(sources), dims=0))
 
@@ -68,8 +75,15 @@ class Weights:
         for matrix, shape in self.problem.matrices.items():
             require(len(chosen) * layout.bytes(shape), self.device)
             out[matrix] = layout.allocate(shape, len(chosen), self.device)
+            done: dict[int, int] = {}
             for slot, expert in enumerate(chosen):
-                layout.pack(shape, self.logical(matrix, expert), {name: t[slot] for name, t in out[matrix].items()})
+                first = done.setdefault(expert % self.distinct, slot)
+                if first < slot:
+                    for tensor in out[matrix].values():
+                        tensor[slot] = tensor[first]
+                else:
+                    row = {name: tensor[slot] for name, tensor in out[matrix].items()}
+                    layout.pack(shape, self.logical(matrix, expert), row)
             if specs[matrix].static:
                 out[matrix]["input_scale"] = self._input_scale(specs[matrix], len(chosen))
         return out
@@ -81,9 +95,16 @@ class Weights:
             require(experts * shape.n * shape.k * dtype.itemsize, self.device)
             out = torch.empty(experts, shape.n, shape.k, dtype=dtype, device=self.device)
             for expert in range(experts):
-                out[expert] = dequantize(self.logical(matrix, expert))
+                known = expert >= self.distinct
+                out[expert] = out[expert % self.distinct] if known else dequantize(self.logical(matrix, expert))
             self._dense[matrix, dtype] = out
         return self._dense[matrix, dtype]
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What several peers make of these weights, made once."""
+        if name not in self._made:
+            self._made[name] = make()
+        return cast("Made", self._made[name])
 
     def bias(self, matrix: str, dtype: torch.dtype) -> Tensor | None:
         """All experts' biases, [E, n]."""

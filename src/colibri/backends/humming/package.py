@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colibri.activation import Activation
+from colibri.backends.humming.layout import PAD_COLUMNS, PAD_ROWS
 from colibri.backends.humming.rows import Grouped, group, weighted_sum
 from colibri.dtypes import E8M0
 from colibri.layout import MatrixShape
@@ -26,7 +27,6 @@ from colibri.problem import Problem
 from colibri.quant import ActivationSpec
 
 INDEXED, GROUPED = WAYS = ("indexed", "grouped_contiguous")
-PAD_ROWS, PAD_COLUMNS = 256, 128  # to multiples of these, as vLLM does
 _LOCKS = 2048  # words by which parts of a sum wait for each other
 _AT_ONCE = 16  # experts whose codes are spread out to 32 bits each
 
@@ -76,36 +76,53 @@ def _compute(way: str) -> str:
 def make_matrix(
     shape: MatrixShape, experts: int, plain: Mapping[str, Tensor], activations: ActivationSpec, dtype: torch.dtype
 ) -> Matrix:
-    """From tensors as `PlainLayout` has them: codes are the package's already, scales under other dtypes."""
+    """From tensors as `PlainLayout` has them, by the package's own conversion: scales may be folded, biases rounded."""
     from humming import dtypes
-    from humming.schema import HummingInputSchema, HummingWeightSchema
+    from humming.schema import HummingInputSchema
     from humming.transform import prepare_fp16_e8m0_scale, prepare_layer_config, transform_humming_tensors
 
-    level = shape.spec.scales[0]
-    high, wide = level.block
-    schema = HummingWeightSchema(
-        b_dtype=dtypes.DataType.from_str(_WEIGHTS[shape.spec.dtype.name]),
-        bs_dtype=dtypes.float8e8m0 if level.dtype == E8M0 else None,
-        weight_scale_group_size=wide if wide < shape.k else 0,
-        weight_scale_group_size_n=high if high > 1 else 0,
-    )
-    codes = plain["codes"]
-    tensors = {
-        "weight": codes.view(torch.int32),
-        "weight_scale": plain["scale0"].view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage),
-    }
-    if level.dtype != E8M0 and high == 1:
-        tensors["weight_scale"] = tensors["weight_scale"].to(dtype)
+    level, codes = shape.spec.scales[0], plain["codes"]
+    scale = plain["scale0"].view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
+    tensors = {"weight": codes.view(torch.int32), "weight_scale": scale}
     if shape.bias:
         tensors["bias"] = plain["bias"].view(torch.float32).to(dtype)
-    schema, tensors = _centred(schema, tensors)
+    schema, tensors = _centred(_schema(shape), tensors)
     inputs = HummingInputSchema(a_dtype=dtypes.float8e4m3) if activations.spec.quantized else None
     config = prepare_layer_config(
         shape.n, shape.k, schema, inputs, experts, PAD_ROWS, PAD_COLUMNS, shape.bias, dtype, codes.device, tensors
     )
     config, tensors = prepare_fp16_e8m0_scale(config, tensors)
-    locks = torch.zeros(_LOCKS, dtype=torch.int32, device=codes.device)
-    return Matrix(config, transform_humming_tensors(config, tensors), locks)
+    return Matrix(config, transform_humming_tensors(config, tensors), _new_locks(codes.device))
+
+
+def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], dtype: torch.dtype) -> Matrix:
+    """Of tensors as `HummingLayout` has them: the same memory under the package's dtypes."""
+    from humming.transform import prepare_layer_config
+
+    level, codes = shape.spec.scales[0], packed["weight"]
+    scale = packed["weight_scale"].view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
+    config = prepare_layer_config(
+        shape.n, shape.k, _schema(shape), None, experts, PAD_ROWS, PAD_COLUMNS, False, dtype, codes.device
+    )
+    return Matrix(config, {"weight": codes, "weight_scale": scale}, _new_locks(codes.device))
+
+
+def _schema(shape: MatrixShape) -> Any:
+    from humming import dtypes
+    from humming.schema import HummingWeightSchema
+
+    level = shape.spec.scales[0]
+    high, wide = level.block
+    return HummingWeightSchema(
+        b_dtype=dtypes.DataType.from_str(_WEIGHTS[shape.spec.dtype.name]),
+        bs_dtype=dtypes.float8e8m0 if level.dtype == E8M0 else None,
+        weight_scale_group_size=wide if wide < shape.k else 0,
+        weight_scale_group_size_n=high if high > 1 else 0,
+    )
+
+
+def _new_locks(device: torch.device) -> Tensor:
+    return torch.zeros(_LOCKS, dtype=torch.int32, device=device)
 
 
 _WEIGHTS = {"e2m1": "float4e2m1", "uint4b8": "uint4", "uint8b128": "uint8", "e4m3fn": "float8e4m3"}
@@ -217,6 +234,3 @@ def expression(activation: Activation) -> str:
         sigmoid = f"1.0f + __expf({-activation.alpha!r}f * {gate})"
         return f"__fdividef({gate}, {sigmoid}) * ({up} + {activation.beta!r}f)"
     raise KeyError(activation.name)
-
-
-ACTIVATIONS = ("silu", "swigluoai")

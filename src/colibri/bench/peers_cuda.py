@@ -1,0 +1,154 @@
+"""Peers on NVIDIA GPUs: Humming, vLLM's Marlin, triton_kernels. Each is used where its package is installed.
+
+Each is made from the same quantised weights through its own package's functions, and calls what that package
+would have an engine call. Humming leaves grouping slots and summing a token's rows to its caller: kernels as good
+as any do that here. The others' routing is theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colibri.backends.humming.support import unsupported
+from colibri.bench.peer import Peer, SortingPeer
+from colibri.bench.workload import Weights
+from colibri.errors import SpecError
+from colibri.layout import PlainLayout
+from colibri.problem import Problem
+from colibri.quant import MXFP4
+
+
+class HummingIndexed(SortingPeer[Any]):
+    """Products that gather their rows by themselves."""
+
+    way = "indexed"
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        for reason in unsupported(problem):
+            raise SpecError(f"Humming: {reason}")
+        from colibri.backends.humming.package import Experts, make_matrix
+
+        if problem.activations.spec.quantized:
+            self.activations = "fp8"
+        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
+        matrices = weights.once(
+            "humming",
+            lambda: {
+                name: make_matrix(shape, problem.experts, plain[name], problem.activations, problem.input.storage)
+                for name, shape in problem.matrices.items()
+            },
+        )
+        self.experts = Experts(problem, matrices, self.way)
+        self._out = torch.empty(0)
+
+    def ready(self, tokens: Sequence[int]) -> None:
+        self.experts.compile(tokens)
+
+    def sort(self, ids: Tensor) -> Any:
+        return self.experts.sort(ids)
+
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: Any) -> Tensor:
+        if self._out.shape != x.shape:
+            self._out = torch.full_like(x, torch.nan)
+        return self.experts.compute(x, routed, ids, weights, self._out)
+
+
+class HummingGrouped(HummingIndexed):
+    """Products of rows in expert order, which its input kernel makes."""
+
+    way = "grouped_contiguous"
+
+
+class Marlin(Peer):
+    """vLLM's Marlin through its fused layer, `fused_marlin_moe`."""
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.fused_marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+        from vllm.scalar_type import scalar_types
+
+        _require_plain_silu(problem, "Marlin")
+        spec = problem.w13.spec
+        self.layer, self.takes = fused_marlin_moe, set(inspect.signature(fused_marlin_moe).parameters)
+        self.held: dict[str, Any] = {}
+        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
+        for name, (matrix, shape) in zip(("w1", "w2"), problem.matrices.items()):
+            codes, scales, dtype = plain[matrix]["codes"], plain[matrix]["scale0"], problem.input.storage
+            none = torch.empty(0, dtype=torch.int32, device=codes.device)
+            words = [code.view(torch.int32).t().contiguous() for code in codes]
+            self.held[name] = torch.stack([ops.gptq_marlin_repack(w, none, shape.k, shape.n, 4) for w in words])
+            stored = torch.float8_e8m0fnu if spec == MXFP4 else spec.scales[0].dtype.storage
+            group = spec.scales[0].block[1]
+            placed = [
+                marlin_utils.marlin_permute_scales(
+                    scale.view(stored).to(dtype).t().contiguous(), shape.k, shape.n, group
+                )
+                for scale in scales
+            ]
+            if spec == MXFP4:
+                placed = [marlin_utils_fp4.mxfp4_marlin_process_scales(scale) for scale in placed]
+            self.held[f"{name}_scale"] = torch.stack(placed)
+        kind = scalar_types.float4_e2m1f if spec == MXFP4 else scalar_types.uint4b8
+        self.held |= {"quant_type_id": kind.id, "bias1": None, "bias2": None, "gating_output": None}
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        given = self.held | {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
+        result: Tensor = self.layer(**{name: value for name, value in given.items() if name in self.takes})
+        return result
+
+
+class TritonKernels(Peer):
+    """triton_kernels' `matmul_ogs`; its routing is made from logits that select our experts and weights."""
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig, matmul_ogs
+        from triton_kernels.routing import routing
+        from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+        from triton_kernels.tensor_details import layout
+
+        _require_plain_silu(problem, "triton_kernels")
+        if problem.w13.spec != MXFP4:
+            raise SpecError("triton_kernels: computes MXFP4 here", got=problem.w13.spec)
+        self.problem, self.routing, self.matmul = problem, routing, matmul_ogs
+        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
+        values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+        self.held = {}
+        for matrix in problem.matrices:
+            codes, scale = (plain[matrix][name].transpose(-2, -1) for name in ("codes", "scale0"))
+            weight = convert_layout(wrap_torch_tensor(codes, dtype=FP4), values, **value_options)
+            placed = convert_layout(wrap_torch_tensor(scale), scales, **scale_options)
+            self.held[matrix] = weight, PrecisionConfig(weight_scale=placed, flex_ctx=FlexCtx())
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        logits = torch.full((x.shape[0], self.problem.experts), -torch.inf, device=x.device)
+        logits.scatter_(1, ids.long(), weights.log())
+        data, gather, scatter = self.routing(logits.to(x.dtype), self.problem.top_k)
+        (w13, how13), (w2, how2) = self.held["w13"], self.held["w2"]
+        hidden = self.problem.activation(self.matmul(x, w13, None, data, gather_indx=gather, precision_config=how13))
+        result: Tensor = self.matmul(
+            hidden, w2, None, data, scatter_indx=scatter, precision_config=how2, gammas=data.gate_scal
+        )
+        return result
+
+
+def _require_plain_silu(problem: Problem, who: str) -> None:
+    biased = any(shape.bias for shape in problem.matrices.values())
+    four_bit = all(shape.spec.dtype.bits == 4 for shape in problem.matrices.values())
+    if biased or str(problem.activation) != "silu" or not four_bit or problem.activations.spec.quantized:
+        raise SpecError(f"{who}: computes silu experts of 4-bit weights without biases here, with 16-bit inputs")
+
+
+PEERS: dict[str, type[Peer]] = {
+    "humming-indexed": HummingIndexed,
+    "humming-grouped": HummingGrouped,
+    "marlin": Marlin,
+    "triton_kernels": TritonKernels,
+}
+FAMILIES = {"humming": ("humming-indexed", "humming-grouped")}

@@ -1,0 +1,71 @@
+"""Sorting and summing rows around the package's products, in Triton's interpreter.
+
+Not collected by itself: `test_humming.py` runs it in a process of its own, where TRITON_INTERPRET is set before
+Triton is imported.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+import triton.language as tl
+
+from colibri.backends.humming import rows
+
+
+def _scalars(*ends: object) -> list[tl.tensor]:
+    return [tl.full((), i, tl.int32) for i in builtins.range(*map(_whole, ends))]
+
+
+def _whole(value: object) -> int:
+    return int(value.handle.data.flat[0]) if isinstance(value, tl.tensor) else int(value)  # type: ignore[call-overload]
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loop bounds as the newest numpy wants them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(rows, "range", _scalars, raising=False)
+
+
+CASES = [(1, 6, 256, 16), (5, 2, 8, 1), (100, 8, 32, 64), (130, 6, 20, 48), (7, 3, 5, 8)]
+
+
+def routing(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """A fifth of the slots are nobody's."""
+    ids = torch.rand(tokens, experts).topk(top_k, 1).indices.to(torch.int32)
+    return torch.where(torch.rand(ids.shape) < 0.2, -1, ids)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "align"), CASES)
+def test_slots_of_an_expert_lie_together(tokens: int, top_k: int, experts: int, align: int) -> None:
+    ids = routing(tokens, top_k, experts)
+    groups, flat, start = rows.group(ids, experts, align), ids.flatten(), 0
+    for expert in range(experts):
+        mine = (flat == expert).nonzero().flatten()
+        blocks = -(-len(mine) // align)
+        end = start + blocks * align
+        assert int(groups.edges[expert]) == start
+        assert torch.equal(groups.slots[start : start + len(mine)].long(), mine)
+        assert bool((groups.slots[start + len(mine) : end] == flat.numel()).all())
+        assert bool((groups.owners[start // align : end // align] == expert).all())
+        start = end
+    assert int(groups.edges[-1]) == start
+    places = groups.places.flatten()
+    assert bool(((places >= 0) == (flat >= 0)).all())
+    kept = (flat >= 0).nonzero().flatten()
+    assert torch.equal(groups.slots[places[kept].long()].long(), kept)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rows_are_weighted_and_summed(in_order: bool) -> None:
+    ids = routing(9, 3, 8)
+    places = ids if in_order else rows.group(ids, 8, 4).places
+    y, weights = torch.randn(64, 40), torch.rand(9, 3)
+    y[27:] = y[27:] if not in_order else torch.nan
+    where = torch.arange(27).view(9, 3) if in_order else places.long()
+    wanted = torch.where((ids >= 0)[..., None], y[where.clamp(min=0)] * weights[..., None], 0).sum(1)
+    got = rows.weighted_sum(y, places, weights, torch.full((9, 40), torch.nan), in_order=in_order)
+    assert torch.allclose(got, wanted, atol=1e-5)
