@@ -49,9 +49,8 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, An
     aligned = tuple(
         a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
     )
-    return Source(
-        ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, (("num_warps", warps),)
-    )
+    options = (("num_warps", warps), ("maxnreg", 255))
+    return Source(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
 def slotwise(
