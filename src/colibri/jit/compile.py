@@ -147,6 +147,8 @@ def build(source: Source) -> Binary:
             )
         except Exception as error:
             raise CompileError(f"{source.label} does not compile: {_root(error)}") from error
+    if source_digest.__wrapped__(source.module) != source_digest(source.module):
+        raise CompileError(f"the sources of {source.label} changed while it was compiled", hint="start again")
     _check_parameters(source, compiled.asm["ptx"])
     registers = _check_report(source, heard.getvalue())
     meta = compiled.metadata
