@@ -49,7 +49,7 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, An
     aligned = tuple(
         a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
     )
-    options = (("num_warps", warps), ("maxnreg", 255))
+    options = (("num_warps", warps), ("maxnreg", 255))  # with no number the assembler may spill for occupancy's sake
     return Source(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
