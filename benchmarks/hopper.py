@@ -33,19 +33,24 @@ from pathlib import Path
 
 import torch
 
+from colibri.backends import registry
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.steps import steps
+from colibri.bench import first
+from colibri.bench import peers as others
 from colibri.bench.beside import best, compare, summarize
 from colibri.bench.ceilings import Ceilings
+from colibri.bench.check import expected
+from colibri.bench.peer import Peer, SortingPeer
+from colibri.bench.peers import InOrder, TorchGrouped
 from colibri.bench.report import Work
 from colibri.bench.steady import ROUNDS, WINDOW_US, Windows, window_rates
-from colibri.bench.workload import Batch
-from colibri.codec import dequantize
+from colibri.bench.timing import host_time
+from colibri.bench.workload import Batch, Weights
 from colibri.dispatch import Indexed
 from colibri.jit.build import build_all
-from colibri.layout import PlainLayout
 from colibri.problem import Problem
-from colibri.testing.layers import Layer, layer_problem, make_layer, routing, worst_row
+from colibri.testing.layers import Layer, layer_problem, routing, worst_row
 
 SHAPES = {
     "deepseek-v4-flash": {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6},
@@ -54,7 +59,8 @@ SHAPES = {
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CHECKED_ROWS = 16
-HUMMING, TORCH = "humming", "torch"
+HUMMING, TORCH, PRODUCTS = "humming", "torch", "torch products"
+AFTER_SORT = ", sorted"
 DEVICE = torch.device("cuda", 0)
 
 
@@ -155,54 +161,70 @@ class Run:
         failed = build_all(step.source for m in part.tokens for step in steps(make_plan(problem, m)))
         for source, why in failed.items():
             print("does not compile:", source.label, why[-300:])
-        ours = make_layer(problem, "hopper", distinct=self.arguments.distinct)
-        reference = make_layer(problem, "reference", distinct=self.arguments.distinct)
-        peers: dict[str, object] = {}
-        for peer in part.peers:
-            began = time.perf_counter()
-            try:
-                peers |= PEERS[peer](problem, reference, part.tokens, self.arguments.distinct)
-                print(f"{name}: {peer} made in {time.perf_counter() - began:.1f} s", flush=True)
-            except Exception:
-                self._failed(f"{name}: {peer}")
+        weights = Weights(problem, DEVICE, distinct=self.arguments.distinct)
+        backend = registry()["hopper"]
+        ours = Layer(problem, backend, weights.packed(backend.layout(problem)), DEVICE)
+        peers = self._peers(name, part, problem, weights)
         for tokens in part.tokens:
+            label = f"{name}: {tokens} tokens"
             if time.perf_counter() - self.start > self.arguments.limit:
-                self.record["absent"][f"{name}: {tokens} tokens"] = "the time was up"
+                self.record["absent"][label] = "the time was up"
                 continue
             try:
-                row = self.cell(ours, reference, peers, tokens, f"{name}: {tokens} tokens")
+                row = self.cell(ours, weights, peers, tokens, label)
             except Exception:
-                self._failed(f"{name}: {tokens} tokens")
+                self._failed(label)
                 continue
             row = {"part": name, "shape": part.shape, "spec": part.spec, "activations": part.activations} | row
             self.record["rows"].append(row)
             self.write()
             print(line(row), flush=True)
 
-    def cell(self, ours: Layer, reference: Layer, peers: dict, tokens: int, label: str) -> dict:
+    def _peers(self, part: str, asked: Part, problem: Problem, weights: Weights) -> dict[str, Peer]:
+        """Made one after another, their kernels compiled side by side."""
+        made: dict[str, Peer] = {}
+        began = time.perf_counter()
+        for name in [member for peer in asked.peers for member in MEMBERS[peer]]:
+            try:
+                made[name] = PEERS[name](problem, weights)
+            except Exception:
+                self._failed(f"{part}: {name}")
+        with ThreadPoolExecutor(max(1, len(made))) as pool:
+            jobs = {name: pool.submit(peer.ready, asked.tokens) for name, peer in made.items()}
+        for name, job in jobs.items():
+            try:
+                job.result()
+            except Exception:
+                self._failed(f"{part}: {name}")
+                del made[name]
+        print(f"{part}: {', '.join(made)} made in {time.perf_counter() - began:.1f} s", flush=True)
+        return made
+
+    def cell(self, ours: Layer, weights: Weights, peers: dict[str, Peer], tokens: int, label: str) -> dict:
         problem = ours.problem
         batches = [batch(problem, tokens, 31 * tokens + i) for i in range(8 if tokens <= 64 else 2)]
-        wanted = expected(reference, batches[0])
+        rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens)).round().long().to(DEVICE)
+        wanted = rows, expected(problem, weights, batches[0], rows)
         out = torch.full_like(batches[0].x, float("nan"))
-        contestants, worst = {"ours": calls(partial(our_call, ours, out), batches)}, {}
+        contestants, worst = {"ours": [partial(our_call, ours, out, b) for b in batches]}, {}
         for name, peer in peers.items():
             try:
-                found, comparable = peer.contestants(name, batches)
-                worst |= {title: check(call[0](), wanted) for title, call in found.items() if comparable}
+                found = contests(name, peer, batches)
+                if name != PRODUCTS:
+                    worst |= {title: check(calls[0](), wanted) for title, calls in found.items()}
                 contestants |= found
             except Exception:
                 self._failed(f"{label}: {name}")
-                torch.cuda.synchronize()
         first = contestants["ours"][0]().clone()
         again = contestants["ours"][0]()
         row = {"tokens": tokens, "repeatable": torch.equal(first, again), "worst_row": check(first, wanted)}
         times = {name: took.describe() for name, took in self.windows.measure(contestants).items()}
         row |= {"ours": times.pop("ours"), "peers": {n: t | {"worst_row": worst.get(n)} for n, t in times.items()}}
         row["against"] = against(row["ours"], row["peers"])
-        row["host_us"] = round(host_time(contestants["ours"][0]), 1) if tokens <= 256 else None
+        row["host_us"] = round(host_time(contestants["ours"], DEVICE), 1) if tokens <= 256 else None
         row |= floors(self.ceilings, problem, batches, row["ours"]["us"]) | {"clocks": clocks()}
         if self.arguments.launches:
-            row["launches_us"] = launch_times(ours, batches, out, self.windows.stream)
+            row["launches_us"] = launch_times(ours, batches[0], out, self.windows.stream)
         return row
 
     def _failed(self, what: str) -> None:
@@ -228,96 +250,33 @@ class Run:
 # Peers ---------------------------------------------------------------------------------------------------
 
 
-class HummingPeer:
-    """One of its GEMM types, after its sort and with it."""
+class TorchProducts(TorchGrouped):
+    """Its two products alone, on rows already in expert order: what is compared is not a layer."""
 
-    def __init__(self, experts) -> None:
-        self.experts = experts
+    def sort(self, ids: torch.Tensor) -> tuple[InOrder, torch.Tensor]:
+        hidden = torch.randn(ids.numel(), self.problem.intermediate, device=DEVICE).to(self.dtype)
+        return super().sort(ids), hidden
 
-    def contestants(self, name: str, batches: list[Batch]) -> tuple[dict, bool]:
-        out = torch.full_like(batches[0].x, float("nan"))
-
-        def compute(b: Batch, routed) -> torch.Tensor:
-            return self.experts.compute(b.x, routed, b.ids, b.weights, out)
-
-        def whole(b: Batch) -> torch.Tensor:
-            return compute(b, self.experts.sort(b.ids))
-
-        after = [partial(compute, b, self.experts.sort(b.ids)) for b in batches]
-        return {f"{name}, sorted": after, f"{name}, with sort": calls(whole, batches)}, True
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, routed: tuple) -> torch.Tensor:
+        order, hidden = routed
+        torch._grouped_mm(x, self.w13.transpose(1, 2), offs=order.ends)
+        return torch._grouped_mm(hidden, self.w2.transpose(1, 2), offs=order.ends)
 
 
-def humming_peers(problem: Problem, reference: Layer, tokens: tuple[int, ...], distinct: int) -> dict[str, object]:
-    from colibri.backends.humming.package import WAYS, Experts, make_matrix
-
-    matrices = {
-        name: make_matrix(shape, problem.experts, reference.weights[name], problem.activations, problem.input.storage)
-        for name, shape in problem.matrices.items()
-    }
-    made = {f"{HUMMING} {way}": Experts(problem, matrices, way) for way in WAYS}
-    with ThreadPoolExecutor(len(made)) as pool:
-        list(pool.map(lambda experts: experts.compile(tokens), made.values()))
-    return {name: HummingPeer(experts) for name, experts in made.items()}
+PEERS = others.PEERS | {PRODUCTS: TorchProducts}
+MEMBERS = {HUMMING: others.FAMILIES[HUMMING], TORCH: (*others.FAMILIES[TORCH], PRODUCTS)}
 
 
-class TorchPeer:
-    """torch._grouped_mm on bf16 weights: a layer in torch's own operations, and its two products alone."""
-
-    def __init__(self, problem: Problem, weights: dict[str, torch.Tensor]) -> None:
-        self.problem, self.weights = problem, weights
-
-    def contestants(self, name: str, batches: list[Batch]) -> tuple[dict, bool]:
-        every = torch.arange(self.problem.experts, dtype=torch.int32, device=DEVICE)
-        w13, w2 = (self.weights[m].transpose(1, 2) for m in ("w13", "w2"))
-
-        def layer(b: Batch) -> torch.Tensor:
-            expert, order = torch.sort(b.ids.reshape(-1), stable=True)
-            ends = torch.searchsorted(expert, every, right=True).to(torch.int32)
-            hidden = torch._grouped_mm(b.x[order // self.problem.top_k], w13, offs=ends)
-            rows = torch._grouped_mm(self.problem.activation(hidden), w2, offs=ends)
-            back = torch.empty_like(rows)
-            back[order] = rows
-            spread = back.view(*b.ids.shape, -1) * b.weights.unsqueeze(-1)
-            return spread.sum(dim=1).to(b.x.dtype)
-
-        return {name: calls(layer, batches)}, True
-
-
-class TorchProducts(TorchPeer):
-    """The two products on rows already in expert order: nothing around them."""
-
-    def contestants(self, name: str, batches: list[Batch]) -> tuple[dict, bool]:
-        w13, w2 = (self.weights[m].transpose(1, 2) for m in ("w13", "w2"))
-        found = []
-        for b in batches:
-            expert, order = torch.sort(b.ids.reshape(-1), stable=True)
-            every = torch.arange(self.problem.experts, dtype=torch.int32, device=DEVICE)
-            ends = torch.searchsorted(expert, every, right=True).to(torch.int32)
-            rows = b.x[order // self.problem.top_k]
-            h = torch.randn(rows.shape[0], self.problem.intermediate, device=DEVICE).to(rows.dtype)
-            found.append(partial(self._products, (rows, w13), (h, w2), ends))
-        return {name: found}, False
-
-    def _products(self, first: tuple, second: tuple, ends: torch.Tensor) -> None:
-        torch._grouped_mm(*first, offs=ends)
-        torch._grouped_mm(*second, offs=ends)
-
-
-def torch_peers(problem: Problem, reference: Layer, tokens: tuple[int, ...], distinct: int) -> dict[str, object]:
-    layout, weights = PlainLayout(), {}
-    for name, shape in problem.matrices.items():
-        dense = torch.empty(problem.experts, shape.n, shape.k, dtype=torch.bfloat16, device=DEVICE)
-        for expert in range(problem.experts):
-            if expert < distinct:
-                held = {role: t[expert] for role, t in reference.weights[name].items()}
-                dense[expert] = dequantize(layout.unpack(shape, held))
-            else:
-                dense[expert] = dense[expert % distinct]
-        weights[name] = dense
-    return {f"{TORCH} layer": TorchPeer(problem, weights), f"{TORCH} products": TorchProducts(problem, weights)}
-
-
-PEERS = {HUMMING: humming_peers, TORCH: torch_peers}
+def contests(name: str, peer: Peer, batches: list[Batch]) -> dict[str, list]:
+    """A peer's calls: whole, and after its routing sort where it has one."""
+    if name == PRODUCTS:
+        wide = [replace(b, x=b.x.repeat_interleave(b.ids.shape[1], 0)) for b in batches]
+        return {name: [partial(peer.compute, b.x, b.ids, b.weights, peer.sort(b.ids)) for b in wide]}
+    found = {name: [partial(peer, b.x, b.ids, b.weights) for b in batches]}
+    if isinstance(peer, SortingPeer):
+        after = [partial(peer.compute, b.x, b.ids, b.weights, peer.sort(b.ids)) for b in batches]
+        found[f"{name}{AFTER_SORT}"] = after
+    return found
 
 
 # One cell ------------------------------------------------------------------------------------------------
@@ -330,19 +289,8 @@ def batch(problem: Problem, tokens: int, seed: int) -> Batch:
     return Batch(x, routed.ids, routed.weights)
 
 
-def calls(call, batches: list[Batch]) -> list:
-    return [partial(call, b) for b in batches]
-
-
 def our_call(layer: Layer, out: torch.Tensor, b: Batch) -> torch.Tensor:
     return layer(b.x, Indexed(b.ids, b.weights), out)
-
-
-def expected(reference: Layer, b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some rows, evenly spread, and what the reference makes of them in fp32."""
-    rows = torch.linspace(0, b.x.shape[0] - 1, min(CHECKED_ROWS, b.x.shape[0])).round().long().to(DEVICE)
-    routed = Indexed(b.ids[rows].contiguous(), b.weights[rows].contiguous())
-    return rows, reference(b.x[rows].contiguous(), routed, torch.empty(len(rows), b.x.shape[1], device=DEVICE))
 
 
 def check(got: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -353,10 +301,11 @@ def check(got: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]) -> float
 
 def against(ours: dict, peers: dict) -> dict[str, dict]:
     """Ratios to each peer's best variant."""
+    ways = [name for name in peers if name.startswith(HUMMING)]
     groups = {
-        HUMMING: [name for name in peers if name.endswith(", sorted")],
-        f"{HUMMING} with sort": [name for name in peers if name.endswith(", with sort")],
-        **{name: [name] for name in peers if name.startswith(TORCH)},
+        HUMMING: [name for name in ways if name.endswith(AFTER_SORT)],
+        f"{HUMMING} with sort": [name for name in ways if not name.endswith(AFTER_SORT)],
+        **{name: [name] for name in peers if name not in ways},
     }
     found = {}
     for title, names in groups.items():
@@ -385,31 +334,16 @@ def line(row: dict) -> str:
     )
 
 
-def host_time(call) -> float:
-    """Host microseconds of an eager call, best of three batches."""
-    best_of = float("inf")
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):
-            call()
-        best_of = min(best_of, (time.perf_counter() - start) / 50 * 1e6)
-    torch.cuda.synchronize()
-    return best_of
-
-
-def launch_times(layer: Layer, batches: list[Batch], out: torch.Tensor, stream) -> list[tuple[str, float]]:
+def launch_times(layer: Layer, b: Batch, out: torch.Tensor, stream) -> list[tuple[str, float]]:
     """Each launch of the program alone, repeated in a graph on the first batch's data."""
-    b, found = batches[0], []
+    found = []
     with torch.cuda.stream(stream):
         our_call(layer, out, b)
         torch.cuda.synchronize()
-        program = next(
-            p for key, p in layer.backend._programs.items()
-            if key[3] == stream.cuda_stream and p.plan.problem is layer.problem and p.tokens == b.x.shape[0]
-        )  # fmt: skip
+        mine = [p for key, p in layer.backend._programs.items() if stream.cuda_stream in key]
+        program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
         for step, launch in zip(steps(program.plan), program.launches):
-            launch._config.count = 0
+            dependent, launch._config.count = launch._config.count, 0
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(5):
@@ -421,11 +355,11 @@ def launch_times(layer: Layer, batches: list[Batch], out: torch.Tensor, stream) 
             graph.replay()
             stop.record()
             torch.cuda.synchronize()
+            launch._config.count = dependent
             constants = dict(step.source.constants)
             size = constants.get("T", 0) + constants.get("U", 0)
             label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
             found.append((label, round(start.elapsed_time(stop) * 200, 1)))
-            launch._config.count = int(program.overlap and launch is not program.launches[0])
     return found
 
 
@@ -433,27 +367,11 @@ def launch_times(layer: Layer, batches: list[Batch], out: torch.Tensor, stream) 
 
 
 def first_forward() -> None:
-    """Time a child that may not compile: imports, context, allocation, kernel loading, one layer."""
-    script = (
-        "import time, torch; start = time.perf_counter()\n"
-        "from colibri.testing.layers import Layer, layer_problem, routing\n"
-        "from colibri.backends import registry\n"
-        f"problem = layer_problem('mxfp4', 'bf16', **{SHAPES['deepseek-v4-flash']})\n"
-        "backend = registry()['hopper']; layout = backend.layout(problem)\n"
-        "weights = {n: layout.allocate(s, problem.experts, 'cuda') for n, s in problem.matrices.items()}\n"
-        "layer = Layer(problem, backend, weights, torch.device('cuda', 0))\n"
-        "x = torch.randn(16, problem.hidden, device='cuda').bfloat16()\n"
-        "layer(x, routing(problem, 16, 0)); torch.cuda.synchronize()\n"
-        "print(round(time.perf_counter() - start, 3))\n"
-    )
-    for _ in range(2):
-        child = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "COLIBRI_NO_COMPILE": "1"},
-        )
-        print("first forward, s:", child.stdout.strip() or child.stderr[-600:])
+    """Twice in a child that may not compile: imports, context, allocation, kernel loading, one layer."""
+    os.environ["COLIBRI_NO_COMPILE"] = "1"
+    for activations in ("bf16", "fp8"):
+        question = first.Question("deepseek-v4-flash", "mxfp4", activations, "cuda:0", 16, "hopper")
+        print(activations, [first.first_forward(question) for _ in range(2)], flush=True)
 
 
 def machine() -> dict[str, str | None]:

@@ -25,6 +25,7 @@ NOTES = {
     "tflops": "useful: 2 x rows x weights of the experts they go to",
     "gbs": "bytes that must move (activated experts as their spec stores them, tokens in and out) / time",
     "roofline": "floor / time; the floor is the larger of flops / fastest product and bytes / read rate",
+    "host_us": "median host time of an eager call that is not waited for, of ours and of peers",
     "error": "worst of the rows compared with the reference, relative",
 }
 
@@ -60,6 +61,7 @@ class Row:
     ceilings: Ceilings
     peers: Mapping[str, Times] = field(default_factory=dict)
     error: float | None = None
+    host: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def floor_us(self) -> float:
@@ -82,6 +84,7 @@ class Row:
             "error": self.error,
             "peers": {name: times.median for name, times in self.peers.items()},
             "peers_spread": {name: list(times.quartiles) for name, times in self.peers.items()},
+            "host_us": dict(self.host),
             "peers_timed_by": {name: times.method for name, times in self.peers.items()},
         }
 

@@ -15,7 +15,7 @@ from colibri.bench.ceilings import Ceilings, measure_ceilings
 from colibri.bench.check import check
 from colibri.bench.peer import Peer, SortingPeer
 from colibri.bench.report import Row, Work
-from colibri.bench.timing import Call, Times, make_clock, measure
+from colibri.bench.timing import Call, Times, host_time, make_clock, measure
 from colibri.bench.workload import Batch, Weights, batches
 from colibri.dispatch import Indexed, combine, to_contiguous
 from colibri.errors import ColibriError, SpecError
@@ -48,6 +48,7 @@ class Setup:
     peers: tuple[str, ...] = ()
     threads: int | None = None
     repeats: int = 20
+    host: bool = False  # time the host's part of eager calls too
 
     def problem(self) -> Problem:
         return self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))
@@ -71,6 +72,8 @@ def run(setup: Setup, say: Say = lambda _: None) -> Result:
     device, problem = _present(setup.device), setup.problem()
     names = others.expand(setup.peers)
     Simulation(setup.routing)  # refuses a name that is none
+    if setup.host and device.kind == "cpu":
+        raise SpecError("the host's part of a call is timed beside a GPU", where="--host", got=device)
     choices = [oracle.select(problem, device, name) for name in setup.backends]
     before = torch.get_num_threads()
     if setup.threads is not None:
@@ -111,11 +114,13 @@ def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracl
         contestants: dict[str, list[Call]] = {name: _calls(layer, work) for name, layer in (layers | rivals).items()}
         sorted_ = {f"{name}{SORTED}": _sorted(rival, work) for name, rival in rivals.items()}
         contestants |= {name: calls for name, calls in sorted_.items() if calls} | _shared_parts(problem, work)
+        eager = {name: _calls(layer, work) for name, layer in (layers | rivals).items()} if setup.host else {}
+        host = {name: host_time(calls, device.torch) for name, calls in eager.items()}
         times = measure(clock, contestants, setup.repeats)
         done = Work.of(problem, work)
         beside = {name: times[name] for name in (*rivals, *sorted_) if name in times}
         for name in layers:
-            rows.append(Row(LAYER, name, tokens, times[name], done, ceilings, beside, errors[name]))
+            rows.append(Row(LAYER, name, tokens, times[name], done, ceilings, beside, errors[name], host))
         rows += _shared_rows(problem, tokens, times, ceilings)
     return Result(setup, device, threads, ceilings, evicted, tuple(rows), absent)
 

