@@ -153,8 +153,9 @@ inline void write_two_planes(const Packed& p, const float* values, const float* 
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += p.matrix->group) {
     const float peak = largest(values + first, p.matrix->group);
     const bool usable = finite(peak) && peak > kTiny;
-    const float step = usable ? power_of_two_from(peak / kTop16) : finite(peak) ? 0 : __builtin_nanf("");
-    const float to_code = usable ? 1 / step : 0;
+    // The least power of two that brings the largest within reach: 16-bit floats near it then lose nothing.
+    const uint32_t power = (bits_as<uint32_t>(usable ? peak / kTop16 : 1.0f) + 0x7fffffu) & kExponentMask;
+    const float step = finite(peak) ? bits_as<float>(power) : __builtin_nanf(""), to_code = bits_as<float>((254u << 23) - power);
     int32_t sums[2] = {0, 0};
     for (int64_t k = first; k < first + p.matrix->group; k++) {
       const int32_t q = to_int(usable ? values[k] * to_code : 0.0f);
@@ -196,7 +197,9 @@ inline void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers 
     for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
   }
   const int64_t block = represent(p, expert, rows.values, rows.scales);
-  const bool as_codes = block != 0 && (tiles || m.codes != COLIBRI_FLOAT8);
+  // Codes keep company with their scales as long as each group has but one of these.
+  const bool one_scale = m.perm == nullptr || block == p.columns;
+  const bool as_codes = block != 0 && (tiles || (m.codes != COLIBRI_FLOAT8 && one_scale));
   if (block != 0 && !as_codes) unscale(rows.values, m.columns, rows.scales, block);
   if (m.perm != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.spare[k] = rows.values[m.perm[expert * m.columns + k]];
