@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from colibri.bench.beside import best, compare, geometric_mean, summarize
 from colibri.bench.first import Question, first_forward
+from colibri.bench.roofline import draw_roofline, fractions, is_race
 from colibri.bench.run import Setup, run
 from colibri.bench.steady import Steady
 from colibri.cli.main import app
@@ -69,3 +70,31 @@ def test_first_forward_of_the_command(tmp_path: Path) -> None:
 def test_host_time_needs_a_gpu() -> None:
     with pytest.raises(SpecError, match="beside a GPU"):
         run(Setup(parse_shape("4,64,64,2"), "bf16", tokens=(1,), host=True))
+
+
+def race() -> dict[str, Any]:
+    rows = [
+        cell(part, tokens, us, humming=1.5 * us) | {"floor_us": 0.8 * us}
+        for part in ("deepseek-mxfp4-bf16", "qwen3-mxfp4-bf16")
+        for tokens, us in ((64, 640.0), (1, 30.0))
+    ]
+    for row in rows:
+        row["against"]["humming"]["us"] = 1.5 * row["ours"]["us"]
+    ceilings = {"bf16": 700.0, "fp8": 1250.0, "read_gbs": 4390.0}
+    return {"rows": rows, "ceilings": ceilings, "machine": {"gpu": "a GPU, 580"}, "window_us": 40_000.0}
+
+
+def test_fractions_of_the_floor() -> None:
+    lines = fractions([row for row in race()["rows"] if row["part"] == "qwen3-mxfp4-bf16"])
+    assert [tokens for tokens, _ in lines["colibri"]] == [1, 64]
+    assert [share for _, share in lines["colibri"]] == pytest.approx([0.8, 0.8])
+    assert [share for _, share in lines["humming"]] == pytest.approx([0.8 / 1.5] * 2)
+
+
+def test_the_roofline_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "roofline.svg"
+    draw_roofline(race(), file)
+    text = file.read_text()
+    assert text.count('id="axes_') == 2
+    assert is_race(race()) and not is_race({"rows": [{"steady_us": 1.0}]}) and not is_race({"meta": {}})
