@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ from colibri.checkpoint.files import Checkpoint
 from colibri.demo.model import build, dense_tensors
 from colibri.demo.vocabulary import read_metadata
 from colibri.evaluate.perplexity import Perplexity, perplexity
-from colibri.integrations.experts import packed_experts
+from colibri.integrations.experts import packed_experts, set_activations
 from colibri.integrations.transformers import refill
 
 RESULTS = Path(__file__).parent / "results"
-SPECS = "mxfp4,nvfp4,int4-g32,int4-g64,fp8-channel"
-SAME, BOUNDS = (
-    1e-5,
-    {"16": 1e-3, "8": 1e-2},
-)  # relative: mixture and dense; kernels and reference by bits of activations
+PAIRS = "mxfp4:bf16,mxfp4:int8,int4-g32:bf16,int4-g32:int8"
+START = time.perf_counter()
+# Relative: of the mixture to the dense model; of kernels to the reference, by activations.
+SAME, BOUNDS, NARROW = 1e-5, {"bf16": 1e-3}, 1e-2
 
 
 def main() -> None:
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--moe", type=Path, help="where the mixture is, or is to be kept")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto", help="whose kernels")
-    parser.add_argument("--specs", default=SPECS)
-    parser.add_argument("--narrow", default="int8", help="activations of 8 bits")
+    parser.add_argument("--pairs", default=PAIRS, help="weights:activations, ...")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no further pair after so many")
     parser.add_argument("--dtype", default="float32", help="of all but the experts, where they are quantised")
     parser.add_argument("--tokens", type=int, help="only so many of the text")
     parser.add_argument("--window", type=int, default=2048)
@@ -59,12 +59,12 @@ def main() -> None:
         moe = chosen.moe or Path(scratch) / "moe"
         if not moe.exists():
             build(chosen.gguf, moe)
-        if chosen.backend == "hopper":
-            prebuild([f"{spec}:{a}" for spec in chosen.specs.split(",") for a in ("bf16", chosen.narrow)],
-                     [chosen.window, *range(64, 2049, 64)], hidden=576, intermediate=192, experts=8, top_k=8)  # fmt: skip
         tokenizer = transformers.AutoTokenizer.from_pretrained(moe)
         text = chosen.text.read_text(encoding="utf-8")
         ids = tokenizer(text, return_tensors="pt").input_ids[0][: chosen.tokens]
+        if chosen.backend == "hopper":
+            counts = [min(chosen.window, ids.numel()), ids.numel() % chosen.window]
+            prebuild(chosen.pairs.split(","), counts, hidden=576, intermediate=192, experts=8, top_k=8)
         found = {"tokens": ids.numel(), "window": chosen.window, "whole_text": chosen.tokens is None}
         found |= unquantised(chosen, moe, ids)
         found["rows"] = list(quantised(chosen, moe, ids))
@@ -111,31 +111,36 @@ def dense_model(gguf: Path) -> Any:
     return model
 
 
-def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Any:
-    """For each spec and activations: the kernels and the reference, on the same weights."""
+def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """For each pair of weights and activations: the kernels and the reference, on the same quantised numbers."""
     dtype = vars(torch)[chosen.dtype]
-    model = colibri.from_pretrained(moe, device=chosen.device, dtype=dtype)
-    for spec in chosen.specs.split(","):
-        for bits, activations in (("16", "bf16"), ("8", chosen.narrow)):
-            results = []
-            for backend in (chosen.backend, "reference"):
-                refill(model, weights=spec, activations=activations, backend=backend)
-                results.append((backend_of(model), timed(model, ids, chosen.window)))
-            (name, ours), (judge, reference) = results
-            assert judge == "reference"
-            apart = abs(ours[0].value / reference[0].value - 1)
-            row = {
-                "weights": spec,
-                "activations": activations,
-                "backend": name,
-                "kernels": figures(*ours),
-                "reference": figures(*reference),
-                "differs_by": apart,
-                "bound": BOUNDS[bits],
-                "within": apart <= BOUNDS[bits],
-            }
-            print(json.dumps(row), flush=True)
-            yield row
+    ours, judge = (colibri.from_pretrained(moe, device=chosen.device, dtype=dtype) for _ in range(2))
+    held = None
+    for pair in chosen.pairs.split(","):
+        if time.perf_counter() - START > chosen.seconds:
+            print(f"no time left for {pair}")
+            continue
+        spec, activations = pair.rsplit(":", 1)
+        refill(ours, weights=spec, activations=activations, backend=chosen.backend)
+        if spec != held:
+            refill(judge, weights=spec, backend="reference")
+            held = spec
+        set_activations(judge, activations, dtype)
+        assert backend_of(judge) == "reference"
+        kernels, reference = (timed(model, ids, chosen.window) for model in (ours, judge))
+        apart, bound = abs(kernels[0].value / reference[0].value - 1), BOUNDS.get(activations, NARROW)
+        row = {
+            "weights": spec,
+            "activations": activations,
+            "backend": backend_of(ours),
+            "kernels": figures(*kernels),
+            "reference": figures(*reference),
+            "differs_by": apart,
+            "bound": bound,
+            "within": apart <= bound,
+        }
+        print(json.dumps(row), flush=True)
+        yield row
 
 
 def timed(model: Any, ids: torch.Tensor, window: int) -> tuple[Perplexity, float]:

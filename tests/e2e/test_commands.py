@@ -21,14 +21,8 @@ from colibri.cli.main import app  # noqa: E402
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("commands") / "model"
-    assert tiny.save_model(transformers, "mixtral", folder)
-    words = ["<pad>", *(f"w{i}" for i in range(127))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>").save_pretrained(folder)
+    tiny.save_speaking_model(transformers, folder)
     return folder
 
 

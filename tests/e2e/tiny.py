@@ -59,6 +59,19 @@ def save_model(transformers: Any, family: str, folder: Path) -> bool:
     return True
 
 
+def save_speaking_model(transformers: Any, folder: Path) -> None:
+    """A tiny Mixtral with a tokenizer of 127 words and a chat template that says what was said."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    assert save_model(transformers, "mixtral", folder)
+    words = ["<pad>", *(f"w{i}" for i in range(127))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
 def quantized_copy(
     source: Path, packed: Path, plain: Path, quant: dict[str, Any], scheme: Scheme, wanted: Callable[[str], bool]
 ) -> None:
