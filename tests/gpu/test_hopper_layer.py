@@ -22,7 +22,7 @@ SPECS = [
         "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
         "int8", "int8-g128", "fp8", "fp8-block",
     )),
-    ("mxfp4", "fp8"), ("fp8", "fp8"),
+    *((s, "fp8") for s in ("mxfp4", "fp8", "fp8-block", "int4", "int4-g128", "int4-g128-zp")),
 ]  # fmt: skip
 
 

@@ -169,6 +169,7 @@ FORMS = [
     ("mxfp4", "fp8", {}),
     ("int4-g32", "bf16", {"act_order": True}),
     ("mxfp4", "fp8-static", {}),
+    ("int4-g128-zp", "fp8", {"hidden": 128, "intermediate": 128}),
     ("mxfp4", "bf16", {"pre_scale": True}),
     ("mxfp4", "fp8", {"pre_scale": True}),
     ("mxfp4", "fp8-static", {"pre_scale": True, "top_k": 1, "weight_on_input": True}),
@@ -188,7 +189,7 @@ def test_indexed(
     if launches == 3:
         monkeypatch.setattr(rowwise, "SMALL", 8)
     problem, tokens = make(spec, activations, options), 12
-    x = torch.randn(tokens, 96).bfloat16()
+    x = torch.randn(tokens, problem.hidden).bfloat16()
     routed = routing(problem, tokens, 3, "cpu", "holes")
     out = torch.full_like(x, float("nan"))
     plan = make_plan(problem, tokens)
@@ -206,12 +207,12 @@ def test_indexed(
 def test_finished(spec: str, activations: str, options: dict[str, object], form: str) -> None:
     """Experts of none, one and many rows; rows past the counts stay as they were."""
     problem, tokens = make(spec, activations, options, dispatch=form), 18
-    x = torch.randn(tokens, 96).bfloat16()
+    x = torch.randn(tokens, problem.hidden).bfloat16()
     routed = routing(problem, tokens, 3, "cpu", "one")
     routed = Indexed(torch.where(routed.ids == 2, -1, routed.ids), routed.weights)
     if form == CONTIGUOUS:
         rows_, dispatch, _ = to_contiguous(x, routed, problem.experts)
-        edges, rows_ = dispatch.offsets, torch.cat([rows_, torch.full((5, 96), float("nan")).bfloat16()])
+        edges, rows_ = dispatch.offsets, torch.cat([rows_, torch.full((5, problem.hidden), float("nan")).bfloat16()])
     else:
         rows_, batched, _ = to_batched(x, routed, problem.experts, 18)
         dispatch, edges = batched, batched.counts  # type: ignore[assignment]
@@ -232,7 +233,7 @@ def test_finished(spec: str, activations: str, options: dict[str, object], form:
 def test_single(spec: str, activations: str, options: dict[str, object], tokens: int) -> None:
     problem = make(spec, activations, options)
     problem = replace(problem, w2=None, experts=1, global_experts=1, top_k=1, dispatch=CONTIGUOUS)
-    x = torch.randn(tokens, 96).bfloat16()
+    x = torch.randn(tokens, problem.hidden).bfloat16()
     out = torch.full((tokens, problem.w13.n), float("nan"), dtype=torch.bfloat16)
     edges = torch.tensor([0, tokens])
     Machine(make_plan(problem, tokens), packed(problem, "hopper"), {"x": x, "out": out, "edges": edges}).run(tokens)

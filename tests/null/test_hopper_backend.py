@@ -50,6 +50,16 @@ def test_packing_is_a_bijection(spec: str, activations: str) -> None:
             assert round_trip(layout, shape, weight).equals(weight)
 
 
+@pytest.mark.parametrize("spec", ["fp8", "fp8-block", "int4", "int4-g128", "int4-g128:fp16", "int4-g128-zp"])
+def test_packing_for_fp8_inputs_is_a_bijection(spec: str) -> None:
+    layer = problem(spec, "fp8", bias=True)
+    layout = HopperLayout(layer)
+    for shape in layer.matrices.values():
+        weight = plausible_weight(shape, 1)
+        assert round_trip(layout, shape, weight).equals(weight)
+        assert layout.form(shape).promoted == ("-g" in spec or "block" in spec)
+
+
 @pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 96), (160, 32), (96, 2880)])
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_packing_pads(hidden: int, intermediate: int, activations: str) -> None:
@@ -115,6 +125,10 @@ def test_reasons() -> None:
     assert "spec" in codes(problem("nf4"))
     assert "activations" in codes(problem("mxfp4", "int8"))
     assert "group" in codes(problem("int4-g16"))
+    assert "group" in codes(problem("int4-g64", "fp8"))
+    assert "spec" in codes(problem("int8", "fp8")) and "spec" in codes(problem("nvfp4", "fp8"))
+    assert "spec" in codes(problem("int4-zp", "fp8"))
+    assert codes(problem("fp8-block", "fp8-static")) == set()
 
 
 def test_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +173,12 @@ def test_rows_that_come_dispatched_are_read_in_place() -> None:
         assert first.values["x_desc"] == Ref(CALL, "x", mapped=256)
         narrow = make_plan(replace(problem(activations="fp8"), dispatch=work), 500)
         assert [step.source.kernel for step in steps(narrow)].count("prepare_rows") == 2
+
+
+def test_carried_sums_have_tiles_they_fit() -> None:
+    plan = make_plan(problem("int4-g128", "fp8"), 20000)
+    assert plan.first.promote and plan.rule is not None and max(plan.rule.sizes) <= tune.MOST_PROMOTED
+    assert not make_plan(problem("mxfp4", "fp8"), 20000).first.promote
 
 
 def test_batch_invariant_plans_never_split_k() -> None:

@@ -1,17 +1,32 @@
-"""A covering subset compiles for sm_90 with no GPU: no spills, no serialised wgmma, every layout conversion trivial."""
+"""Kernels compile for sm_90 with no GPU: no spills, no serialised wgmma, every layout conversion trivial.
+
+The shipped set is compiled whole, once: the cache keeps it (`make kernels` fills it before the tests run).
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from colibri.jit.compile import build
-from colibri.kernels import forms as f
+from colibri.errors import CompileError
+from colibri.jit import compile as compiler
+from colibri.jit.build import binary, build_all
+from colibri.jit.cache import Cache
+from colibri.jit.compile import Binary
 from colibri.testing.layers import layer_problem
 
 pytest.importorskip("triton")
 
 from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.steps import steps
+from colibri.backends.hopper.shipped import shipped
+from colibri.backends.hopper.steps import Step, steps
+
+REGISTERS = 65536  # of an SM
+SHARED = 227 * 1024  # of a block
+MOST_KERNELS, MOST_BYTES = 200, 20 << 20
 
 
 @pytest.mark.parametrize(
@@ -21,16 +36,77 @@ from colibri.backends.hopper.steps import steps
         ("mxfp4", "fp8", 4096, ("grouped", "prepare_rows")),
         ("int4-g128-zp", "fp16", 64, ("grouped", "dispatch_small", "combine_rows")),
         ("fp8-block", "bf16", 64, ("grouped",)),
+        ("int4-g128-zp", "fp8", 4, ("slotwise",)),
+        ("fp8-block", "fp8", 4096, ("grouped",)),
         ("nvfp4", "bf16", 5000, ("count_ids", "place_ids", "send_rows")),
     ],
 )
-def test_kernels_compile(spec: str, activations: str, tokens: int, kernels: tuple[str, ...]) -> None:
+def test_forms_outside_the_shipped_set_compile(
+    spec: str, activations: str, tokens: int, kernels: tuple[str, ...]
+) -> None:
     plan = make_plan(layer_problem(spec, activations, hidden=4096, intermediate=2048, experts=64, top_k=6), tokens)
-    seen: set[str] = set()
+    first: dict[str, Step] = {}
     for step in steps(plan):
-        kernel = step.source.kernel
-        if kernel in kernels and kernel not in seen:
-            seen.add(kernel)
-            binary = build(step.source)
-            assert binary.cubin[:4] == b"\x7fELF" and binary.registers <= 255
-    assert seen == set(kernels) and f.ROWS == 128
+        first.setdefault(step.source.kernel, step)
+    assert set(kernels) <= set(first)
+    for kernel in kernels:
+        check(binary(first[kernel].source), first[kernel].persistent)
+
+
+def test_the_shipped_set_compiles() -> None:
+    """Whatever spills, serialises or needs a layout conversion that moves data does not compile."""
+    sources = list(shipped())
+    assert build_all(sources) == {}
+    held = [Cache().find(source) for source in sources]
+    assert len(held) <= MOST_KERNELS and sum(len(b.cubin) for b in held if b) <= MOST_BYTES
+    for found in held:
+        assert found is not None
+        check(found, 1)
+
+
+def check(found: Binary, blocks: int) -> None:
+    """It runs on an SM, `blocks` times at once."""
+    assert found.cubin[:4] == b"\x7fELF" and found.name.encode() in found.cubin
+    assert 0 < found.registers * found.threads * max(blocks, 1) <= REGISTERS
+    assert 0 <= found.shared <= SHARED // max(blocks, 1)
+
+
+def test_binaries_use_no_local_memory(tmp_path: Path) -> None:
+    """What the assembler said at the time, asked again of the code itself: nothing spilled, no stack."""
+    from triton import knobs
+
+    sources = list(shipped())[::6]
+    for source in sources:
+        found, path = binary(source), tmp_path / "kernel.cubin"
+        path.write_bytes(found.cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        facts = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        assert facts == {"REG": str(found.registers), "STACK": "0", "LOCAL": "0"}, source.label
+
+
+SAID = "ptxas info    : Used 80 registers\n    0 bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads\n"
+
+
+@pytest.mark.parametrize(
+    ("report", "match"),
+    [
+        (SAID.format(spills=8), "spills 8 bytes"),
+        (SAID.format(spills=0) + "(C7510) Potential Performance Loss: wgmma.mma_async", "C7510"),
+        (SAID.format(spills=0) + "(C7602) setmaxnreg is ignored", "C7602"),
+        ("", "said nothing"),
+    ],
+)
+def test_a_report_that_must_not_ship_is_refused(report: str, match: str) -> None:
+    source = next(iter(shipped()))
+    assert compiler._check_report(source, SAID.format(spills=0)) == 80
+    with pytest.raises(CompileError, match=match):
+        compiler._check_report(source, report)
+
+
+def test_a_kernel_that_does_not_compile_says_why() -> None:
+    source = next(source for source in shipped() if source.kernel == "combine_rows")
+    wrong = [(name, "*bf16" if name == "ids" else kind) for name, kind in source.arguments]
+    broken = compiler.Source(source.module, source.kernel, tuple(wrong), (("BLOCK", 3), *source.constants[1:]))
+    with pytest.raises(CompileError, match="combine_rows"):
+        compiler.build(broken)

@@ -40,6 +40,9 @@ FORMS = [
     ),
     *(Form(f.E4M3_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.F32_GROUP, 128))),
     Form(f.E4M3_CODE, f.NO_SCALE, 0, f.E4M3),
+    Form(f.INT4_CODE, f.NO_SCALE, 0, f.E4M3),
+    *(Form(c, f.F32_GROUP, g, f.E4M3) for c in (f.E4M3_CODE, f.INT4_CODE) for g in (128, 256)),
+    Form(f.INT4_CODE, f.F32_GROUP, 128, f.E4M3, True),
 ]
 
 
@@ -85,6 +88,8 @@ def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch
         bytes_ = torch.randint(0, 127, (N, groups), dtype=torch.int32)
         scale = bytes_.to(torch.uint8).view(torch.float8_e4m3fn).float()
         return _per_slice(form, fragments.pack_bytes(form, bytes_)), value * spread(scale)
+    if form.promoted:
+        return _promoted_scales(form, value, groups)
     parts = []
     zero = torch.full((N, groups), 8)
     scale = torch.ones(N, groups)
@@ -110,6 +115,15 @@ def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch
     return None if words is None else _per_slice(form, words), value * spread(scale)
 
 
+def _promoted_scales(form: Form, value: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales that the sums are multiplied by, zero points in their lowest bits: numbers are codes less zeros."""
+    words = (torch.rand(N, groups) + 0.01).bfloat16().float().view(torch.int32)
+    if form.zero:
+        zero = torch.randint(0, 17, (N, groups), dtype=torch.int32)
+        words, value = words | zero, value + 8 - zero.repeat_interleave(form.group, 1)
+    return _per_slice(form, fragments.pack_floats(form, words).reshape(-1)), value
+
+
 def _per_slice(form: Form, words: torch.Tensor) -> torch.Tensor:
     assert words.numel() == fragments.scale_count(form, N, K)
     blocks = words.view(N // 128, -1, 2, 4, 4, 2, form.scale_words)
@@ -124,7 +138,7 @@ def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch
     for four in range(words.shape[-1] // 4):
         inputs = [words[..., 4 * four + i] for i in range(4)]
         for m in range(statements.metas):
-            which = four if form.activations == f.E4M3 else m
+            which = four if form.scale == f.E8M0_G32 and form.activations == f.E4M3 else m
             assert metas is not None
             inputs += [np.broadcast_to(metas[..., which : which + 1].numpy().view(np.uint32), inputs[0].shape)] * 4
         registers = emulator.run(statements.text, statements.outputs, inputs)

@@ -17,14 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from colibri.kernels import dequant
 from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
-from colibri.kernels.gemm import (
-    copy_weights,
-    let_successor_start,
-    multiply,
-    scale_copies,
-    stage_scale_words,
-    wait_for_predecessor,
-)
+from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
+from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
 from colibri.kernels.renamed import barrier, copy_tile
 
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
@@ -159,7 +153,7 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
                total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token, limit,
                alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-               DEPEND: gl.constexpr, QUANTISE: gl.constexpr):  # fmt: skip
+               DEPEND: gl.constexpr, QUANTISE: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
     NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND:
@@ -170,7 +164,9 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, _, count = part_at(ids, index, units, blocks, SPLIT)
-        top, bottom, _, _, step = multiply(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, form)
+        top, bottom, _, _, step = product_of(
+            xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, form, PROMOTE
+        )
         MMA: gl.constexpr = top.type.layout
         r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
         only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
@@ -211,6 +207,7 @@ def slotwise(
     CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, QUANTISE: gl.constexpr,
+    PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x.
 
@@ -234,7 +231,7 @@ def slotwise(
         (work_slots, (out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
                       weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
                       slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, KIND, ACTIVATION, BIAS,
-                      WEIGHTED, DEPEND, QUANTISE)),
+                      WEIGHTED, DEPEND, QUANTISE, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
                       slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from colibri.kernels.forms import BF16, E4M3, F16, Form
 from colibri.kernels.ptx import Unpack
+from colibri.kernels.ptx_narrow import ZERO_BITS
 
 
 @gluon.constexpr_function
@@ -56,6 +57,22 @@ def asm_constraints(form):
 
 
 @gluon.constexpr_function
+def asm_metas(form):
+    return Unpack(form).metas
+
+
+@gluon.constexpr_function
+def promoted(form):
+    return form.promoted
+
+
+@gluon.constexpr_function
+def scale_mask(form):
+    """The bits of a promoted form's scale that are the scale."""
+    return ~ZERO_BITS if form.zero else -1
+
+
+@gluon.constexpr_function
 def asm_tensors(form):
     """The output tensors: one for each four elements, all of the activations' type."""
     unpacked = Unpack(form)
@@ -96,6 +113,15 @@ def load_scales(stage, block: gl.constexpr, half: gl.constexpr, form: gl.constex
     COUNT: gl.constexpr = 32 * scale_words(form)
     LAYOUT: gl.constexpr = scale_layout(scale_words(form))
     return stage.slice((2 * block + half) * COUNT, COUNT, 0).load(LAYOUT)
+
+
+@gluon.jit
+def row_factors(scales, MMA: gl.constexpr, form: gl.constexpr):
+    """A promoted form's scale words as fp32 [64], a factor for each row of an accumulator."""
+    MASK: gl.constexpr = scale_mask(form)
+    factors = (scales & MASK).to(gl.float32, bitcast=True)
+    factors = factors.reshape([4, 8, 2]).permute([0, 2, 1]).reshape([64])  # n5n4, n3, n2n1n0
+    return gl.convert_layout(factors, gl.SliceLayout(1, MMA), assert_trivial=True)
 
 
 @gluon.jit
@@ -174,9 +200,17 @@ def _dequantise_e4m3(words, scales, MMA: gl.constexpr, form: gl.constexpr):
     if code_bits(form) == 4:
         words = words.reshape([2, 4, 4, 2, 4, 4])  # k6, n5n4, n2n1, n0, k3k2, word
         ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, words.type.layout))
-        s = scales.reshape([4, 4, 2, 2]).permute([3, 0, 1, 2])
-        s = gl.convert_layout(s, ROWS_LAYOUT, assert_trivial=True).expand_dims(-1).expand_dims(-1)
-        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, (words, s), dtype=TENSORS, is_pure=True, pack=4)
+        operands = (words,)
+        if asm_metas(form) == 1:
+            s = scales.reshape([4, 4, 2, 2]).permute([3, 0, 1, 2])
+            s = gl.convert_layout(s, ROWS_LAYOUT, assert_trivial=True)
+            operands += (s.expand_dims(-1).expand_dims(-1),)
+        elif asm_metas(form) == 2:
+            each = _separate(scales.reshape([4, 4, 2, 2]), 2)
+            for i in gl.static_range(2):
+                s = gl.convert_layout(each[i], gl.SliceLayout(0, ROWS_LAYOUT), assert_trivial=True)
+                operands += (s.expand_dims(0).expand_dims(-1).expand_dims(-1),)
+        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=4)
         # k6, n5n4, n2n1, n0, k3k2, k1k0, n3, k4, k5
         a = _join(parts).permute([1, 6, 2, 3, 0, 8, 7, 4, 5])
     else:

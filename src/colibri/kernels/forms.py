@@ -58,6 +58,14 @@ class Form:
         return self.code == INT4_CODE and not self.zero and self.scale == self.activations
 
     @property
+    def promoted(self) -> bool:
+        """Whether a group's scale multiplies the sums of its columns, in fp32, and no code is ever rounded.
+
+        With fp8 activations numbers have four significant bits: codes go to the tensor cores as they are.
+        """
+        return self.activations == E4M3 and self.scale == F32_GROUP
+
+    @property
     def slice_columns(self) -> int:
         """Columns of K in one slice: 128 bytes of a token's row."""
         return 128 if self.activations == E4M3 else 64
@@ -76,6 +84,8 @@ class Form:
             return self.slice_columns // 64
         if self.scale == E4M3_G16:
             return 2
+        if self.promoted:
+            return 2  # a zero point hides in the lowest bits of its scale
         parts = 2 if self.group == 32 else 1
         words = {NO_SCALE: 0, F32_GROUP: 2 * parts}.get(self.scale, parts)
         return words + self.zero_words
@@ -83,6 +93,8 @@ class Form:
     @property
     def zero_words(self) -> int:
         """The last of them that are zero points."""
+        if self.promoted:
+            return 0
         return (2 if self.group == 32 else 1) if self.zero else 0
 
     @property

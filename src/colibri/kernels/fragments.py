@@ -17,7 +17,8 @@ from torch import Tensor
 
 from colibri.kernels import forms as f
 from colibri.kernels.forms import HALF, ROWS, Form
-from colibri.kernels.ptx import Bits, places, places_e4m3
+from colibri.kernels.ptx import places
+from colibri.kernels.ptx_narrow import Bits, places_e4m3
 
 Index = tuple[EllipsisType, int, int, int, int, int]
 

@@ -16,55 +16,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from colibri.kernels import dequant
-from colibri.kernels.dequant import dequantise, form_of, load_codes, load_scales
+from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import scale_rows, store_rows
+from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
 from colibri.kernels.renamed import copy_tile
 
 # When a kernel waits for the one before it (programmatic dependent launch).
 ALONE, FIRST, LATER = 0, 1, 2
-
-
-@gluon.constexpr_function
-def stage_blocks(form, SLICES):
-    """Scale blocks in a stage of SLICES slices; a group wider than the stage is loaded again."""
-    if form.scale_words == 0 or form.block_columns == 0:
-        return min(form.scale_words, 1)
-    return max(1, SLICES * form.slice_columns // form.block_columns)
-
-
-@gluon.constexpr_function
-def block_of(form, SLICES, slice):
-    """The stage's scale block that a slice belongs to."""
-    if form.block_columns == 0:
-        return 0
-    return min(slice * form.slice_columns // form.block_columns, stage_blocks(form, SLICES) - 1)
-
-
-@gluon.constexpr_function
-def stages_per_block(form, SLICES):
-    """Stages that read the same scale block (0: all of them)."""
-    return 0 if form.block_columns == 0 else max(1, form.block_columns // (SLICES * form.slice_columns))
-
-
-@gluon.constexpr_function
-def stage_scale_words(form, SLICES):
-    """32-bit words of scales in a stage."""
-    return 64 * form.scale_words * stage_blocks(form, SLICES)
-
-
-@gluon.constexpr_function
-def scale_box(form, SLICES):
-    """Words one copy of scales brings."""
-    return min(stage_scale_words(form, SLICES), 256)
-
-
-@gluon.constexpr_function
-def scale_copies(form, SLICES):
-    """Copies that bring a stage's scales."""
-    return -(-stage_scale_words(form, SLICES) // 256)
 
 
 @gluon.jit
@@ -96,24 +57,6 @@ def tile_at(tiles, index, units, TOKENS_INNER: gl.constexpr):
         tile = first + inner % count
     record = tiles + tile * 4
     return gl.load(record), unit, gl.load(record + 1), gl.load(record + 2) & 511
-
-
-@gluon.jit
-def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_blocks, SLICES: gl.constexpr,
-                 form: gl.constexpr):  # fmt: skip
-    """Start the copies of a stage's codes and scales; `unit` counts over all experts."""
-    copy_tile(w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, wb.index(stage))
-    if dequant.scale_words(form) > 0:
-        COPIES: gl.constexpr = scale_copies(form, SLICES)
-        SHARED: gl.constexpr = stages_per_block(form, SLICES)
-        start = unit * scale_blocks
-        if SHARED == 1:
-            start += block * stage_blocks(form, SLICES)
-        elif SHARED > 1:
-            start += block // SHARED
-        for i in gl.static_range(COPIES):
-            at = start * (64 * dequant.scale_words(form)) + i * scale_box(form, SLICES)
-            copy_tile(s_desc, [at], bar, sb.index(stage * COPIES + i))
 
 
 @gluon.jit
@@ -161,87 +104,10 @@ def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, em
 
 
 @gluon.jit
-def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
-    """Packed words of a half of a slice, and their scales (the words again where there are none)."""
-    codes = load_codes(wb.index(stage), slice, half, form)
-    if dequant.scale_words(form) > 0:
-        BLOCK: gl.constexpr = block_of(form, SLICES, slice)
-        PER_BOX: gl.constexpr = scale_box(form, SLICES) // (64 * dequant.scale_words(form))
-        box = sb.index(stage * scale_copies(form, SLICES) + BLOCK // PER_BOX)
-        return codes, load_scales(box, BLOCK % PER_BOX, half, form)
-    else:
-        return codes, codes
-
-
-@gluon.jit
-def load_slice(wb, sb, stage, slice: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
-    """(codes, scales) of both halves of a slice."""
-    return load_half(wb, sb, stage, slice, 0, SLICES, form), load_half(wb, sb, stage, slice, 1, SLICES, form)
-
-
-@gluon.jit
-def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-             SLICES: gl.constexpr, form: gl.constexpr):  # fmt: skip
-    """The product of one tile: accumulators of both halves, [64, T] and [64, U] each.
-
-    While one half's wgmma runs, the other half is dequantised: registers an outstanding wgmma reads
-    are never written, because each dequantisation waits for the wgmma before the last. Packed words of
-    the next slice are read from shared memory while this one is multiplied. A stage goes back to the feeder
-    once the first wgmma of the next stage has followed it.
-    """
-    DEPTH: gl.constexpr = 32 if dequant.narrow(form) else 16
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, DEPTH])
-    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, U if U > 0 else 8, DEPTH])
-    KWIDTH: gl.constexpr = 4 if dequant.narrow(form) else 2
-    top = gl.zeros([64, T], gl.float32, WIDE)
-    bottom = gl.zeros([64, T], gl.float32, WIDE)
-    if U > 0:
-        top2 = gl.zeros([64, U], gl.float32, THIN)
-        bottom2 = gl.zeros([64, U], gl.float32, THIN)
-    for block in range(blocks):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        ahead = load_slice(wb, sb, stage, 0, SLICES, form)
-        for j in gl.static_range(SLICES):
-            held = ahead
-            if j + 1 < SLICES:
-                ahead = load_slice(wb, sb, stage, j + 1, SLICES, form)
-            x = xb.index(stage * SLICES + j).permute((1, 0))
-            a = dequantise(held[0][0], held[0][1], WIDE, form)
-            top = warpgroup_mma(a, x, top, is_async=True)
-            if U > 0:
-                x2 = x2b.index(stage * SLICES + j).permute((1, 0))
-                a2 = gl.convert_layout(a, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
-                top2 = warpgroup_mma(a2, x2, top2, is_async=True)
-                top, bottom, top2, bottom2 = warpgroup_mma_wait(2, deps=[top, bottom, top2, bottom2])
-            else:
-                top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
-            if j == 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
-            b = dequantise(held[1][0], held[1][1], WIDE, form)
-            bottom = warpgroup_mma(b, x, bottom, is_async=True)
-            if U > 0:
-                b2 = gl.convert_layout(b, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
-                bottom2 = warpgroup_mma(b2, x2, bottom2, is_async=True)
-                top, bottom, top2, bottom2 = warpgroup_mma_wait(2, deps=[top, bottom, top2, bottom2])
-            else:
-                top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
-        step += 1
-    if U > 0:
-        top, bottom, top2, bottom2 = warpgroup_mma_wait(0, deps=[top, bottom, top2, bottom2])
-    else:
-        top, bottom = warpgroup_mma_wait(0, deps=[top, bottom])
-        top2 = top
-        bottom2 = bottom
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
-    return top, bottom, top2, bottom2, step
-
-
-@gluon.jit
 def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units,
          slices, columns, limit, alpha, beta, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
          SLICES: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr):  # fmt: skip
+         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup: product and epilogue of every tile."""
     CHUNK: gl.constexpr = min(T, 32)
     NARROW: gl.constexpr = dequant.narrow(form)
@@ -254,8 +120,8 @@ def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb
     count = gl.load(tile_count) * units
     step = 0
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        top, bottom, top2, bottom2, step = multiply(
-            xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form
+        top, bottom, top2, bottom2, step = product_of(
+            xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form, PROMOTE
         )
         e, unit, row, rows = tile_at(tiles, index, units, TOKENS_INNER)
         f = factors + (e * units + unit) * 128
@@ -280,7 +146,7 @@ def grouped(
     scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
     ACT: gl.constexpr, ZERO: gl.constexpr, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
     SLICES: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-    TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
+    TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
@@ -309,7 +175,7 @@ def grouped(
     gl.warp_specialize([
         (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full,
                 units, slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, form, KIND, ACTIVATION, BIAS,
-                TOKENS_INNER, DEPEND)),
+                TOKENS_INNER, DEPEND, PROMOTE)),
         (feed, (x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices,
                 scale_blocks, T, U, STAGES, SLICES, form, TOKENS_INNER, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

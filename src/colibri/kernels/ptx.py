@@ -23,8 +23,7 @@ import re
 
 from colibri.kernels import forms as f
 from colibri.kernels.forms import Form
-
-Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the word)
+from colibri.kernels.ptx_narrow import Bits, narrow_statements
 
 # Two words hold the eight bf16 registers of one k5 in windows of the mask: sign at 15, exponent and
 # mantissa at 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that
@@ -55,7 +54,7 @@ class Unpack:
 
     def __init__(self, form: Form) -> None:
         self.text, self.outputs, self.metas = (
-            _e4m3_statements(form) if form.activations == f.E4M3 else _statements(form)
+            narrow_statements(form) if form.activations == f.E4M3 else _statements(form)
         )
 
     @property
@@ -100,15 +99,6 @@ def _e2m1_places(n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
             word, source = (0, merged) if _MERGED_FROM_0 >> merged & 1 else (1, merged - 2)
         found.append((bit, word + 2 * k5, source))
     return tuple(found)
-
-
-def places_e4m3(form: Form, n3: int, k4: int, k5: int, k6: int, k10: int) -> Bits:
-    """The same for fp8 activations, where a register holds four columns (k1 k0 = `k10`)."""
-    if form.bits == 8:
-        return tuple((b, 8 * k6 + 4 * k5 + n3 + 2 * k4, 8 * k10 + b) for b in range(8))
-    word, nibble = 4 * k6 + n3 + 2 * k5, 4 * (k10 + 4 * k4)
-    sign = 8 * k10 + (3 if k4 else 7)
-    return ((0, word, nibble), (1, word, nibble + 1), (2, word, nibble + 2), (3, word, sign))
 
 
 # ---------------------------------------------------------------- codes to 16-bit numbers
@@ -353,33 +343,3 @@ def _finish(form: Form, register: str, zero: str | None, factor: str | None) -> 
     elif code_shift(form):
         lines.append(f"{MULTIPLY[act]} {register}, {register}, {power(code_shift(form), act)};")
     return lines
-
-
-def _e4m3_statements(form: Form) -> tuple[str, int, int]:
-    """fp8 activations: e4m3 codes pass through; e2m1 is looked up in a table that holds 2**d.
-
-    The look-up table of (row, group) is e2m1's eight magnitudes as e4m3 codes with d added to every
-    exponent but zero's: two multiply-adds. A permute instruction then looks up four codes at a time.
-    """
-    if form.code == f.E4M3_CODE:
-        # A copy the assembler cannot elide (the grid has no z, but it does not know): loads of the next words must
-        # not land in registers that a wgmma in flight still reads.
-        copies = [f"or.b32 ${j}, ${4 + j}, z;" for j in range(4)]
-        return "\n".join(["{", ".reg .b32 z;", "mov.u32 z, %ctaid.z;", *copies, "}"]), 4, 0
-    lines = ["{", ".reg .b32 d, l, h, s, p, t;"]
-    for q in range(4):
-        n3, k5 = q & 1, q >> 1
-        word, low, high = f"${8 + q}", f"${n3 + 4 * k5}", f"${n3 + 2 + 4 * k5}"
-        lines += [
-            f"bfe.s32 d, $12, {8 * q}, 8;",
-            "mad.lo.s32 l, d, 0x08080800, 0x3c383000;",
-            "mad.lo.s32 h, d, 0x08080808, 0x4c484440;",
-            f"and.b32 s, {word}, 0x77777777;",
-            "prmt.b32 p, l, h, s;",
-            f"lop3.b32 {low}, {word}, 0x80808080, p, 0xea;",
-            "shr.u32 s, s, 16;",
-            "prmt.b32 p, l, h, s;",
-            f"shl.b32 t, {word}, 4;",
-            f"lop3.b32 {high}, t, 0x80808080, p, 0xea;",
-        ]
-    return "\n".join([*lines, "}"]), 8, 1

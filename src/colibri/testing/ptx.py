@@ -31,6 +31,10 @@ def _step(statement: str, state: dict[str, Register]) -> None:
         word = state[pair[3]]
         state[pair[1]], state[pair[2]] = word & np.uint32(0xFFFF), word >> np.uint32(16)
         return
+    packed = re.match(r"(\S+), \{(\w+), (\w+)\}", rest)
+    if packed:
+        state[packed[1]] = state[packed[2]] | state[packed[3]] << np.uint32(16)
+        return
     target, *operands = [part.strip() for part in rest.split(",")]
     state[target] = _OPERATIONS[operation](*(_value(operand, state) for operand in operands))
 
@@ -49,8 +53,10 @@ def _permute(a: Register, b: Register, selector: Register) -> Register:
     shape = np.broadcast_shapes(a.shape, b.shape, selector.shape)
     out = np.zeros(shape, dtype=np.uint32)
     for i in range(4):
-        pick = np.broadcast_to((selector >> np.uint32(4 * i)) & np.uint32(7), shape)
-        out |= np.choose(pick, [np.broadcast_to(s, shape) for s in source]).astype(np.uint32) << np.uint32(8 * i)
+        nibble = np.broadcast_to((selector >> np.uint32(4 * i)) & np.uint32(15), shape)
+        byte = np.choose(nibble & 7, [np.broadcast_to(s, shape) for s in source]).astype(np.uint32)
+        sign = np.where(byte & 128, 255, 0).astype(np.uint32)  # what the selector's top bit asks for
+        out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
     return out
 
 
@@ -92,6 +98,15 @@ def _convert_pair(dtype: torch.dtype) -> Callable[[Register, Register], Register
     return lambda a, b: _bits(_float(a).to(dtype)) << np.uint32(16) | _bits(_float(b).to(dtype))
 
 
+def _narrow_pair(register: Register) -> Register:
+    """cvt.rn.satfinite.e4m3x2.f16x2: each half to a byte."""
+    out = np.zeros(register.shape, dtype=np.uint32)
+    for place in range(2):
+        value = _as(torch.float16, (register >> np.uint32(16 * place)) & np.uint32(0xFFFF)).clamp(-448, 448)
+        out |= value.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint32) << np.uint32(8 * place)
+    return out
+
+
 def _extract(word: Register, start: Register, length: Register) -> Register:
     assert length.item() == 8
     byte = ((word >> start) & np.uint32(255)).astype(np.uint8)
@@ -119,6 +134,7 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "sub.rn.f16x2": _halves(torch.float16, lambda a, b: a - b),
     "mul.rn.f32": lambda a, b: (_float(a) * _float(np.broadcast_to(b, a.shape))).numpy().view(np.uint32),
     "cvt.f32.f16": lambda a: _as(torch.float16, a).numpy().view(np.uint32),
+    "cvt.rn.satfinite.e4m3x2.f16x2": _narrow_pair,
     "cvt.rn.bf16x2.f32": _convert_pair(torch.bfloat16),
     "cvt.rn.f16x2.f32": _convert_pair(torch.float16),
 }

@@ -8,6 +8,7 @@ the first takes a full tile and a small remainder together.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
+MOST_PROMOTED = 96
 # Token tile: (wgmma widths, slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {
     8: ((8, 0), (4, 2), 4),
@@ -77,6 +79,18 @@ def rule(activations: str, slots: int, experts: int) -> Rule:
 def decodes(activations: str, slots: int) -> bool:
     """Whether there are so few slots that each is a tile."""
     return slots <= int(data()["decode_slots"]["8-bit" if activations == E4M3 else "16-bit"])
+
+
+def promotes(form: Form) -> bool:
+    """Whether sums are carried to fp32 after every slice: what groups need, and fp8 where the data ask for it."""
+    return form.promoted or (form.activations == E4M3 and bool(data()["promote"]))
+
+
+def fitting(sizes: tuple[int, ...], forms: Iterable[Form]) -> tuple[int, ...]:
+    """Tile sizes that every form has registers for: carrying sums takes a further set of accumulators."""
+    if not any(promotes(form) for form in forms):
+        return sizes
+    return tuple(size for size in sizes if size <= MOST_PROMOTED) or (MOST_PROMOTED,)
 
 
 def stage_bytes(form: Form, tokens: int, slices: int) -> int:

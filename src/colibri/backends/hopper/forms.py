@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from colibri.backends.base import Reason
 from colibri.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
 from colibri.kernels import forms as f
@@ -44,13 +46,22 @@ def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
         raise _no("sizes", f"a matrix of {shape.n} x {shape.k}", "K must be a multiple of 32, N of 16")
     if form.group and shape.k % form.group:
         raise _no("group", f"K = {shape.k} is no multiple of the group of {form.group}", None)
-    if act == f.E4M3 and form.code == f.E4M3_CODE and form.scale != f.NO_SCALE:
+    return _narrow_form(spec, form) if act == f.E4M3 else form
+
+
+def _narrow_form(spec: QuantSpec, form: Form) -> Form:
+    """With fp8 activations: group scales are applied to the sums of 128 columns, in fp32."""
+    if form.code == f.INT8_CODE or form.scale == f.E4M3_G16:
         raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
-    if act == f.E4M3 and form.code in (f.INT4_CODE, f.INT8_CODE):
-        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
-    if act == f.E4M3 and form.scale == f.E4M3_G16:
-        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
-    return form
+    if form.zero and form.scale == f.NO_SCALE:
+        raise _no("spec", f"{spec} x fp8: a zero point for all of a row has no Hopper kernel", "in groups it has one")
+    if form.scale in (f.NO_SCALE, f.E8M0_G32):
+        return form
+    if form.group % 128:
+        raise _no("group", f"groups of {form.group} columns x fp8", "multiples of 128 have a kernel")
+    if form.zero and form.scale == f.F32_GROUP:
+        raise _no("spec", f"{spec} x fp8: fp32 scales leave no room for zero points", "bf16 and fp16 ones do")
+    return replace(form, scale=f.F32_GROUP)
 
 
 def _form(spec: QuantSpec, act: str) -> Form:

@@ -22,6 +22,7 @@ from colibri.kernels import forms as f
 from colibri.kernels import fragments
 from colibri.kernels.forms import HALF, ROWS, Form
 from colibri.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, row_shift
+from colibri.kernels.ptx_narrow import ZERO_BITS
 from colibri.layout import Layout, MatrixShape, as_integer
 from colibri.problem import Problem
 from colibri.quant import CHANNEL, DIV, QuantSpec, Scale
@@ -159,6 +160,11 @@ class HopperLayout(Layout):
         if form.scale != f.NO_SCALE:
             level = weight.spec.scales[0]
             each = expand(weight.scales[0], (level.block[0], 1), n, k)
+            if form.promoted:
+                held = as_integer(self._meta(shape, form, each.float()))
+                if form.zero and weight.zero is not None:
+                    held = held | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
+                return codes, fragments.pack_floats(form, held).reshape(-1), factors
             if form.scale == f.F32_GROUP:
                 base = _excess(each)
                 words.append(fragments.pack_floats(form, as_integer(self._meta(shape, form, each * torch.exp2(-base)))))
@@ -214,8 +220,9 @@ class HopperLayout(Layout):
             return values[:, :columns].to(torch.uint8)
         held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
-            values = self._take(shape, fragments.unpack_floats(form, held, n, groups)).view(torch.float32)
-            values = values * powers.unsqueeze(1)
+            bits = self._take(shape, fragments.unpack_floats(form, held, n, groups))
+            values = (bits & ~ZERO_BITS if form.zero else bits).view(torch.float32)
+            values = (values * powers.unsqueeze(1)).to(level.dtype.storage)
         else:
             values = fragments.unpack_halves(form, held, n, groups).view(level.dtype.storage)
             if form.subnormal:
@@ -229,9 +236,14 @@ class HopperLayout(Layout):
         n, _ = self.padded(shape)
         assert shape.spec.zero is not None
         rows, columns = shape.spec.zero.shape(shape.n, shape.k)
-        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., form.scale_words - form.zero_words :]
-        values = self._take(shape, fragments.unpack_halves(form, held, n, self._groups(shape, form)))
-        values = values - INT4_MAGIC[form.activations]
+        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)
+        groups = self._groups(shape, form)
+        if form.promoted:
+            values = self._take(shape, fragments.unpack_floats(form, held, n, groups)) & ZERO_BITS
+        else:
+            held = held[..., form.scale_words - form.zero_words :]
+            values = self._take(shape, fragments.unpack_halves(form, held, n, groups))
+            values = values - INT4_MAGIC[form.activations]
         return values[:: shape.spec.zero.block[0] or shape.n][:rows, :columns].to(torch.int16).contiguous()
 
 

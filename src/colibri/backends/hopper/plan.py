@@ -33,6 +33,7 @@ class Product:
     ordered: bool = False  # columns of the input in an order of the expert's own
     scaled: bool = False  # the input times a vector of the expert's own
     static: bool = False  # the input over a scale of the expert's own
+    promote: bool = False  # sums are carried to fp32 after every slice
 
     @property
     def narrow(self) -> bool:
@@ -90,6 +91,7 @@ def make_plan(problem: Problem, tokens: int) -> HopperPlan:
     slots = plan.slots
     forms = [layout.form(shape) for shape in problem.matrices.values()]
     rule = tune.rule(forms[0].activations, slots, problem.experts)
+    rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
     decode = _decodes(plan, layout, forms[0])
     sizes = () if decode else rule.sizes
     products = [_product(layout, name, form, sizes, slots) for name, form in zip(problem.matrices, forms)]
@@ -129,7 +131,18 @@ def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...]
     tiles = tuple(tune.tile(form, size, layout.gated(shape)) for size in sizes) or (tune.decode_tile(form),)
     activations = problem.activations if name == "w13" else problem.second_activations
     split = 1 if sizes else tune.split(slots, units)
-    return Product(form, units, slices, blocks, tiles, split, shape.act_order, problem.pre_scale, activations.static)
+    return Product(
+        form,
+        units,
+        slices,
+        blocks,
+        tiles,
+        split,
+        shape.act_order,
+        problem.pre_scale,
+        activations.static,
+        tune.promotes(form),
+    )
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -18,7 +18,7 @@ _BOX = 256
 
 def product(
     form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, tokens_inner: bool, depend: int,
-    prefetch: bool,
+    prefetch: bool, promote: bool,
 ) -> Source:  # fmt: skip
     """One product over one class of tiles."""
     element = ELEMENT[form.activations]
@@ -38,6 +38,7 @@ def product(
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "T": tile.t, "U": tile.u, "STAGES": tile.stages, "SLICES": tile.slices, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "TOKENS_INNER": tokens_inner, "DEPEND": depend, "PREFETCH": prefetch,
+        "PROMOTE": promote,
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))
@@ -55,7 +56,7 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, An
 
 def slotwise(
     form: Form, tile: Tile, split: int, out: str, kind: str, activation: str, *, bias: bool, weighted: bool,
-    depend: bool, prefetch: bool, quantise: bool,
+    depend: bool, prefetch: bool, quantise: bool, promote: bool,
 ) -> Source:  # fmt: skip
     """One product of a layer of few tokens: a slot a tile, K split over `split` blocks."""
     scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
@@ -77,6 +78,7 @@ def slotwise(
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "KIND": kind, "ACTIVATION": activation,
         "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch, "QUANTISE": quantise,
+        "PROMOTE": promote,
     }  # fmt: skip
     options = (("num_warps", 4), ("maxnreg", tile.registers))
     return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), (*pointers, "columns"), options)

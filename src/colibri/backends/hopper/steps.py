@@ -51,7 +51,7 @@ def _products(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kin
             product.form, tile, problem.input.name, kind, "none" if finished else _title(plan), bias=shape.bias,
             tokens_inner=plan.rule.tokens_inner,
             depend=(src.FIRST if i == 0 else src.LATER) if overlap else src.ALONE,
-            prefetch=overlap and i == 0 and name == "w2",
+            prefetch=overlap and i == 0 and name == "w2", promote=product.promote,
         )  # fmt: skip
         values: dict[str, Value] = {
             "x_desc": rows,
@@ -120,7 +120,7 @@ def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, pre
     source = src.slotwise(
         product.form, tile, product.split, problem.input.name, kind, _title(plan) if first else "none",
         bias=shape.bias, weighted=not single and problem.weight_on_input == first, depend=plan.rule.overlap,
-        prefetch=prefetch and plan.rule.overlap, quantise=quantise,
+        prefetch=prefetch and plan.rule.overlap, quantise=quantise, promote=product.promote,
     )  # fmt: skip
     zeros = Ref(COUNTERS, "all", 4 * workspace.SECOND)  # the only expert's number, from counters nobody uses
     values: dict[str, Value] = {
