@@ -52,7 +52,7 @@ def bench(
         from colibri.shapes import parse_shape
 
         setup = Setup(
-            parse_shape(shape), weights, activations, device, _numbers(tokens), routing, _names(backend), _names(peers),
+            parse_shape(shape), weights, activations, device, numbers(tokens), routing, names(backend), names(peers),
             threads, repeats, host,
         )  # fmt: skip
         if plot_file is not None:
@@ -82,15 +82,15 @@ def _first_forwards(setup: Setup, shape: str) -> list[dict[str, Any]]:
     return found
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    names = _names(text)
-    if not names or not all(name.isascii() and name.isdecimal() and int(name) > 0 for name in names):
+def numbers(text: str) -> tuple[int, ...]:
+    found = names(text)
+    if not found or not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in found):
         raise SpecError("cannot read the numbers of tokens", where="--tokens", expected="such as 1,16,64", got=text)
-    return tuple(map(int, names))
+    return tuple(map(int, found))
 
 
 def _check_folders(*files: Path | None) -> None:

@@ -14,6 +14,7 @@ from colibri.cli.generate import generate
 from colibri.cli.inspect import inspect
 from colibri.cli.kernels import app as kernels
 from colibri.cli.serve import serve
+from colibri.cli.tune import tune
 from colibri.cli.verify import verify
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(serve)
 app.command("bench-serve")(bench_serve)
+app.command()(tune)
 app.add_typer(kernels, name="kernels")
 
 

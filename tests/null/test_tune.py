@@ -1,0 +1,119 @@
+"""Tuning without a GPU: candidates, winners and the rules made of them, plans of candidates, the journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from colibri.backends.hopper.plan import make_plan
+from colibri.backends.hopper.steps import steps
+from colibri.bench.tuning import Journal, Layer, plan_of
+from colibri.cli.main import app
+from colibri.testing.layers import layer_problem
+from colibri.tune import hopper, search
+from colibri.tune.hopper import Rule
+from colibri.tune.search import Candidate, Cell
+
+FLAGS = Rule((16, 8), True, False)
+SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6}
+
+
+def cell(tokens: int, layer: str = "a", kind: str = search.WIDE) -> Cell:
+    return Cell(layer, kind, tokens, 6 * tokens, 256)
+
+
+def test_candidates_fit_the_rows() -> None:
+    few, many = search.first_round(cell(16), FLAGS), search.first_round(cell(16384), FLAGS)
+    assert Candidate() in few and Candidate() not in many  # a tile for each slot: only for few
+    assert max(c.rule.sizes[0] for c in few if c.rule) <= 24
+    assert min(c.rule.sizes[0] for c in many if c.rule) == 128
+    assert all(c.rule.overlap for c in few if c.rule)
+    assert len(search.second_round(FLAGS)) == 3 and Candidate(FLAGS) not in search.second_round(FLAGS)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 256, 4096, 16384])
+def test_there_is_always_something_to_try(tokens: int) -> None:
+    found = search.first_round(cell(tokens), FLAGS)
+    assert len(found) >= 3
+    assert [search.parse(c.name) for c in found] == found
+
+
+def test_the_winner_is_good_for_all_layers() -> None:
+    """Best of neither, but never far behind."""
+    first, second, third = (Candidate(Rule(sizes, True, False)).name for sizes in ((16,), (32, 16), (48, 32, 16)))
+    cells = [cell(64, "a"), cell(64, "b")]
+    times = {
+        cells[0].name: {first: 100.0, second: 103.0, third: 150.0},
+        cells[1].name: {first: 150.0, second: 103.0, third: 100.0},
+    }
+    assert search.winners(cells, times)[search.WIDE] == {1.5: Rule((32, 16), True, False)}
+    del times[cells[1].name][second]  # it did not run there
+    assert search.winners(cells, times)[search.WIDE][1.5].sizes == (16,)
+
+
+def test_rules_have_edges_midway_and_no_repetition() -> None:
+    small, large = Rule((16, 8), True, False), Rule((128, 96, 64), True, True)
+    found = search.rules({1.0: small, 4.0: small, 64.0: large})
+    assert found == [
+        {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "tokens_inner": False},
+        {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "tokens_inner": True},
+    ]
+
+
+def test_decoding_ends_where_tiles_win() -> None:
+    tiles, slotwise = Candidate(FLAGS).name, Candidate().name
+    cells = [cell(tokens) for tokens in (1, 4, 8, 16)]
+    us = {1: (30, 20), 4: (90, 80), 8: (120, 130), 16: (200, 190)}
+    times = {c.name: {tiles: us[c.tokens][0], slotwise: us[c.tokens][1]} for c in cells}
+    assert search.decode_slots(cells, times, search.WIDE) == 24
+    assert search.decode_slots(cells, times, search.NARROW) is None
+
+
+def test_what_was_not_measured_stays() -> None:
+    data = hopper.data()
+    only = cell(4096)
+    times = {only.name: {Candidate(Rule((64, 32, 16), False, True)).name: 9.0}}
+    found = search.merge(data, [only], times, "a GPU", "today")
+    assert found["16-bit"] == [{"rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "tokens_inner": True}]
+    assert found["8-bit"] == data["8-bit"] and found["decode_slots"] == data["decode_slots"]
+    assert (found["gpu"], found["measured"]) == ("a GPU", "today")
+    assert set(data) <= set(found) and data["16-bit"] != found["16-bit"]
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_a_candidate_s_plan_is_the_backend_s(activations: str) -> None:
+    """The rule in use gives the plan in use; another one other tiles, and scratch memory for them."""
+    problem = layer_problem("mxfp4", activations, **SIZES)
+    used = make_plan(problem, 1024)
+    assert used.rule is not None
+    same = plan_of(problem, 1024, Candidate(used.rule))
+    assert [step.source for step in steps(same)] == [step.source for step in steps(used)]
+    other = plan_of(problem, 1024, Candidate(Rule((64, 32), True, False)))
+    assert [tile.tokens for tile in other.product("w13").tiles] == [64, 32]
+    assert not {s.source for s in steps(other)} <= {s.source for s in steps(used)}
+    few = plan_of(problem, 4, Candidate())
+    assert few.decode and few.workspace_bytes > 0
+    assert Layer("it", problem).cell(4).kind == (search.WIDE if activations == "bf16" else search.NARROW)
+
+
+def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, where = tmp_path / "x.cells.json", cell(64)
+    journal = Journal(path)
+    journal.note(where, {"16+8 overlap": 12.5}, {"decode": "does not compile"})
+    again = Journal(path)
+    assert again.knows(where, Candidate(FLAGS)) and again.knows(where, Candidate())
+    assert not again.knows(cell(256), Candidate(FLAGS))
+    again.note(where, {"8": 11.0}, {})
+    assert json.loads(path.read_text())["times"][where.name] == {"16+8 overlap": 12.5, "8": 11.0}
+    assert [file.name for file in tmp_path.iterdir()] == ["x.cells.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [(("--device", "cpu"), "nothing to tune"), (("--out", "nowhere/x.json"), "no such folder")]
+)
+def test_not_used_right(words: tuple[str, str], why: str) -> None:
+    done = CliRunner().invoke(app, ["tune", "--shape", "4,256,256,2", *words])
+    assert done.exit_code == 2 and why in done.output
