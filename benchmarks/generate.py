@@ -27,7 +27,7 @@ from colibri.integrations.live import pack_experts
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 THEIRS = ("eager", "grouped_mm")
-OURS = ("mxfp4:bf16", "mxfp4:fp8", "int4-g128:bf16")
+OURS = ("mxfp4:bf16", "int4-g128:bf16")
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3-30b-a3b": {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--ours", default=",".join(OURS))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", help="of the library, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     batches = [int(batch) for batch in chosen.batches.split(",")]
@@ -58,7 +59,7 @@ def main() -> None:
         shape = SHAPES[chosen.shape]
         sizes = {"hidden": shape["hidden_size"], "intermediate": shape["moe_intermediate_size"]}
         sizes |= {"experts": shape["num_experts"], "top_k": shape["num_experts_per_tok"]}
-        prebuild(chosen.ours.split(","), [32, *batches, *(batch * chosen.prompt for batch in batches)], **sizes)
+        prebuild(chosen.ours.split(","), [*batches, *(batch * chosen.prompt for batch in batches)], **sizes)
     rows: list[dict[str, Any]] = []
     for name in (*THEIRS, *chosen.ours.split(",")):
         model, experts = make(name, chosen)
@@ -108,7 +109,7 @@ def make(name: str, chosen: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if name in THEIRS:
         held = sum(t.nbytes for n, t in model.named_parameters() if ".experts." in n)
         return model, {"backend": "transformers", "expert_bytes": held}
-    probe = torch.arange(1, 33, device=chosen.device).unsqueeze(0)
+    probe = torch.arange(1, 1 + chosen.prompt, device=chosen.device).unsqueeze(0)
     with torch.no_grad():
         dense = model(probe).logits.float()
         spec, _, activations = name.rpartition(":")
@@ -161,7 +162,7 @@ def save(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     words = " ".join(Path(word).name for word in sys.argv[1:])
     document = {
         "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
-        "commit": commit(),
+        "commit": chosen.commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
             "device": torch.cuda.get_device_name() if cuda else platform.machine(),

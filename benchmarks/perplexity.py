@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of all but the experts, where they are quantised")
     parser.add_argument("--tokens", type=int, help="only so many of the text")
     parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--commit", help="of the library, where git cannot tell")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -162,7 +163,7 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
     words = " ".join(Path(word).name for word in sys.argv[1:])
     document = {
         "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
-        "commit": commit(),
+        "commit": chosen.commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
             "device": torch.cuda.get_device_name() if cuda else platform.machine(),
