@@ -5,31 +5,44 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0; platform_system == 'Linux'
 JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU kernels are built with the package where there is a C++ compiler, and left out where there is none.
 BUILT_FROM := pyproject.toml setup.py $(wildcard src/colibri/native/*.cpp src/colibri/native/*.h src/colibri/native/build.py)
 
-.PHONY: help demo test test-O lint format clean
+.PHONY: help demo test test-O lint format kernels wheel clean
 
 help:
 	@echo "make demo    a real language model as a quantised mixture of experts: look at it, ask it, measure it"
 	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
 	@echo "make test-O  the tests under python -O: nothing may hang on an assert"
 	@echo "make lint    linters only"
+	@echo "make kernels compile the GPU kernels into the user's cache; needs no GPU"
+	@echo "make wheel   a wheel in dist that carries them compiled"
 	@echo "make clean   remove the virtual environment and caches"
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m colibri.demo
 
-test: lint
+test: lint kernels
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 # Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not.
 test-O: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS)
+
+# What the cache has is not compiled again. Where there is no Triton, tests that need it say so and are skipped.
+kernels: $(VENV)/.installed-dev
+	@echo "== kernels"
+	@if $(BIN)/python -c 'import triton' 2>/dev/null; then $(BIN)/colibri kernels build --jobs $(JOBS); fi
+
+wheel: $(VENV)/.installed-dev
+	@$(BIN)/colibri kernels build --jobs $(JOBS) --ship
+	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+	@$(BIN)/python -m pytest tests/null/test_wheel.py
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"
@@ -57,6 +70,7 @@ $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@echo "== colibri and what its tests need"
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
