@@ -17,7 +17,7 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard src/colibri/native/*.cpp src/co
 help:
 	@echo "make demo    a real language model as a quantised mixture of experts: look at it, ask it, measure it"
 	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
-	@echo "make test-O  the tests under python -O: nothing may hang on an assert"
+	@echo "make test-O  the unit tests under python -O: nothing may hang on an assert"
 	@echo "make lint    linters only"
 	@echo "make kernels compile the GPU kernels into the user's cache; needs no GPU"
 	@echo "make wheel   a wheel in dist that carries them compiled"
@@ -30,9 +30,11 @@ test: lint kernels
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not.
+# Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not. Whole models, ranks and
+# interpreted kernels would only repeat what the units below them show.
 test-O: $(VENV)/.installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS)
+	@echo "== tests under -O"
+	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/null tests/backend --ignore tests/null/test_hopper_rows.py
 
 # What the cache has is not compiled again. Where there is no Triton, tests that need it say so and are skipped.
 kernels: $(VENV)/.installed-dev
