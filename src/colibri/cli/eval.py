@@ -11,6 +11,7 @@ from rich.console import Console
 from colibri.cli import console as ui
 from colibri.cli import models
 from colibri.cli.console import Json
+from colibri.cli.env import describe
 from colibri.errors import SpecError
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ def evaluate(
             "batch": batch,
         })  # fmt: skip
     if as_json:
-        ui.print_json({"path": str(path), "variants": found})
+        given = {"text": text, "questions": questions, "examples": examples}
+        options = {name: None if file is None else file.name for name, file in given.items()}
+        options |= {"shots": shots, "limit": limit, "window": window, "stride": stride, "answer_tokens": answer_tokens}
+        ui.print_json({"path": str(path), "options": options, "machine": describe(), "variants": found})
     else:
         _show(found, ui.console())
 
