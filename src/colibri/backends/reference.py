@@ -20,7 +20,11 @@ from colibri.problem import BATCH_INVARIANT, Device, Problem
 from colibri.quant import ActivationSpec
 
 _LAYOUT = PlainLayout()
-_CPU_GFLOPS, _GPU_GFLOPS = 50.0, 20_000.0  # rough fp32 rates, for ordering backends only
+# Rough fp32 rates, what dequantising a weight costs in products, and the calls of torch for an expert: for
+# ordering backends only.
+_CPU_GFLOPS, _GPU_GFLOPS = 50.0, 20_000.0
+_CPU_EXPANDING, _GPU_EXPANDING = 300, 10
+_EXPERT_US = 200.0
 
 
 class Reference(Backend):
@@ -36,8 +40,9 @@ class Reference(Backend):
         slots = tokens * problem.top_k
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
         activated = min(problem.experts, slots)
-        rate = _CPU_GFLOPS if device.kind == "cpu" else _GPU_GFLOPS
-        estimate = (2 * slots * elements + 10 * activated * elements) / rate / 1e3
+        cpu = device.kind == "cpu"
+        rate, expanding = (_CPU_GFLOPS, _CPU_EXPANDING) if cpu else (_GPU_GFLOPS, _GPU_EXPANDING)
+        estimate = (2 * slots + expanding * activated) * elements / rate / 1e3 + _EXPERT_US * activated
         return Plan(problem, tokens, estimate, notes=("dequantises each activated expert, multiplies in fp32",))
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:

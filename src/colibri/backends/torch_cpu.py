@@ -23,7 +23,8 @@ from colibri.quant import ALL, DIV, Level, blocks_along
 
 _LAYOUT = PlainLayout()
 _AT_ONCE = 1 << 21  # weights expanded together: about what stays in a core's caches
-_GFLOPS, _EXPANDING = 50.0, 4  # a rough fp32 rate, and what expanding a weight costs: for ordering backends only
+# A rough fp32 rate, what expanding a weight costs in products, and the calls of torch for an expert.
+_GFLOPS, _EXPANDING, _EXPERT_US = 50.0, 100, 100.0
 
 
 class TorchCpu(Backend):
@@ -44,7 +45,7 @@ class TorchCpu(Backend):
         slots = tokens * problem.top_k
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
         activated = min(problem.experts, slots)
-        estimate = (2 * slots + _EXPANDING * activated) * elements / _GFLOPS / 1e3
+        estimate = (2 * slots + _EXPANDING * activated) * elements / _GFLOPS / 1e3 + _EXPERT_US * activated
         notes = ("looks up the codes of activated experts, multiplies in fp32",)
         return Plan(problem, tokens, estimate, 4 * _AT_ONCE, notes)
 

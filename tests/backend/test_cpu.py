@@ -1,0 +1,186 @@
+"""The CPU kernels, level by level: right everywhere, whatever the threads, and from several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from colibri import native, oracle
+from colibri.activation import Activation
+from colibri.backends.cpu import BACKEND, Cpu
+from colibri.backends.reference import BACKEND as REFERENCE
+from colibri.bench.workload import Weights, batches
+from colibri.dispatch import Contiguous, Indexed
+from colibri.dtypes import CODEBOOK
+from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
+from colibri.layout import MatrixShape
+from colibri.native.abi import Level
+from colibri.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from colibri.testing import judge
+from colibri.testing.layers import layer_problem
+
+CPU = Device("cpu")
+LIBRARY = native.library()
+LEVELS = () if LIBRARY is None else LIBRARY.levels
+CASES = {case.name: case for case in judge.cases()}
+# Relative error of the worst row against the reference, by how inputs come: docs/numerics.md states them.
+BOUNDS = {"bf16": 4e-3, "int8": 6e-3}  # of quantised inputs some may round the other way
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native.state().why)
+
+
+@cache
+def truth(name: str) -> Tensor:
+    return judge.truth(CASES[name])
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_level_computes_every_case(name: str, level: Level) -> None:
+    backend, case = Cpu(level), CASES[name]
+    reasons = list(backend.check(case.problem, CPU))
+    if reasons:
+        pytest.skip("; ".join(map(str, reasons)))
+    judge.compare(case, judge.compute(backend, case, judge.pack(backend, case, CPU), CPU), truth(name))
+
+
+class Work:
+    """A layer of real width with the reference's results."""
+
+    def __init__(self, spec: str, activations: str, tokens: int) -> None:
+        activation = Activation("swigluoai", limit=7.0) if tokens == 5 else Activation()
+        self.problem = layer_problem(
+            spec,
+            activations,
+            hidden=1024,
+            intermediate=384,
+            experts=6,
+            top_k=3,
+            bias=tokens == 5,
+            activation=activation,
+        )
+        self.weights = Weights(self.problem, torch.device("cpu"))
+        self.packed = self.weights.packed(BACKEND.layout(self.problem))
+        self.batch = batches(self.problem, tokens, "uniform", 1, torch.device("cpu"))[0]
+
+    def run(self, backend: Cpu) -> Tensor:
+        plan = backend.plan(self.problem, self.batch.x.shape[0], CPU)
+        dispatch = Indexed(self.batch.ids, self.batch.weights)
+        return backend.run(plan, self.batch.x, dispatch, self.packed, torch.full_like(self.batch.x, torch.nan))
+
+    def reference(self) -> Tensor:
+        plan = REFERENCE.plan(self.problem, 1, CPU)
+        packed = self.weights.packed(REFERENCE.layout(self.problem))
+        out = torch.empty(self.batch.x.shape, dtype=torch.float32)
+        return REFERENCE.run(plan, self.batch.x, Indexed(self.batch.ids, self.batch.weights), packed, out)
+
+
+@cache
+def work(spec: str, activations: str = "bf16", tokens: int = 3) -> Work:
+    return Work(spec, activations, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("activations", BOUNDS)
+@pytest.mark.parametrize("spec", ["int4-g32", "int4-g128-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8-block"])
+def test_worst_row_against_the_reference(spec: str, activations: str, tokens: int) -> None:
+    """Every level; 40 tokens give an expert about 20 rows, enough for tiles."""
+    made = work(spec, activations, tokens)
+    want = made.reference()
+    for level in LEVELS:
+        got = made.run(Cpu(level)).float()
+        error = ((got - want).norm(dim=1) / want.norm(dim=1)).max()
+        codebook = made.problem.w13.spec.dtype.kind == CODEBOOK  # whose entries are rounded to 14 bits
+        bound = 1e-2 if codebook and activations == "int8" else BOUNDS[activations]
+        assert error <= bound, f"{level}: {error:.1e}"
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_threads_do_not_change_bits(level: Level) -> None:
+    before = torch.get_num_threads()
+    try:
+        for activations in BOUNDS:
+            for tokens in (1, 40):
+                results = []
+                for threads in (1, 2, 3):
+                    torch.set_num_threads(threads)
+                    results.append(work("int4-g32", activations, tokens).run(Cpu(level)))
+                assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_two_layers_from_two_threads_at_once(level: Level) -> None:
+    layers = [work("int4-g32", "bf16", 40), work("mxfp4", "int8", 40)]
+    alone = [layer.run(Cpu(level)) for layer in layers]
+    together: list[list[Tensor]] = [[], []]
+
+    def repeat(which: int) -> None:
+        for _ in range(8):
+            together[which].append(layers[which].run(Cpu(level)))
+
+    threads = [threading.Thread(target=repeat, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which in (0, 1):
+        assert len(together[which]) == 8
+        assert all(torch.equal(result, alone[which]) for result in together[which])
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("activations", ["bf16", "int8", "fp8", "int8-static", "fp8-static", "int8-g64"])
+def test_linears(level: Level, activations: str) -> None:
+    problem = Problem(
+        MatrixShape(200, 256, parse_spec("int4-g64-zp"), bias=True), None, 1, 1, 1,
+        activations=parse_activation(activations), dispatch=CONTIGUOUS,
+    )  # fmt: skip
+    weights = Weights(problem, torch.device("cpu"))
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for backend in (Cpu(level), REFERENCE):
+        packed = weights.packed(backend.layout(problem))
+        plan = backend.plan(problem, 7, CPU)
+        results.append(backend.run(plan, x, Contiguous(torch.tensor([0, 7])), packed, torch.empty(7, 200)))
+    assert ((results[0] - results[1]).norm(dim=1) / results[1].norm(dim=1)).max() <= 1e-4
+
+
+def test_rows_may_lie_apart() -> None:
+    made = work("mxfp4", "bf16", 5)
+    want = made.run(BACKEND)
+    wide, out = torch.zeros(5, 2048, dtype=torch.bfloat16), torch.full((5, 1030), torch.nan, dtype=torch.bfloat16)
+    wide[:, 512:1536] = made.batch.x
+    plan = BACKEND.plan(made.problem, 5, CPU)
+    dispatch = Indexed(made.batch.ids, made.batch.weights)
+    BACKEND.run(plan, wide[:, 512:1536], dispatch, made.packed, out[:, 3:1027])
+    assert torch.equal(out[:, 3:1027], want)
+    assert out[:, :3].isnan().all() and out[:, 1027:].isnan().all()
+
+
+def test_no_tokens_is_no_work() -> None:
+    made = work("mxfp4", "bf16", 5)
+    none = Indexed(made.batch.ids[:0], made.batch.weights[:0])
+    out = BACKEND.run(BACKEND.plan(made.problem, 0, CPU), made.batch.x[:0], none, made.packed, made.batch.x[:0].clone())
+    assert out.shape == (0, 1024)
+
+
+def test_it_is_chosen_on_cpus_and_says_why_not_elsewhere() -> None:
+    problem = layer_problem("mxfp4", hidden=2048, intermediate=768, experts=128, top_k=8)
+    for tokens in (1, 16, 512) if max(LEVELS) > Level.PORTABLE else (1,):  # torch is faster with many rows
+        assert oracle.select(problem, CPU, tokens=tokens).backend.name == "cpu"
+
+    def reasons(changed: Problem, device: Device = CPU) -> str:
+        return "; ".join(map(str, BACKEND.check(changed, device)))
+
+    assert "CPUs only" in reasons(problem, Device("cuda", 90))
+    assert "order of sums" in reasons(replace(problem, order=BATCH_INVARIANT))
+    assert "mxfp4 activations" in reasons(replace(problem, activations=ACTIVATIONS["mxfp4"]))
+    dense = layer_problem("bf16", hidden=64, intermediate=64, experts=2, top_k=1)
+    assert "not quantised" in reasons(dense)
+    assert oracle.select(dense, CPU).backend.name == "torch-cpu"
