@@ -49,10 +49,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return fake
 
 
+def addresses(call: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in call.items()}
+
+
 def run(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.Program:
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
     program = bound.Program(make_plan(problem, tokens), layer.weights, torch.device("cpu"), 0)
-    program.run(tokens, call, 0)
+    program.run(tokens, addresses(call))
     assert all(launch._config.gx > 0 for launch in program.launches)
     for name, slots in program.pointers.items():
         assert {slot.value for slot in slots} == {call[name].data_ptr()}
@@ -71,7 +75,7 @@ def test_a_call_stores_pointers_and_launches(gpu: FakeDriver, activations: str, 
     program = run(small(activations), tokens, call)
     assert gpu.launched == launches and {"ids", "out"} <= set(program.pointers)
     moved = {name: tensor.clone() for name, tensor in call.items()}
-    program.run(max(1, tokens // 2), moved, 0)
+    program.run(max(1, tokens // 2), addresses(moved))
     assert gpu.launched == 2 * launches
     assert {slot.value for slot in program.pointers["out"]} == {moved["out"].data_ptr()}
 
@@ -106,7 +110,7 @@ def test_inputs_with_facts_of_their_experts(gpu: FakeDriver) -> None:
 
 def test_arguments_keep_their_place(gpu: FakeDriver) -> None:
     values = [("map", bytes(range(128))), ("pointer", (7).to_bytes(8, "little")), ("count", (5).to_bytes(4, "little"))]
-    launch = driver.Launch(1, 256, 0, values, False, {})
+    launch = driver.Launch(1, 256, 0, 0, values, False, {})
     launch.pointer_slot("pointer").value = 99
     assert launch.integer_slot("count").value == 5
     assert ctypes.string_at(launch.address["map"], 128) == bytes(range(128))

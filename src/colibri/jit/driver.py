@@ -7,7 +7,7 @@ once, the driver's own call is a few. A layer makes up to a dozen launches.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -91,14 +91,14 @@ def encode_map(
 
 
 class Launch:
-    """One kernel with its parameters laid out in memory: changing an argument is one store.
+    """One kernel on one stream with its parameters laid out in memory: changing an argument is one store.
 
     `values` are (name, bytes): a pointer, an integer, a float, a tensor map. Addresses of parameters
     never move, so the driver is always handed the same array.
     """
 
     def __init__(
-        self, function: int, threads: int, shared: int, values: list[tuple[str, bytes]], dependent: bool,
+        self, function: int, threads: int, shared: int, stream: int, values: list[tuple[str, bytes]], dependent: bool,
         maps: Mapping[str, Mapping[str, object]],
     ) -> None:  # fmt: skip
         self.maps = maps  # what each tensor-map argument looks like
@@ -114,14 +114,13 @@ class Launch:
             at += -(-len(value) // 64) * 64
         attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
         self._attribute = attribute
-        self._config = _Config(1, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute), int(dependent))
-        self._arguments: tuple[Any, ...] = (
+        self._config = _Config(1, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(dependent))
+        self.arguments: tuple[Any, ...] = (  # of `launch`
             ctypes.c_void_p(ctypes.addressof(self._config)),
             ctypes.c_void_p(function),
             ctypes.c_void_p(ctypes.addressof(self._pointers)),
             None,
         )
-        self._call = library().cuLaunchKernelEx
 
     def pointer_slot(self, name: str) -> ctypes.c_uint64:
         """A view of a 64-bit argument: assigning its `value` changes the argument."""
@@ -134,7 +133,23 @@ class Launch:
         self._config.gx, self._config.gy = x, y
 
     def __call__(self, stream: int) -> None:
-        self._config.stream = stream
-        code = self._call(*self._arguments)
+        """Launch alone, on any stream."""
+        own, self._config.stream = self._config.stream, stream
+        code = launcher()(*self.arguments)
+        self._config.stream = own
         if code:
-            _check(code, "launching a kernel")
+            launched(code)
+
+
+def launcher() -> Callable[..., int]:
+    """The driver's call: with the `arguments` of a launch it gives an error code, 0 for none.
+
+    Bare, because a layer makes it up to a dozen times and a Python function around it would cost as much again.
+    """
+    found: Callable[..., int] = library().cuLaunchKernelEx
+    return found
+
+
+def launched(code: int) -> None:
+    """Raise what a launch gave that was not 0."""
+    _check(code, "launching a kernel")

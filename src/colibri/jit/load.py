@@ -7,8 +7,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from colibri.jit.build import binary
 from colibri.jit.compile import SCRATCH_POINTERS, Binary, Desc, Source
 from colibri.jit.driver import MAP_BYTES, Launch, encode_map, load_function
@@ -19,9 +17,9 @@ _functions: dict[tuple[Source, int], tuple[int, Binary]] = {}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A row-major tensor behind a tensor-map argument."""
+    """A row-major tensor behind a tensor-map argument, by its address: nothing here keeps it alive."""
 
-    tensor: Tensor
+    pointer: int
     shape: tuple[int, ...]
 
     @property
@@ -45,8 +43,8 @@ def function(source: Source, device: int) -> tuple[int, Binary]:
     return _functions[key]
 
 
-def prepare(source: Source, device: int, values: Mapping[str, Value], *, dependent: bool) -> Launch:
-    """A launch with every argument set; 0 stands for a pointer or a tensor that is set later."""
+def prepare(source: Source, device: int, stream: int, values: Mapping[str, Value], *, dependent: bool) -> Launch:
+    """A launch on a stream with every argument set; 0 stands for a pointer or a tensor that is set later."""
     handle, compiled = function(source, device)
     laid_out: list[tuple[str, bytes]] = []
     maps: dict[str, Mapping[str, object]] = {}
@@ -65,7 +63,7 @@ def prepare(source: Source, device: int, values: Mapping[str, Value], *, depende
             laid_out.append((name, struct.pack("Q", value)))
         else:
             laid_out.append((name, struct.pack("f" if kind == "fp32" else "i", value)))
-    return Launch(handle, compiled.threads, compiled.shared, [*laid_out, *_SCRATCH], dependent, maps)
+    return Launch(handle, compiled.threads, compiled.shared, stream, [*laid_out, *_SCRATCH], dependent, maps)
 
 
 def set_map(launch: Launch, name: str, matrix: Matrix) -> None:
@@ -78,5 +76,5 @@ def _tensor_map(matrix: Matrix, facts: Mapping[str, object]) -> bytes:
     at = -(-ctypes.addressof(room) // 64) * 64
     box, item, swizzle = facts["block_size"], facts["elem_size"], facts["swizzle"]
     assert isinstance(box, list) and isinstance(item, int) and isinstance(swizzle, int)
-    encode_map(matrix.tensor.data_ptr(), item, matrix.shape, matrix.strides, tuple(box), swizzle, at)
+    encode_map(matrix.pointer, item, matrix.shape, matrix.strides, tuple(box), swizzle, at)
     return ctypes.string_at(at, MAP_BYTES)

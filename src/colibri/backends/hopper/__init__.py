@@ -61,48 +61,45 @@ class Hopper(Backend):
         if tokens == 0:
             return out
         stream = torch._C._cuda_getCurrentRawStream(x.device.index or 0)
-        key = (id(plan), stream, *(packed["codes"].data_ptr() for packed in weights.values()))
+        key = (id(plan), stream, *[packed["codes"].data_ptr() for packed in weights.values()])
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = Program(plan, weights, x.device, stream)
-        program.run(tokens, call, stream)
+        program.run(tokens, call)
         return out
 
 
-def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[str, Tensor]:
-    """The caller's tensors by name; raises where they are not what the kernels take for granted."""
-    given = _dispatched(plan, x, dispatch)
-    wanted = {
-        "x": plan.problem.input.storage,
-        "out": plan.problem.input.storage,
-        **{n: t for n, (_, t) in given.items()},
-    }
-    call = {"x": x, "out": out, **{name: tensor for name, (tensor, _) in given.items()}}
-    for name, tensor in call.items():
-        if tensor.dtype != wanted[name]:
-            raise LaunchError(f"{name} has another dtype", expected=wanted[name], got=tensor.dtype)
+def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[str, int]:
+    """Addresses of the caller's tensors; raises where they are not what the kernels take for granted."""
+    wide = plan.problem.input.storage
+    call: dict[str, int] = {}
+    for name, tensor, dtype in (("x", x, wide), ("out", out, wide), *_dispatched(plan, x, dispatch)):
+        pointer = call[name] = tensor.data_ptr()
+        if tensor.dtype != dtype:
+            raise LaunchError(f"{name} has another dtype", expected=dtype, got=tensor.dtype)
         if not tensor.is_contiguous():
             raise LaunchError("the kernels take contiguous tensors", got=name)
-        if name != "edges" and tensor.data_ptr() % 16:
+        if pointer % 16 and name != "edges":
             raise LaunchError("the kernels take tensors that start at a multiple of 16 bytes", got=name)
     return call
 
 
-def _dispatched(plan: HopperPlan, x: Tensor, dispatch: Dispatch) -> dict[str, tuple[Tensor, torch.dtype]]:
+def _dispatched(plan: HopperPlan, x: Tensor, dispatch: Dispatch) -> tuple[tuple[str, Tensor, torch.dtype], ...]:
     """What says where rows go, and the dtype it must have."""
     experts = plan.problem.experts
     if isinstance(dispatch, Indexed) and plan.work == INDEXED:
-        if dispatch.ids.shape != (x.shape[0], plan.problem.top_k) or dispatch.weights.shape != dispatch.ids.shape:
-            raise LaunchError("ids and weights do not fit the rows", got=f"{list(dispatch.ids.shape)}")
-        return {"ids": (dispatch.ids, torch.int32), "weights": (dispatch.weights, torch.float32)}
+        ids, weights = dispatch.ids, dispatch.weights
+        if ids.shape != (x.shape[0], plan.problem.top_k) or weights.shape != ids.shape:
+            raise LaunchError("ids and weights do not fit the rows", got=f"{list(ids.shape)}")
+        return ("ids", ids, torch.int32), ("weights", weights, torch.float32)
     if isinstance(dispatch, Contiguous) and plan.work in (CONTIGUOUS, SINGLE):
         if dispatch.offsets.shape != (experts + 1,):
             raise LaunchError("offsets do not fit", expected=f"{experts + 1} of them", got=list(dispatch.offsets.shape))
-        return {"edges": (dispatch.offsets, torch.int64)}
+        return (("edges", dispatch.offsets, torch.int64),)
     if isinstance(dispatch, Batched) and plan.work == BATCHED:
         if dispatch.counts.shape != (experts,) or x.shape[0] != experts:
             raise LaunchError("counts do not fit", expected=f"{experts} of them", got=list(dispatch.counts.shape))
-        return {"edges": (dispatch.counts, torch.int32)}
+        return (("edges", dispatch.counts, torch.int32),)
     raise LaunchError(f"this plan is for {plan.work} work", got=type(dispatch))
 
 

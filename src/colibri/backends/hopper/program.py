@@ -16,7 +16,7 @@ from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
 from colibri.backends.hopper.steps import steps
-from colibri.jit.driver import Launch
+from colibri.jit.driver import Launch, launched, launcher
 from colibri.jit.load import Matrix, prepare, set_map
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
@@ -44,26 +44,31 @@ class Program:
         self.tokens = -1
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
-        self.launches = [self._bind(step, tensors) for step in steps(plan)]
+        self.launches = [self._bind(step, stream, tensors) for step in steps(plan)]
+        self.arguments = [launch.arguments for launch in self.launches]
+        self.go = launcher()
 
-    def run(self, tokens: int, call: Mapping[str, Tensor], stream: int) -> None:
-        """Launch for this call's tensors: "x", "out", and "ids" and "weights" or "edges"."""
+    def run(self, tokens: int, call: Mapping[str, int]) -> None:
+        """Launch for this call's tensors, by their addresses: "x", "out", and "ids" and "weights" or "edges"."""
         if tokens != self.tokens:
             for resize in self.resizers:
                 resize(tokens)
             self.tokens = tokens
         for name, slots in self.pointers.items():
-            pointer = call[name].data_ptr()
+            pointer = call[name]
             for slot in slots:
                 slot.value = pointer
-        if self.mapped and self.mapped_at != (call["x"].data_ptr(), tokens):
-            self.mapped_at = (call["x"].data_ptr(), tokens)
+        if self.mapped and self.mapped_at != (call["x"], tokens):
+            self.mapped_at = (call["x"], tokens)
             for launch, name in self.mapped:
                 set_map(launch, name, Matrix(call["x"], (tokens, self.plan.problem.hidden)))
-        for launch in self.launches:
-            launch(stream)
+        go = self.go
+        for arguments in self.arguments:
+            code = go(*arguments)
+            if code:
+                launched(code)
 
-    def _bind(self, step: Step, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
+    def _bind(self, step: Step, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
         """Names to addresses. Every launch may start before its predecessor ends, whoever launched that: kernels
         wait for it themselves before they touch what it wrote.
 
@@ -75,7 +80,7 @@ class Program:
                 values[name] = _address(value, tensors)
             else:
                 values[name] = 0 if callable(value) else value
-        launch = prepare(step.source, self.device, values, dependent=self.overlap)
+        launch = prepare(step.source, self.device, stream, values, dependent=self.overlap)
         for name, value in step.values.items():
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
                 self.mapped.append((launch, name))
@@ -113,7 +118,7 @@ def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
     if ref.mapped is None:
         return tensor.data_ptr() + ref.offset
     count = tensor.numel()
-    return Matrix(tensor, (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
+    return Matrix(tensor.data_ptr(), (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
 
 
 def _follow(slot: ctypes.c_int32, value: Callable[[int], int]) -> Callable[[int], None]:
