@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
-from colibri.backends.hopper.plan import make_plan
+from colibri.backends.hopper.plan import HopperPlan, make_plan
 from colibri.backends.hopper.steps import steps
-from colibri.bench.tuning import Journal, Layer, plan_of
+from colibri.bench import tuning
+from colibri.bench.steady import Steady
+from colibri.bench.tuning import Journal, Layer, Search, plan_of
+from colibri.bench.workload import Batch
 from colibri.cli.main import app
 from colibri.testing.layers import layer_problem
 from colibri.tune import hopper, search
@@ -117,3 +123,41 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_not_used_right(words: tuple[str, str], why: str) -> None:
     done = CliRunner().invoke(app, ["tune", "--shape", "4,256,256,2", *words])
     assert done.exit_code == 2 and why in done.output
+
+
+class Stopwatch:
+    """Times a plan by the size of its first tile: 32 is the fastest, overlapping saves a tenth."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.asked: list[str] = []
+
+    def measure(self, contestants: Mapping[str, object]) -> dict[str, Steady]:
+        self.asked += contestants
+        return {name: Steady((self._us(search.parse(name)),)) for name in contestants}
+
+    def _us(self, candidate: Candidate) -> float:
+        rule = candidate.rule
+        return 99.0 if rule is None else (100 + abs(rule.sizes[0] - 32)) * (0.9 if rule.overlap else 1.0)
+
+
+def wrong_with_24(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
+    return torch.ones_like(out) * (1 + (plan.product("w13").tiles[0].tokens == 24))
+
+
+def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, launches and clocks need a GPU; what is asked of them, and what becomes of the answers, does not."""
+    problem = layer_problem("mxfp4", "bf16", hidden=256, intermediate=128, experts=8, top_k=2)
+    monkeypatch.setattr(tuning, "Windows", Stopwatch)
+    monkeypatch.setattr(tuning, "build_all", lambda sources: {})
+    monkeypatch.setattr(tuning, "_run", wrong_with_24)
+    path, said = tmp_path / "it.cells.json", list[str]()
+    hunt = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
+    hunt.run(said.append)
+    (where,) = hunt.cells
+    times, failed = hunt.journal.times[where.name], hunt.journal.failed[where.name]
+    assert search.best_of(times) == "32+16 overlap" and "32+16" in times and "32+16 overlap inner" in times
+    assert {why for name, why in failed.items() if name.startswith("24")} == {"another result"}
+    assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {12.0: Rule((32, 16), True, False)}
+    again = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
+    again.run(said.append)
+    assert again.windows.asked == []  # type: ignore[attr-defined]

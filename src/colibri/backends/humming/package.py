@@ -156,7 +156,6 @@ class Experts:
         self.problem, self.way = problem, way
         self.matrices = (matrices["w13"], matrices["w2"])
         self._tuned: dict[int, tuple[Tuned, ...]] = {}
-        self._buffers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tuned(self, rows: int) -> tuple[Tuned, ...]:
         """Of both products."""
@@ -182,13 +181,15 @@ class Experts:
     def compute(self, x: Tensor, routed: Routed, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         """The layer from sorted slots to the weighted sum."""
         tokens, top_k = ids.shape
-        wide, narrow, rows = self._scratch(tokens * top_k, x)
+        problem, slots = self.problem, tokens * top_k
+        widths = (problem.w13.n, problem.intermediate, problem.hidden)
+        wide, narrow, rows = (x.new_empty(slots, width) for width in widths)
         order = routed.order
         quantised = _process(
             self.matrices[0], x, **({} if order is None else {"layout": "scatter", "scatter_idx": order})
         )
         self._product(0, *quantised, wide, routed, top_k)
-        kind = {"activation_type": "binary_split", "activation_impl": expression(self.problem.activation)}
+        kind = {"activation_type": "binary_split", "activation_impl": expression(problem.activation)}
         target = {} if self.matrices[1].config.input_quant_mode.should_quantize else {"outputs": narrow}
         self._product(1, *_process(self.matrices[1], wide, **kind, **target), rows, routed, 1)
         return weighted_sum(rows, ids if order is None else order, weights, out, in_order=order is None)
@@ -204,14 +205,6 @@ class Experts:
                 "top_k": per_row,
             }  # fmt: skip
         matrix.product(self.way, x, scale, out, tuned, **how)
-
-    def _scratch(self, rows: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if rows not in self._buffers:
-            problem = self.problem
-            widths = (problem.w13.n, problem.intermediate, problem.hidden)
-            wide, narrow, last = (torch.empty(rows, width, dtype=x.dtype, device=x.device) for width in widths)
-            self._buffers = {rows: (wide, narrow, last)}
-        return self._buffers[rows]
 
 
 def _process(matrix: Matrix, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
