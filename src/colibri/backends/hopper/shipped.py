@@ -19,7 +19,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 def shipped() -> Iterator[Source]:
     """Every kernel of the set, once."""
     seen: set[Source] = set()
-    for problem in _problems():
+    for problem in problems():
         for tokens in TOKENS:
             for step in steps(make_plan(problem, tokens)):
                 if step.source not in seen:
@@ -27,7 +27,7 @@ def shipped() -> Iterator[Source]:
                     yield step.source
 
 
-def _problems() -> Iterator[Problem]:
+def problems() -> Iterator[Problem]:
     for name, activations in SPECS:
         spec = parse_spec(name)
         for hidden, intermediate, experts, top_k in SHAPES:

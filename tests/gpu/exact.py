@@ -1,0 +1,133 @@
+"""Layers whose every step is exact or rounded at one known place, and their results in float64.
+
+Inputs are a few equal numbers among zeros, scales are powers of two, and only a few gates open: so sums need fewer bits
+than the tensor cores keep even for fp8, and a gate is so large or so small that its sigmoid is one or zero. What the
+layer rounds (hidden rows, results of experts, the sum) it rounds to nearest, and so does the judge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from colibri.backends import registry
+from colibri.backends.hopper.plan import HopperPlan
+from colibri.codec import dequantize
+from colibri.dispatch import Indexed
+from colibri.layout import MatrixShape, Packed
+from colibri.problem import Problem
+from colibri.quant import FP8_CHANNEL
+from colibri.testing.layers import plausible_weight
+from colibri.weight import LogicalWeight
+
+OPEN = 6  # hidden features that are not zero
+SPARSE = 24  # inputs of a row that are not zero
+LARGEST = 448.0  # of e4m3: rows of such numbers have the scale 1
+
+
+@dataclass(frozen=True)
+class ExactLayer:
+    """Packed weights of all experts; `distinct` of them differ, their numbers are kept beside."""
+
+    problem: Problem
+    weights: dict[str, Packed]
+    numbers: list[tuple[Tensor, Tensor]]  # w13, w2 in float64
+
+    @property
+    def narrow(self) -> bool:
+        return self.problem.activations.spec == FP8_CHANNEL
+
+
+def make(problem: Problem, distinct: int = 3, device: str = "cuda", backend: str = "hopper") -> ExactLayer:
+    layout = registry()[backend].layout(problem)
+    assert problem.w2 is not None and problem.activation.name == "silu"
+    numbers = []
+    packed = {name: layout.allocate(shape, problem.experts, device) for name, shape in problem.matrices.items()}
+    for expert in range(min(distinct, problem.experts)):
+        tame = problem.activations.spec == FP8_CHANNEL
+        first = exact_weight(problem.w13, expert, device, gated=True, tame=tame)
+        pair = first, exact_weight(problem.w2, 50 + expert, device)
+        numbers.append((dequantize(pair[0]).double(), dequantize(pair[1]).double()))
+        for (name, shape), weight in zip(problem.matrices.items(), pair):
+            layout.pack(shape, weight, {role: tensor[expert] for role, tensor in packed[name].items()})
+    for tensors in packed.values():
+        for tensor in tensors.values():
+            for expert in range(distinct, problem.experts):
+                tensor[expert] = tensor[expert % distinct]
+    return ExactLayer(problem, packed, numbers)
+
+
+def exact_weight(
+    shape: MatrixShape, seed: int, device: str, *, gated: bool = False, tame: bool = False
+) -> LogicalWeight:
+    """Any codes; scales 1 and 2. Gates: all rows but a few are zero, and scales are 2**8 times as large.
+
+    `tame`: the rows of open features are 2, 3 and 4, so that hidden numbers lie within a factor of 16 of each other
+    and are e4m3 numbers of which a few still add exactly in 14 bits.
+    """
+    weight = plausible_weight(shape, seed, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    level = shape.spec.scales[0]
+    power = torch.randint(0, 2, level.shape(shape.n, shape.k), generator=generator, device=device).float()
+    codes = weight.codes
+    if gated:
+        half = shape.n // 2
+        power[:half] += 8
+        codes = codes.clone()
+        opened = torch.randperm(half, generator=generator, device=device)[:OPEN]
+        gates = codes[opened].clone()
+        codes[:half] = shape.spec.dtype.encode(torch.zeros(1)).to(device)
+        codes[opened] = gates
+        if tame:
+            some = shape.spec.dtype.encode(torch.tensor([2.0, 3.0, 4.0])).to(device)
+            rows = torch.cat([opened, half + opened])
+            codes[rows] = some[torch.randint(3, (len(rows), shape.k), generator=generator, device=device)]
+    return replace(weight, codes=codes, scales=(level.dtype.encode(torch.exp2(power)),))
+
+
+def exact_inputs(layer: ExactLayer, tokens: int, seed: int, device: str = "cuda") -> Tensor:
+    """Rows of zeros and a few equal numbers, of either sign where that leaves sums exact."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.zeros(tokens, layer.problem.hidden, device=device)
+    where = torch.randint(layer.problem.hidden, (tokens, SPARSE), generator=generator, device=device)
+    signs = torch.randint(0, 2, (tokens, SPARSE), generator=generator, device=device) * 2.0 - 1
+    x.scatter_(1, where, torch.full_like(signs, LARGEST) if layer.narrow else signs)
+    return x.to(layer.problem.input.storage)
+
+
+def exact_weights_of_slots(routed: Indexed, seed: int) -> Indexed:
+    """Routing weights that are powers of two."""
+    generator = torch.Generator(routed.ids.device).manual_seed(seed)
+    power = torch.randint(-3, 1, routed.ids.shape, generator=generator, device=routed.ids.device)
+    return Indexed(routed.ids, torch.exp2(power.float()))
+
+
+def judge(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Tensor:
+    """What every bit of the result must be."""
+    kind, (tokens, top_k) = x.dtype, routed.ids.shape
+    y = torch.zeros(tokens * top_k, layer.problem.hidden, device=x.device)
+    flat = routed.ids.reshape(-1)
+    for number, (w13, w2) in enumerate(layer.numbers):
+        slots = ((flat >= 0) & (flat % len(layer.numbers) == number)).nonzero().squeeze(1)
+        gate, up = (x[slots // top_k].double() @ w13.t()).chunk(2, 1)
+        h = (gate * torch.sigmoid(gate) * up).to(kind)
+        y[slots] = _second(h, w2, layer.narrow)
+    if not plan.decode:
+        y = y.to(kind).float()
+    weights = torch.where(routed.ids >= 0, routed.weights, torch.zeros_like(routed.weights))
+    total = torch.zeros(tokens, layer.problem.hidden, device=x.device)
+    for choice in range(top_k):
+        total += y.view(tokens, top_k, -1)[:, choice] * weights[:, choice : choice + 1]
+    return total.to(kind)
+
+
+def _second(h: Tensor, w2: Tensor, narrow: bool) -> Tensor:
+    """The second product, fp32; fp8 rows have a scale of their own, as the kernels make it."""
+    if not narrow:
+        return (h.double() @ w2.t()).float()
+    scale = h.float().abs().amax(1, keepdim=True) / LARGEST
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = (h.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (codes.double() @ w2.t()).float() * scale

@@ -1,0 +1,108 @@
+"""The exact tier: every shipped configuration gives the bits of float64, poisoned and guarded; and bits never move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from calls import call, poison_scratch
+from exact import ExactLayer, exact_inputs, exact_weights_of_slots, judge, make
+from torch import Tensor
+
+from colibri.backends import registry
+from colibri.backends.hopper.plan import make_plan
+from colibri.backends.hopper.shipped import TOKENS, problems
+from colibri.dispatch import Indexed
+from colibri.problem import BATCH_INVARIANT, Problem
+from colibri.testing.layers import layer_problem, make_layer, routing
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+SHIPPED = list(problems())
+KINDS = {1: "uniform", 4: "holes", 16: "uniform", 64: "zipf", 256: "one", 1024: "zipf", 4096: "uniform", 16384: "zipf"}
+
+
+def named(problem: Problem) -> str:
+    return f"{problem.w13.spec}-{problem.activations}-{problem.hidden}"
+
+
+@lru_cache(maxsize=1)
+def layer_of(number: int) -> ExactLayer:
+    return make(SHIPPED[number])
+
+
+def lonely(routed: Indexed, experts: int) -> Indexed:
+    """The last expert has one row, the one before it none."""
+    ids = torch.where(routed.ids >= experts - 2, routed.ids - (experts // 2), routed.ids)
+    ids[-1, -1] = experts - 1
+    return Indexed(ids.to(torch.int32).contiguous(), routed.weights)
+
+
+@pytest.mark.parametrize("number", range(len(SHIPPED)), ids=lambda number: named(SHIPPED[number]))
+def test_every_shipped_configuration(number: int) -> None:
+    """Problems and batches are those the set is made from, so every kernel of it runs here."""
+    problem, layer, backend = SHIPPED[number], layer_of(number), registry()["hopper"]
+    for tokens in TOKENS:
+        x = exact_inputs(layer, tokens, tokens)
+        routed = exact_weights_of_slots(lonely(routing(problem, tokens, 1, kind=KINDS[tokens]), problem.experts), 2)
+        plan = make_plan(problem, tokens)
+        call(backend, problem, x, routed, layer.weights, problem.hidden)
+        poison_scratch()
+        got = call(backend, problem, x, routed, layer.weights, problem.hidden)
+        want = judge(layer, plan, x, routed)
+        wrong = (got != want).sum(1)
+        assert not wrong.any(), f"{tokens} tokens: {int((wrong > 0).sum())} rows differ, first {first(got, want)}"
+
+
+def first(got: Tensor, want: Tensor) -> tuple[int, int, float, float]:
+    row, column = (got != want).nonzero()[0].tolist()
+    return row, column, float(got[row, column]), float(want[row, column])
+
+
+def small(spec: str, activations: str, order: str) -> Problem:
+    made = layer_problem(spec, activations, hidden=1024, intermediate=512, experts=16, top_k=4)
+    return replace(made, order=order)
+
+
+FORMS = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"), ("int4-g128", "fp8")]
+
+
+@pytest.mark.parametrize(("spec", "activations"), FORMS)
+@pytest.mark.parametrize("tokens", [1, 4, 48, 300, 2000])
+def test_fast_repeats_its_bits(spec: str, activations: str, tokens: int) -> None:
+    problem = small(spec, activations, "fast")
+    layer = make_layer(problem, "hopper")
+    x, routed = torch.randn(tokens, 1024, device="cuda").bfloat16(), routing(problem, tokens, 3)
+    want, same = layer(x, routed), torch.ones((), dtype=torch.bool, device="cuda")
+    for _ in range(100):
+        same &= (layer(x, routed) == want).all()
+    assert bool(same)
+
+
+@pytest.mark.parametrize(("spec", "activations"), FORMS)
+def test_a_row_does_not_know_its_batch(spec: str, activations: str) -> None:
+    """Every batch up to 256, some up to 4096; rows alone, and all of them in another order."""
+    problem = small(spec, activations, BATCH_INVARIANT)
+    layer = make_layer(problem, "hopper")
+    x, routed = torch.randn(4096, 1024, device="cuda").bfloat16(), routing(problem, 4096, 5)
+    whole, same = layer(x, routed), torch.ones((), dtype=torch.bool, device="cuda")
+    for rows in batches(4096):
+        part = Indexed(routed.ids[rows].contiguous(), routed.weights[rows].contiguous())
+        same &= (layer(x[rows].contiguous(), part) == whole[rows]).all()
+    assert bool(same)
+
+
+def batches(most: int) -> Iterator[Tensor]:
+    everything = torch.arange(most, device="cuda")
+    for tokens in [*range(1, 257), 300, 511, 777, 1024, 1500, 2048, 3000, most]:
+        yield everything[:tokens]
+    for row in (0, 1, 77, most - 1):
+        yield everything[row : row + 1]
+    order = torch.randperm(most, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    yield order
+    yield order[:200]
