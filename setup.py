@@ -7,6 +7,7 @@ src/colibri/native/build.py, which is run here by its path: colibri itself canno
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +21,7 @@ NATIVE = Path(__file__).parent / "src" / "colibri" / "native"
 def _load_build() -> ModuleType:
     spec = importlib.util.spec_from_file_location("colibri_native_build", NATIVE / "build.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
