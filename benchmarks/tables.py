@@ -1,0 +1,218 @@
+"""Fill the tables and pictures of README.md from the files in benchmarks/results: no figure is typed by hand.
+
+    python benchmarks/tables.py            rewrites README.md
+    python benchmarks/tables.py --check    says whether it is what the files make it
+
+A block begins with `<!-- results: NAME -->` and ends with `<!-- end -->`. Every function below that has the name of a
+block makes its text. Files that a run has not written yet leave their part out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+SHAPE, SPEC, ACTIVATIONS, DEVICE = "qwen3-30b-a3b", "mxfp4", "fp8", "sm_80"  # what `explain` is shown on
+INSTALLED = ("library", "package", "triton")  # reasons that say what a machine lacks
+
+
+def main() -> None:
+    before = README.read_text(encoding="utf-8")
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        sys.exit(
+            0 if before == after else "README.md is not what benchmarks/results makes it: run benchmarks/tables.py"
+        )
+    README.write_text(after, encoding="utf-8")
+
+
+def filled(text: str) -> str:
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}{match[3]}", text)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> str:
+    """Markdown; the first column to the left, figures to the right."""
+    lines = [f"| {' | '.join(head)} |", "|" + "|".join("---" if i == 0 else "---:" for i in range(len(head))) + "|"]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join(lines) + "\n" + (f"\n{note}\n" if note else "")
+
+
+def record(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def source(*names: str) -> str:
+    return ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
+
+
+def explain() -> str:
+    """What `colibri explain` says of one question, less what only depends on what is installed here."""
+    from colibri import oracle
+    from colibri.grammar import parse_activation, parse_spec
+    from colibri.problem import parse_device
+    from colibri.shapes import parse_shape
+
+    problem = parse_shape(SHAPE).problem(parse_spec(SPEC), parse_activation(ACTIVATIONS), tp=1)
+    choice = oracle.explain(problem, parse_device(DEVICE))
+    lines = [f"$ colibri explain --shape {SHAPE} --weights {SPEC} --activations {ACTIVATIONS} --device {DEVICE}"]
+    for verdict in choice.verdicts:
+        taken = choice.chosen is not None and verdict.backend is choice.chosen.backend
+        reasons = [reason for reason in verdict.reasons if reason.code not in INSTALLED]
+        words = (
+            "; ".join(map(str, reasons)) if verdict.reasons else ", ".join(verdict.plan.notes if verdict.plan else ())
+        )
+        state = "chosen" if taken else "possible" if verdict.supported else "no"
+        lines.append(f"{verdict.backend.name:<11}{state:<10}{words}".rstrip())
+    return "\n".join(["```", *lines, "```\n"])
+
+
+def hopper() -> str:
+    """Layers beside peers where a run raced them; otherwise ours alone, with the floor of the card."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("hopper-*.json"))}
+    raced = {name: run for name, run in found.items() if run["rows"] and all("against" in row for row in run["rows"])}
+    if raced:
+        return "\n".join(_race(name, run) for name, run in raced.items())
+    cells: dict[str, dict[int, str]] = {}
+    for run in found.values():
+        for row in run["rows"]:
+            what = f"{row['shape']}, {row['spec']} x {row['activations']}"
+            cells.setdefault(what, {})[row["tokens"]] = (
+                f"{row['steady_us']:,.0f} ({row['floor_us'] / row['steady_us']:.0%})"
+            )
+    return _by_tokens(cells, f"µs a layer on an H200 (share of the estimated floor); {source(*found)}")
+
+
+def _race(name: str, run: dict[str, Any]) -> str:
+    """Ours in microseconds, and how much longer each peer takes."""
+    cells: dict[str, dict[int, str]] = {}
+    for row in run["rows"]:
+        cells.setdefault(f"{row['part']}, µs", {})[row["tokens"]] = f"{row['ours']['us']:,.0f}"
+        for peer, beside in row["against"].items():
+            cells.setdefault(f"{row['part']}, {peer} over ours", {})[row["tokens"]] = f"{beside['ratio']:.2f}x"
+    picture = RESULTS / f"{name}.png"
+    shown = f"\n![share of the floor, ours and peers](benchmarks/results/{picture.name})\n" if picture.exists() else ""
+    return _by_tokens(cells, f"Whole layers on an H200, beside peers in one run; {source(name)}") + shown
+
+
+def _by_tokens(cells: dict[str, dict[int, str]], note: str) -> str:
+    tokens = sorted({at for row in cells.values() for at in row})
+    rows = [(name, *(row.get(at, "") for at in tokens)) for name, row in cells.items()]
+    return table(("tokens", *(f"{at:,}" for at in tokens)), rows, note)
+
+
+def cpu() -> str:
+    """The native kernels beside peers, fastest of each, by what the files of benchmarks/cpu.py hold."""
+    parts = []
+    for file in sorted(RESULTS.glob("cpu-*.json")):
+        found = json.loads(file.read_text())
+        if "who" not in found.get("rows", [{}])[0]:
+            continue
+        rows = []
+        for row in found["rows"]:
+            if row["faster_than"] or not any(row["who"] == r["who"] and r["faster_than"] for r in found["rows"]):
+                beside = ", ".join(f"{v['min']:.2f}x {peer}" for peer, v in row["faster_than"].items())
+                where = f"{row['spec']}, {row['tokens']} tokens, {row['threads']} threads"
+                rows.append((where, row["who"], f"{row['min_us'] / 1e3:.2f}", f"{row['of_stream']:.0%}", beside))
+        head = ("layer", "who", "ms", "of streaming", "faster than")
+        parts.append(table(head, rows, source(file.stem)))
+    return "\n".join(parts)
+
+
+def generate() -> str:
+    found = record("generate")
+    if found is None:
+        return ""
+    batches = sorted({row["batch"] for row in found["rows"]})
+    by = {(row["experts"], row["batch"]): row for row in found["rows"]}
+    rows = []
+    for name in dict.fromkeys(row["experts"] for row in found["rows"]):
+        first = by[name, batches[0]]
+        who = f"colibri {name.replace(':', ' x ')}" if first["backend"] != "transformers" else f"transformers {name}"
+        cells = [f"{by[name, batch]['tokens_per_second']:,.0f}" for batch in batches]
+        rows.append((who, f"{first['expert_bytes'] / 1e9:.1f} GB", *cells))
+    model, device = found["model"], found["machine"]["device"]
+    note = (
+        f"Tokens a second of `generate` on one {device}: {model['shape']} with {model['layers']} layers and random "
+        f"weights, prompts of {found['prompt_tokens']} tokens, {found['new_tokens']} new ones; {source('generate')}"
+    )
+    return table(("experts", "size", *(f"batch {batch}" for batch in batches)), rows, note)
+
+
+def perplexity() -> str:
+    parts = []
+    for name in ("perplexity-cpu", "perplexity-cuda"):
+        found = record(name)
+        if found is None:
+            continue
+        rows = [
+            ("fp32, dense model", "", f"{found['dense']['perplexity']:.4f}", ""),
+            ("fp32, the mixture", found["mixture"]["backend"], f"{found['mixture']['perplexity']:.4f}",
+             f"{found['mixture_differs_by']:.1e} from dense"),
+        ]  # fmt: skip
+        for row in found["rows"]:
+            what = f"{row['weights']} x {row['activations']}"
+            apart = f"{row['differs_by']:.2%} from reference"
+            rows.append((what, row["backend"], f"{row['kernels']['perplexity']:.4f}", apart))
+        whole = "the whole test set" if found["whole_text"] else "its beginning"
+        note = (
+            f"SmolLM2-135M on WikiText-2, {found['tokens']:,} tokens ({whole}), on {found['machine']['device']}; "
+            f"{source(name)}"
+        )
+        parts.append(table(("weights x activations", "backend", "perplexity", "differs by"), rows, note))
+    return "\n".join(parts)
+
+
+def questions() -> str:
+    found = record("gsm8k")
+    if found is None:
+        return ""
+    rows = []
+    for row in found["variants"]:
+        score = [f"{row[name]['value']:.1%} ± {row[name]['stderr']:.1%}" for name in ("strict", "flexible")]
+        p = row["flexible"].get("p")
+        rows.append((row["variant"], *score, "" if p is None else f"{p:.2g}"))
+    options = found["options"]
+    note = f"{options['limit']} questions of GSM8K, {options['shots']} examples shown, SmolLM2-135M; {source('gsm8k')}"
+    return table(("variant", "strict", "flexible", "p against the first"), rows, note)
+
+
+def memory() -> str:
+    found = record("memory")
+    if found is None:
+        return ""
+    rows = [
+        (row["spec"], row["who"], f"{row['peak_resident_ratio']:.2f}x", f"{row['held_bytes'] / 1e9:.2f} GB")
+        for row in found["results"]
+        if "error" not in row
+    ]
+    size = found["results"][0]["checkpoint_bytes"] / 1e9
+    note = f"The most memory while a checkpoint of {size:.1f} GB is loaded, over its size; {source('memory')}"
+    return table(("experts stored as", "loaded by", "peak", "held after"), rows, note)
+
+
+def convert() -> str:
+    found = record("convert")
+    if found is None:
+        return ""
+    rows = []
+    for row in found["results"]:
+        peak = row["peak_anonymous_bytes"] / 2**20
+        rows.append((f"bf16 to {row['spec']}", f"{row['megabytes_per_second']:.0f} MB/s", f"{peak:.0f} MiB"))
+    return table(("conversion on 2 cores", "of source", "memory"), rows, source("convert"))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    made.__name__: made for made in (explain, hopper, cpu, generate, perplexity, questions, memory, convert)
+}
+
+if __name__ == "__main__":
+    main()
