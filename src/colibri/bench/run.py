@@ -18,7 +18,7 @@ from colibri.bench.report import Row, Work
 from colibri.bench.timing import Call, Times, host_time, make_clock, measure
 from colibri.bench.workload import Batch, Weights, batches
 from colibri.dispatch import Indexed, combine, to_contiguous
-from colibri.errors import SpecError
+from colibri.errors import ColibriError, SpecError
 from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
 from colibri.layer import RoutedExperts
 from colibri.problem import Device, Problem, parse_device
@@ -29,6 +29,11 @@ LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
 SORTED = ", sorted"  # a peer without its routing sort: done before the clock starts
 SHARED = "torch"  # who computes the parts that any backend may use
 ROUTINGS = 5  # batches that take turns
+
+# What other people's code raises where it cannot: each is a reason, not our failure.
+THEIRS = (
+    ImportError, RuntimeError, AssertionError, ValueError, KeyError, TypeError, AttributeError, OSError, ColibriError,
+)  # fmt: skip
 
 Say = Callable[[str], None]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -155,7 +160,7 @@ def _peers(setup: Setup, problem: Problem, weights: Weights, absent: dict[str, s
         try:
             made[name] = others.PEERS[name](problem, weights)
             made[name].ready(setup.tokens)
-        except Exception as error:  # other people's code: whatever it raises is a reason
+        except THEIRS as error:
             made.pop(name, None)
             absent[name] = _first_line(error)
     return made
@@ -171,7 +176,7 @@ def _check_peers(
         computed = replace(problem, activations=ACTIVATIONS[inputs], activations_w2=None)
         try:
             _checked(name, rival, computed, weights, batch)
-        except Exception as error:
+        except THEIRS as error:
             absent[name] = f"{batch.x.shape[0]} tokens: {_first_line(error)}"
             del rivals[name]
 
