@@ -50,6 +50,10 @@ class Layout(ABC):
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
         """The inverse of `pack`, for one expert's rows."""
 
+    def notes(self) -> tuple[str, ...]:
+        """What this object's packing has changed so far that users should know of: nothing, as a rule."""
+        return ()
+
     def allocate(self, shape: MatrixShape, experts: int, device: torch.device | str = "cpu") -> Packed:
         """Final buffers for all local experts."""
         return {

@@ -20,6 +20,7 @@ from colibri.checkpoint.load import expert_rows, load_expert
 from colibri.checkpoint.naming import DOWN, GATE, UP, Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from colibri.layer import RoutedExperts
+from colibri.layout import Layout
 from colibri.recipe import Losses, Options, Recipe
 from colibri.stored import DTYPE_NAMES, Config, Stored
 
@@ -64,6 +65,7 @@ class Pusher:
         self.pending: dict[str, Tensor] = {}
         self.headers: dict[str, Stored] = {}
         self.losses, self.seconds = Losses(), 0.0
+        self.layout: Layout | None = None  # of this load: it counts what it could not hold as stored
         self.stale: set[int] = set(recipe.plan.experts) if recipe and empty else set()  # not (wholly) written
 
     @property
@@ -102,8 +104,9 @@ class Pusher:
             raise CheckpointProblems(self._never_written(), where=f"layer {self.index}")
         self.pending.clear()
         if self.recipe is not None and self.seconds:
-            self.layer.report = self.recipe.report(self.layer.packed, self.seconds, self.losses.held)
-            self.losses, self.seconds = Losses(), 0.0
+            notes = () if self.layout is None else self.layout.notes()
+            self.layer.report = self.recipe.report(self.layer.packed, self.seconds, self.losses.held, notes)
+            self.losses, self.seconds, self.layout = Losses(), 0.0, None
 
     def hold(self, experts: tuple[int, ...]) -> None:
         """The layer's slots now hold `experts`, whole: weights were moved between ranks."""
@@ -181,7 +184,8 @@ class Pusher:
             return
         plan, start = self.recipe.plan, time.perf_counter()
         weights = load_expert(self._read, plan, expert, self.losses.add)
-        layout, packed = self.layer.layout, self.layer.packed
+        self.layout = layout = self.layout or self.layer.layout
+        packed = self.layer.packed
         for slot, logical in enumerate(plan.experts):
             if logical == expert:
                 weights.pack(plan, layout, expert_rows(packed, slot))

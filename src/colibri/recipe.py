@@ -97,7 +97,7 @@ class Recipe:
         load_layer(read, self.plan, layout, out=packed, losses=losses.add, progress=self.options.progress)
         layer = RoutedExperts()
         self.fill(layer, packed, read)
-        layer.report = self.report(packed, time.perf_counter() - start, losses.held)
+        layer.report = self.report(packed, time.perf_counter() - start, losses.held, layout.notes())
         return layer
 
     def fill(self, layer: RoutedExperts, packed: dict[str, Packed], read: Reader | None) -> None:
@@ -116,7 +116,9 @@ class Recipe:
                 if name in self.manifest.tensors:
                     layer.take_router(role, read(name, ()).to(device))
 
-    def report(self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss]) -> LoadReport:
+    def report(
+        self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]
+    ) -> LoadReport:
         layer, problem = self.plan.layer, self.choice.problem
         assert problem.w2 is not None
         return LoadReport(
@@ -136,6 +138,7 @@ class Recipe:
             self.choice,
             losses,
             tuple(self.manifest.format.unknown_keys(self.manifest.config)),
+            notes,
         )
 
 

@@ -25,6 +25,7 @@ class LoadReport:
     choice: Choice
     losses: dict[str, Loss] = field(default_factory=dict)
     unknown_keys: tuple[str, ...] = ()  # of the config, in case they change what the numbers mean
+    notes: tuple[str, ...] = ()  # what the backend's layout could not hold as stored
 
     def __str__(self) -> str:
         lines = [
@@ -40,4 +41,5 @@ class LoadReport:
             lines.append(f"  {name}: {how}, activations {self.activations[name]}{wish}{cost}")
         if self.unknown_keys:
             lines.append(f"  config keys {self.format} does not know: {', '.join(self.unknown_keys)}")
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *(f"  {line}" for line in self.choice.table().splitlines())])

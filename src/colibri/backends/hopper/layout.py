@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from colibri.problem import Problem
 from colibri.quant import CHANNEL, DIV, QuantSpec, Scale
 from colibri.weight import LogicalWeight, expand
 
+_COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # e8m0 exponents relative to the row's: the largest and the smallest that a form multiplies exactly, and
 # what is added to make the stored byte (the exponent field of the factor).
@@ -41,6 +43,11 @@ class Rerounded:
     groups: int = 0
     of: int = 0
 
+    def add(self, groups: int, of: int) -> None:
+        """Loaders pack experts side by side."""
+        with _COUNTING:
+            self.groups, self.of = self.groups + groups, self.of + of
+
 
 @dataclass(frozen=True)
 class HopperLayout(Layout):
@@ -48,6 +55,14 @@ class HopperLayout(Layout):
 
     problem: Problem
     rerounded: Rerounded = field(default_factory=Rerounded, compare=False)
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.rerounded.groups:
+            return ()
+        return (
+            f"{self.rerounded.groups} of {self.rerounded.of} groups lie too far below their row's largest scale "
+            "for fp8 arithmetic and were rounded again",
+        )
 
     def form(self, shape: MatrixShape) -> Form:
         first = shape == self.problem.w13
@@ -198,9 +213,8 @@ class HopperLayout(Layout):
         relative = exponents - base
         short = (bottom - relative).clamp(min=0)
         codes = weight.codes
-        self.rerounded.of += relative.numel()
+        self.rerounded.add(int((short > 0).sum()), relative.numel())
         if bool(short.any()):
-            self.rerounded.groups += int((short > 0).sum())
             shift = torch.exp2(-short.float()).repeat_interleave(32, 1)[:, : weight.k]
             codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
         return codes, (relative + short + offset) & 255, base.squeeze(1).float()

@@ -9,12 +9,13 @@ import torch
 from colibri.backends.base import Plan
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.workspace import SECOND, pieces
-from colibri.kernels.forms import E4M3, ROWS, Form
+from colibri.kernels.forms import E2M1_CODE, E4M3, ROWS, Form
 from colibri.problem import FAST, INDEXED, Problem
 from colibri.tune import hopper as tune
 from colibri.tune.hopper import Rule, Tile
 
 SINGLE = "single"
+REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again, and counted at load"
 SMALL = 1024  # up to here one launch dispatches
 _CHUNK = {False: 256, True: 1024}  # slots a program counts, by whether there are many
 _READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops in a microsecond
@@ -101,6 +102,7 @@ def make_plan(problem: Problem, tokens: int) -> HopperPlan:
         notes=(
             "a tile for each slot" if decode else f"token tiles {'+'.join(map(str, sizes))}",
             *(form.name for form in forms),
+            *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
         ),
         rule=rule,
         w13=products[0],

@@ -1,0 +1,58 @@
+"""Loading for Hopper without one: what the layout could not hold as stored is told, pulled or pushed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from colibri import oracle
+from colibri.checkpoint import naming as names
+from colibri.checkpoint.files import Checkpoint
+from colibri.formats import registry
+from colibri.kernels import compat
+from colibri.layer import RoutedExperts
+from colibri.problem import Device
+from colibri.testing.checkpoints import Geometry, generate, save
+from colibri.testing.layers import layer_problem
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sm_90 whose memory is this machine's."""
+    monkeypatch.setattr(Device, "torch", property(lambda device: torch.device("cpu")))
+    monkeypatch.setattr(compat, "triton_version", lambda: "3.6.0")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_rounding_again_is_reported_at_load(tmp_path: Path) -> None:
+    row = next(row for row in names.TABLE if row.family == "qwen3_moe")
+    example = next(iter(registry()["mxfp4"].examples()))
+    made = generate(example, row, row.forms[0], Geometry(experts=3, hidden=128, intermediate=128, layers=1, top_k=2))
+    for name, tensor in made.tensors.items():
+        if "scale" in name:  # one group of every row far below the others
+            tensor[..., 0] = 60
+            tensor[..., 1:] = 120
+    folder = save(made, tmp_path / "m")
+    pulled = RoutedExperts.from_checkpoint(folder, layer=0, device="sm_90", activations="fp8")
+    assert pulled.report is not None and pulled.report.choice.backend.name == "hopper"
+    (note,) = pulled.report.notes
+    rows = 3 * (256 + 128)
+    assert note.startswith(f"{rows} of {4 * rows} groups") and note in str(pulled.report)
+    config = Checkpoint.open(folder).config.model
+    pushed = RoutedExperts.from_config(config, 0, tensors=made.headers, device="sm_90", activations="fp8")
+    pushed.load_weights(made.tensors.items())
+    pushed.finish()
+    assert pushed.report is not None and pushed.report.notes == (note,)
+    plain = RoutedExperts.from_checkpoint(folder, layer=0, device="sm_90")
+    assert plain.report is not None and plain.report.notes == ()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_explain_tells_before_the_load(activations: str) -> None:
+    problem = layer_problem("mxfp4", activations, hidden=256, intermediate=128, experts=4, top_k=2)
+    chosen = oracle.explain(problem, Device("cuda", 90)).chosen
+    assert chosen is not None and chosen.plan is not None
+    assert ("rounded again" in " ".join(chosen.plan.notes)) == (activations == "fp8")
