@@ -58,12 +58,12 @@ class Sorted:
 
 def localize(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
     """Global ids to local ones; ids of other ranks, negative ones and ids past the end become -1."""
-    ids = ids.to(torch.int64)
     limit = experts if expert_map is None else expert_map.numel()
     legal = (ids >= 0) & (ids < limit)
-    safe = torch.where(legal, ids, torch.zeros_like(ids))
-    local = safe if expert_map is None else expert_map.to(torch.int64)[safe]
-    return torch.where(legal, local, torch.full_like(local, -1)).to(torch.int32)
+    if expert_map is None:
+        return torch.where(legal, ids, -1).to(torch.int32)
+    local = expert_map.to(torch.int32)[torch.where(legal, ids, 0).to(torch.int64)]
+    return torch.where(legal, local, -1)
 
 
 def sort(ids: Tensor, experts: int) -> Sorted:

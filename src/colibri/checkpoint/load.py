@@ -195,8 +195,9 @@ def load_layer(
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         for cost in pool.map(fill, range(len(plan.experts))):
-            for matrix, loss in cost if losses is not None else ():
-                losses(matrix, loss)  # in the order of experts, so that sums are always the same
+            if losses is not None:
+                for matrix, loss in cost:  # in the order of experts, so that sums are always the same
+                    losses(matrix, loss)
             if progress is not None:
                 progress(1)
     return packed
