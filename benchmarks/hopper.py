@@ -19,19 +19,16 @@ import faulthandler
 import gc
 import json
 import os
-import platform
-import subprocess
-import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from where import clocks, command, commit, machine, scrub
 
 from colibri.backends import registry
 from colibri.backends.hopper.plan import make_plan
@@ -138,7 +135,7 @@ class Run:
         torch.cuda.empty_cache()
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
         self.record: dict = {
-            "machine": machine(), "command": command(), "commit": commit(),
+            "machine": machine(), "command": command("hopper.py"), "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "window_us": arguments.window_us, "rounds": arguments.rounds, "distinct_experts": arguments.distinct,
             "ceilings": {name: round(rate, 1) for name, rate in rates.items()},
@@ -224,7 +221,7 @@ class Run:
         row["host_us"] = round(host_time(contestants["ours"], DEVICE), 1) if tokens <= 256 else None
         row |= floors(self.ceilings, problem, batches, row["ours"]["us"]) | {"clocks": clocks()}
         if self.arguments.launches:
-            row["launches_us"] = launch_times(ours, batches[0], out, self.windows.stream)
+            row |= launch_times(ours, batches[0], out, self.windows, self.ceilings)
         return row
 
     def _failed(self, what: str) -> None:
@@ -334,36 +331,26 @@ def line(row: dict) -> str:
     )
 
 
-def launch_times(layer: Layer, b: Batch, out: torch.Tensor, stream) -> list[tuple[str, float]]:
-    """Each launch of the program alone, repeated in a graph on the first batch's data."""
-    found = []
-    with torch.cuda.stream(stream):
+def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, ceilings: Ceilings) -> dict:
+    """Each launch of the program alone in windows of its own, on one batch; the products against the dense rate."""
+    with torch.cuda.stream(windows.stream):
         our_call(layer, out, b)
         torch.cuda.synchronize()
-        mine = [p for key, p in layer.backend._programs.items() if stream.cuda_stream in key]
-        program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
-        for step, launch in zip(steps(program.plan), program.launches):
-            dependent, launch._config.count = launch._config.count, 0
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(5):
-                    launch(torch.cuda.current_stream().cuda_stream)
-            graph.replay()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(500_000)
-            start.record()
-            graph.replay()
-            stop.record()
-            torch.cuda.synchronize()
-            launch._config.count = dependent
-            constants = dict(step.source.constants)
-            size = constants.get("T", 0) + constants.get("U", 0)
-            label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
-            found.append((label, round(start.elapsed_time(stop) * 200, 1)))
-    return found
-
-
-# Where and when --------------------------------------------------------------------------------------------
+    mine = [p for key, p in layer.backend._programs.items() if windows.stream.cuda_stream in key]
+    program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
+    found, products = [], 0.0
+    for step, launch in zip(steps(program.plan), program.launches):
+        constants = dict(step.source.constants)
+        size = constants.get("T", 0) + constants.get("U", 0)
+        label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
+        dependent, launch._config.count = launch._config.count, 0
+        took = windows.measure({label: [lambda launch=launch: launch(torch.cuda.current_stream().cuda_stream)]})
+        launch._config.count = dependent
+        found.append((label, round(took[label].median, 2)))
+        products += took[label].median if constants.get("KIND") else 0.0
+    flops = Work.of(layer.problem, [b]).flops
+    share = flops / products / 1e6 / ceilings.rate(layer.problem.activations) if products else None
+    return {"launches_us": found, "products_us": round(products, 2), "products_of_dense": share and round(share, 4)}
 
 
 def first_forward() -> None:
@@ -372,49 +359,6 @@ def first_forward() -> None:
     for activations in ("bf16", "fp8"):
         question = first.Question("deepseek-v4-flash", "mxfp4", activations, "cuda:0", 16, "hopper")
         print(activations, [first.first_forward(question) for _ in range(2)], flush=True)
-
-
-def machine() -> dict[str, str | None]:
-    return {
-        "gpu": smi("name,driver_version"),
-        "python": platform.python_version(),
-        **{name: installed(name) for name in ("torch", "triton", "humming-kernels", "cuda-core")},
-    }
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def clocks() -> str:
-    """SM and memory clocks, power and temperature right now."""
-    return smi("clocks.sm,clocks.mem,power.draw,temperature.gpu")
-
-
-def smi(what: str) -> str:
-    done = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    return done.stdout.strip()
-
-
-def command() -> str:
-    """What was run, with file names but no folders of this machine."""
-    return " ".join(["python", "benchmarks/hopper.py", *(Path(word).name for word in sys.argv[1:])])
-
-
-def scrub(text: str) -> str:
-    """A traceback without this machine's folders."""
-    here = str(Path(__file__).resolve().parent.parent)
-    return text.replace(here + "/", "").replace(str(Path(sys.prefix)), "<python>").replace(str(Path.home()), "~")
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":

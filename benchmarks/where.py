@@ -1,0 +1,52 @@
+"""Where a benchmark ran, and of what: facts for its JSON, without this machine's folders."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def machine() -> dict[str, str | None]:
+    return {
+        "gpu": smi("name,driver_version"),
+        "python": platform.python_version(),
+        **{name: installed(name) for name in ("torch", "triton", "humming-kernels", "cuda-core")},
+    }
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def clocks() -> str:
+    """SM and memory clocks, power and temperature right now."""
+    return smi("clocks.sm,clocks.mem,power.draw,temperature.gpu")
+
+
+def smi(what: str) -> str:
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def command(script: str) -> str:
+    """What was run, with file names but no folders of this machine."""
+    return " ".join(["python", f"benchmarks/{script}", *(Path(word).name for word in sys.argv[1:])])
+
+
+def scrub(text: str) -> str:
+    """A traceback without this machine's folders."""
+    here = str(Path(__file__).resolve().parent.parent)
+    return text.replace(here + "/", "").replace(str(Path(sys.prefix)), "<python>").replace(str(Path.home()), "~")
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
