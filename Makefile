@@ -12,12 +12,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU kernels are built with the package where there is a C++ compiler, and left out where there is none.
 BUILT_FROM := pyproject.toml setup.py $(wildcard src/colibri/native/*.cpp src/colibri/native/*.h src/colibri/native/build.py)
 
-.PHONY: help demo test test-O lint format kernels wheel clean
+MATRIX ?= 5.17.0 newest
+
+.PHONY: help demo test test-O test-matrix lint format kernels wheel clean
 
 help:
 	@echo "make demo    a real language model as a quantised mixture of experts: look at it, ask it, measure it"
 	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
 	@echo "make test-O  the unit tests under python -O: nothing may hang on an assert"
+	@echo "make test-matrix  whole models with transformers $(MATRIX), each in an environment of its own"
 	@echo "make lint    linters only"
 	@echo "make kernels compile the GPU kernels into the user's cache; needs no GPU"
 	@echo "make wheel   a wheel in dist that carries them compiled"
@@ -35,6 +38,15 @@ test: lint kernels
 test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
 	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/null tests/backend --ignore tests/null/test_hopper_rows.py
+
+test-matrix: $(addprefix test-transformers-,$(MATRIX))
+
+test-transformers-%:
+	@echo "== transformers $*"
+	@$(MAKE) --no-print-directory VENV=.venv-transformers-$* .venv-transformers-$*/.installed-dev
+	@.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet --upgrade "transformers$(patsubst %,==%,$(filter-out newest,$*))"
+	@.venv-transformers-$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
+	@OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n $(JOBS) tests/e2e
 
 # What the cache has is not compiled again. Where there is no Triton, tests that need it say so and are skipped.
 kernels: $(VENV)/.installed-dev
@@ -77,5 +89,5 @@ $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/colibri/native/*.so
+	rm -rf $(VENV) .venv-transformers-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/colibri/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

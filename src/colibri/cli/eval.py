@@ -53,7 +53,7 @@ def evaluate(
         })  # fmt: skip
     if as_json:
         given = {"text": text, "questions": questions, "examples": examples}
-        options = {name: None if file is None else file.name for name, file in given.items()}
+        options: dict[str, Any] = {name: None if file is None else file.name for name, file in given.items()}
         options |= {"shots": shots, "limit": limit, "window": window, "stride": stride, "answer_tokens": answer_tokens}
         ui.print_json({"path": str(path), "options": options, "machine": describe(), "variants": found})
     else:
