@@ -71,11 +71,16 @@ def exact_weight(
     generator = torch.Generator(device).manual_seed(seed)
     level = shape.spec.scales[0]
     power = torch.randint(0, 2, level.shape(shape.n, shape.k), generator=generator, device=device).float()
-    codes = weight.codes
+    codes, outer = weight.codes.clone(), [torch.ones_like(scale) for scale in weight.scales[1:]]
+    if shape.spec.dtype.bits == 8:  # of all numbers only small integers
+        small = torch.randint(-4, 5, codes.shape, generator=generator, device=device)
+        codes = shape.spec.dtype.encode(small.float())
     if gated:
         half = shape.n // 2
-        power[:half] += 8
-        codes = codes.clone()
+        if outer:
+            outer[0][: len(outer[0]) // 2] = 2**8
+        else:
+            power[: len(power) // 2] += 8
         opened = torch.randperm(half, generator=generator, device=device)[:OPEN]
         gates = codes[opened].clone()
         codes[:half] = shape.spec.dtype.encode(torch.zeros(1)).to(device)
@@ -84,7 +89,9 @@ def exact_weight(
             some = shape.spec.dtype.encode(torch.tensor([2.0, 3.0, 4.0])).to(device)
             rows = torch.cat([opened, half + opened])
             codes[rows] = some[torch.randint(3, (len(rows), shape.k), generator=generator, device=device)]
-    return replace(weight, codes=codes, scales=(level.dtype.encode(torch.exp2(power)),))
+    if weight.zero is not None:
+        weight = replace(weight, zero=torch.full_like(weight.zero, 8))
+    return replace(weight, codes=codes, scales=(level.dtype.encode(torch.exp2(power)), *outer))
 
 
 def exact_inputs(layer: ExactLayer, tokens: int, seed: int, device: str = "cuda") -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from colibri.activation import Activation
-from colibri.problem import BATCH_INVARIANT
+from colibri.dispatch import Indexed
 from colibri.testing.layers import layer_problem, make_layer, routing, worst_row
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -27,21 +25,28 @@ SPECS = [
 
 
 def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", experts: int = 8, top_k: int = 2, **sizes):
+    """`tokens` rows by us against the reference, twice the same.
+
+    The bound is four times what rounding the reference's own result costs its worst row, of at least 64 rows: of
+    three, the worst says little. Codes times their group's scale that are rounded to 16 bits (int4, int8 and fp8 in
+    groups) come to 3 to 3.7 of it, forms whose numbers are exact to about 1.5.
+    """
     problem = layer_problem(
         spec, activations, experts=experts, top_k=top_k, **{"hidden": 512, "intermediate": 256, **sizes}
     )
     ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
-    x = torch.randn(tokens, problem.hidden, device="cuda").to(problem.input.storage)
-    routed = routing(problem, tokens, 7, kind=kind)
-    want, got = reference(x, routed, torch.empty_like(x, dtype=torch.float32)), ours(x, routed)
-    again = ours(x, routed)
-    assert torch.equal(got, again), "two runs differ"
-    empty = (routed.ids < 0).all(1)
-    assert not got[empty].any()
-    error = worst_row(got[~empty], want[~empty])
-    own = worst_row(want[~empty].to(x.dtype), want[~empty])  # what rounding the result alone costs
-    rounded = "-g" in spec or "block" in spec  # a code times its group's scale is rounded to 16 bits
-    assert error < (FP8_BOUND if activations == "fp8" else (6 if rounded else 4) * own), (error, own)
+    rows = max(tokens, 64)
+    x = torch.randn(rows, problem.hidden, device="cuda").to(problem.input.storage)
+    routed = routing(problem, rows, 7, kind=kind)
+    want = reference(x, routed, torch.empty_like(x, dtype=torch.float32))
+    ids, weights = routed.ids[:tokens].contiguous(), routed.weights[:tokens].contiguous()
+    got = ours(x[:tokens], Indexed(ids, weights))
+    assert torch.equal(got, ours(x[:tokens], Indexed(ids, weights))), "two runs differ"
+    mine = (routed.ids >= 0).any(1)
+    assert not got[~mine[:tokens]].any()
+    own = worst_row(want[mine].to(x.dtype), want[mine])
+    error = worst_row(got[mine[:tokens]], want[:tokens][mine[:tokens]])
+    assert error < (FP8_BOUND if activations == "fp8" else 4 * own), (error, own)
 
 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
@@ -101,20 +106,6 @@ def test_weight_on_input() -> None:
     compare("mxfp4", "bf16", 90, top_k=1, weight_on_input=True)
 
 
-@pytest.mark.parametrize("spec", ["mxfp4", "int4-g128", "int8", "fp8", "nvfp4"])
-def test_exact_tier(spec: str) -> None:
-    """Small integers and powers of two: every product and sum is exact, so the bits must be too."""
-    problem = layer_problem(
-        spec, "bf16", hidden=256, intermediate=128, experts=4, top_k=1, activation=Activation("relu2_no_mul")
-    )
-    ours, reference = make_layer(problem, "hopper", exact=True), make_layer(problem, "reference", exact=True)
-    x = torch.randint(-2, 3, (200, 256), device="cuda").to(torch.bfloat16)
-    routed = routing(problem, 200, 3)
-    want = torch.empty(200, 256, device="cuda", dtype=torch.float32)
-    reference(x, routed, want)
-    assert worst_row(ours(x, routed), want) < 4e-3
-
-
 def test_graph_capture_and_streams() -> None:
     problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=2)
     layer = make_layer(problem, "hopper")
@@ -132,16 +123,3 @@ def test_graph_capture_and_streams() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
-
-
-def test_batch_invariance() -> None:
-    """The pipeline adds along K in one order whatever the tile: a row's bits do not depend on its batch."""
-    problem = layer_problem("mxfp4", "bf16", hidden=1024, intermediate=512, experts=16, top_k=4)
-    problem = replace(problem, order=BATCH_INVARIANT)
-    layer = make_layer(problem, "hopper")
-    x = torch.randn(4096, 1024, device="cuda").bfloat16()
-    routed = routing(problem, 4096, 5)
-    whole = layer(x, routed)
-    for tokens in (1, 8, 100, 256, 1024):
-        part = type(routed)(routed.ids[:tokens].contiguous(), routed.weights[:tokens].contiguous())
-        assert torch.equal(layer(x[:tokens].contiguous(), part), whole[:tokens]), tokens

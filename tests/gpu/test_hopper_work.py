@@ -21,6 +21,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 pytest.importorskip("triton")
 
 FP8_BOUND = 6e-2  # as in test_hopper_layer
+OWN = 1.8e-3  # what rounding to bf16 costs the worst of 64 rows
 FORMS = [
     ("mxfp4", "bf16", {}),
     ("mxfp4", "fp8", {}),
@@ -53,9 +54,8 @@ def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, mine:
     plan = reference.plan(problem, x.shape[:-1].numel(), GPU)
     want = reference.run(plan, x, dispatch, packed(problem, "reference"), wide)
     assert bool(got[~mine].isnan().all()), "a row that is nobody's was written"
-    own = worst_row(want[mine].to(x.dtype), want[mine])
-    rounded = "-g" in str(problem.w13.spec)
-    bound = FP8_BOUND if "fp8" in str(problem.activations) else (6 if rounded else 4) * own
+    own = max(worst_row(want[mine].to(x.dtype), want[mine]), OWN)
+    bound = FP8_BOUND if "fp8" in str(problem.activations) else 4 * own
     assert worst_row(got[mine], want[mine]) < bound, (worst_row(got[mine], want[mine]), own)
 
 
