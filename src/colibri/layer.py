@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
 _FORMS: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
+_ID_DTYPES = (torch.int32, torch.int64)
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -42,6 +43,8 @@ class PackedModule(nn.Module):
         self._names: dict[str, tuple[str, ...]] = {}
         self._posed: dict[str, Problem] = {}  # by form; one object each, by which backends know their plans
         self._plans: dict[tuple[str, int], Plan] = {}
+        self._live: dict[str, Packed] = {}  # parameters by matrix and name
+        self._flat: list[tuple[str, Tensor]] = []  # the same by their own names
 
     def adopt(self, choice: oracle.Choice, weights: Mapping[str, Packed]) -> None:
         """Take the packed weights of a problem; replaces what was there."""
@@ -77,12 +80,27 @@ class PackedModule(nn.Module):
         held = dict(self.named_parameters(recurse=False))
         return {m: {name: held[f"{m}_{name}"].data for name in names} for m, names in self._names.items()}
 
+    def _weights(self) -> dict[str, Packed]:
+        """`packed` for every call: gathered once, and again when a parameter is another object."""
+        held = self._parameters
+        for name, tensor in self._flat:
+            if held.get(name) is not tensor:
+                self._flat.clear()
+                break
+        if not self._flat:
+            known = dict(self.named_parameters(recurse=False))
+            self._live = {m: {name: known[f"{m}_{name}"] for name in names} for m, names in self._names.items()}
+            self._flat.extend(known.items())
+        return self._live
+
     def _register(self, matrix: str, tensors: Packed) -> None:
         self._names[matrix] = tuple(tensors)
+        self._flat.clear()
         for name, tensor in tensors.items():
             self.register_parameter(f"{matrix}_{name}", nn.Parameter(tensor, requires_grad=False))
 
     def _drop(self, matrix: str) -> None:
+        self._flat.clear()
         for name in self._names.pop(matrix):
             self._parameters.pop(f"{matrix}_{name}")
 
@@ -115,13 +133,15 @@ class PackedModule(nn.Module):
             self._register(matrix, fresh)
 
     def _check_input(self, x: Tensor) -> None:
-        if x.ndim != 2 or x.shape[1] != self.problem.hidden or x.dtype not in _INPUT_DTYPES:
+        shape, hidden = x.shape, self.problem.hidden
+        if len(shape) != 2 or shape[1] != hidden or x.dtype not in _INPUT_DTYPES:
             raise LaunchError(
                 "the input does not fit the layer",
-                expected=f"[tokens, {self.problem.hidden}] in bf16, fp16 or fp32",
-                got=f"{list(x.shape)} in {x.dtype}",
+                expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",
+                got=f"{list(shape)} in {x.dtype}",
             )
-        here = next(self.parameters()).device
+        self._weights()
+        here = self._flat[0][1].device
         if x.device != here:
             raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
 
@@ -131,7 +151,7 @@ class PackedModule(nn.Module):
         if plan is None:
             problem = self._posed.setdefault(form, replace(self.problem, dispatch=form))
             plan = self._plans[form, tokens] = self.choice.backend.plan(problem, tokens, self.choice.device)
-        return self.choice.backend.run(plan, x, dispatch, self.packed, out)
+        return self.choice.backend.run(plan, x, dispatch, self._weights(), out)
 
 
 class RoutedExperts(PackedModule):
@@ -195,8 +215,12 @@ class RoutedExperts(PackedModule):
         """`forward` once everything is checked."""
         if x.shape[0] == 0:
             return out
-        local = localize(topk_ids, self.expert_map, self.problem.global_experts)
-        return self._run(x, Indexed(local, topk_weights.float()), out)
+        places = self._buffers["expert_map"]
+        if places is None and topk_ids.dtype == torch.int32 and self.choice.backend.drops_wild_ids:
+            local = topk_ids.contiguous()
+        else:
+            local = localize(topk_ids, places, self.problem.global_experts)
+        return self._run(x, Indexed(local, topk_weights.float().contiguous()), out)
 
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Work already dispatched, in local ids: for callers that bring rows to experts themselves."""
@@ -312,13 +336,12 @@ class RoutedExperts(PackedModule):
         self._check_routing(x, topk_ids, topk_weights)
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        shape = (x.shape[0], self.problem.top_k)
-        legal = {"topk_ids": (ids, (torch.int32, torch.int64)), "topk_weights": (weights, _INPUT_DTYPES)}
-        for name, (tensor, dtypes) in legal.items():
-            if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != x.device:
+        shape, device = (x.shape[0], self.problem.top_k), x.device
+        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, _INPUT_DTYPES)):
+            if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
                 raise LaunchError(
                     f"{name} does not fit",
-                    expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {x.device}",
+                    expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {device}",
                     got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
                 )
 

@@ -46,6 +46,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False  # never chosen automatically
+    drops_wild_ids: ClassVar[bool] = False  # takes any 32-bit ids: those that are no expert's contribute nothing
 
     @abstractmethod
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:

@@ -25,11 +25,18 @@ T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
 
 
 @gluon.jit
-def part_at(ids, index, units, blocks, SPLIT: gl.constexpr):
+def expert_of(ids, slot, experts):
+    """A slot's expert; -1 for what is no expert's here, padding of any kind."""
+    e = gl.load(ids + slot)
+    return gl.where(e < experts, e, -1)
+
+
+@gluon.jit
+def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
     """Work number to (slot, expert, unit, first stage, stages): none where the slot is not ours."""
     tile = index // SPLIT
     slot = tile // units
-    e = gl.load(ids + slot)
+    e = expert_of(ids, slot, experts)
     each = (blocks + SPLIT - 1) // SPLIT
     first = gl.minimum((index % SPLIT) * each, blocks)
     count = gl.minimum(each, blocks - first)
@@ -37,9 +44,9 @@ def part_at(ids, index, units, blocks, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def feed_slots(x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
-               slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
-               DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
+               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr,
+               SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The feeding warp. PREFETCH: ids are older than the predecessor, so weights may start before it ends."""
     BYTES: gl.constexpr = SLICES * T * 128 + w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
     blocks = (slices + SLICES - 1) // SLICES
@@ -49,7 +56,7 @@ def feed_slots(x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < total:
-            _, e, unit, first, count = part_at(ids, gl.program_id(0), units, blocks, SPLIT)
+            _, e, unit, first, count = part_at(ids, experts, gl.program_id(0), units, blocks, SPLIT)
             ahead = gl.minimum(count, STAGES)
             for i in range(ahead):
                 mbarrier.expect(full.index(i), BYTES)
@@ -58,7 +65,7 @@ def feed_slots(x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full
         wait_for_predecessor()
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        slot, e, unit, first, count = part_at(ids, index, units, blocks, SPLIT)
+        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         for block in range(first, first + count):
             stage = step % STAGES
             bar = full.index(stage)
@@ -126,8 +133,9 @@ def quantise_slot(h, narrow, scales, slot, columns):
 
 
 @gluon.jit
-def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, unit, units, columns, slots_per_token,
-                 SPLIT: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+def finish_token(out, parts, factors, bias, token_scales, ids, experts, weights, token, unit, units, columns,
+                 slots_per_token, SPLIT: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr,
+                 WEIGHTED: gl.constexpr):  # fmt: skip
     """All slots of a token's unit are there: their weighted sum, in slot order."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     N = units * 128
@@ -135,7 +143,7 @@ def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, u
     total = gl.zeros([128], gl.float32, LAYOUT)
     for choice in range(slots_per_token):
         slot = token * slots_per_token + choice
-        e = gl.load(ids + slot)
+        e = expert_of(ids, slot, experts)
         if e >= 0:
             row = sum_parts(parts, slot, n, N, SPLIT) * gl.load(factors + e * N + n)
             if NARROW:
@@ -149,9 +157,9 @@ def finish_token(out, parts, factors, bias, token_scales, ids, weights, token, u
 
 
 @gluon.jit
-def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids, weights,
-               total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token, limit,
-               alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
+def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids, experts,
+               weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token,
+               limit, alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
                DEPEND: gl.constexpr, QUANTISE: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
@@ -163,7 +171,7 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
     N = units * 128
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
-        slot, e, unit, _, count = part_at(ids, index, units, blocks, SPLIT)
+        slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
         top, bottom, _, _, step = product_of(
             xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, form, PROMOTE
         )
@@ -179,8 +187,8 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
             counter = counters + token * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == slots_per_token * SPLIT - 1:
                 gl.store(counter, 0)
-                finish_token(out, parts, factors, bias, token_scales, ids, weights, token, unit, units, columns,
-                             slots_per_token, SPLIT, BIAS, NARROW, WEIGHTED)  # fmt: skip
+                finish_token(out, parts, factors, bias, token_scales, ids, experts, weights, token, unit, units,
+                             columns, slots_per_token, SPLIT, BIAS, NARROW, WEIGHTED)  # fmt: skip
         else:
             counter = counters + slot * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
@@ -203,8 +211,8 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
 @gluon.jit
 def slotwise(
     x_desc, w_desc, s_desc, out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
-    weights, total_slots, units, slices, scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha, beta,
-    CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
+    weights, experts, total_slots, units, slices, scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha,
+    beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, QUANTISE: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -229,9 +237,9 @@ def slotwise(
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
         (work_slots, (out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
-                      weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
+                      experts, weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
                       slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, KIND, ACTIVATION, BIAS,
                       WEIGHTED, DEPEND, QUANTISE, PROMOTE)),
-        (feed_slots, (x_desc, w_desc, s_desc, ids, total_slots, xb, wb, sb, empty, full, units, slices, scale_blocks,
-                      slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
+        (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
+                      scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

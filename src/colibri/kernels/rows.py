@@ -117,12 +117,19 @@ def list_tiles(
 
 
 @triton.jit
-def _place(ids, slot0, n, base, slots, places, P: tl.constexpr, E: tl.constexpr):
+def _load_ids(ids, at, inside, experts):
+    """Ids that are no expert's here, padding of any kind, come as -1."""
+    v = tl.load(ids + at, mask=inside, other=-1)
+    return tl.where((v >= 0) & (v < experts), v, -1)
+
+
+@triton.jit
+def _place(ids, slot0, n, base, slots, places, experts, P: tl.constexpr, E: tl.constexpr):
     """Places of slots slot0 .. slot0 + n (n <= P), given each expert's next free one; counts them."""
     i = tl.arange(0, P)
-    mine = tl.load(ids + slot0 + i, mask=i < n, other=-1)
+    mine = _load_ids(ids, slot0 + i, i < n, experts)
     j = tl.arange(0, P)
-    other = tl.load(ids + slot0 + j, mask=j < n, other=-1)
+    other = _load_ids(ids, slot0 + j, j < n, experts)
     before = tl.sum(((mine[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
     placed = mine >= 0
     place = tl.where(placed, before + tl.gather(base, tl.maximum(mine, 0), 0), -1)
@@ -198,7 +205,7 @@ def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
 @triton.jit
 def dispatch_small(
     ids, x, weights, perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden,
-    capacity, R: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr,
+    capacity, experts, R: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr,
     TOP_K: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
     NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
     OWNED: tl.constexpr,
@@ -209,7 +216,7 @@ def dispatch_small(
     b = tl.program_id(0)
     total_slots = tokens * TOP_K
     o = tl.arange(0, R)
-    v = tl.load(ids + o, mask=o < total_slots, other=-1)
+    v = _load_ids(ids, o, o < total_slots, experts)
     total = tl.histogram(tl.maximum(v, 0), E, mask=v >= 0)
     start = tl.cumsum(total, 0) - total
     if b == tl.num_programs(0) - 1:
@@ -217,7 +224,8 @@ def dispatch_small(
     else:
         slot0 = b * (TOKENS * TOP_K)
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
-        _place(ids, slot0, tl.minimum(total_slots - slot0, TOKENS * TOP_K), start + before, slots, places, P, E)
+        n = tl.minimum(total_slots - slot0, TOKENS * TOP_K)
+        _place(ids, slot0, n, start + before, slots, places, experts, P, E)
         tl.debug_barrier()
         for token in range(b * TOKENS, tl.minimum(b * TOKENS + TOKENS, tokens)):
             _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H, TOP_K,
@@ -225,20 +233,21 @@ def dispatch_small(
 
 
 @triton.jit
-def count_ids(ids, counted, total_slots, CHUNK: tl.constexpr, E: tl.constexpr):
+def count_ids(ids, counted, total_slots, experts, CHUNK: tl.constexpr, E: tl.constexpr):
     """Many tokens, first of three: how often each expert occurs in each chunk of slots."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
     o = b * CHUNK + tl.arange(0, CHUNK)
-    v = tl.load(ids + o, mask=o < total_slots, other=-1)
+    v = _load_ids(ids, o, o < total_slots, experts)
     tl.store(counted + b * E + tl.arange(0, E), tl.histogram(tl.maximum(v, 0), E, mask=v >= 0))
 
 
 @triton.jit
 def place_ids(
-    ids, counted, slots, places, tiles, counts, total_slots, capacity, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    P: tl.constexpr, E: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    ids, counted, slots, places, tiles, counts, total_slots, capacity, experts, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, P: tl.constexpr, E: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
+    T3: tl.constexpr,
 ):  # fmt: skip
     """Second: places for a chunk of slots, from the counts of all; the last program writes the lists."""
     gdc_wait()
@@ -258,7 +267,7 @@ def place_ids(
     else:
         base = start + earlier
         for slot0 in range(b * CHUNK, tl.minimum(b * CHUNK + CHUNK, total_slots), P):
-            base += _place(ids, slot0, tl.minimum(total_slots - slot0, P), base, slots, places, P, E)
+            base += _place(ids, slot0, tl.minimum(total_slots - slot0, P), base, slots, places, experts, P, E)
 
 
 @triton.jit
@@ -300,7 +309,8 @@ def prepare_rows(
 
 
 @triton.jit
-def combine_rows(y, weights, ids, out, hidden, BLOCK: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr):
+def combine_rows(y, weights, ids, out, hidden, experts, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+                 WEIGHTED: tl.constexpr):  # fmt: skip
     """A token's rows lie together: their weighted sum in fp32, in slot order, rounded once."""
     gdc_wait()
     gdc_launch_dependents()
@@ -310,7 +320,8 @@ def combine_rows(y, weights, ids, out, hidden, BLOCK: tl.constexpr, TOP_K: tl.co
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         slot = token * TOP_K + choice
-        mine = tl.load(ids + slot) >= 0
+        e = tl.load(ids + slot)
+        mine = (e >= 0) & (e < experts)
         row = tl.load(y + slot * hidden + c, mask=inside & mine, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights + slot)

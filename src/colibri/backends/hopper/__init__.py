@@ -26,6 +26,7 @@ _MOST_EXPERTS = 1024
 
 class Hopper(Backend):
     name = "hopper"
+    drops_wild_ids = True
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int], tuple[Problem, HopperPlan]] = {}

@@ -24,15 +24,15 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
         ids = max(1024, power_of_two((SMALL // 4 if each == 1 else SMALL) * top_k))
         constants = {"R": ids, "TOKENS": each, "P": max(16, power_of_two(each * top_k)), "E": experts, **row}
         names = ("ids x weights perm pre_scale given slots places owners out scales tiles counts tokens hidden "
-                 "capacity")  # fmt: skip
+                 "capacity experts")  # fmt: skip
         return [
             _rows(plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (-(-m // each) + 1, 1))
         ]
     width = chunk(plan)
     return [
-        _rows(plan, "count_ids", "ids counted total_slots", {"CHUNK": width, "E": experts}, 4,
+        _rows(plan, "count_ids", "ids counted total_slots experts", {"CHUNK": width, "E": experts}, 4,
               lambda m: (chunks(plan, m * top_k), 1)),
-        _rows(plan, "place_ids", "ids counted slots places tiles counts total_slots capacity",
+        _rows(plan, "place_ids", "ids counted slots places tiles counts total_slots capacity experts",
               {"CHUNKS": 64, "CHUNK": width, "P": 128, "E": experts, **_sizes(plan)}, 8,
               lambda m: (chunks(plan, m * top_k) + 1, 1)),
         _rows(plan, "send_rows", "x weights perm pre_scale given ids places owners out scales hidden", row, 4,
@@ -133,14 +133,16 @@ def combine(plan: HopperPlan) -> Step:
     assert problem.w2 is not None
     width, element = problem.w2.n, problem.input.name
     block = min(power_of_two(width), 1024 if plan.tokens <= 64 else 4096)
-    kinds = {"y": f"*{element}", "weights": "*fp32", "ids": "*i32", "out": f"*{element}", "hidden": "i32"}
+    kinds = {"y": f"*{element}", "weights": "*fp32", "ids": "*i32", "out": f"*{element}"}
     values: dict[str, Value] = {
         "y": scratch_ref("y"),
         "weights": Ref(CALL, "weights"),
         "ids": Ref(CALL, "ids"),
         "out": Ref(CALL, "out"),
         "hidden": width,
+        "experts": problem.experts,
     }
+    kinds |= {"hidden": "i32", "experts": "i32"}
     constants = {"BLOCK": block, "TOP_K": problem.top_k, "WEIGHTED": not problem.weight_on_input}
     source = src.rows_kernel("combine_rows", kinds, constants, 4 if block <= 1024 else 8)
     return Step(source, values, lambda m: (m, -(-width // block)))

@@ -138,6 +138,7 @@ def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, pre
         "token_scales": scratch_ref(scales),
         "ids": zeros if single else Ref(CALL, "ids"),
         "weights": scratch_ref("x_scales") if single else Ref(CALL, "weights"),
+        "experts": problem.experts,
         "total_slots": lambda m: m * top_k,
         "units": product.units,
         "slices": product.slices,
