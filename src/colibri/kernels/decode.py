@@ -172,9 +172,9 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
-        top, bottom, _, _, step = product_of(
-            xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, form, PROMOTE
-        )
+        sums, step = product_of(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, 1, form, PROMOTE)
+        top = sums[0]
+        bottom = sums[1]
         MMA: gl.constexpr = top.type.layout
         r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
         only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0

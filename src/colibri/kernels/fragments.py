@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colibri.kernels import forms as f
 from colibri.kernels.forms import HALF, ROWS, Form
-from colibri.kernels.ptx import places
+from colibri.kernels.ptx import places, scale_turn
 from colibri.kernels.ptx_narrow import Bits, places_e4m3
 
 Index = tuple[EllipsisType, int, int, int, int, int]
@@ -107,22 +107,29 @@ def pack_bytes(form: Form, values: Tensor) -> Tensor:
     """One byte for each (row, group of 16 or 32 columns), int32 [n, groups], to words.
 
     A word holds rows r, r + 8 and two neighbouring groups, so that a thread reads what its own
-    fragment needs and nothing else.
+    fragment needs and nothing else. It is rotated to where the kernel wants its bits.
     """
     view = _byte_view(form, values)
     words = sum((view[..., i >> 1, i & 1] & 255) << (8 * i) for i in range(4))
     assert isinstance(words, Tensor)
-    return words.to(torch.int32).reshape(-1)
+    return _turned(words.to(torch.int32), scale_turn(form)).reshape(-1)
 
 
 def unpack_bytes(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
     """The inverse: int32 [n, groups], each 0 .. 255."""
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _byte_view(form, values)
-    held = words.view(view.shape[:-2])
+    held = _turned(words.view(view.shape[:-2]), -scale_turn(form))
     for i in range(4):
         view[..., i >> 1, i & 1] = held >> (8 * i) & 255
     return values
+
+
+def _turned(words: Tensor, left: int) -> Tensor:
+    """32-bit words rotated."""
+    left %= 32
+    wide = words.long() & 0xFFFFFFFF
+    return (wide << left | wide >> (32 - left)).to(torch.int32) if left else words
 
 
 def _byte_view(form: Form, values: Tensor) -> Tensor:

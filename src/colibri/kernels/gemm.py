@@ -8,8 +8,9 @@ prefill. A CTA is one warpgroup that multiplies and one warp that feeds it throu
 two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tiles
 p, p + grid, ... of a list made on the device (`rows`), so the host never learns the routing.
 
-A tile is one unit (128 features) by one token tile of T or, as T + U, two accumulator widths (96 =
-64 + 32), since widths are powers of two.
+A tile is one unit (128 features) or two by one token tile of T or, as T + U, two accumulator widths (96 =
+64 + 32), since widths are powers of two. Two units share the tokens they read: with few tokens a tile the
+way from the L2 is what is narrow, and accumulators are small.
 """
 
 from __future__ import annotations
@@ -61,40 +62,44 @@ def tile_at(tiles, index, units, TOKENS_INNER: gl.constexpr):
 
 @gluon.jit
 def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices, scale_blocks,
-         T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr,
-         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+         T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
+         form: gl.constexpr, TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
 
     PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
     then be older than the predecessor.
     """
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
-    BYTES: gl.constexpr = SLICES * (T + U) * 128 + w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    WEIGHTS: gl.constexpr = UNITS * (w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES))
+    BYTES: gl.constexpr = SLICES * (T + U) * 128 + WEIGHTS
     blocks = (slices + SLICES - 1) // SLICES
     if DEPEND == 1 and not PREFETCH:
         wait_for_predecessor()
-    count = gl.load(tile_count) * units
+    groups = units // UNITS
+    count = gl.load(tile_count) * groups
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < count:
-            e, unit, _, _ = tile_at(tiles, gl.program_id(0), units, TOKENS_INNER)
+            e, group, _, _ = tile_at(tiles, gl.program_id(0), groups, TOKENS_INNER)
             ahead = gl.minimum(blocks, STAGES)
             for i in range(ahead):
                 mbarrier.expect(full.index(i), BYTES)
-                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, i, slices, scale_blocks,
-                             SLICES, form)  # fmt: skip
+                for u in gl.static_range(UNITS):
+                    copy_weights(w_desc, s_desc, wb, sb, i * UNITS + u, full.index(i), e * units + group * UNITS + u, i,
+                                 slices, scale_blocks, SLICES, form)  # fmt: skip
         wait_for_predecessor()
     step = 0
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        e, unit, row, _ = tile_at(tiles, index, units, TOKENS_INNER)
+        e, group, row, _ = tile_at(tiles, index, groups, TOKENS_INNER)
         for block in range(blocks):
             stage = step % STAGES
             bar = full.index(stage)
             if step >= ahead:
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, BYTES)
-                copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
-                             form)  # fmt: skip
+                for u in gl.static_range(UNITS):
+                    copy_weights(w_desc, s_desc, wb, sb, stage * UNITS + u, bar, e * units + group * UNITS + u, block,
+                                 slices, scale_blocks, SLICES, form)  # fmt: skip
             for j in gl.static_range(SLICES):
                 k = (block * SLICES + j) * COLUMNS
                 copy_tile(x_desc, [row, k], bar, xb.index(stage * SLICES + j))
@@ -104,38 +109,46 @@ def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, em
 
 
 @gluon.jit
+def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, row, rows, unit, columns, limit, alpha,
+                beta, T: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+                NARROW: gl.constexpr):  # fmt: skip
+    """A unit's accumulators to T rows of `out`."""
+    CHUNK: gl.constexpr = min(T, staging.shape[0])
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, NARROW)
+    bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, NARROW)
+    store_rows(out, slots, staging.slice(0, CHUNK, 0), top, bottom, row, rows, unit * WIDTH, columns, limit, alpha,
+               beta, CHUNK, KIND, ACTIVATION)  # fmt: skip
+
+
+@gluon.jit
 def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units,
          slices, columns, limit, alpha, beta, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-         SLICES: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+         SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr,
+         ACTIVATION: gl.constexpr, BIAS: gl.constexpr, TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr,
+         PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup: product and epilogue of every tile."""
-    CHUNK: gl.constexpr = min(T, 32)
     NARROW: gl.constexpr = dequant.narrow(form)
-    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     if DEPEND == 1:
         wait_for_predecessor()
     if DEPEND > 0:
         let_successor_start()
     blocks = (slices + SLICES - 1) // SLICES
-    count = gl.load(tile_count) * units
+    groups = units // UNITS
+    count = gl.load(tile_count) * groups
     step = 0
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        top, bottom, top2, bottom2, step = product_of(
-            xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form, PROMOTE
-        )
-        e, unit, row, rows = tile_at(tiles, index, units, TOKENS_INNER)
-        f = factors + (e * units + unit) * 128
-        b = bias + (e * units + unit) * 128
-        top = scale_rows(top, f, b, token_scales, row, rows, BIAS, NARROW)
-        bottom = scale_rows(bottom, f + 64, b + 64, token_scales, row, rows, BIAS, NARROW)
-        store_rows(out, slots, staging, top, bottom, row, rows, unit * WIDTH, columns, limit, alpha, beta, CHUNK, KIND,
-                   ACTIVATION)  # fmt: skip
-        if U > 0:
-            top2 = scale_rows(top2, f, b, token_scales, row + T, rows - T, BIAS, NARROW)
-            bottom2 = scale_rows(bottom2, f + 64, b + 64, token_scales, row + T, rows - T, BIAS, NARROW)
-            LOW: gl.constexpr = min(U, CHUNK)
-            store_rows(out, slots, staging.slice(0, LOW, 0), top2, bottom2, row + T, rows - T, unit * WIDTH, columns,
-                       limit, alpha, beta, LOW, KIND, ACTIVATION)  # fmt: skip
+        sums, step = product_of(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, UNITS, form, PROMOTE)
+        e, group, row, rows = tile_at(tiles, index, groups, TOKENS_INNER)
+        for u in gl.static_range(UNITS):
+            unit = group * UNITS + u
+            at = (e * units + unit) * 128
+            finish_unit(out, slots, staging, sums[2 * u], sums[2 * u + 1], factors + at, bias + at, token_scales, row,
+                        rows, unit, columns, limit, alpha, beta, T, KIND, ACTIVATION, BIAS, NARROW)  # fmt: skip
+            if U > 0:
+                finish_unit(out, slots, staging, sums[2 * UNITS + 2 * u], sums[2 * UNITS + 2 * u + 1], factors + at,
+                            bias + at, token_scales, row + T, rows - T, unit, columns, limit, alpha, beta, U, KIND,
+                            ACTIVATION, BIAS, NARROW)  # fmt: skip
     if DEPEND == 2:
         wait_for_predecessor()
 
@@ -145,7 +158,7 @@ def grouped(
     x_desc, x2_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, units, slices,
     scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
     ACT: gl.constexpr, ZERO: gl.constexpr, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-    SLICES: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    SLICES: gl.constexpr, UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
     TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
@@ -156,10 +169,10 @@ def grouped(
         x2b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, U, COLUMNS], x2_desc.layout)
     else:
         x2b = xb
-    wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    wb = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(
-            gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
+            gl.int32, [STAGES * UNITS * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
         )
     else:
         sb = wb
@@ -174,8 +187,8 @@ def grouped(
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
         (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full,
-                units, slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, form, KIND, ACTIVATION, BIAS,
-                TOKENS_INNER, DEPEND, PROMOTE)),
+                units, slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, UNITS, form, KIND, ACTIVATION,
+                BIAS, TOKENS_INNER, DEPEND, PROMOTE)),
         (feed, (x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices,
-                scale_blocks, T, U, STAGES, SLICES, form, TOKENS_INNER, DEPEND, PREFETCH)),
+                scale_blocks, T, U, STAGES, SLICES, UNITS, form, TOKENS_INNER, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -54,7 +54,7 @@ def scale_copies(form, SLICES):
 @gluon.jit
 def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_blocks, SLICES: gl.constexpr,
                  form: gl.constexpr):  # fmt: skip
-    """Start the copies of a stage's codes and scales; `unit` counts over all experts."""
+    """Start the copies of one unit's codes and scales for a stage; `unit` counts over all experts."""
     copy_tile(w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, wb.index(stage))
     if dequant.scale_words(form) > 0:
         COPIES: gl.constexpr = scale_copies(form, SLICES)
@@ -83,67 +83,62 @@ def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl
 
 
 @gluon.jit
-def load_slice(wb, sb, stage, slice: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
-    """(codes, scales) of both halves of a slice."""
-    return load_half(wb, sb, stage, slice, 0, SLICES, form), load_half(wb, sb, stage, slice, 1, SLICES, form)
+def load_slice(wb, sb, stage, turn: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr):
+    """(codes, scales) of both halves of a turn of a stage: slices in order, in each its units."""
+    at = stage * UNITS + turn % UNITS
+    return load_half(wb, sb, at, turn // UNITS, 0, SLICES, form), load_half(wb, sb, at, turn // UNITS, 1, SLICES, form)
+
+
+@gluon.jit
+def add_half(sums, half: gl.constexpr, a, x):
+    """One half's product into its accumulator, without waiting."""
+    return sums[:half] + (warpgroup_mma(a, x, sums[half], is_async=True),) + sums[half + 1 :]
 
 
 @gluon.jit
 def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-             SLICES: gl.constexpr, form: gl.constexpr):  # fmt: skip
-    """The product of one tile: accumulators of both halves, [64, T] and [64, U] each.
+             SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr):  # fmt: skip
+    """The product of one tile: accumulators of every half of its units, [64, T] each and [64, U] each.
 
-    While one half's wgmma runs, the other half is dequantised: registers an outstanding wgmma reads
-    are never written, because each dequantisation waits for the wgmma before the last. Packed words of
-    the next slice are read from shared memory while this one is multiplied. A stage goes back to the feeder
-    once the first wgmma of the next stage has followed it.
+    While one half's wgmma runs, the next is dequantised: registers an outstanding wgmma reads are never
+    written, because each dequantisation waits for the wgmma before the last. Packed words of the next turn are
+    read from shared memory while this one is multiplied. A stage goes back to the feeder once the first
+    wgmma of the next stage has followed it.
     """
     DEPTH: gl.constexpr = 32 if dequant.narrow(form) else 16
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, DEPTH])
     THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, U if U > 0 else 8, DEPTH])
     KWIDTH: gl.constexpr = 4 if dequant.narrow(form) else 2
-    top = gl.zeros([64, T], gl.float32, WIDE)
-    bottom = gl.zeros([64, T], gl.float32, WIDE)
+    HALVES: gl.constexpr = 2 * UNITS
+    TURNS: gl.constexpr = SLICES * UNITS
+    sums = ()
+    for _ in gl.static_range(HALVES):
+        sums += (gl.zeros([64, T], gl.float32, WIDE),)
     if U > 0:
-        top2 = gl.zeros([64, U], gl.float32, THIN)
-        bottom2 = gl.zeros([64, U], gl.float32, THIN)
+        for _ in gl.static_range(HALVES):
+            sums += (gl.zeros([64, U], gl.float32, THIN),)
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        ahead = load_slice(wb, sb, stage, 0, SLICES, form)
-        for j in gl.static_range(SLICES):
+        ahead = load_slice(wb, sb, stage, 0, SLICES, UNITS, form)
+        for turn in gl.static_range(TURNS):
             held = ahead
-            if j + 1 < SLICES:
-                ahead = load_slice(wb, sb, stage, j + 1, SLICES, form)
-            x = xb.index(stage * SLICES + j).permute((1, 0))
-            a = dequantise(held[0][0], held[0][1], WIDE, form)
-            top = warpgroup_mma(a, x, top, is_async=True)
-            if U > 0:
-                x2 = x2b.index(stage * SLICES + j).permute((1, 0))
-                a2 = gl.convert_layout(a, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
-                top2 = warpgroup_mma(a2, x2, top2, is_async=True)
-                top, bottom, top2, bottom2 = warpgroup_mma_wait(2, deps=[top, bottom, top2, bottom2])
-            else:
-                top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
-            if j == 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
-            b = dequantise(held[1][0], held[1][1], WIDE, form)
-            bottom = warpgroup_mma(b, x, bottom, is_async=True)
-            if U > 0:
-                b2 = gl.convert_layout(b, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
-                bottom2 = warpgroup_mma(b2, x2, bottom2, is_async=True)
-                top, bottom, top2, bottom2 = warpgroup_mma_wait(2, deps=[top, bottom, top2, bottom2])
-            else:
-                top, bottom = warpgroup_mma_wait(1, deps=[top, bottom])
+            if turn + 1 < TURNS:
+                ahead = load_slice(wb, sb, stage, turn + 1, SLICES, UNITS, form)
+            at = stage * SLICES + turn // UNITS
+            for half in gl.static_range(2):
+                a = dequantise(held[half][0], held[half][1], WIDE, form)
+                sums = add_half(sums, turn % UNITS * 2 + half, a, xb.index(at).permute((1, 0)))
+                if U > 0:
+                    a = gl.convert_layout(a, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
+                    sums = add_half(sums, HALVES + turn % UNITS * 2 + half, a, x2b.index(at).permute((1, 0)))
+                sums = warpgroup_mma_wait(2 if U > 0 else 1, deps=sums)
+                if turn == 0 and half == 0:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
         step += 1
-    if U > 0:
-        top, bottom, top2, bottom2 = warpgroup_mma_wait(0, deps=[top, bottom, top2, bottom2])
-    else:
-        top, bottom = warpgroup_mma_wait(0, deps=[top, bottom])
-        top2 = top
-        bottom2 = bottom
+    sums = warpgroup_mma_wait(0, deps=sums)
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
-    return top, bottom, top2, bottom2, step
+    return sums, step
 
 
 @gluon.jit
@@ -177,11 +172,8 @@ def multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexp
     for _ in range(blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        ahead = load_slice(wb, sb, stage, 0, SLICES, form)
         for j in gl.static_range(SLICES):
-            held = ahead
-            if j + 1 < SLICES:
-                ahead = load_slice(wb, sb, stage, j + 1, SLICES, form)
+            held = load_half(wb, sb, stage, j, 0, SLICES, form), load_half(wb, sb, stage, j, 1, SLICES, form)
             x = xb.index(stage * SLICES + j).permute((1, 0))
             x2 = x2b.index(stage * SLICES + j).permute((1, 0))
             a = dequantise(held[0][0], held[0][1], WIDE, form)
@@ -204,16 +196,17 @@ def multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexp
             bottom = carry(bottom, p, held[1][1], form)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
-    if U == 0:
-        top2 = top
-        bottom2 = bottom
-    return top, bottom, top2, bottom2, step
+    if U > 0:
+        return (top, bottom, top2, bottom2), step
+    else:
+        return (top, bottom), step
 
 
 @gluon.jit
 def product_of(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+               SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     if PROMOTE:
+        gl.static_assert(UNITS == 1)
         return multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form)
     else:
-        return multiply(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form)
+        return multiply(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, UNITS, form)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 
 from colibri.kernels import forms as f
 from colibri.kernels.forms import Form
@@ -41,8 +42,7 @@ INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: a small integer be
 # scale that holds the unit's inverse then gives (code - 8) * scale, rounded once. Rows r have the low nibble,
 # rows r + 8 the high one, whose unit is 2**4 larger.
 NIBBLE_UNIT = {f.BF16: 133, f.F16: 24}
-_MINUS_EIGHT = (0x8008, 0x8080)  # -8 in the same two places
-_BOTH = ("0x1010", "0x3232")  # permute selectors: the lower or upper half of a word in both halves
+_MINUS_EIGHT = "0x80808008"  # -8 in the same two places, rows r below
 _ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, where the field starts
 
 
@@ -183,22 +183,32 @@ def _byte(word: str, k4: int, register: str, form: Form) -> list[str]:
 
 
 def _factors(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int, int], str]]:
-    """Statements that make the factor of (n3, k4, k5), and the register it is in."""
+    """Statements that make the factor of (n3, k4, k5), and the register it is in, in both halves.
+
+    Two factors are made at once, one in each half of a register; spreading one over both halves is then free:
+    the multiplication takes either half twice.
+    """
     lines: list[str] = []
     where: dict[tuple[int, int, int], str] = {}
     if not metas:
         return lines, where
-    for k5, n3, k4 in itertools.product(k5s, range(2), range(2)):
+    for number, (pair, statements, low, high) in enumerate(_factor_pairs(form, metas, k5s)):
+        lines += statements + _spread(pair, _name(low), _name(high))
+        if form.subnormal:
+            lines.append(f"{MULTIPLY[form.activations]} e{number}, {pair}, {_MINUS_EIGHT};")
+            lines += _spread(f"e{number}", _addend(_name(low)), _addend(_name(high)))
+    for n3, k4, k5 in itertools.product(range(2), range(2), k5s):
         # Which factor: one for 16, 32 or at least 64 columns.
         fine = (n3, k4, k5) if form.scale == f.E4M3_G16 else (n3, 0, k5 if form.group == 32 else 0)
-        name = "m{}{}{}".format(*fine)
-        if name not in where.values():
-            lines += _factor(name, form, metas, fine)
-            if form.subnormal:
-                act = form.activations
-                lines.append(f"{MULTIPLY[act]} {_addend(name)}, {name}, {_pair(_MINUS_EIGHT[n3])};")
-        where[n3, k4, k5] = name
+        where[n3, k4, k5] = _name(fine)
     return lines, where
+
+
+Which = tuple[int, int, int]  # a factor: its n3, k4 and k5
+
+
+def _name(which: Which) -> str:
+    return "m{}{}{}".format(*which)
 
 
 def _addend(factor: str) -> str:
@@ -206,44 +216,67 @@ def _addend(factor: str) -> str:
     return f"a{factor}"
 
 
-def _factor(name: str, form: Form, metas: list[str], which: tuple[int, int, int]) -> list[str]:
-    n3, k4, k5 = which
-    if form.scale == f.E4M3_G16:
-        byte = n3 + 2 * k4
-        return [f"prmt.b32 {name}, {metas[k5]}, 0, 0x{byte}4{byte}4;", *_e4m3_factor(name, form.activations)]
+def _spread(pair: str, low: str, high: str) -> list[str]:
+    """Each half of a register in both halves of its own."""
+    return [f"mov.b32 {{h0, h1}}, {pair};", f"mov.b32 {low}, {{h0, h0}};", f"mov.b32 {high}, {{h1, h1}};"]
+
+
+def _factor_pairs(form: Form, metas: list[str], k5s: tuple[int, ...]) -> Iterator[tuple[str, list[str], Which, Which]]:
+    """Registers of two factors: (register, statements that make it, its lower and its upper factor)."""
     if form.scale == f.E8M0_G32:
-        byte, low = n3 + 2 * k5, _ONE_EXPONENT[form.activations][1]
-        return [f"prmt.b32 {name}, {metas[0]}, 0, 0x4{byte}4{byte};", f"shl.b32 {name}, {name}, {low};"]
-    return _group_factor(name, form, metas, n3, k5)
+        # `scale_turn` has put the exponents of rows r where the mask wants them; those of r + 8 are a byte away.
+        one, low = _ONE_EXPONENT[form.activations]
+        mask = _pair((2 * one + 1) << low)
+        yield "p0", [f"and.b32 p0, {metas[0]}, {mask};"], (0, 0, 0), (0, 0, 1)
+        turned = f"shf.l.wrap.b32 p1, {metas[0]}, {metas[0]}, 8;"
+        yield "p1", [turned, f"and.b32 p1, p1, {mask};"], (1, 0, 1), (1, 0, 0)
+    elif form.scale == f.E4M3_G16:
+        for k5, k4 in itertools.product(k5s, range(2)):
+            pair = f"p{2 * k5 + k4}"
+            pick = f"prmt.b32 {pair}, {metas[k5]}, 0, 0x{2 * k4 + 1}4{2 * k4}4;"
+            yield pair, [pick, *_e4m3_factors(pair, form.activations)], (0, k4, k5), (1, k4, k5)
+    else:
+        for part in range(2 if form.group == 32 else 1):
+            pair, statements = _group_factors(f"p{part}", form, metas, part)
+            yield pair, statements, (0, 0, part), (1, 0, part)
 
 
-def _e4m3_factor(name: str, activations: str) -> list[str]:
-    """A scale byte in the high half-byte pair to a factor; what its exponent lacks is in `ROW_SHIFT`."""
+def scale_turn(form: Form) -> int:
+    """How far a word of e8m0 scales is rotated when it is packed: its first byte becomes an exponent in place."""
+    if form.scale != f.E8M0_G32 or form.activations == f.E4M3:
+        return 0
+    return _ONE_EXPONENT[form.activations][1]
+
+
+def _e4m3_factors(pair: str, activations: str) -> list[str]:
+    """Scale bytes in the upper bytes of both halves to factors; what exponents lack is in `ROW_SHIFT`."""
     down = 4 if activations == f.BF16 else 1
     lines = [
-        f"and.b32 t, {name}, 0x7f007f00;",
+        f"and.b32 t, {pair}, 0x7f007f00;",
         f"shr.u32 t, t, {down};",
-        f"lop3.b32 {name}, {name}, 0x80008000, t, 0xea;",
+        f"lop3.b32 {pair}, {pair}, 0x80008000, t, 0xea;",
     ]
     if activations == f.F16:
-        return [*lines, f"mul.rn.f16x2 {name}, {name}, {power(15, f.F16)};"]
-    return lines + [f"mul.rn.bf16x2 {name}, {name}, {power(113, f.BF16)};"] * 2
+        return [*lines, f"mul.rn.f16x2 {pair}, {pair}, {power(15, f.F16)};"]
+    return lines + [f"mul.rn.bf16x2 {pair}, {pair}, {power(113, f.BF16)};"] * 2
 
 
-def _group_factor(name: str, form: Form, metas: list[str], n3: int, part: int) -> list[str]:
-    """A group's stored number in the activations' type, in both halves of a register."""
+def _group_factors(pair: str, form: Form, metas: list[str], part: int) -> tuple[str, list[str]]:
+    """A group's stored numbers for rows r and r + 8 in the activations' type."""
     to = "bf16x2" if form.activations == f.BF16 else "f16x2"
-    if form.scale == f.F32_GROUP:
-        lines = [f"mov.b32 x, {metas[2 * part + n3]};"]
-        if form.code == f.E4M3_CODE:  # its shift goes in here
-            lines.append(f"mul.rn.f32 x, x, 0f{(127 + code_shift(form)) << 23:08X};")
-        return [*lines, f"cvt.rn.{to}.f32 {name}, x, x;"]
     if form.scale == form.activations:
-        return [f"prmt.b32 {name}, {metas[part]}, 0, {_BOTH[n3]};"]
-    if form.scale == f.BF16_GROUP:
-        high = "0x1044" if n3 == 0 else "0x3244"  # bf16 is the upper half of fp32
-        return [f"prmt.b32 {name}, {metas[part]}, 0, {high};", f"mov.b32 x, {name};", f"cvt.rn.f16x2.f32 {name}, x, x;"]
-    return [f"mov.b32 {{h0, h1}}, {metas[part]};", f"cvt.f32.f16 x, h{n3};", f"cvt.rn.bf16x2.f32 {name}, x, x;"]
+        return metas[part], []
+    if form.scale == f.F32_GROUP:
+        lines = [f"mov.b32 x, {metas[2 * part]};", f"mov.b32 y, {metas[2 * part + 1]};"]
+        if form.code == f.E4M3_CODE:  # its shift goes in here
+            shift = f"0f{(127 + code_shift(form)) << 23:08X}"
+            lines += [f"mul.rn.f32 x, x, {shift};", f"mul.rn.f32 y, y, {shift};"]
+    elif form.scale == f.BF16_GROUP:  # bf16 is the upper half of fp32
+        lines = [f"shl.b32 t, {metas[part]}, 16;", f"and.b32 u, {metas[part]}, 0xffff0000;"]
+        lines += ["mov.b32 x, t;", "mov.b32 y, u;"]
+    else:
+        lines = [f"mov.b32 {{h0, h1}}, {metas[part]};", "cvt.f32.f16 x, h0;", "cvt.f32.f16 y, h1;"]
+    return pair, [*lines, f"cvt.rn.{to}.f32 {pair}, y, x;"]
 
 
 def code_shift(form: Form) -> int:
@@ -287,11 +320,11 @@ def _statements(form: Form) -> tuple[str, int, int]:
         for (n3, _, k4), register in out.items():
             lines += _finish(form, register, zero.get((n3, k5)), factor.get((n3, k4, k5)))
     lines, constants = _name_constants(lines)
-    registers = {*factor.values(), *zero.values()} | (
-        {_addend(m) for m in factor.values()} if form.subnormal else set()
-    )
-    named = ["t", "u", *sorted(registers), *constants]
-    head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x; .reg .b16 h0, h1;\n"
+    held = {*factor.values(), *zero.values(), *(f"{kind}{i}" for kind in "pe" for i in range(4))}
+    if form.subnormal:
+        held |= {_addend(m) for m in factor.values()}
+    named = ["t", "u", *sorted(held), *constants]
+    head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x, y; .reg .b16 h0, h1;\n"
     return head + "\n".join(lines) + "\n}", outputs, form.scale_words
 
 
@@ -319,14 +352,10 @@ def _zeros(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str
     """Zero points, stored with the code's magic number added, in both halves of a register."""
     lines: list[str] = []
     where: dict[tuple[int, int], str] = {}
-    if not form.zero:
-        return lines, where
-    for k5, n3 in itertools.product(k5s, range(2)):
-        part = k5 if form.group == 32 else 0
-        name = f"z{n3}{part}"
-        if name not in where.values():
-            lines.append(f"prmt.b32 {name}, {metas[part]}, 0, {_BOTH[n3]};")
-        where[n3, k5] = name
+    for part, meta in enumerate(metas):
+        lines += _spread(meta, f"z0{part}", f"z1{part}")
+    if form.zero:
+        where = {(n3, k5): f"z{n3}{k5 if form.group == 32 else 0}" for n3 in range(2) for k5 in k5s}
     return lines, where
 
 

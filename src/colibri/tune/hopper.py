@@ -33,6 +33,8 @@ _SHAPES = {
     128: ((128, 0), (2, 2), 2),
     160: ((128, 32), (1, 1), 2),
 }
+# Tiles that may take two units: (slices in a stage as above, blocks on an SM).
+_PAIRED = {8: ((2, 1), 3), 16: ((2, 1), 3), 24: ((2, 1), 2), 32: ((2, 1), 2)}
 _REGISTERS = {4: 64, 3: 80, 2: 128}  # a thread's share of 65536 with blocks of 256 threads
 
 
@@ -46,6 +48,7 @@ class Tile:
     slices: int
     blocks: int  # resident on an SM
     registers: int
+    units: int = 1
 
     @property
     def tokens(self) -> int:
@@ -59,6 +62,7 @@ class Rule:
     sizes: tuple[int, ...]
     overlap: bool  # programmatic dependent launch
     tokens_inner: bool
+    paired: bool = False  # small tiles take two units where the matrix has an even number of them
 
 
 @cache
@@ -72,7 +76,8 @@ def rule(activations: str, slots: int, experts: int) -> Rule:
     rows = slots / experts
     for entry in data()["8-bit" if activations == E4M3 else "16-bit"]:
         if entry["rows_up_to"] is None or rows <= entry["rows_up_to"]:
-            return Rule(tuple(entry["tiles"]), entry["overlap"], entry["tokens_inner"])
+            paired = bool(entry.get("paired", False))
+            return Rule(tuple(entry["tiles"]), entry["overlap"], entry["tokens_inner"], paired)
     raise AssertionError("the last rule has no limit")
 
 
@@ -93,25 +98,28 @@ def fitting(sizes: tuple[int, ...], forms: Iterable[Form]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= MOST_PROMOTED) or (MOST_PROMOTED,)
 
 
-def stage_bytes(form: Form, tokens: int, slices: int) -> int:
+def stage_bytes(form: Form, tokens: int, slices: int, units: int = 1) -> int:
     """Shared memory of one pipeline stage."""
     blocks = max(1, slices * form.slice_columns // form.block_columns) if form.block_columns else 1
-    return slices * (tokens + form.slice_rows) * 128 + 256 * form.scale_words * blocks
+    return slices * (tokens + units * form.slice_rows) * 128 + units * 256 * form.scale_words * blocks
 
 
 @cache
-def tile(form: Form, tokens: int, gated: bool) -> Tile:
+def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
     """The pipeline of a tile size: as many stages as fit beside the other blocks of the SM."""
     (t, u), (wide, narrow), blocks = _SHAPES[tokens]
-    slices = narrow if form.activations == E4M3 else wide
-    if form.bits == 8 or (form.scale_words > 1 and tokens > 8):  # more words in flight: more registers a thread
+    together = 2 if paired and tokens in _PAIRED and form.bits == 4 and not promotes(form) else 1
+    if together == 2:
+        (wide, narrow), blocks = _PAIRED[tokens]
+    elif form.bits == 8 or (form.scale_words > 1 and tokens > 8):  # more words in flight: more registers a thread
         blocks = min(blocks, 3)
+    slices = narrow if form.activations == E4M3 else wide
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(t, 32) * (64 if gated else 128) * 2
-    while slices > 1 and room // stage_bytes(form, tokens, slices) < 2:
+    while slices > 1 and room // stage_bytes(form, tokens, slices, together) < 2:
         slices //= 2
-    stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices))
+    stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices, together))
     assert stages >= 2, (form, tokens)
-    return Tile(t, u, stages, slices, blocks, _REGISTERS[blocks])
+    return Tile(t, u, stages, slices, blocks, _REGISTERS[blocks], together)
 
 
 @cache

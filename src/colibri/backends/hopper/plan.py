@@ -95,7 +95,7 @@ def make_plan(problem: Problem, tokens: int) -> HopperPlan:
     rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
     decode = _decodes(plan, layout, forms[0])
     sizes = () if decode else rule.sizes
-    products = [_product(layout, name, form, sizes, slots) for name, form in zip(problem.matrices, forms)]
+    products = [_product(layout, name, form, sizes, rule.paired, slots) for name, form in zip(problem.matrices, forms)]
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
@@ -123,14 +123,16 @@ def _decodes(plan: HopperPlan, layout: HopperLayout, form: Form) -> bool:
     return not (own or problem.activations.static or problem.second_activations.static)
 
 
-def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...], slots: int) -> Product:
+def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...], paired: bool, slots: int) -> Product:
     """Tiles for each size; none: a tile for each slot."""
     problem = layout.problem
     shape = problem.matrices[name]
     n, k = layout.padded(shape)
     units, slices = n // ROWS, k // form.slice_columns
     blocks = k // form.block_columns if form.block_columns else 1
-    tiles = tuple(tune.tile(form, size, layout.gated(shape)) for size in sizes) or (tune.decode_tile(form),)
+    tiles = tuple(tune.tile(form, size, layout.gated(shape), paired and units % 2 == 0) for size in sizes) or (
+        tune.decode_tile(form),
+    )
     activations = problem.activations if name == "w13" else problem.second_activations
     split = 1 if sizes else tune.split(slots, units)
     return Product(

@@ -36,7 +36,7 @@ def product(
     ]  # fmt: skip
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "T": tile.t, "U": tile.u, "STAGES": tile.stages, "SLICES": tile.slices, "KIND": kind,
+        "T": tile.t, "U": tile.u, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "TOKENS_INNER": tokens_inner, "DEPEND": depend, "PREFETCH": prefetch,
         "PROMOTE": promote,
     }  # fmt: skip

@@ -73,7 +73,7 @@ def _products(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kin
             "alpha": activation.alpha,
             "beta": activation.beta,
         }
-        most = (list_capacity(plan) if i == 0 else problem.experts) * product.units
+        most = (list_capacity(plan) if i == 0 else problem.experts) * product.units // tile.units
         found.append(Step(source, values, _fixed(most), tile.blocks))
         first = list_capacity(plan) + i * experts_padded(problem)
     return found
