@@ -6,11 +6,12 @@ what the package itself would round at load (biases, and scales folded into code
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from colibri.backends.base import Backend, Plan, Reason
 from colibri.backends.humming.layout import HummingLayout
@@ -33,7 +34,8 @@ class Humming(Backend):
     on_request = True
 
     def __init__(self) -> None:
-        self._experts: dict[tuple[int, int], tuple[Problem, Experts]] = {}
+        # By the layer's own tensor, which the values do not keep alive; problems are kept, so that ids stay theirs.
+        self._experts: MutableMapping[Tensor, dict[int, tuple[Problem, Experts]]] = WeakTensorKeyDictionary()
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch not in ARCHS:
@@ -78,14 +80,14 @@ class Humming(Backend):
         """The package's view of packed weights: no copies, so a refit is seen."""
         from colibri.backends.humming.package import INDEXED, Experts, view_matrix
 
-        key = (id(problem), weights["w13"]["weight"].data_ptr())
-        if key not in self._experts:
+        known = self._experts.setdefault(weights["w13"]["weight"], {})
+        if id(problem) not in known:
             matrices = {
                 name: view_matrix(shape, problem.experts, weights[name], problem.input.storage)
                 for name, shape in problem.matrices.items()
             }
-            self._experts[key] = (problem, Experts(problem, matrices, INDEXED))
-        return self._experts[key][1]
+            known[id(problem)] = problem, Experts(problem, matrices, INDEXED)
+        return known[id(problem)][1]
 
 
 BACKEND = Humming()

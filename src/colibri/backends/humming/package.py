@@ -99,8 +99,8 @@ def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], 
     """Of tensors as `HummingLayout` has them: the same memory under the package's dtypes."""
     from humming.transform import prepare_layer_config
 
-    level, codes = shape.spec.scales[0], packed["weight"]
-    scale = packed["weight_scale"].view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
+    level, codes = shape.spec.scales[0], packed["weight"].detach()
+    scale = packed["weight_scale"].detach().view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
     config = prepare_layer_config(
         shape.n, shape.k, _schema(shape), None, experts, PAD_ROWS, PAD_COLUMNS, False, dtype, codes.device
     )
