@@ -82,7 +82,7 @@ def answer(small: Path) -> None:
 
 
 def measure(model: Path, folder: Path) -> None:
-    from colibri.demo.variants import rows, variants
+    from colibri.demo.variants import WINDOW, rows, variants
 
     _say("What each way to hold the experts costs, and how fast it speaks (batch 1).")
     table = ui.table("weights", "activations", "backend", ">experts", ">perplexity", ">± stderr", ">tokens/s")
@@ -94,7 +94,8 @@ def measure(model: Path, folder: Path) -> None:
     out = ui.console()
     out.print()
     out.print(table)
-    _note("perplexity on a short story that comes with colibri; figures of this machine, kept for the next run")
+    _note(f"perplexity on {WINDOW} tokens of a story that comes with colibri")
+    _note("figures of this machine, kept for the next run")
 
 
 def _instead(why: str) -> None:
