@@ -140,8 +140,8 @@ class PackedModule(nn.Module):
                 expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",
                 got=f"{list(shape)} in {x.dtype}",
             )
-        self._weights()
-        here = self._flat[0][1].device
+        held = next(iter(self._parameters.values()))
+        here = x.device if held is None else held.device
         if x.device != here:
             raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
 
