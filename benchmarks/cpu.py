@@ -3,7 +3,8 @@
     python benchmarks/cpu.py --out benchmarks/results/cpu-NAME.json [--specs int4-g32,mxfp4] [--tokens 1,16,512]
                              [--threads 1,2] [--levels avx2,amx] [--experts 128] [--repeats 30]
 
-The process is kept to as many physical cores as it has threads. Before every timed call the last-level cache
+While it is timed, the process is kept to as many physical cores as it has threads. Before every timed call the
+last-level cache
 is emptied by reading past it; contestants take turns call by call. Each result is compared with the reference
 before it is timed. GB/s are bytes of the activated experts as the spec stores them; beside them stands the
 rate at which the same threads stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from colibri import native
 from colibri.backends.cpu import Cpu
+from colibri.bench.ceilings import read_rate
 from colibri.bench.check import ROWS, bound_of, expected
 from colibri.bench.peer import Peer
 from colibri.bench.peers import TorchGrouped
@@ -67,17 +69,22 @@ class Ours:
 
 def main() -> None:
     arguments = parse()
-    cores = pin(max(arguments.threads))
+    every = sorted(os.sched_getaffinity(0))
+    cores = physical(every)[: max(arguments.threads)]
     levels = chosen_levels(arguments.levels)
     clock = CpuClock()
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for spec in arguments.specs:
+        keep_to(every)
+        torch.set_num_threads(len(every))
         plain = layer_problem(
             spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=arguments.experts, top_k=TOP_K
         )
         weights = Weights(plain, torch.device("cpu"))
         layers = contestants(plain, weights, levels, spec, absent)
+        torch.set_num_threads(len(cores))
+        keep_to(cores)
         for tokens in arguments.tokens:
             work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
             running, errors = checked(layers, weights, work[0], absent, spec)
@@ -85,10 +92,9 @@ def main() -> None:
                 torch.set_num_threads(threads)
                 repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
                 times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
-                stream = streaming(threads, clock)
-                rows += figures(spec, tokens, threads, times, errors, plain, work, stream)
+                rows += figures(spec, tokens, threads, times, errors, plain, work, read_rate(Device("cpu")))
                 show(rows, spec, tokens, threads)
-    save(arguments.out, rows, absent, levels, cores, clock)
+        save(arguments, rows, absent, levels, clock)
 
 
 def parse() -> argparse.Namespace:
@@ -106,18 +112,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--levels", type=names, default=None, help="by default all that run here")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--commit", help="of the sources, where git is not there to tell")
     return parser.parse_args()
 
 
-def pin(count: int) -> list[int]:
-    """Keep to one processor of each of `count` physical cores, before any thread is started."""
+def physical(cpus: list[int]) -> list[int]:
+    """One processor of each physical core."""
     seen: dict[str, int] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
+    for cpu in cpus:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         seen.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
-    chosen = list(seen.values())[:count]
-    os.sched_setaffinity(0, chosen)
-    return chosen
+    return list(seen.values())
+
+
+def keep_to(cpus: list[int]) -> None:
+    """Every thread of this process, those of the pool included."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cpus)
 
 
 def chosen_levels(names: list[str] | None) -> list[Level]:
@@ -181,20 +192,6 @@ def worst_row(problem: Problem, weights: Weights, batch: Batch, got: Tensor) -> 
 
 def calls(layer: Layer, work: list[Batch]) -> list[Callable[[], object]]:
     return [lambda batch=batch: layer(batch.x, batch.ids, batch.weights) for batch in work]  # type: ignore[misc]
-
-
-def streaming(threads: int, clock: CpuClock) -> float:
-    """GB/s of the fastest of a few reads of memory that no cache holds."""
-    library = native.library()
-    assert library is not None
-    memory = torch.ones(512 << 20, dtype=torch.uint8)
-    best = 0.0
-    for _ in range(5):
-        clock.evict()
-        start = time.perf_counter()
-        library.read(memory, threads)
-        best = max(best, memory.numel() / (time.perf_counter() - start) / 1e9)
-    return best
 
 
 def figures(
@@ -266,29 +263,30 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def save(
-    path: Path, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level], cores: list[int],
+    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level],
     clock: CpuClock,
 ) -> None:  # fmt: skip
     machine = describe()
-    document = {
+    document: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": arguments.commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]},
         "kernels": machine["native"],
-        "cores": len(cores),
+        "cores": max(arguments.threads),
         "load": os.getloadavg()[0],
         "evicted_bytes": clock.buffer.numel() * clock.buffer.element_size(),
-        "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K},
+        "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": arguments.experts, "top_k": TOP_K},
         "levels": [str(level) for level in levels],
         "absent": absent,
         "targets": targets(rows),
         "rows": rows,
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     for target in document["targets"]:
-        print(target)
-    print(f"wrote {path.name}; absent: {absent}")
+        if target["lowest"] is not None:
+            print(target)
+    print("absent:", absent, flush=True)
 
 
 def commit() -> str | None:

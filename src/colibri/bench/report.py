@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from colibri.bench.run import Result
 
 NOTES = {
+    "min_us": "the fastest of the same calls",
     "us": "median of single calls, caches emptied before each; contestants take turns",
     "spread": "25th and 75th percentile, us",
     "tflops": "useful: 2 x rows x weights of the experts they go to",
@@ -74,6 +75,7 @@ class Row:
             "part": self.part,
             "backend": self.backend,
             "us": us,
+            "min_us": min(self.times.us),
             "spread": list(self.times.quartiles),
             "timed_by": self.times.method,
             "tflops": self.work.flops / us / 1e6,
@@ -83,6 +85,7 @@ class Row:
             "experts": self.work.experts,
             "error": self.error,
             "peers": {name: times.median for name, times in self.peers.items()},
+            "peers_min": {name: min(times.us) for name, times in self.peers.items()},
             "peers_spread": {name: list(times.quartiles) for name, times in self.peers.items()},
             "host_us": dict(self.host),
             "peers_timed_by": {name: times.method for name, times in self.peers.items()},
