@@ -1,7 +1,7 @@
 // Every level against a naive loop in double, over codes x groups x scales x zeros x inputs x sizes x dispatches.
 //
 //   driver [seed] [cases]      random cases on every level that is here
-//   driver time THREADS ...    a decode and a prefill step, against the rate memory streams at
+//   driver time THREADS [FORMAT ...]  a decode and a prefill step, against the rate memory streams at
 //
 // Weights are packed here by the words of colibri.h and read back only by the kernels.
 #include <algorithm>
@@ -509,11 +509,10 @@ void make_timed(Timed& t, const char* format, int experts, int hidden, int width
       std::vector<uint8_t>& bytes = t.bytes[i++];
       bytes.resize(size * experts);
       colibri_huge_pages(bytes.data(), static_cast<int64_t>(bytes.size()));
-      uint64_t state = 88172645463325252ull;
-      for (size_t k = 0; k + 8 <= bytes.size(); k += 8) {
-        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-        const uint64_t word = m.codes == COLIBRI_FLOAT8 ? state & 0xb7b7b7b7b7b7b7b7ull : state;
-        std::memcpy(bytes.data() + k, &word, 8);
+      static std::vector<uint8_t> noise;
+      for (; noise.size() < 1 << 20; noise.push_back(static_cast<uint8_t>(random_bits()))) {}
+      for (size_t k = 0; k < bytes.size(); k += noise.size()) {
+        std::memcpy(bytes.data() + k, noise.data(), std::min(noise.size(), bytes.size() - k));
       }
       t.expert_bytes += size;
     }
@@ -570,15 +569,15 @@ void time_format(const char* format, int threads, std::vector<uint8_t>& big) {
   }
 }
 
-void time_all(int threads) {
+void time_all(int threads, const std::vector<std::string>& formats) {
   std::vector<uint8_t> big(400 << 20, 1);
   for (int i = 0; i < 3; i++) {
     const double start = seconds();
     colibri_stream(big.data(), static_cast<int64_t>(big.size()), threads, 8);
     std::printf("stream    threads %d %6.1f GB/s\n", threads, static_cast<double>(big.size()) / (seconds() - start) / 1e9);
   }
-  for (const char* format : {"int4", "int4-g128", "int4-a8", "int4-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8"}) {
-    time_format(format, threads, big);
+  for (const std::string& format : formats) {
+    time_format(format.c_str(), threads, big);
     std::fflush(stdout);
   }
 }
@@ -586,8 +585,9 @@ void time_all(int threads) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::strcmp(argv[1], "time") == 0) {
-    for (int i = 2; i < argc; i++) time_all(std::atoi(argv[i]));
+  if (argc > 2 && std::strcmp(argv[1], "time") == 0) {
+    const std::vector<std::string> all = {"int4", "int4-g128", "int4-a8", "int4-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8"};
+    time_all(std::atoi(argv[2]), argc > 3 ? std::vector<std::string>(argv + 3, argv + argc) : all);
     return 0;
   }
   const unsigned seed = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 1;

@@ -10,6 +10,11 @@
 
 // For what is called in the innermost loops: arrays of vectors must become registers there.
 #define COLIBRI_INLINE inline __attribute__((always_inline))
+#ifdef __clang__
+#define COLIBRI_UNROLL _Pragma("unroll")
+#else
+#define COLIBRI_UNROLL _Pragma("GCC unroll 8")
+#endif
 
 namespace colibri {
 namespace {

@@ -82,6 +82,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
   using I32 = typename V::I32;
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes, kPartBytes = kUnit / kParts;
+  constexpr int kAtOnce = 2;  // units: every group has an even number
   const colibri_matrix& m = *p.matrix;
   const Code code(p);
   const int units = m.group / Code::columns;
@@ -94,6 +95,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
     const int64_t first = int64_t{g} * m.group, at = int64_t{g} * units * kUnit;
     const uint8_t* soon = ahead(s.codes, s.next_codes, at + kAhead, p.code_block);
     const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row + kScalesAhead, p.scale_block);
+    COLIBRI_UNROLL
     for (int b = 0; b < Blocks; b++) {
       if (m.scale != COLIBRI_SCALE_NONE) __builtin_prefetch(soon_scales + b * p.scale_block);
       for (int part = 0; part < kParts; part++) {
@@ -108,14 +110,17 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
           }
         }
         const uint8_t* unit = s.codes + b * p.code_block + at + part * kPartBytes;
-        for (int u = 0; u < units; u++, unit += kUnit) {
-          if (part == 0) __builtin_prefetch(soon + b * p.code_block + u * kUnit);
-          const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first + u * Code::columns;
-          code.each(unit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
-            for (int r = 0; r < Rows; r++)
-              for (int i = 0; i < InputPlanes; i++)
-                sums[r][i][plane] = V::dot(sums[r][i][plane], codes, x + r * stride + i * p.columns + column);
-          });
+        for (int u = 0; u < units; u += kAtOnce) {
+          COLIBRI_UNROLL
+          for (int v = 0; v < kAtOnce; v++) {
+            if (part == 0) __builtin_prefetch(soon + b * p.code_block + (u + v) * kUnit);
+            const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first + (u + v) * Code::columns;
+            code.each(unit + (u + v) * kUnit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
+              for (int r = 0; r < Rows; r++)
+                for (int i = 0; i < InputPlanes; i++)
+                  sums[r][i][plane] = V::dot(sums[r][i][plane], codes, x + r * stride + i * p.columns + column);
+            });
+          }
         }
         const F32 scale = V::scales(m.scale, s.scales + b * p.scale_block + g * p.scale_row, part);
         for (int r = 0; r < Rows; r++) {
