@@ -102,6 +102,24 @@ def test_inputs_of_experts(options: dict[str, object], activations: str, tokens:
     compare(problem, x, routing(problem, tokens, 5), 512, mine)
 
 
+@pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
+def test_other_dtypes_go_through_the_kernels_own(form: str) -> None:
+    """Parallel layers sum in fp32: rows that are nobody's keep their bits."""
+    problem, backend = make("mxfp4", "bf16", {}, dispatch=form), registry()["hopper"]
+    weights = packed(problem, "hopper")
+    x = torch.randn(12, 40, 512, device="cuda").bfloat16()
+    counts = torch.arange(12, dtype=torch.int32, device="cuda") * 3
+    dispatch: Dispatch = Batched(counts)
+    mine = torch.arange(40, device="cuda").unsqueeze(0) < counts.unsqueeze(1)
+    if form == CONTIGUOUS:
+        x, mine = x.flatten(0, 1), torch.arange(480, device="cuda") < int(counts.sum())
+        dispatch = Contiguous(torch.cat([counts.new_zeros(1), counts]).cumsum(0))
+    plan, out = backend.plan(problem, 480, GPU), torch.full(x.shape, 0.1, device="cuda")
+    narrow = backend.run(plan, x, dispatch, weights, torch.zeros_like(x))
+    wide = backend.run(plan, x.float(), dispatch, weights, out)
+    assert torch.equal(wide[mine], narrow[mine].float()) and bool((wide[~mine] == 0.1).all())
+
+
 def test_no_host_waits_for_a_finished_dispatch() -> None:
     """Captured once, replayed with other counts: the tile lists are made on the device."""
     problem = make("mxfp4", "bf16", {}, dispatch=BATCHED)

@@ -9,11 +9,13 @@ import torch
 
 from colibri.activation import Activation
 from colibri.backends import registry
+from colibri.backends.hopper import _copy
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import make_plan, scratch
 from colibri.backends.hopper.refs import CALL, SCRATCH, Ref
 from colibri.backends.hopper.steps import steps
 from colibri.codec import dequantize
+from colibri.dispatch import Batched, Contiguous, Indexed
 from colibri.dtypes import F32
 from colibri.kernels import compat
 from colibri.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
@@ -184,6 +186,17 @@ def test_carried_sums_have_tiles_they_fit() -> None:
 def test_batch_invariant_plans_never_split_k() -> None:
     layer = replace(problem(), order=BATCH_INVARIANT)
     assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode
+
+
+def test_rows_into_another_dtype() -> None:
+    """Only rows that are somebody's are written."""
+    result = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    out = _copy(result, Batched(torch.tensor([1, 3], dtype=torch.int32)), torch.zeros(2, 3, 4))
+    assert out[:, :, 0].tolist() == [[1, 0, 0], [1, 1, 1]]
+    out = _copy(result.flatten(0, 1), Contiguous(torch.tensor([0, 1, 4])), torch.zeros(6, 4))
+    assert out[:, 0].tolist() == [1, 1, 1, 1, 0, 0]
+    ids = torch.zeros(6, 1, dtype=torch.int32)
+    assert bool((_copy(result.flatten(0, 1), Indexed(ids, ids.float()), torch.zeros(6, 4)) == 1).all())
 
 
 def test_buckets() -> None:

@@ -55,6 +55,10 @@ class Hopper(Backend):
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
         assert isinstance(plan, HopperPlan)
+        wide = plan.problem.input.storage
+        if x.dtype != wide or out.dtype != wide:
+            result = self.run(plan, x.to(wide), dispatch, weights, torch.empty_like(out, dtype=wide))
+            return _copy(result, dispatch, out)
         call = _call(plan, x, dispatch, out)
         tokens = x.numel() // plan.problem.hidden
         if tokens > plan.tokens:
@@ -68,6 +72,17 @@ class Hopper(Backend):
             program = self._programs[key] = Program(plan, weights, x.device, stream)
         program.run(tokens, call)
         return out
+
+
+def _copy(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+    """Rows that were computed into an output of another dtype; nobody's rows stay as they are."""
+    if isinstance(dispatch, Indexed):
+        return out.copy_(result)
+    if isinstance(dispatch, Contiguous):
+        places, end = torch.arange(out.shape[0], device=out.device), dispatch.offsets[-1:]
+    else:
+        places, end = torch.arange(out.shape[1], device=out.device), dispatch.counts.unsqueeze(1)
+    return out.copy_(torch.where((places < end).unsqueeze(-1), result.to(out.dtype), out))
 
 
 def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[str, int]:
