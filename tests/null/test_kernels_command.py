@@ -1,0 +1,73 @@
+"""`colibri kernels` as a user meets it; compiling itself is tested beside the kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from colibri.backends.hopper.shipped import shipped
+from colibri.cli.main import app
+from colibri.jit import build as builder
+from colibri.jit.cache import SUFFIX, Cache
+from colibri.jit.compile import Binary, compiler_version
+
+CODE = Binary(b"\x7fELF", "kernel", 0, 256, 64)
+
+
+def call(*words: object, code: int = 0) -> Any:
+    done = CliRunner().invoke(app, ["kernels", *map(str, words)])
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return json.loads(done.stdout) if "--json" in words else done.output
+
+
+def test_list_says_what_is_compiled(tmp_path: Path) -> None:
+    some = list(shipped())[:2]
+    for source in some:
+        Cache(tmp_path / "kernels", tmp_path).get(source, lambda: CODE)
+    found = call("list", "--folder", tmp_path / "kernels", "--json")
+    assert len(found["kernels"]) == len(list(shipped()))
+    by_key = {row["key"]: row for row in found["kernels"]}
+    for source in some:
+        row = by_key[source.key(compiler_version())]
+        assert row["bytes"] is not None and row["registers"] is not None and row["label"] == source.label
+    assert f"{len(by_key)} kernels are compiled" in call("list", "--folder", tmp_path / "kernels")
+
+
+def test_verify_finds_damage(tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    assert call("verify", "--folder", folder, "--json")["damaged"] == []
+    for source in list(shipped())[:3]:
+        Cache(folder, tmp_path).get(source, lambda: CODE)
+    path = sorted(folder.glob(f"*{SUFFIX}"))[1]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert call("verify", "--folder", folder, "--json", code=1)["damaged"] == [str(path)]
+    assert "built again" in call("verify", "--folder", folder, code=1)
+    folder.chmod(0o777)
+    assert call("verify", "--folder", folder, "--json", code=1)["error"]["error"] == "CacheError"
+
+
+def test_build_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = next(shipped())
+    monkeypatch.setattr(builder, "build_all", lambda *words: {failed: "it spills"})
+    found = call("build", "--folder", tmp_path, "--json", code=1)
+    assert found["failed"] == {failed.label: "it spills"} and found["kernels"] == len(list(shipped())) - 1
+    assert "it spills" in call("build", "--folder", tmp_path, "--ship", code=1)
+
+
+def test_wrong_use_is_told_without_a_traceback(tmp_path: Path) -> None:
+    assert call("build", "--arch", "sm_80", "--json", code=2)["error"]["expected"] == "sm_90"
+    (tmp_path / "file").write_text("in the way")
+    found = call("build", "--folder", tmp_path / "file" / "kernels", "--json", code=1)
+    assert found["error"]["error"] == "CacheError"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_warmup_needs_a_gpu() -> None:
+    assert call("warmup", "--json", code=2)["error"]["error"] == "SpecError"
+    assert call("warmup", "--device", "sm_90", "--json", code=2)["error"]["error"] == "SpecError"
