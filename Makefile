@@ -21,6 +21,7 @@ help:
 	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
 	@echo "make test-O  the unit tests under python -O: nothing may hang on an assert"
 	@echo "make test-matrix  whole models with transformers $(MATRIX), each in an environment of its own"
+	@echo "make test-native  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint    linters only"
 	@echo "make kernels compile the GPU kernels into the user's cache; needs no GPU"
 	@echo "make wheel   a wheel in dist that carries them compiled"
@@ -57,6 +58,9 @@ wheel: $(VENV)/.installed-dev
 	@$(BIN)/colibri kernels build --jobs $(JOBS) --ship
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@$(BIN)/python -m pytest tests/null/test_wheel.py
+
+test-native: $(VENV)/.installed-dev
+	@OMP_NUM_THREADS=2 $(BIN)/python tests/native/sanitize.py
 
 lint: $(VENV)/.installed-dev
 	@echo "== ruff check"

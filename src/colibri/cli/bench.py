@@ -128,7 +128,9 @@ def show(found: Mapping[str, Any], out: Console) -> None:
     out.print()
     unit, factor = _unit(meta)
     names = sorted({name for row in rows for name in row["peers"]})
-    table = ui.table(">tokens", "part", "backend", ">us", ">+-", f">{unit}", ">GB/s", ">of floor", *_right(names))
+    rates = (f">{unit}", ">GB/s", ">of read", ">of floor")
+    table = ui.table(">tokens", "part", "backend", ">us", ">+-", ">min", *rates, *_right(names))
+    read = meta["ceilings"]["read_gbs"]
     for row in rows:
         low, high = row["spread"]  # shown as half its width
         cells = [
@@ -137,8 +139,10 @@ def show(found: Mapping[str, Any], out: Console) -> None:
             row["backend"],
             _us(row["us"]),
             f"{(high - low) / 2 / row['us']:.0%}",
+            _us(row["min_us"]),
         ]
-        cells += [_rate(row["tflops"] * factor) if row["tflops"] else "", _rate(row["gbs"]), f"{row['roofline']:.1%}"]
+        cells += [_rate(row["tflops"] * factor) if row["tflops"] else "", _rate(row["gbs"])]
+        cells += [f"{row['gbs'] / read:.0%}", f"{row['roofline']:.1%}"]
         cells += [_beside(row["peers"][name], row["us"]) if name in row["peers"] else "" for name in names]
         table.add_row(*cells, style="bold" if row["part"] == "layer" else "dim")
     out.print(table)

@@ -1,0 +1,48 @@
+"""The tests of the CPU backend with kernels built under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    python tests/native/sanitize.py [pytest arguments]
+
+Any report ends the run. Python itself is not instrumented, so the sanitizer's library is loaded before it; what
+Python leaves unfreed is not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from colibri.native import build
+
+TESTS = Path(__file__).parents[1] / "backend"
+CHILD = """
+import sys, pytest
+from colibri.native import build
+build.LIBRARY = sys.argv[1]
+from colibri import native
+print("kernels:", native.state().why, [str(level) for level in native.library().levels], flush=True)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
+"""
+
+
+def main() -> None:
+    cxx = build.compiler()
+    if cxx is None:
+        sys.exit("no C++ compiler")
+    runtime = subprocess.run([cxx, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory(prefix="colibri-sanitize-") as folder:
+        library = build.build(Path(folder) / build.LIBRARY, build.SANITIZE)
+        settings = {
+            "LD_PRELOAD": runtime.stdout.strip(),
+            "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:exitcode=99",
+            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=99",
+        }
+        tests = sys.argv[1:] or [str(TESTS / "test_cpu.py")]
+        done = subprocess.run([sys.executable, "-c", CHILD, str(library), *tests], env=os.environ | settings)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
