@@ -33,11 +33,23 @@ def call(*words: object) -> Any:
 
 
 def test_generate(model: Path) -> None:
-    found = call("generate", model, "w1 w2 w3", "--max-tokens", 5, "--weights", "int4-g32", "--json")
+    asked = (
+        "generate",
+        model,
+        "w1 w2 w3",
+        "--max-tokens",
+        5,
+        "--weights",
+        "int4-g32",
+        "--backend",
+        "torch-cpu",
+        "--json",
+    )
+    found = call(*asked)
     assert found["answers"][0]["tokens"] == 5
     assert len(found["answers"][0]["text"].split()) == 5
     assert list(found["layers"]) == ["int4-g32 x fp32 on torch-cpu"]
-    again = call("generate", model, "w1 w2 w3", "--max-tokens", 5, "--weights", "int4-g32", "--json")
+    again = call(*asked)
     assert again["answers"][0]["text"] == found["answers"][0]["text"]
 
 
@@ -48,7 +60,7 @@ def test_eval(model: Path, tmp_path: Path) -> None:
     asked.write_text('{"question": "w1", "answer": "#### 1"}\n{"question": "w2", "answer": "#### 2"}\n')
     found = call(
         "eval", model, "--text", text, "--window", 32, "--stride", 16, "--questions", asked, "--answer-tokens", 4,
-        "--variant", "stored", "--variant", "stored//reference", "--variant", "int4-g32/int8", "--json",
+        "--variant", "stored", "--variant", "stored//reference", "--variant", "int4-g32/int8/torch-cpu", "--json",
     )  # fmt: skip
     first, same, rounded = found["variants"]
     assert same["perplexity"]["value"] == pytest.approx(first["perplexity"]["value"], rel=1e-5)

@@ -69,11 +69,14 @@ def theirs(folder: Path) -> Any:
 
 
 def check_equal(ours: Any, reference: Any) -> None:
+    """Within fp32's rounding; within that of 16-bit inputs where the native kernels took part."""
+    native = any(m.experts.choice.backend.name == "cpu" for m in ours.modules() if isinstance(m, PackedExperts))
+    bound = 5e-4 if native else 2e-6
     mask = torch.ones_like(TOKENS)
     with torch.no_grad():
         got, want = ours(TOKENS).logits, reference(TOKENS).logits
         error = (got - want).norm() / want.norm()
-        assert error < 2e-6, f"logits differ by {error:.1e}"
+        assert error < bound, f"logits differ by {error:.1e}"
         said = [m.generate(TOKENS, attention_mask=mask, max_new_tokens=8, do_sample=False) for m in (ours, reference)]
     assert torch.equal(*said)
 
@@ -88,9 +91,11 @@ def test_families_as_saved(model_of: Any, family: str) -> None:
 def test_families_quantised(model_of: Any, family: str, tmp_path: Path) -> None:
     spec, name = ("mxfp4", "mxfp4") if family == "gpt_oss" else ("int4-g32", "compressed-tensors")
     packed = convert(model_of(family), tmp_path / "packed", spec, name)
-    ours = colibri.from_pretrained(packed)
-    check_equal(ours, theirs(convert(packed, tmp_path / "plain", "fp32")))
-    assert {r.kept["w2"] for r in ours.colibri_reports()} == {spec}
+    plain = theirs(convert(packed, tmp_path / "plain", "fp32"))
+    for backend in ("auto", "torch-cpu"):
+        ours = colibri.from_pretrained(packed, backend=backend)
+        check_equal(ours, plain)
+        assert {r.kept["w2"] for r in ours.colibri_reports()} == {spec}
 
 
 @pytest.mark.parametrize(("spec", "name"), FORMATS, ids=lambda value: value)
