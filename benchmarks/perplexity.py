@@ -66,10 +66,12 @@ def main() -> None:
         if chosen.backend == "hopper":
             counts = [min(chosen.window, ids.numel()), ids.numel() % chosen.window]
             prebuild(chosen.pairs.split(","), counts, hidden=576, intermediate=192, experts=8, top_k=8)
-        found = {"tokens": ids.numel(), "window": chosen.window, "whole_text": chosen.tokens is None}
+        found = {"tokens": ids.numel(), "window": chosen.window, "whole_text": chosen.tokens is None, "rows": []}
         found |= unquantised(chosen, moe, ids)
-        found["rows"] = list(quantised(chosen, moe, ids))
-    save(chosen, found)
+        save(chosen, found)
+        for row in quantised(chosen, moe, ids):
+            found["rows"].append(row)
+            save(chosen, found)  # every time: a run that is cut short leaves what it measured
 
 
 def unquantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> dict[str, Any]:
@@ -177,8 +179,8 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
     }
     path = chosen.out or RESULTS / f"perplexity-{'cuda' if cuda else 'cpu'}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {path.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
-    print(f"{sum(row['within'] for row in found['rows'])} of {len(found['rows'])} rows within their bounds")
+    print(f"{path.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
+    print(f"{sum(row['within'] for row in found['rows'])} of {len(found['rows'])} rows within their bounds", flush=True)
 
 
 def commit() -> str | None:
