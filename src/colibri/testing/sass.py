@@ -1,0 +1,81 @@
+"""Reads what the assembler made of a kernel: does anything write a register that a wgmma in flight still reads?
+
+Such a write gives wrong numbers without a warning, and only on the GPU. wgmma takes weights from registers and returns
+at once; they are its own until a wait (`WARPGROUP.DEPBAR.LE gsb0, n`: all but the last n groups are done).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?)\s*;")
+_OPERANDS = 4  # registers of A in one instruction
+# Instructions whose first register is not a result.
+_NO_RESULT = ("ST", "RED", "BRA", "BAR", "SYNCS", "UTMA", "WARPGROUP", "WARPSYNC", "EXIT", "NOP", "MEMBAR", "FENCE")
+
+_WAIT = "WARPGROUP.DEPBAR"
+
+Instruction = tuple[str, str]
+
+
+def overwritten(cubin: bytes) -> list[str]:
+    """Every instruction that writes a register of a wgmma in flight; the loop is read twice, for its way back."""
+    listing = list(_instructions(_disassemble(cubin)))
+    places = [i for i, (name, _) in enumerate(listing) if "GMMA" in name]
+    if not places:
+        return []
+    end = next(i for i in range(places[-1], len(listing)) if listing[i][0].startswith(_WAIT))
+    return _conflicts(listing[: end + 1] * 2)
+
+
+def _disassemble(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, "-c", str(file)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _instructions(text: str) -> Iterator[Instruction]:
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found:
+            yield found[1], found[2]
+
+
+def _conflicts(listing: list[Instruction]) -> list[str]:
+    open_group: set[int] = set()
+    in_flight: list[set[int]] = []
+    found = []
+    for name, operands in listing:
+        if "GMMA" in name:
+            open_group |= _weights(operands)
+            if "gsb0" in operands:
+                in_flight.append(open_group)
+                open_group = set()
+        elif name.startswith(_WAIT):
+            left = int(operands.rpartition("0x")[2], 16)
+            in_flight = in_flight[len(in_flight) - left :] if left else []
+        elif _results(name, operands) & open_group.union(*in_flight):
+            found.append(f"{name} {operands}")
+    return found
+
+
+def _weights(operands: str) -> set[int]:
+    """A's registers; none where A comes from shared memory."""
+    first = re.match(r"R(\d+)$", operands.split(",")[1].strip())
+    return set() if first is None else set(range(int(first[1]), int(first[1]) + _OPERANDS))
+
+
+def _results(name: str, operands: str) -> set[int]:
+    first = re.match(r"R(\d+)\b", operands)
+    if first is None or name.startswith(_NO_RESULT):
+        return set()
+    count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name or name.startswith("CS2R") else 1
+    return set(range(int(first[1]), int(first[1]) + count))
