@@ -37,7 +37,7 @@ def test_candidates_fit_the_rows() -> None:
     assert max(c.rule.sizes[0] for c in few if c.rule) <= 24
     assert min(c.rule.sizes[0] for c in many if c.rule) == 128
     assert all(c.rule.overlap for c in few if c.rule)
-    assert len(search.second_round(FLAGS)) == 3 and Candidate(FLAGS) not in search.second_round(FLAGS)
+    assert len(search.second_round(FLAGS)) == 7 and Candidate(FLAGS) not in search.second_round(FLAGS)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 256, 4096, 16384])
@@ -64,8 +64,8 @@ def test_rules_have_edges_midway_and_no_repetition() -> None:
     small, large = Rule((16, 8), True, False), Rule((128, 96, 64), True, True)
     found = search.rules({1.0: small, 4.0: small, 64.0: large})
     assert found == [
-        {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "tokens_inner": False},
-        {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "tokens_inner": True},
+        {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "tokens_inner": False, "paired": False},
+        {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "tokens_inner": True, "paired": False},
     ]
 
 
@@ -83,7 +83,10 @@ def test_what_was_not_measured_stays() -> None:
     only = cell(4096)
     times = {only.name: {Candidate(Rule((64, 32, 16), False, True)).name: 9.0}}
     found = search.merge(data, [only], times, "a GPU", "today")
-    assert found["16-bit"] == [{"rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "tokens_inner": True}]
+    (entry,) = found["16-bit"]
+    assert entry == {
+        "rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "tokens_inner": True, "paired": False
+    }  # fmt: skip
     assert found["8-bit"] == data["8-bit"] and found["decode_slots"] == data["decode_slots"]
     assert (found["gpu"], found["measured"]) == ("a GPU", "today")
     assert set(data) <= set(found) and data["16-bit"] != found["16-bit"]
@@ -126,7 +129,7 @@ def test_not_used_right(words: tuple[str, str], why: str) -> None:
 
 
 class Stopwatch:
-    """Times a plan by the size of its first tile: 32 is the fastest, overlapping saves a tenth."""
+    """Times a plan by the size of its first tile: 32 is the fastest, overlapping saves a tenth, pairs a little."""
 
     def __init__(self, device: torch.device) -> None:
         self.asked: list[str] = []
@@ -137,7 +140,9 @@ class Stopwatch:
 
     def _us(self, candidate: Candidate) -> float:
         rule = candidate.rule
-        return 99.0 if rule is None else (100 + abs(rule.sizes[0] - 32)) * (0.9 if rule.overlap else 1.0)
+        if rule is None:
+            return 99.0
+        return (100 + abs(rule.sizes[0] - 32)) * (0.9 if rule.overlap else 1.0) - rule.paired
 
 
 def wrong_with_24(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
@@ -155,9 +160,13 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
     hunt.run(said.append)
     (where,) = hunt.cells
     times, failed = hunt.journal.times[where.name], hunt.journal.failed[where.name]
-    assert search.best_of(times) == "32+16 overlap" and "32+16" in times and "32+16 overlap inner" in times
+    assert (
+        search.best_of(times) == "32+16 overlap paired" and "32+16" in times and "32+16 overlap tokens_inner" in times
+    )
     assert {why for name, why in failed.items() if name.startswith("24")} == {"another result"}
-    assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {12.0: Rule((32, 16), True, False)}
+    assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {
+        12.0: Rule((32, 16), True, False, paired=True)
+    }
     again = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     again.run(said.append)
     assert again.windows.asked == []  # type: ignore[attr-defined]

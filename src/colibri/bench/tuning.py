@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from colibri.backends import registry
 from colibri.backends.hopper.layout import HopperLayout
-from colibri.backends.hopper.plan import HopperPlan, Product, make_plan, scratch
+from colibri.backends.hopper.plan import HopperPlan, make_plan
 from colibri.backends.hopper.steps import steps
-from colibri.backends.hopper.workspace import pieces
 from colibri.bench.steady import Windows
 from colibri.bench.timing import Call
 from colibri.bench.workload import Batch, Weights, batches
@@ -50,17 +49,7 @@ class Layer:
 
 def plan_of(problem: Problem, tokens: int, candidate: Candidate) -> HopperPlan:
     """The backend's plan with the candidate's tiles in place of its own."""
-    base, layout, rule = make_plan(problem, tokens), HopperLayout(problem), candidate.rule
-
-    def product(name: str) -> Product:
-        old = base.product(name)
-        if rule is None:
-            return replace(old, tiles=(tune.decode_tile(old.form),), split=tune.split(base.slots, old.units))
-        gated = layout.gated(problem.matrices[name])
-        return replace(old, tiles=tuple(tune.tile(old.form, size, gated) for size in rule.sizes), split=1)
-
-    plan = replace(base, w13=product("w13"), w2=product("w2"), decode=rule is None, rule=rule or base.rule)
-    return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
+    return make_plan(problem, tokens, candidate.rule, decode=candidate.rule is None)
 
 
 class Journal:

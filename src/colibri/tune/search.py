@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from colibri.kernels.forms import E4M3
@@ -27,6 +28,11 @@ _ROOM = 16  # or so many rows
 MOST_DECODED = 96  # slots up to which a tile for each is tried
 
 
+def flags(rule: Rule) -> dict[str, Any]:
+    """What a rule says beside its sizes, by name: all of it is yes or no."""
+    return {name: bool(value) for name, value in asdict(rule).items() if name != "sizes"}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A rule to try, or a tile for each slot."""
@@ -37,8 +43,7 @@ class Candidate:
     def name(self) -> str:
         if self.rule is None:
             return "decode"
-        flags = "overlap " * self.rule.overlap + "inner " * self.rule.tokens_inner
-        return f"{'+'.join(map(str, self.rule.sizes))} {flags}".strip()
+        return " ".join(["+".join(map(str, self.rule.sizes)), *(flag for flag, on in flags(self.rule).items() if on)])
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,10 @@ def kind_of(activations: str) -> str:
     return NARROW if activations == E4M3 else WIDE
 
 
-def first_round(cell: Cell, flags: Rule) -> list[Candidate]:
+def first_round(cell: Cell, in_use: Rule) -> list[Candidate]:
     """Every list of tiles that is not plainly too high or too low, with the flags in use; decoding where it may pay."""
     found = [
-        Candidate(Rule(sizes, flags.overlap, flags.tokens_inner))
+        Candidate(replace(in_use, sizes=sizes))
         for sizes in TILES
         if sizes[0] <= _HIGHEST * cell.rows + _ROOM and sizes[0] >= min(_LOWEST * cell.rows, 128)
     ]
@@ -77,20 +82,20 @@ def first_round(cell: Cell, flags: Rule) -> list[Candidate]:
 
 def second_round(best: Rule) -> list[Candidate]:
     """The other flags for the best tiles."""
-    return [
-        Candidate(Rule(best.sizes, overlap, inner))
-        for overlap in (True, False)
-        for inner in (True, False)
-        if (overlap, inner) != (best.overlap, best.tokens_inner)
-    ]
+    names = list(flags(best))
+    choices: list[dict[str, Any]] = [dict(zip(names, on)) for on in product((True, False), repeat=len(names))]
+    found = [replace(best, **choice) for choice in choices]
+    return [Candidate(rule) for rule in found if rule != best]
 
 
 def parse(name: str) -> Candidate:
     """The candidate of a name."""
     if name == Candidate().name:
         return Candidate()
-    sizes, *flags = name.split()
-    return Candidate(Rule(tuple(map(int, sizes.split("+"))), "overlap" in flags, "inner" in flags))
+    sizes, *words = name.split()
+    rule = Rule(tuple(map(int, sizes.split("+"))), False, False)
+    choice: dict[str, Any] = {flag: flag in words for flag in flags(rule)}
+    return Candidate(replace(rule, **choice))
 
 
 Times = Mapping[str, Mapping[str, float]]  # cell name -> candidate name -> microseconds
@@ -134,12 +139,7 @@ def rules(chosen: Mapping[float, Rule]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for (rows, rule), after in zip(points, [*points[1:], None]):
         edge = None if after is None else round(math.sqrt(rows * after[0]), 2)
-        entry = {
-            "rows_up_to": edge,
-            "tiles": list(rule.sizes),
-            "overlap": rule.overlap,
-            "tokens_inner": rule.tokens_inner,
-        }
+        entry = {"rows_up_to": edge, "tiles": list(rule.sizes), **flags(rule)}
         if found and {**found[-1], "rows_up_to": edge} == entry:
             found[-1] = entry
         else:

@@ -85,15 +85,16 @@ class HopperPlan(Plan):
         return self.first.prepared or (self.w2 is not None and self.w2.prepared)
 
 
-def make_plan(problem: Problem, tokens: int) -> HopperPlan:
+def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: bool | None = None) -> HopperPlan:
+    """`tried` and `decode` stand in for what the data say: tuning compares them."""
     tokens = tune.bucket(max(tokens, 1))
     layout = HopperLayout(problem)
     plan = HopperPlan(problem, tokens, 0.0)
     slots = plan.slots
     forms = [layout.form(shape) for shape in problem.matrices.values()]
-    rule = tune.rule(forms[0].activations, slots, problem.experts)
+    rule = tried or tune.rule(forms[0].activations, slots, problem.experts)
     rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
-    decode = _decodes(plan, layout, forms[0])
+    decode = _decodes(plan, layout, forms[0]) if decode is None else decode
     sizes = () if decode else rule.sizes
     products = [_product(layout, name, form, sizes, rule.paired, slots) for name, form in zip(problem.matrices, forms)]
     plan = replace(
