@@ -58,6 +58,8 @@ class Case:
     bias: bool = False
     act_order: bool = False
     weight_on_input: bool = False
+    pre_scale: bool = False
+    linear: bool = False  # one matrix, no experts
 
     @property
     def rows(self) -> int:
@@ -82,6 +84,9 @@ def matrix() -> Iterator[Case]:
             yield replace(few, routing="holes", bias=True, activation="swigluoai")
             yield replace(few, activation="relu2_no_mul")
             yield replace(few, top_k=1, weight_on_input=True)
+            yield replace(few, pre_scale=True)
+            yield replace(few, linear=True, experts=1, top_k=1, dispatch="contiguous")
+        yield Case(activations="fp8-static", tokens=tokens)
         yield Case("int4-g128", "fp16", tokens)
         yield Case("int4-g128", tokens=tokens, act_order=True)
         yield from (Case(activations=act, tokens=tokens, dispatch=form)
@@ -109,7 +114,8 @@ def problem_of(case: Case) -> Any:
         top_k=case.top_k, activation=Activation(case.activation, limit=limit), bias=case.bias,
         act_order=case.act_order, weight_on_input=case.weight_on_input,
     )  # fmt: skip
-    return replace(problem, dispatch=case.dispatch)
+    w2 = None if case.linear else problem.w2
+    return replace(problem, dispatch=case.dispatch, pre_scale=case.pre_scale, w2=w2)
 
 
 def accepted() -> tuple[list[Case], dict[str, str]]:
@@ -143,15 +149,24 @@ def compute(case: Case) -> Any:
     import torch
 
     from colibri.dispatch import Indexed, to_batched, to_contiguous
+    from colibri.layout import as_integer
     from colibri.problem import Device
     from colibri.testing.layers import make_layer, routing
 
     torch.manual_seed(0)
     problem = problem_of(case)
     layer = make_layer(problem, "hopper", "cpu", distinct=2)
+    for name, held in layer.weights.items():
+        if case.pre_scale:
+            held["pre_scale"] = as_integer(torch.rand(case.experts, problem.matrices[name].k) + 0.5)
+        if problem.activations.static:
+            held["input_scale"] = as_integer(torch.rand(case.experts) * 0.01 + 0.01)
     weights = {name: {role: t.cuda() for role, t in held.items()} for name, held in layer.weights.items()}
     x = torch.randn(case.tokens, case.hidden).to(problem.input.storage)
     routed: Any = routing(problem, case.tokens, 1, "cpu", case.routing)
+    if case.routing == "holes":  # whatever is no expert's
+        wild = torch.tensor([-1, case.experts, -9, 1 << 20]).repeat(case.tokens)[: routed.ids.numel()]
+        routed = Indexed(torch.where(routed.ids < 0, wild.view_as(routed.ids), routed.ids).int(), routed.weights)
     if case.dispatch == "contiguous":
         x, routed, _ = to_contiguous(x, routed, case.experts)
     elif case.dispatch == "batched":
@@ -159,7 +174,8 @@ def compute(case: Case) -> Any:
         x = x.nan_to_num(0.0)
     moved = type(routed)(*(tensor.cuda() for tensor in vars(routed).values()))
     fill = float("nan") if isinstance(routed, Indexed) else 0.0
-    out = torch.full(x.shape, fill, dtype=x.dtype).cuda()
+    shape = (*x.shape[:-1], problem.w13.n if problem.w2 is None else problem.hidden)
+    out = torch.full(shape, fill, dtype=x.dtype).cuda()
     plan = layer.backend.plan(problem, case.rows, Device("cuda", 90))
     layer.backend.run(plan, x.cuda(), moved, weights, out)
     return out.cpu()
