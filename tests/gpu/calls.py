@@ -13,7 +13,7 @@ from colibri.backends.hopper import workspace
 from colibri.dispatch import Dispatch
 from colibri.layout import Packed, as_integer
 from colibri.problem import Device, Problem
-from colibri.testing.layers import plausible_weight
+from colibri.testing.layers import plausible_weight, worst_row
 
 GPU = Device("cuda", 90)
 _GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hold
@@ -37,6 +37,23 @@ def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, 
             held["input_scale"] = as_integer(scales).cuda()
         found[name] = held
     return found
+
+
+def check_error(got: Tensor, want: Tensor, wide: Tensor, rows: Tensor) -> None:
+    """Rows `rows` of `want`, computed as `got`: at most four times what the reference's own rounding costs.
+
+    `wide` is the reference with inputs as they come. Where it differs from `want`, inputs are quantised. A hidden
+    number that is a little off may then become the neighbouring fp8 number, as good a rounding as the other: so results
+    are nearer to the reference than it is to `wide`, and hardly further from `wide` than it is.
+    """
+    quantised = worst_row(want, wide)
+    if quantised == 0:
+        usual = torch.finfo(got.dtype).eps / 4.3  # the worst of 64 rows; of fewer it may be less
+        own = max(worst_row(want.to(got.dtype), want), usual)
+        assert worst_row(got, want[rows]) < 4 * own, (worst_row(got, want[rows]), own)
+    else:
+        assert worst_row(got, want[rows]) < quantised, (worst_row(got, want[rows]), quantised)
+        assert worst_row(got, wide[rows]) < 1.5 * quantised, (worst_row(got, wide[rows]), quantised)
 
 
 class Guarded:
