@@ -1,77 +1,139 @@
-"""Many streaming clients on a server for a while: errors, requests that never end, and memory.
+"""Many streaming clients on `colibri serve` for a while: errors, requests that never end, and memory.
 
-    python benchmarks/serve_stress.py http://localhost:8000/v1 --pid <of the server> --seconds 60
-Uses the `openai` package, as clients do.
+    python benchmarks/serve_stress.py --model PATH [--clients 16] [--seconds 60] [--weights mxfp4]
+
+Starts the server, speaks to it with the `openai` package as people do, ends it with SIGTERM, and writes what happened
+to benchmarks/results/serve.json. A request is stuck if it is still open two minutes after the last one was sent.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 
+RESULTS = Path(__file__).parent / "results" / "serve.json"
+PATIENCE = 120.0
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--pid", type=int, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--weights", default="mxfp4")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args()
-    client = openai.OpenAI(base_url=chosen.url, api_key="none", timeout=120, max_retries=0)
+    url, server = start(chosen.model, chosen.weights)
+    try:
+        found = stress(url, server.pid, chosen)
+    finally:
+        server.send_signal(signal.SIGTERM)
+    found["exit_code_after_sigterm"] = server.wait(timeout=PATIENCE)
+    save(chosen, found)
+
+
+def start(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """The address of a server that answers, and its process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["serve", str(model), "--weights", weights, "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([sys.executable, "-m", "colibri.cli.main", *words, "--dtype", "float32"])
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return f"http://127.0.0.1:{port}/v1", server
+        except OSError:
+            if server.poll() is not None or time.monotonic() > end:
+                raise SystemExit("the server did not come up") from None
+            time.sleep(0.2)
+
+
+def stress(url: str, pid: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    client = openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0)
     model = client.models.list().data[0].id
+    done: list[tuple[float, int]] = []
+    errors: list[str] = []
     end = time.monotonic() + chosen.seconds
-    done, errors, memory = [], [], []
 
     def work(number: int) -> None:
         while time.monotonic() < end:
-            start = time.monotonic()
+            sent = time.monotonic()
             try:
                 stream = client.chat.completions.create(
                     model=model,
-                    messages=[{"role": "user", "content": f"w{number} w2 w3"}],
+                    messages=[{"role": "user", "content": f"Count from {number}."}],
                     max_tokens=chosen.tokens,
                     stream=True,
                 )
                 pieces = sum(1 for event in stream if event.choices and event.choices[0].delta.content)
-                done.append((time.monotonic() - start, pieces))
+                done.append((time.monotonic() - sent, pieces))
             except openai.OpenAIError as error:
                 errors.append(repr(error))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(chosen.clients)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(chosen.clients)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        memory.append(_resident(chosen.pid))
-        time.sleep(2)
+    memory = []
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < end + PATIENCE:
+        memory.append(resident(pid))
+        time.sleep(1)
     quarter = max(1, len(memory) // 4)
-    print(
-        json.dumps(
-            {
-                "clients": chosen.clients,
-                "seconds": chosen.seconds,
-                "requests": len(done),
-                "pieces": sum(pieces for _, pieces in done),
-                "slowest_s": round(max((seconds for seconds, _ in done), default=0), 2),
-                "errors": errors[:5],
-                "failed": len(errors),
-                "resident_mb_after_first_quarter": memory[quarter - 1],
-                "resident_mb_at_the_end": memory[-1],
-            },
-            indent=2,
-        )
-    )
+    return {
+        "requests": len(done),
+        "failed": len(errors),
+        "errors": errors[:5],
+        "stuck": sum(thread.is_alive() for thread in threads),
+        "pieces": sum(pieces for _, pieces in done),
+        "empty_answers": sum(pieces == 0 for _, pieces in done),
+        "slowest_seconds": round(max((seconds for seconds, _ in done), default=0), 2),
+        "resident_mb": {
+            "after_a_quarter": memory[quarter - 1],
+            "at_the_end": memory[-1],
+            "most": max(memory),
+        },
+    }
 
 
-def _resident(pid: int) -> float:
+def resident(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     return round(kilobytes / 1024, 1)
+
+
+def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
+    from colibri.cli.env import describe
+
+    machine = describe()
+    words = " ".join(Path(word).name for word in sys.argv[1:])
+    document = {
+        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "cpu": machine["cpu"],
+            "python": machine["python"],
+            **{name: machine["packages"][name] for name in ("torch", "transformers")},
+        },
+        "clients": chosen.clients,
+        "seconds": chosen.seconds,
+        "tokens": chosen.tokens,
+        **found,
+    }
+    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":
