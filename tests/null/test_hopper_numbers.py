@@ -1,0 +1,39 @@
+"""How the roundings of the Hopper kernels compare with the reference's own, computed here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from colibri.activation import Activation
+from colibri.codec import dequantize
+from colibri.grammar import ACTIVATIONS
+from colibri.inputs import represent
+from colibri.testing.layers import layer_problem, plausible_weight, worst_row
+
+LAYER = layer_problem("mxfp4", "fp8", hidden=512, intermediate=512, experts=1, top_k=1)
+
+
+def shortened(sums: Tensor, bits: int) -> Tensor:
+    """As if every sum had been kept in so many bits of the largest product's place."""
+    unit = torch.exp2(torch.floor(torch.log2(sums.abs().amax(1, keepdim=True))) - bits)
+    return torch.trunc(sums / unit) * unit
+
+
+@pytest.mark.parametrize("kind", ["rounded to bf16", "summed in 14 bits"])
+def test_a_neighbouring_rounding_is_as_good(kind: str) -> None:
+    """Hidden numbers a little off: results are nearer to the reference than it is to unquantised ones, and as near to
+    those as the reference is."""
+    torch.manual_seed(0)
+    assert LAYER.w2 is not None
+    first, second = (dequantize(plausible_weight(shape, i)).t() for i, shape in enumerate(LAYER.matrices.values()))
+    x, fp8 = torch.randn(64, 512), ACTIVATIONS["fp8"]
+    truth = Activation()(x @ first) @ second
+    sums = represent(x, fp8) @ first
+    reference = represent(Activation()(sums), fp8) @ second
+    hidden = Activation()(sums).bfloat16().float() if kind == "rounded to bf16" else Activation()(shortened(sums, 13))
+    ours = represent(hidden, fp8) @ second
+    quantised = worst_row(reference, truth)
+    assert 0.1 * quantised < worst_row(ours, reference) < quantised
+    assert worst_row(ours, truth) < 1.2 * quantised
