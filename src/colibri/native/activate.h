@@ -28,12 +28,13 @@ inline float below(float x, float limit) { return x > limit ? limit : x; }
 inline float between(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
 template <class Function>
-COLIBRI_INLINE void sixteen(float* out, Function function) {
+COLIBRI_INLINE void sixteen(float* __restrict out, Function function) {
   for (int i = 0; i < kRows; i++) out[i] = function(i);
 }
 
-// out = function(gate) * up, for functions without a gate function(gate). `out` may be `gate`.
-inline void activate(const colibri_layer& layer, const float* gate, const float* up, float* out) {
+// out = function(gate) * up, for functions without a gate function(gate).
+inline void activate(const colibri_layer& layer, const float* __restrict gate, const float* __restrict up,
+                     float* __restrict out) {
   const float limit = layer.limit > 0 ? layer.limit : __builtin_inff(), alpha = layer.alpha, beta = layer.beta;
   switch (layer.activation) {
     case COLIBRI_SILU:

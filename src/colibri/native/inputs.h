@@ -179,18 +179,9 @@ inline void write_floats(const Packed& p, const float* values, uint8_t* record) 
   }
 }
 
-// Tiles take pairs of columns. Of a TABLE4 unit those that come out of its words side by side are pairs (see tiles.h).
-inline void write_tile_row(const Packed& p, const float* values, uint8_t* record) {
-  static constexpr int kPairs[8] = {0, 2, 4, 6, 1, 3, 5, 7}, kNatural[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-  const int* order = p.matrix->codes == COLIBRI_TABLE4 ? kPairs : kNatural;
-  uint16_t* halves = reinterpret_cast<uint16_t*>(record);
-  for (int64_t k = 0; k < p.columns; k += 8) {
-    for (int i = 0; i < 8; i++) halves[k + i] = to_bf16(values[k + order[i]]);
-  }
-}
-
-// Row `slot` of `inputs` from the natural values in `rows.values`.
-inline void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs,
+// Row `slot` of `inputs` from the natural values in `rows.values`. `V`: the level's vectors, see kernel.h.
+template <class V>
+void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs,
                         int64_t slot) {
   const colibri_matrix& m = *p.matrix;
   if (m.pre_scale != nullptr) {
@@ -210,7 +201,7 @@ inline void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers 
   fill(rows.values + m.columns, p.columns - m.columns, 0);
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
-    write_tile_row(p, rows.values, inputs.row(slot));
+    if constexpr (V::tiles) V::write_tile_row(p, rows.values, inputs.row(slot));
   } else if (m.codes == COLIBRI_FLOAT8) {
     write_floats(p, rows.values, inputs.row(slot));
   } else if (m.input == COLIBRI_INPUT_INT8) {

@@ -114,7 +114,7 @@ void represent_inputs(const Call& call, const Packed& p) {
         std::memcpy(rows.values, call.hidden + slot * call.hidden_stride(), sizeof(float) * columns);
       }
       const int64_t count = call.offsets[expert + 1] - call.offsets[expert];
-      write_input(p, expert, takes_tiles<V>(call, p, count), rows, inputs, slot);
+      write_input<V>(p, expert, takes_tiles<V>(call, p, count), rows, inputs, slot);
     }
   });
 }

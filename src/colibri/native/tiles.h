@@ -29,7 +29,7 @@ class Expander {
  public:
   // Tiles are kept at their number & `mask`. Of an odd number of blocks the last is `alone`: it is then both of a pair.
   Expander(const Packed& p, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
-      : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask), minifloat_(p), values_(_mm512_loadu_ps(p.values)) {}
+      : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask), minifloat_(p) {}
 
   uint16_t* tile(int64_t k, int block) const { return buffer_ + ((k & mask_) * kPair + block) * kTileHalves; }
 
@@ -44,60 +44,68 @@ class Expander {
     for (int64_t i = 0; i < bytes; i += kUnit) __builtin_prefetch(soon + i);
     const int columns = least(m.group, kTileColumns);
     for (int first = 0; first < kTileColumns; first += columns) {
-      set_group(k * kTileColumns + first, block);
+      const Group group = group_of(k * kTileColumns + first, block);
       if (m.codes == COLIBRI_TABLE4) {
-        for (int i = first; i < first + columns; i += 8) table_unit(codes + i * kRows / 2, out + i * kRows);
+        const __m512 values = _mm512_loadu_ps(p_.values);
+        for (int i = first; i < first + columns; i += 8) table_unit(codes + i * kRows / 2, values, group, out + i * kRows);
       } else if (m.codes == COLIBRI_BYTE) {
-        for (int i = first; i < first + columns; i += 4) byte_unit(codes + i * kRows, out + i * kRows);
+        for (int i = first; i < first + columns; i += 4) byte_unit(codes + i * kRows, group, out + i * kRows);
       } else {
+        const Avx512::Minifloat minifloat = minifloat_;
         for (int i = first; i < first + columns; i += 2) {
-          store(minifloat_.decode(codes + i * kRows), minifloat_.decode(codes + (i + 1) * kRows), out + i * kRows);
+          store(minifloat.decode(codes + i * kRows), minifloat.decode(codes + (i + 1) * kRows), group, out + i * kRows);
         }
       }
     }
   }
 
  private:
-  // Scale and offset of the group that `column` belongs to: a weight is scale * number - offset.
-  COLIBRI_INLINE void set_group(int64_t column, int block) const {
+  // A weight is scale * number - offset. By value, like the tables above: vectors in memory would be read again after
+  // every store, which might have changed them for all the compiler knows.
+  struct Group {
+    __m512 scale, offset;
+  };
+
+  COLIBRI_INLINE Group group_of(int64_t column, int block) const {
     const colibri_matrix& m = *p_.matrix;
     const int64_t g = column / m.group;
     const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s_.zeros + block * p_.zero_block + g * p_.zero_row;
     const __m512 stored = Avx512::scales(m.scale, s_.scales + block * p_.scale_block + g * p_.scale_row, 0);
-    scale_ = _mm512_mul_ps(stored, m.codes == COLIBRI_FLOAT8 ? minifloat_.unit : _mm512_set1_ps(p_.unit));
-    offset_ = _mm512_setzero_ps();
-    if (m.codes == COLIBRI_BYTE) offset_ = _mm512_mul_ps(scale_, _mm512_set1_ps(static_cast<float>(m.center)));
-    if (m.zero == COLIBRI_ZERO_U8) offset_ = _mm512_mul_ps(scale_, _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0)));
-    if (m.zero == COLIBRI_ZERO_OFFSET_F32) offset_ = _mm512_add_ps(offset_, Avx512::floats(zeros, 0));
+    const __m512 scale = _mm512_mul_ps(stored, m.codes == COLIBRI_FLOAT8 ? minifloat_.unit : _mm512_set1_ps(p_.unit));
+    __m512 offset = _mm512_setzero_ps();
+    if (m.codes == COLIBRI_BYTE) offset = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(m.center)));
+    if (m.zero == COLIBRI_ZERO_U8) offset = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(Avx512::zeros(zeros, 0)));
+    if (m.zero == COLIBRI_ZERO_OFFSET_F32) offset = _mm512_add_ps(offset, Avx512::floats(zeros, 0));
+    return {scale, offset};
   }
 
   // A row's eight codes are the nibbles of its word. Those 16 bits apart become pairs, which is why the inputs of TABLE4
   // tiles come in the order of `write_tile_row`; vpermps looks at four bits of a word, so nothing is masked.
-  COLIBRI_INLINE void table_unit(const uint8_t* unit, uint16_t* out) const {
+  COLIBRI_INLINE static void table_unit(const uint8_t* unit, __m512 values, Group group, uint16_t* out) {
     const __m512i word = _mm512_loadu_si512(unit);
-    store(look_up<0>(word), look_up<16>(word), out);
-    store(look_up<4>(word), look_up<20>(word), out + 32);
-    store(look_up<8>(word), look_up<24>(word), out + 64);
-    store(look_up<12>(word), look_up<28>(word), out + 96);
+    store(look_up<0>(word, values), look_up<16>(word, values), group, out);
+    store(look_up<4>(word, values), look_up<20>(word, values), group, out + 32);
+    store(look_up<8>(word, values), look_up<24>(word, values), group, out + 64);
+    store(look_up<12>(word, values), look_up<28>(word, values), group, out + 96);
   }
 
   template <int Bit>
-  COLIBRI_INLINE __m512 look_up(__m512i word) const {
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(word, Bit), values_);
+  COLIBRI_INLINE static __m512 look_up(__m512i word, __m512 values) {
+    return _mm512_permutexvar_ps(Bit == 0 ? word : _mm512_srli_epi32(word, Bit), values);
   }
 
-  COLIBRI_INLINE void byte_unit(const uint8_t* unit, uint16_t* out) const {
+  COLIBRI_INLINE static void byte_unit(const uint8_t* unit, Group group, uint16_t* out) {
     const __m512i word = _mm512_loadu_si512(unit), byte = _mm512_set1_epi32(255);
     const auto number = [&](__m512i shifted) { return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, byte)); };
-    store(number(word), number(_mm512_srli_epi32(word, 8)), out);
-    store(number(_mm512_srli_epi32(word, 16)), number(_mm512_srli_epi32(word, 24)), out + 32);
+    store(number(word), number(_mm512_srli_epi32(word, 8)), group, out);
+    store(number(_mm512_srli_epi32(word, 16)), number(_mm512_srli_epi32(word, 24)), group, out + 32);
   }
 
   // Two columns of sixteen rows, rounded to bf16 and paired.
-  COLIBRI_INLINE void store(__m512 even, __m512 odd, uint16_t* out) const {
+  COLIBRI_INLINE static void store(__m512 even, __m512 odd, Group group, uint16_t* out) {
     const __m512i half = _mm512_set1_epi32(0x8000);
-    const __m512i a = _mm512_add_epi32(_mm512_castps_si512(_mm512_fmsub_ps(even, scale_, offset_)), half);
-    const __m512i b = _mm512_add_epi32(_mm512_castps_si512(_mm512_fmsub_ps(odd, scale_, offset_)), half);
+    const __m512i a = _mm512_add_epi32(_mm512_castps_si512(_mm512_fmsub_ps(even, group.scale, group.offset)), half);
+    const __m512i b = _mm512_add_epi32(_mm512_castps_si512(_mm512_fmsub_ps(odd, group.scale, group.offset)), half);
     constexpr uint32_t kOddHalves = 0xaaaaaaaa;
     _mm512_storeu_si512(out, _mm512_mask_blend_epi16(kOddHalves, _mm512_srli_epi32(a, 16), b));
   }
@@ -108,8 +116,6 @@ class Expander {
   uint16_t* buffer_;
   int64_t mask_;
   Avx512::Minifloat minifloat_;
-  __m512 values_;
-  mutable __m512 scale_, offset_;
 };
 
 // sums[input tile][block] = up to 48 input rows times two row blocks. `Expand`: the weight tiles are made on the way.
@@ -186,6 +192,18 @@ void tile_pass(int64_t input_tiles, const Expander& weights, int64_t tiles, cons
 
 struct Amx : Avx512 {
   static constexpr bool tiles = true;
+
+  // A row of inputs in bf16, which holds it exactly: its upper halves. In the order that `table_unit` makes its pairs.
+  static void write_tile_row(const Packed& p, const float* values, uint8_t* record) {
+    const __m512i natural = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i paired = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m512i order = p.matrix->codes == COLIBRI_TABLE4 ? paired : natural;
+    for (int64_t k = 0; k < p.columns; k += 16) {
+      const __m512i words = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(values + k));
+      const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(record + 2 * k), halves);
+    }
+  }
 
   // See `blocks_product` in layer.h.
   template <class Emit>

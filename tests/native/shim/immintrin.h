@@ -30,6 +30,7 @@ ToVector convert_each(FromVector a) {
 }
 inline simde__m512i _mm512_cvtepu8_epi32(simde__m128i a) { return convert_each<std::int32_t, std::uint8_t, simde__m512i>(a); }
 inline simde__m512i _mm512_cvtepu16_epi32(simde__m256i a) { return convert_each<std::int32_t, std::uint16_t, simde__m512i>(a); }
+inline simde__m256i _mm512_cvtepi32_epi16(simde__m512i a) { return convert_each<std::uint16_t, std::uint32_t, simde__m256i>(a); }
 inline simde__m512 _mm512_cvtepi32_ps(simde__m512i a) { return convert_each<float, std::int32_t, simde__m512>(a); }
 
 inline simde__m256i _mm256_dpbusd_avx_epi32(simde__m256i sum, simde__m256i a, simde__m256i b) {
