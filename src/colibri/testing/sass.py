@@ -25,7 +25,7 @@ Instruction = tuple[str, str]
 def overwritten(cubin: bytes) -> list[str]:
     """Every instruction that writes a register of a wgmma in flight; the loop is read twice, for its way back."""
     listing = list(_instructions(_disassemble(cubin)))
-    places = [i for i, (name, _) in enumerate(listing) if "GMMA" in name]
+    places = [i for i, (opcode, _) in enumerate(listing) if "GMMA" in opcode]
     if not places:
         return []
     end = next(i for i in range(places[-1], len(listing)) if listing[i][0].startswith(_WAIT))
@@ -53,17 +53,17 @@ def _conflicts(listing: list[Instruction]) -> list[str]:
     open_group: set[int] = set()
     in_flight: list[set[int]] = []
     found = []
-    for name, operands in listing:
-        if "GMMA" in name:
+    for opcode, operands in listing:
+        if "GMMA" in opcode:
             open_group |= _weights(operands)
             if "gsb0" in operands:
                 in_flight.append(open_group)
                 open_group = set()
-        elif name.startswith(_WAIT):
+        elif opcode.startswith(_WAIT):
             left = int(operands.rpartition("0x")[2], 16)
             in_flight = in_flight[len(in_flight) - left :] if left else []
-        elif _results(name, operands) & open_group.union(*in_flight):
-            found.append(f"{name} {operands}")
+        elif _results(opcode, operands) & open_group.union(*in_flight):
+            found.append(f"{opcode} {operands}")
     return found
 
 
@@ -73,9 +73,9 @@ def _weights(operands: str) -> set[int]:
     return set() if first is None else set(range(int(first[1]), int(first[1]) + _OPERANDS))
 
 
-def _results(name: str, operands: str) -> set[int]:
+def _results(opcode: str, operands: str) -> set[int]:
     first = re.match(r"R(\d+)\b", operands)
-    if first is None or name.startswith(_NO_RESULT):
+    if first is None or opcode.startswith(_NO_RESULT):
         return set()
-    count = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name or name.startswith("CS2R") else 1
+    count = 4 if ".128" in opcode else 2 if ".64" in opcode or ".WIDE" in opcode or opcode.startswith("CS2R") else 1
     return set(range(int(first[1]), int(first[1]) + count))
