@@ -19,10 +19,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,43 @@ def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]
     }
 
 
+def explain(said: list[str], cases: list[Case]) -> list[str]:
+    """The instructions that a tool's report names by kernel and offset.
+
+    A case launches a kernel in more than one form under the same name: all that have code at the offset are listed.
+    """
+    from colibri.backends.hopper.plan import make_plan
+    from colibri.backends.hopper.steps import steps
+
+    by_label, label, named = {case.label: case for case in cases}, "", dict[tuple[str, str, str], None]()
+    for line in said:
+        started = re.match(r"case \d+: (.*)", line)
+        label = started[1] if started else label
+        for kernel, offset in re.findall(r"\b(\w+)\+0x([0-9a-f]+)", line):
+            named[label, kernel, offset] = None
+    found = []
+    for label, kernel, offset in named:
+        launched = steps(make_plan(problem_of(by_label[label]), by_label[label].rows)) if label in by_label else ()
+        for source in dict.fromkeys(step.source for step in launched if step.source.kernel == kernel):
+            text = re.search(rf"/\*0*{offset}\*/\s+(.*?);", disassembled(source))
+            if text:
+                kind = dict(source.constants).get("KIND", "")
+                found.append(f"{kernel}+0x{offset} ({label}; {kind}): {' '.join(text[1].split())}")
+    return found
+
+
+@cache
+def disassembled(source: Any) -> str:
+    from triton import knobs
+
+    from colibri.jit.build import binary
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary(source).cubin)
+        file.flush()
+        return subprocess.run([knobs.nvidia.nvdisasm.path, file.name], capture_output=True, text=True).stdout
+
+
 def clean(result: dict[str, Any]) -> bool:
     return bool(result["status"] == 0 and result["finished"])
 
@@ -258,7 +297,8 @@ def main() -> None:
         verdict = "clean" if clean(result) else "FOUND" if result["finished"] else "NOT FINISHED"
         print(f"{result['tool']} {result['shard']}: {verdict}, {result['cases']} cases in {result['seconds']} s",
               *result["summary"])  # fmt: skip
-        for line in result["said"][:KEPT_LINES]:
+        result["instructions"] = explain(result["said"], cases)
+        for line in (*result["said"][:KEPT_LINES], *result["instructions"]):
             print(f"  {line}")
     if arguments.out:
         record = {"cases": [case.label for case in cases], "refused": refused, "results": results}
