@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--distinct", type=int, default=16, help="different experts; the rest repeat them")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--window-us", type=float, default=WINDOW_US)
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="rest before every window")
     parser.add_argument("--limit", type=float, default=560, help="seconds: no new cell is begun after this")
     parser.add_argument("--launches", action="store_true", help="time each of our launches alone too")
     parser.add_argument("--smoke", action="store_true")
@@ -130,14 +131,15 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.perf_counter()
-        self.windows = Windows(DEVICE, arguments.window_us, arguments.rounds)
+        self.windows = Windows(DEVICE, arguments.window_us, arguments.rounds, arguments.pause_ms / 1e3)
         rates = window_rates(self.windows, {})
         torch.cuda.empty_cache()
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
         self.record: dict = {
             "machine": machine(), "command": command("hopper.py"), "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "window_us": arguments.window_us, "rounds": arguments.rounds, "distinct_experts": arguments.distinct,
+            "window_us": arguments.window_us, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms,
+            "distinct_experts": arguments.distinct,
             "ceilings": {name: round(rate, 1) for name, rate in rates.items()},
             "clocks_before": clocks(), "absent": {}, "rows": [],
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sorting and summing rows around the package's products, in Triton's interpreter.
+"""Sorting and summing rows around the package's products, and the kernel that only reads, in Triton's interpreter.
 
 Not collected by itself: `test_humming.py` runs it in a process of its own, where TRITON_INTERPRET is set before
 Triton is imported.
@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 
 from colibri.backends.humming import rows
+from colibri.bench import reading
 
 
 def _scalars(*ends: object) -> list[tl.tensor]:
@@ -27,7 +28,8 @@ def _whole(value: object) -> int:
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loop bounds as the newest numpy wants them."""
     torch.manual_seed(0)
-    monkeypatch.setattr(rows, "range", _scalars, raising=False)
+    for module in (rows, reading):
+        monkeypatch.setattr(module, "range", _scalars, raising=False)
 
 
 CASES = [(1, 6, 256, 16), (5, 2, 8, 1), (100, 8, 32, 64), (130, 6, 20, 48), (7, 3, 5, 8)]
@@ -69,3 +71,14 @@ def test_rows_are_weighted_and_summed(in_order: bool) -> None:
     wanted = torch.where((ids >= 0)[..., None], y[where.clamp(min=0)] * weights[..., None], 0).sum(1)
     got = rows.weighted_sum(y, places, weights, torch.full((9, 40), torch.nan), in_order=in_order)
     assert torch.allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [5, 4096, 3 * 4096 + 7])
+def test_everything_is_read(count: int) -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
+    sink = reading.read(words, torch.empty(2, reading.BLOCK, dtype=torch.int32))
+    padded = torch.nn.functional.pad(words, (0, -count % reading.BLOCK)).view(-1, reading.BLOCK)
+    wanted = padded[0]
+    for row in padded[1:]:
+        wanted = wanted ^ row
+    assert torch.equal(sink[0] ^ sink[1], wanted)

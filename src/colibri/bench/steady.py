@@ -8,10 +8,12 @@ is the noise of the figure. Short bursts would flatter: the card lowers its cloc
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from colibri.bench.timing import EVENTS, GRAPH, Call
 from colibri.errors import ColibriError
@@ -60,8 +62,11 @@ class _Ready:
 class Windows:
     """Times contestants on one stream: their graphs share its scratch memory."""
 
-    def __init__(self, device: torch.device, window_us: float = WINDOW_US, rounds: int = ROUNDS) -> None:
+    def __init__(
+        self, device: torch.device, window_us: float = WINDOW_US, rounds: int = ROUNDS, pause: float = 0.0
+    ) -> None:
         self.device, self.window_us, self.rounds = device, window_us, rounds
+        self.pause = pause  # seconds of rest before a window: everyone then starts from a cool card
         self.stream = torch.cuda.Stream(device)
 
     def measure(self, contestants: Mapping[str, Sequence[Call]]) -> dict[str, Steady]:
@@ -112,6 +117,7 @@ class Windows:
     def _time(self, ready: _Ready) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
+        time.sleep(self.pause)
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(_SLEEP_CYCLES)
             start.record()
@@ -135,13 +141,21 @@ def window_rates(windows: Windows, sizes: Mapping[str, int]) -> dict[str, float]
         "fp8": [lambda: torch._scaled_mm(narrow[0], narrow[1].t(), one, one, out_dtype=torch.bfloat16)],
         "sum": [buffer.sum],
         "amax": [buffer.amax],
+        "read": [lambda: _reader(buffer)],
     }
     found: dict[str, Steady] = {}
     for name, call in calls.items():
         try:
             found |= windows.measure({name: call})
-        except RuntimeError:  # torch has no such product on this card
+        except (RuntimeError, ImportError):  # no such product on this card, or no Triton
             continue
     flops, read = 2.0 * size**3, buffer.numel() * buffer.element_size()
     rates = {name: flops / found[name].median / 1e6 for name in ("bf16", "fp8") if name in found}
-    return rates | {"read_gbs": read / min(found[name].median for name in ("sum", "amax")) / 1e3}
+    fastest = min(found[name].median for name in ("sum", "amax", "read") if name in found)
+    return rates | {"read_gbs": read / fastest / 1e3}
+
+
+def _reader(buffer: Tensor) -> Tensor:
+    from colibri.bench.reading import reader
+
+    return reader(buffer)
