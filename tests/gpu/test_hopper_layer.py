@@ -134,3 +134,17 @@ def test_graph_capture_and_streams() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [4, 100, 3000])
+def test_ids_of_no_expert_contribute_nothing(tokens: int, activations: str) -> None:
+    """-1, other negative numbers, the number of experts (a common mark for padding) and beyond: all the same."""
+    problem = layer_problem("mxfp4", activations, hidden=512, intermediate=256, experts=8, top_k=2)
+    layer = make_layer(problem, "hopper")
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    routed = routing(problem, tokens, 7, kind="holes")
+    wild = torch.tensor([8, -9, 255, 256, 1 << 20], device="cuda").repeat(tokens)[: routed.ids.numel()]
+    ids = torch.where(routed.ids < 0, wild.view_as(routed.ids), routed.ids).to(torch.int32)
+    assert not torch.equal(ids, routed.ids)
+    assert torch.equal(layer(x, type(routed)(ids, routed.weights)), layer(x, routed))
