@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colibri.backends.hopper import program as bound
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.steps import steps
 from colibri.jit import driver, load
 from colibri.jit.compile import Binary, Desc, Source
-from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Problem
+from colibri.layer import RoutedExperts
+from colibri.oracle import Choice, Verdict
+from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.testing.layers import layer_problem, make_layer, routing
 
 
@@ -116,3 +120,37 @@ def test_arguments_keep_their_place(gpu: FakeDriver) -> None:
     assert ctypes.string_at(launch.address["map"], 128) == bytes(range(128))
     assert launch.address["map"] % 64 == 0
     assert ctypes.c_uint64.from_address(launch.address["pointer"]).value == 99
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's own operations that were run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_layer_adds_no_operation_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Only launches: every small operation would cost the host as much as one."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    made = make_layer(small(), "hopper", "cpu", distinct=1)
+    device = Device("cuda", 90)
+    verdict = Verdict(made.backend, (), made.backend.plan(small(), tokens, device))
+    layer = RoutedExperts()
+    layer.adopt(Choice(small(), device, "hopper", (verdict,), verdict), made.weights)
+    x, routed = torch.zeros(tokens, 256, dtype=torch.bfloat16), routing(small(), tokens, 0, "cpu")
+    out = torch.empty_like(x)
+    call = {"topk_ids": routed.ids, "topk_weights": routed.weights, "out": out}
+    layer(x, **call)
+    gpu.launched = 0
+    with Operations() as ran:
+        layer(x, **call)
+    assert gpu.launched > 0 and ran.seen == []
+    with Operations() as ran:
+        layer(x, **{**call, "topk_ids": routed.ids.long()})
+    assert ran.seen  # other ids are made local first
