@@ -79,7 +79,7 @@ def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch
     groups = K // form.group if form.group else 1
     spread = lambda t: t.repeat_interleave(form.group or K, 1)  # noqa: E731
     if form.scale == f.E8M0_G32:
-        low, high, offset = {f.BF16: (-60, 2, 253), f.F16: (-23, 2, 29), f.E4M3: (-5, 7, 0)}[form.activations]
+        low, high, offset = {f.BF16: (-60, 2, 253), f.F16: (-23, 2, 29), f.E4M3: (-5, 7, 5)}[form.activations]
         exponent = torch.randint(low, high, (N, groups), dtype=torch.int32)
         return _per_slice(form, fragments.pack_bytes(form, exponent + offset)), value * spread(
             torch.exp2(exponent.float())

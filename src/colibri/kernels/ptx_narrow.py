@@ -13,6 +13,7 @@ Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the wo
 
 # e4m3 codes of 0 .. 3, 4 .. 7, -8 .. -5, -4 .. -1.
 _E4M3_INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
+LEAST_EXPONENT = -5  # of a group relative to its row's base: half of it is still a normal e4m3 number
 ZERO_BITS = 31  # of a promoted form's scale that hold its zero point
 
 
@@ -57,12 +58,13 @@ def narrow_statements(form: Form) -> tuple[str, int, int]:
 
 
 def _e2m1_e4m3(i: int, word: str, low: str, high: str) -> list[str]:
-    """Eight codes: the table of (row, group) is e2m1's eight magnitudes as e4m3 codes with d added to every
-    exponent but zero's, two multiply-adds; a permute instruction looks up four codes at a time."""
+    """Eight codes: the table of (row, group) is e2m1's eight magnitudes as e4m3 codes with the exponent d added to
+    all but zero, two multiply-adds; a permute instruction looks up four codes at a time. d counts from
+    `LEAST_EXPONENT`: no sign to extend."""
     return [
-        f"bfe.s32 d, $12, {8 * i}, 8;",
-        "mad.lo.s32 l, d, 0x08080800, 0x3c383000;",
-        "mad.lo.s32 h, d, 0x08080808, 0x4c484440;",
+        f"prmt.b32 d, $12, 0, 0x444{i};",
+        f"mad.lo.s32 l, d, 0x08080800, {0x3C383000 + LEAST_EXPONENT * 0x08080800:#010x};",
+        f"mad.lo.s32 h, d, 0x08080808, {0x4C484440 + LEAST_EXPONENT * 0x08080808:#010x};",
         f"and.b32 s, {word}, 0x77777777;",
         "prmt.b32 p, l, h, s;",
         f"lop3.b32 {low}, {word}, 0x80808080, p, 0xea;",

@@ -23,7 +23,7 @@ from colibri.kernels import forms as f
 from colibri.kernels import fragments
 from colibri.kernels.forms import HALF, ROWS, Form
 from colibri.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, row_shift
-from colibri.kernels.ptx_narrow import ZERO_BITS
+from colibri.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
 from colibri.layout import Layout, MatrixShape, as_integer
 from colibri.problem import Problem
 from colibri.quant import CHANNEL, DIV, QuantSpec, Scale
@@ -33,7 +33,7 @@ _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # e8m0 exponents relative to the row's: the largest and the smallest that a form multiplies exactly, and
 # what is added to make the stored byte (the exponent field of the factor).
-_REACH = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, -5, 0)}
+_REACH = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, LEAST_EXPONENT, -LEAST_EXPONENT)}
 
 
 @dataclass
@@ -229,8 +229,7 @@ class HopperLayout(Layout):
             values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
             if form.scale == f.E8M0_G32:
                 offset = _REACH[form.activations][2]
-                signed = values if offset else (values ^ 128) - 128
-                values = signed - offset + 127 + torch.log2(powers).int().unsqueeze(1)
+                values = values - offset + 127 + torch.log2(powers).int().unsqueeze(1)
             return values[:, :columns].to(torch.uint8)
         held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
