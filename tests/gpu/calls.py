@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from torch import Tensor
 from colibri.backends import registry
 from colibri.backends.base import Backend
 from colibri.backends.hopper import workspace
+from colibri.backends.hopper.plan import make_plan
+from colibri.backends.hopper.steps import steps
 from colibri.dispatch import Dispatch
 from colibri.dtypes import F32
+from colibri.jit.compile import Source
 from colibri.layout import Packed, as_integer
 from colibri.problem import Device, Problem
 from colibri.quant import ALL, QuantSpec
@@ -19,6 +22,11 @@ from colibri.testing.layers import plausible_weight, worst_row
 
 GPU = Device("cuda", 90)
 _GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hold
+
+
+def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[Source]:
+    """Every kernel that these problems launch for so many tokens."""
+    return list(dict.fromkeys(step.source for problem, tokens in planned for step in steps(make_plan(problem, tokens))))
 
 
 def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, Packed]:
@@ -44,7 +52,7 @@ def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, 
 def times_own(spec: QuantSpec) -> float:
     """How many times the reference's own rounding error a 16-bit result may be off, by what is rounded on the way.
 
-    Numbers that are exact come to about 1.5, a code of four or eight bits times the scale of its group to 3 or 3.7. With
+    Numbers that are exact come to about 1.5, a code of four or eight bits times its group's scale to 3 or 3.7. With
     zero points anywhere from 0 to 16 codes have five bits, and fp32 scales are rounded before they multiply: up to 4.5.
     """
     inner = spec.scales[0]

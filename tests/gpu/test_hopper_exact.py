@@ -43,19 +43,32 @@ def lonely(routed: Indexed, experts: int) -> Indexed:
     return Indexed(ids.to(torch.int32).contiguous(), routed.weights)
 
 
+def plans() -> Iterator[tuple[Problem, int]]:
+    """What most of these tests launch, to be compiled together."""
+    yield from ((problem, tokens) for problem in SHIPPED for tokens in TOKENS)
+    yield from ((other(*form), tokens) for form in OTHERS for tokens in FEW)
+    for order in ("fast", BATCH_INVARIANT):
+        yield from ((small(*form, order), tokens) for form in FORMS for tokens in (1, 4, 48, 100, 300, 2000, 4096))
+
+
 WIDE = (
     "nvfp4", "int4", "int4-g32", "int4-g64:fp16", "int4-zp", "int4-g128-zp", "int8", "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("spec", "activations"),
-    [*((spec, "bf16") for spec in WIDE), ("int4-g128", "fp8")],
-)
+OTHERS = [*((spec, "bf16") for spec in WIDE), ("int4-g128", "fp8")]
+FEW = (2, 50, 700)
+
+
+def other(spec: str, activations: str) -> Problem:
+    return layer_problem(spec, activations, hidden=512, intermediate=256, experts=5, top_k=2)
+
+
+@pytest.mark.parametrize(("spec", "activations"), OTHERS)
 def test_every_other_form(spec: str, activations: str) -> None:
     """But fp16 inputs, whose range is too small for gates that are wholly open."""
-    problem = layer_problem(spec, activations, hidden=512, intermediate=256, experts=5, top_k=2)
-    check(problem, make(problem), (2, 50, 700))
+    problem = other(spec, activations)
+    check(problem, make(problem), FEW)
 
 
 @pytest.mark.parametrize("number", range(len(SHIPPED)), ids=lambda number: named(SHIPPED[number]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from colibri.activation import Activation
 from colibri.dispatch import Indexed
 from colibri.grammar import ACTIVATIONS
+from colibri.problem import Problem
 from colibri.testing.layers import layer_problem, make_layer, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -27,14 +30,48 @@ SPECS = [
 ]  # fmt: skip
 
 
-def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", experts: int = 8, top_k: int = 2, **sizes):
+BATCHES = [3, 70, 600]
+TILES = [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000]
+SIZES = [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)]
+FUNCTIONS = [
+    Activation("silu"),
+    Activation("silu", limit=0.5),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("swigluoai", limit=0.7),
+    Activation("swiglustep", limit=0.4),
+    Activation("situ", beta=1.5),
+    Activation("situ", limit=0.8),
+    Activation("relu2_no_mul"),
+    Activation("silu_no_mul"),
+    Activation("gelu_no_mul"),
+    Activation("gelu_tanh_no_mul"),
+]
+
+
+def pose(spec: str, activations: str, **sizes: Any) -> Problem:
+    return layer_problem(spec, activations, **{"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, **sizes})
+
+
+def plans() -> Iterator[tuple[Problem, int]]:
+    """What most of these tests launch, to be compiled together."""
+    yield from ((pose(spec, inputs), tokens) for spec, inputs in SPECS for tokens in BATCHES)
+    for inputs in ("bf16", "fp8"):
+        yield from ((pose("mxfp4", inputs), tokens) for tokens in TILES)
+        for hidden, intermediate in SIZES:
+            sizes = {"hidden": hidden, "intermediate": intermediate}
+            yield from ((pose("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
+    yield from ((pose("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
+    for bias in (False, True):
+        yield from ((pose("mxfp4", "bf16", activation=function, bias=bias), 90) for function in FUNCTIONS)
+
+
+def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **sizes: Any) -> None:
     """`tokens` rows by us against the reference, twice the same.
 
     The reference has at least 64 rows: the worst of three says little.
     """
-    problem = layer_problem(
-        spec, activations, experts=experts, top_k=top_k, **{"hidden": 512, "intermediate": 256, **sizes}
-    )
+    problem = pose(spec, activations, **sizes)
     ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
     count = max(tokens, 64)
     x = torch.randn(count, problem.hidden, device="cuda").to(problem.input.storage)
@@ -59,18 +96,18 @@ def rows_among(rows: Tensor, mine: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
-@pytest.mark.parametrize("tokens", [3, 70, 600])
+@pytest.mark.parametrize("tokens", BATCHES)
 def test_every_form(spec: str, activations: str, tokens: int) -> None:
     compare(spec, activations, tokens)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
-@pytest.mark.parametrize("tokens", [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000])
+@pytest.mark.parametrize("tokens", TILES)
 def test_every_tile_class(tokens: int, activations: str) -> None:
     compare("mxfp4", activations, tokens)
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)])
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_sizes(hidden: int, intermediate: int, activations: str) -> None:
     for tokens in (5, 200, 2000):
@@ -84,24 +121,7 @@ def test_routings(kind: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "activation",
-    [
-        Activation("silu"),
-        Activation("silu", limit=0.5),
-        Activation("gelu"),
-        Activation("gelu_tanh"),
-        Activation("swigluoai", limit=0.7),
-        Activation("swiglustep", limit=0.4),
-        Activation("situ", beta=1.5),
-        Activation("situ", limit=0.8),
-        Activation("relu2_no_mul"),
-        Activation("silu_no_mul"),
-        Activation("gelu_no_mul"),
-        Activation("gelu_tanh_no_mul"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
 def test_activations(activation: Activation, bias: bool) -> None:
     compare("mxfp4", "bf16", 90, activation=activation, bias=bias)
 

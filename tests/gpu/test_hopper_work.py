@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,23 @@ def make(spec: str, activations: str, options: dict[str, object], **further: obj
     return replace(layer, activations=activation, pre_scale="pre_scale" in options, **further)  # type: ignore[arg-type]
 
 
+DISPATCHED, SINGLE = [1, 60, 900], [1, 2, 9, 33, 500, 3000]
+
+
+def linear(spec: str, activations: str, options: dict[str, object]) -> Problem:
+    problem = make(spec, activations, {**options, "activation": Activation("relu2_no_mul")}, dispatch=CONTIGUOUS)
+    return replace(problem, w2=None, experts=1, global_experts=1, top_k=1)
+
+
+def plans() -> Iterator[tuple[Problem, int]]:
+    """What most of these tests launch, to be compiled together."""
+    for form in FORMS:
+        for tokens in DISPATCHED:
+            yield make(*form, dispatch=CONTIGUOUS), 2 * tokens + 7
+            yield make(*form, dispatch=BATCHED), 12 * (tokens + 3)
+        yield from ((linear(*form), tokens) for tokens in SINGLE)
+
+
 def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, mine: Tensor) -> None:
     """Rows of `mine` as the reference has them, twice the same; the others untouched."""
     ours, reference = registry()["hopper"], registry()["reference"]
@@ -61,7 +79,7 @@ def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, mine:
 
 
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
-@pytest.mark.parametrize("tokens", [1, 60, 900])
+@pytest.mark.parametrize("tokens", DISPATCHED)
 @pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
 def test_finished_dispatch(spec: str, activations: str, options: dict[str, object], tokens: int, form: str) -> None:
     """Experts of no row, one and all; NaN in the rows between."""
@@ -83,10 +101,9 @@ def test_finished_dispatch(spec: str, activations: str, options: dict[str, objec
 
 
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
-@pytest.mark.parametrize("tokens", [1, 2, 9, 33, 500, 3000])
+@pytest.mark.parametrize("tokens", SINGLE)
 def test_single_linear(spec: str, activations: str, options: dict[str, object], tokens: int) -> None:
-    problem = make(spec, activations, {**options, "activation": Activation("relu2_no_mul")}, dispatch=CONTIGUOUS)
-    problem = replace(problem, w2=None, experts=1, global_experts=1, top_k=1)
+    problem = linear(spec, activations, options)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     mine = torch.ones(tokens, dtype=torch.bool, device="cuda")
     compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, mine)
