@@ -132,16 +132,37 @@ inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float tot
   return {step * p.unit, {-factor * sums[0], -factor * sums[1]}, step * total};
 }
 
+// Bytes may alias anything: these loops become vectors only where nothing else is in sight.
+inline int32_t to_plane(const float* __restrict codes, int64_t count, int8_t* __restrict plane) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < count; k++) {
+    const int32_t q = to_int(codes[k]);
+    plane[k] = static_cast<int8_t>(q);
+    sum += q;
+  }
+  return sum;
+}
+
+inline void to_planes(const float* __restrict values, int64_t count, float to_code, int8_t* __restrict high,
+                      int8_t* __restrict low, int32_t sums[2]) {
+  int32_t high_sum = 0, low_sum = 0;
+  for (int64_t k = 0; k < count; k++) {
+    const int32_t q = to_int(values[k] * to_code), h = (q + 128) >> 8, l = q - 256 * h;
+    high[k] = static_cast<int8_t>(h);
+    low[k] = static_cast<int8_t>(l);
+    high_sum += h;
+    low_sum += l;
+  }
+  sums[0] = high_sum;
+  sums[1] = low_sum;
+}
+
 inline void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
   int8_t* plane = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + p.columns);
-  for (int64_t g = 0, first = 0; g < p.groups; g++, first += p.matrix->group) {
-    int32_t sums[2] = {0, 0};
-    for (int64_t k = first; k < first + p.matrix->group; k++) {
-      const int32_t q = to_int(codes[k]);
-      plane[k] = static_cast<int8_t>(q);
-      sums[0] += q;
-    }
+  const int64_t count = static_cast<uint32_t>(p.matrix->group);
+  for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
+    const int32_t sums[2] = {to_plane(codes + first, count, plane + first), 0};
     groups[g] = finish_group(p, sums, static_cast<float>(sums[0]), scales[first / block]);
   }
 }
@@ -150,22 +171,20 @@ inline void write_one_plane(const Packed& p, const float* codes, const float* sc
 inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block, uint8_t* record) {
   int8_t *high = reinterpret_cast<int8_t*>(record), *low = high + p.columns;
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
-  for (int64_t g = 0, first = 0; g < p.groups; g++, first += p.matrix->group) {
-    const float peak = largest(values + first, p.matrix->group);
-    const bool usable = finite(peak) && peak > kTiny;
-    // The least power of two that brings the largest within reach: 16-bit floats near it then lose nothing.
-    const uint32_t power = (bits_as<uint32_t>(usable ? peak / kTop16 : 1.0f) + 0x7fffffu) & kExponentMask;
-    const float step = finite(peak) ? bits_as<float>(power) : __builtin_nanf(""), to_code = bits_as<float>((254u << 23) - power);
+  const int64_t count = static_cast<uint32_t>(p.matrix->group);
+  for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
+    const float scale = scales == nullptr ? 1 : scales[first / block], peak = largest(values + first, count);
     int32_t sums[2] = {0, 0};
-    for (int64_t k = first; k < first + p.matrix->group; k++) {
-      const int32_t q = to_int(usable ? values[k] * to_code : 0.0f);
-      const int32_t h = (q + 128) >> 8, l = q - 256 * h;
-      high[k] = static_cast<int8_t>(h);
-      low[k] = static_cast<int8_t>(l);
-      sums[0] += h;
-      sums[1] += l;
+    if (!finite(peak) || peak < kTiny) {
+      std::memset(high + first, 0, count);
+      std::memset(low + first, 0, count);
+      groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 : __builtin_nanf(""));
+      continue;
     }
-    const float scale = scales == nullptr ? 1 : scales[first / block];
+    // The least power of two that brings the largest within reach: 16-bit floats near it then lose nothing.
+    const uint32_t power = (bits_as<uint32_t>(peak / kTop16) + 0x7fffffu) & kExponentMask;
+    const float step = bits_as<float>(power), to_code = bits_as<float>((254u << 23) - power);
+    to_planes(values + first, count, to_code, high + first, low + first, sums);
     groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step * scale);
   }
 }
@@ -173,6 +192,7 @@ inline void write_two_planes(const Packed& p, const float* values, const float* 
 inline void write_floats(const Packed& p, const float* values, uint8_t* record) {
   std::memcpy(record, values, sizeof(float) * p.columns);
   float* sums = reinterpret_cast<float*>(record) + p.columns;
+  if (p.matrix->zero != COLIBRI_ZERO_OFFSET_F32) return;  // nothing else reads them
   for (int64_t g = 0; g < p.groups; g++) {
     sums[g] = 0;
     for (int64_t k = 0; k < p.matrix->group; k++) sums[g] += values[g * p.matrix->group + k];
