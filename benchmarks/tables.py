@@ -99,8 +99,8 @@ def _race(name: str, run: dict[str, Any]) -> str:
         what = f"{row['shape']}, {row['spec']} x {row['activations']}; {peer}"
         cells.setdefault(what, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({beside['ratio']:.2f}x)"
     note = (
-        "µs of a whole layer on an H200, from ids to the combined output, and how many times longer the peer takes in the "
-        f"same run (of humming the faster variant, its routing sort not counted); {source(name)} has every peer"
+        "µs of a whole layer on an H200, from ids to the combined output, and how many times longer the peer takes in "
+        f"the same run (of humming the faster variant, its routing sort not counted); {source(name)} has every peer"
     )
     picture = RESULTS / f"{name}.png"
     shown = f"\n![share of the floor, ours and peers](benchmarks/results/{picture.name})\n" if picture.exists() else ""
