@@ -112,6 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--levels", type=names, default=None, help="by default all that run here")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--vllm", help="version of vLLM, where only its op library is at hand")
     parser.add_argument("--commit", help="of the sources, where git is not there to tell")
     return parser.parse_args()
 
@@ -268,10 +269,11 @@ def save(
 ) -> None:  # fmt: skip
     machine = describe()
     document: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/cpu.py", *(Path(word).name for word in sys.argv[1:])]),
         "commit": arguments.commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]},
+        "vllm_ops": arguments.vllm,
         "kernels": machine["native"],
         "cores": max(arguments.threads),
         "load": os.getloadavg()[0],

@@ -13,6 +13,7 @@ from torch import Tensor
 from colibri import native, oracle
 from colibri.activation import Activation
 from colibri.backends.cpu import BACKEND, Cpu
+from colibri.backends.cpu.form import matrix_form
 from colibri.backends.reference import BACKEND as REFERENCE
 from colibri.bench.workload import Weights, batches
 from colibri.dispatch import Contiguous, Indexed
@@ -84,6 +85,13 @@ def work(spec: str, activations: str = "bf16", tokens: int = 3) -> Work:
     return Work(spec, activations, tokens)
 
 
+def bound(made: Work, level: Level, activations: str) -> float:
+    """Codebooks are rounded to 14 bits, and tiles hold weights as bf16."""
+    if made.problem.w13.spec.dtype.kind == CODEBOOK and activations == "int8":
+        return 1e-2
+    return 6e-3 if level == Level.AMX else BOUNDS[activations]
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("activations", BOUNDS)
 @pytest.mark.parametrize("spec", ["int4-g32", "int4-g128-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8-block"])
@@ -94,9 +102,7 @@ def test_worst_row_against_the_reference(spec: str, activations: str, tokens: in
     for level in LEVELS:
         got = made.run(Cpu(level)).float()
         error = ((got - want).norm(dim=1) / want.norm(dim=1)).max()
-        codebook = made.problem.w13.spec.dtype.kind == CODEBOOK  # whose entries are rounded to 14 bits
-        bound = 1e-2 if codebook and activations == "int8" else BOUNDS[activations]
-        assert error <= bound, f"{level}: {error:.1e}"
+        assert error <= bound(made, level, activations), f"{level}: {error:.1e}"
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -148,7 +154,8 @@ def test_linears(level: Level, activations: str) -> None:
         packed = weights.packed(backend.layout(problem))
         plan = backend.plan(problem, 7, CPU)
         results.append(backend.run(plan, x, Contiguous(torch.tensor([0, 7])), packed, torch.empty(7, 200)))
-    assert ((results[0] - results[1]).norm(dim=1) / results[1].norm(dim=1)).max() <= 1e-4
+    tiles = level == Level.AMX and activations == "bf16"  # scaled weights rounded to bf16
+    assert ((results[0] - results[1]).norm(dim=1) / results[1].norm(dim=1)).max() <= (2e-3 if tiles else 1e-4)
 
 
 def test_rows_may_lie_apart() -> None:
@@ -168,6 +175,19 @@ def test_no_tokens_is_no_work() -> None:
     none = Indexed(made.batch.ids[:0], made.batch.weights[:0])
     out = BACKEND.run(BACKEND.plan(made.problem, 0, CPU), made.batch.x[:0], none, made.packed, made.batch.x[:0].clone())
     assert out.shape == (0, 1024)
+
+
+def test_tiles_are_for_weights_that_bf16_holds() -> None:
+    """Or nearly: where inputs are 16 bits and rows long. Integer inputs are promised exact products."""
+
+    def tiles(spec: str, activations: str, k: int) -> bool:
+        return matrix_form(MatrixShape(64, k, parse_spec(spec)), ACTIVATIONS[activations]).tiles
+
+    for spec in ("mxfp4", "nvfp4", "mxfp8", "int8", "fp8-channel", "int4-channel", "ternary-tensor"):
+        assert all(tiles(spec, activations, 128) for activations in ("bf16", "int8", "fp8")), spec
+    for spec in ("int4-g32", "int4-g128-zp", "fp8-block", "int3-g64"):
+        assert tiles(spec, "bf16", 1024) and not tiles(spec, "bf16", 128) and not tiles(spec, "int8", 1024), spec
+    assert not tiles("nf4", "bf16", 1024)
 
 
 def test_it_is_chosen_on_cpus_and_says_why_not_elsewhere() -> None:

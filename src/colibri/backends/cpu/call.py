@@ -36,7 +36,7 @@ def run(
         ctypes.addressof(matrices[0]),
         ctypes.addressof(matrices[1]) if len(matrices) > 1 else None,
     )
-    work = abi.Work(threads=torch.get_num_threads(), level=plan.level)
+    work = abi.Work(threads=torch.get_num_threads(), level=plan.level, tile_rows=0 if plan.tiles else -1)
     if isinstance(dispatch, Indexed):
         ids, routed = dispatch.ids.to(torch.int32).contiguous(), dispatch.weights.float().contiguous()
         work.tokens, work.top_k = ids.shape

@@ -25,6 +25,11 @@ _WIDE = {BF16: abi.Input.BF16, F16: abi.Input.F16, F32: abi.Input.F32}
 # Mini-floats: mantissa bits of the eight-bit type that holds them, and the step where the bias differs.
 _FLOATS = {E4M3: (3, 1.0), E5M2: (2, 1.0), E3M4: (4, 1.0), E4M3FNUZ: (3, 0.5), E2M3: (3, 1.0), E3M2: (3, 1.0)}
 _ONE_LOOK_UP, _TWO_LOOK_UPS = 127, 16383  # largest table entries
+# Significant bits of a scale beside its leading one, which a power of two is all of.
+_SCALE_BITS = {
+    abi.Scale.NONE: 0, abi.Scale.E8M0: 0, abi.Scale.E4M3: 4, abi.Scale.BF16: 8, abi.Scale.F16: 11, abi.Scale.F32: 24,
+}  # fmt: skip
+_LONG = 256  # columns
 
 
 class NoForm(Exception):
@@ -58,6 +63,7 @@ class Form:
     kept: tuple[int, ...]  # levels of the spec that what the kernels read does not give back
     input: abi.Input
     input_group: int
+    tiles: bool  # whether weights as bf16 tiles are close enough
 
 
 def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
@@ -78,7 +84,34 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
         given.add(len(spec.scales))
     row_scale = len(inner) < len(spec.scales) and not spec.minimum
     kept = tuple(i for i in range(len(spec.levels)) if i not in given)
-    return Form(values, group, scale, zero, row_scale, kept, kind, input_group)
+    tiles = _exact_in_bf16(values, scale, zero) or _close_in_bf16(shape, values, zero, kind)
+    return Form(values, group, scale, zero, row_scale, kept, kind, input_group, tiles)
+
+
+def _exact_in_bf16(values: Values, scale: abi.Scale, zero: abi.Zero) -> bool:
+    """Whether a code times its group's scale has at most the eight significant bits of bf16."""
+    if values.codes == abi.Codes.FLOAT8:
+        bits = values.mantissa + 1
+    elif values.codes == abi.Codes.BYTE:
+        bits = 8
+    elif zero == abi.Zero.U8:
+        bits = max(values.table).bit_length()
+    else:
+        bits = max(_significant(entry - values.center) for entry in values.table)
+    return zero != abi.Zero.OFFSET_F32 and bits + _SCALE_BITS[scale] <= 8
+
+
+def _close_in_bf16(shape: MatrixShape, values: Values, zero: abi.Zero, kind: abi.Input) -> bool:
+    """16-bit inputs and rows so long that rounding each weight averages out; where inputs are integers or tables
+    wide, rounded weights would show."""
+    wide = max(values.table, default=0) > _ONE_LOOK_UP
+    return kind == abi.Input.BF16 and zero != abi.Zero.OFFSET_F32 and not wide and shape.k >= _LONG
+
+
+def _significant(number: int) -> int:
+    """Bits from the highest to the lowest that is set."""
+    number = abs(number)
+    return number.bit_length() - (number & -number).bit_length() + 1 if number else 0
 
 
 @lru_cache(maxsize=256)

@@ -13,16 +13,16 @@ from colibri.backends.cpu.form import Form, matrix_form
 from colibri.native.abi import Level
 from colibri.problem import Problem
 
-_READ_GBS = 20.0
+_READ_GBS = 25.0
 _CALL_US = 20.0
 # Useful products, GFLOP/s, with inputs of 16 and of 8 bits.
 _GFLOPS = {
     Level.PORTABLE: (1.5, 2.0),
     Level.NEON: (40.0, 80.0),
-    Level.AVX2: (60.0, 120.0),
-    Level.AVXVNNI: (120.0, 240.0),
-    Level.AVX512: (250.0, 500.0),
-    Level.AMX: (1000.0, 1000.0),
+    Level.AVX2: (110.0, 200.0),
+    Level.AVXVNNI: (150.0, 250.0),
+    Level.AVX512: (330.0, 500.0),
+    Level.AMX: (700.0, 700.0),
 }
 
 
@@ -33,6 +33,11 @@ class CpuPlan(Plan):
     level: Level = Level.PORTABLE
     forms: tuple[Form, ...] = ()
 
+    @property
+    def tiles(self) -> bool:
+        """Whether experts with enough rows are multiplied as bf16 tiles where the CPU has them."""
+        return all(form.tiles for form in self.forms)
+
 
 def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
     activations = (problem.activations, problem.second_activations)
@@ -42,7 +47,8 @@ def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
     elements = sum(shape.n * shape.k for shape in problem.matrices.values())
     stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
     narrow = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
-    rate = _GFLOPS[level][narrow]
+    tiles = all(form.tiles for form in forms)
+    rate = _GFLOPS[level if tiles else min(level, Level.AVX512)][narrow]
     estimate = _CALL_US + max(activated * stored / _READ_GBS, 2 * slots * elements / rate) / 1e3
     notes = (f"{level}: codes looked up in registers, from ids to the sum of each token's experts",)
     return CpuPlan(problem, tokens, estimate, 0, notes, level, forms)
