@@ -1,6 +1,7 @@
 // The product at the heart of it: a few row blocks times a few input rows, group by group.
 //
 // Written once over a level's vectors `V`, which have `V::lanes` output rows (16, 8 or 4; a block is then read in parts):
+//   rows                      input rows that are multiplied together, 4 or 2: what registers allow
 //   Codes, I32, F32, Table    four codes of each row; one number of each row; 16 bytes to look up
 //   load, table, low, high    codes from memory, looked up by low or high nibble
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x

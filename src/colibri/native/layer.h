@@ -28,7 +28,7 @@ inline void finish_rows(const Packed& p, int64_t block, float* values) {
   }
 }
 
-// Four, two or one input rows against `Blocks` row blocks; emit(row, blocks' results) for each.
+// A few input rows against `Blocks` row blocks; emit(row, blocks' results) for each.
 template <class V, int Blocks, int Rows, class Emit>
 COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, const Emit& emit) {
   alignas(64) float out[Blocks][Rows][kRows];
@@ -41,8 +41,8 @@ COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs
 template <class V, int Blocks, class Emit>
 void all_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, int64_t end, const Emit& emit) {
   while (slot < end) {
-    if (end - slot >= 4) {
-      slot += some_rows<V, Blocks, 4>(p, s, inputs, slot, emit);
+    if (end - slot >= V::rows) {
+      slot += some_rows<V, Blocks, V::rows>(p, s, inputs, slot, emit);
     } else if (end - slot >= 2) {
       slot += some_rows<V, Blocks, 2>(p, s, inputs, slot, emit);
     } else {

@@ -10,6 +10,7 @@ namespace {
 
 struct Avx2 {
   static constexpr int lanes = 8;
+  static constexpr int rows = 4;
   static constexpr bool tiles = false;
   using Codes = __m256i;
   using Table = __m256i;

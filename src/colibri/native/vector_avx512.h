@@ -14,6 +14,7 @@ namespace {
 
 struct Avx512 {
   static constexpr int lanes = 16;
+  static constexpr int rows = 4;
   static constexpr bool split_bytes = false;
   static constexpr bool tiles = false;
   using Codes = __m512i;

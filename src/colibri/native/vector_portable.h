@@ -9,6 +9,7 @@ namespace {
 
 struct Portable {
   static constexpr int lanes = 4;
+  static constexpr int rows = 4;
   static constexpr bool split_bytes = false;
   static constexpr bool tiles = false;
   typedef int32_t I32 __attribute__((vector_size(16)));
