@@ -60,7 +60,9 @@ def slotwise(
 ) -> Source:  # fmt: skip
     """One product of a layer of few tokens: a slot a tile, K split over `split` blocks."""
     scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
-    integers = "experts total_slots units slices scale_blocks columns slots_per_row slots_per_token".split()
+    integers = (
+        "experts", "total_slots", "units", "slices", "scale_blocks", "columns", "slots_per_row", "slots_per_token",
+    )  # fmt: skip
     pointers = {
         "out": out, "narrow": ELEMENT[E4M3], "narrow_scales": "fp32", "parts": "fp32", "counters": "i32",
         "row_counters": "i32", "factors": "fp32", "bias": "fp32", "token_scales": "fp32", "ids": "i32",
