@@ -114,21 +114,29 @@ def _by_tokens(cells: dict[str, dict[int, str]], note: str) -> str:
 
 
 def cpu() -> str:
-    """The native kernels beside peers, fastest of each, by what the files of benchmarks/cpu.py hold."""
-    parts = []
+    """Our best level of instructions beside the peers, on all the threads that were measured."""
+    cells: dict[str, dict[int, str]] = {}
+    names, machines = [], []
     for file in sorted(RESULTS.glob("cpu-*.json")):
-        found = json.loads(file.read_text())
-        if "who" not in found.get("rows", [{}])[0]:
+        run = json.loads(file.read_text())
+        if "levels" not in run:
             continue
-        rows = []
-        for row in found["rows"]:
-            if row["faster_than"] or not any(row["who"] == r["who"] and r["faster_than"] for r in found["rows"]):
-                beside = ", ".join(f"{v['min']:.2f}x {peer}" for peer, v in row["faster_than"].items())
-                where = f"{row['spec']}, {row['tokens']} tokens, {row['threads']} threads"
-                rows.append((where, row["who"], f"{row['min_us'] / 1e3:.2f}", f"{row['of_stream']:.0%}", beside))
-        head = ("layer", "who", "ms", "of streaming", "faster than")
-        parts.append(table(head, rows, source(file.stem)))
-    return "\n".join(parts)
+        names.append(file.stem)
+        machines.append(run["machine"]["cpu"]["model"])
+        threads = max(row["threads"] for row in run["rows"])
+        for row in run["rows"]:
+            level, _, bits = row["who"].rpartition(" ")
+            if row["threads"] == threads and level == run["levels"][-1]:
+                peer, beside = next(iter(row["faster_than"].items()))
+                what = f"{row['spec']}, {bits}, {threads} threads; {peer}"
+                cells.setdefault(what, {})[row["tokens"]] = f"{row['min_us'] / 1e3:.2f} ({beside['min']:.2f}x)"
+    if not cells:
+        return ""
+    note = (
+        f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and "
+        f"how many times longer the peer takes; {source(*names)} have every level of instructions and peer"
+    )
+    return _by_tokens(cells, note)
 
 
 def generate() -> str:
