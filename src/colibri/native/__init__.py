@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,26 @@ from colibri.native.abi import Level
 
 SWITCH = "COLIBRI_NATIVE"
 OFF = "off"
+_MOST_KEPT = 64 << 20  # bytes of scratch memory
 _STREAMS = 8  # pieces that a thread reads at once
+
+
+class _Scratch(threading.local):
+    """Memory of one thread's calls."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, count: int) -> Tensor:
+        if self.memory.numel() >= count:
+            return self.memory
+        made = torch.empty(count, dtype=torch.uint8)
+        if count <= _MOST_KEPT:
+            self.memory = made
+        return made
+
+
+_scratch = _Scratch()
 
 
 @dataclass(frozen=True)
@@ -39,12 +59,12 @@ class Library:
         return bool(self.calls.colibri_has_openmp())
 
     def run(self, layer: abi.Layer, work: abi.Work) -> None:
-        """One layer; scratch memory is held for the call alone."""
+        """One layer. A thread keeps the scratch memory of its largest call, up to a limit: new pages are slow."""
         need = self.calls.colibri_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
         status = -need
         if need >= 0:
-            scratch = torch.empty(need, dtype=torch.uint8)
-            work.scratch = scratch.data_ptr() if need else None
+            scratch = _scratch.at_least(need)
+            work.scratch = scratch.data_ptr()
             status = self.calls.colibri_run(ctypes.byref(layer), ctypes.byref(work))
         if status:
             text: bytes = self.calls.colibri_status_text(status)

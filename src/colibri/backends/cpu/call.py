@@ -1,4 +1,8 @@
-"""A plan, tensors and packed weights as the structs of one call."""
+"""A plan, tensors and packed weights as the structs of one call.
+
+A decode step takes less than a millisecond, so what does not change between calls is made once: the structs
+of a layer are kept with its plan, under the addresses of all the tensors they point to.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,51 @@ from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
 from colibri.errors import LaunchError
 from colibri.layout import MatrixShape, Packed
 from colibri.native import Library, abi
+from colibri.problem import Problem
 
-_FLOAT = {torch.bfloat16: abi.Float.BF16, torch.float16: abi.Float.F16, torch.float32: abi.Float.F32}
+_FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
+_MOST_KEPT = 64  # layers of one plan: more means that tensors keep moving
 
 
 def run(
     native: Library, plan: CpuPlan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor
 ) -> None:
     """One call of the library; tensors it reads are held here until it returns."""
-    problem = plan.problem
-    held: list[Tensor | None] = []
-    matrices = [
-        _matrix(shape, form, weights[name]) for (name, shape), form in zip(problem.matrices.items(), plan.forms)
-    ]
+    layer = _layer(plan, weights)
+    source, result = _rows(x), _rows(out)
+    pointers: tuple[int | None, ...]
+    if isinstance(dispatch, Indexed):
+        ids, routed = _plain(dispatch.ids, torch.int32), _plain(dispatch.weights, torch.float32)
+        tokens, top_k = ids.shape
+        pointers = (ids.data_ptr(), routed.data_ptr(), plan.problem.weight_on_input, None, None)
+    else:
+        offsets, rows = _grouped(dispatch, x)
+        tokens, top_k = 0, 0
+        pointers = (None, None, False, offsets.data_ptr(), None if rows is None else rows.data_ptr())
+    work = abi.Work(
+        source.data_ptr(), result.data_ptr(), source.stride(0), result.stride(0), _float(source), _float(result),
+        tokens, top_k, *pointers, torch.get_num_threads(), int(plan.level), 0 if plan.tiles else -1,
+    )  # fmt: skip
+    native.run(layer, work)
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result.view(out.shape))
+
+
+def _layer(plan: CpuPlan, weights: Mapping[str, Packed]) -> abi.Layer:
+    """The layer's struct; it keeps those of its matrices alive."""
+    key = tuple(tensor.data_ptr() for packed in weights.values() for tensor in packed.values())
+    known = plan.layers.get(key)
+    if known is None:
+        if len(plan.layers) >= _MOST_KEPT:
+            plan.layers.clear()
+        known = plan.layers[key] = _make_layer(plan.problem, plan.forms, weights)
+    return known[0]
+
+
+def _make_layer(
+    problem: Problem, forms: tuple[Form, ...], weights: Mapping[str, Packed]
+) -> tuple[abi.Layer, list[abi.Matrix]]:
+    matrices = [_matrix(shape, form, weights[name]) for (name, shape), form in zip(problem.matrices.items(), forms)]
     layer = abi.Layer(
         problem.experts,
         abi.Activation[problem.activation.name.upper()],
@@ -36,23 +72,7 @@ def run(
         ctypes.addressof(matrices[0]),
         ctypes.addressof(matrices[1]) if len(matrices) > 1 else None,
     )
-    work = abi.Work(threads=torch.get_num_threads(), level=plan.level, tile_rows=0 if plan.tiles else -1)
-    if isinstance(dispatch, Indexed):
-        ids, routed = dispatch.ids.to(torch.int32).contiguous(), dispatch.weights.float().contiguous()
-        work.tokens, work.top_k = ids.shape
-        work.ids, work.weights, work.weight_on_input = ids.data_ptr(), routed.data_ptr(), problem.weight_on_input
-        held += [ids, routed]
-    else:
-        offsets, rows = _grouped(dispatch, x)
-        work.offsets = offsets.data_ptr()
-        work.rows = None if rows is None else rows.data_ptr()
-        held += [offsets, rows]
-    x, result = _rows(x), _rows(out)
-    work.x, work.x_stride, work.x_type = x.data_ptr(), x.stride(0), _float(x)
-    work.out, work.out_stride, work.out_type = result.data_ptr(), result.stride(0), _float(result)
-    native.run(layer, work)
-    if result.data_ptr() != out.data_ptr():
-        out.copy_(result.view(out.shape))
+    return layer, matrices
 
 
 def _matrix(shape: MatrixShape, form: Form, packed: Packed) -> abi.Matrix:
@@ -74,10 +94,14 @@ def _pointer(packed: Packed, name: str) -> int | None:
     return packed[name].data_ptr() if name in packed else None
 
 
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+
+
 def _grouped(dispatch: Contiguous | Batched, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Offsets of each expert's rows, and where the rows are if they do not stand in that order."""
     if isinstance(dispatch, Contiguous):
-        return dispatch.offsets.to(torch.int64).contiguous(), None
+        return _plain(dispatch.offsets, torch.int64), None
     counts = dispatch.counts.to(torch.int64)
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=offsets[1:])
@@ -92,7 +116,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1, tensor.shape[-1])
 
 
-def _float(tensor: Tensor) -> abi.Float:
+def _float(tensor: Tensor) -> int:
     if tensor.dtype not in _FLOAT:
         raise LaunchError("the CPU kernels take floats", expected="bfloat16, float16 or float32", got=tensor.dtype)
     return _FLOAT[tensor.dtype]

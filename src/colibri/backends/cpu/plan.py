@@ -6,10 +6,11 @@ benchmarks/results). Few tokens take as long as reading the experts they go to, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colibri.backends.base import Plan
 from colibri.backends.cpu.form import Form, matrix_form
+from colibri.native import abi
 from colibri.native.abi import Level
 from colibri.problem import Problem
 
@@ -32,11 +33,10 @@ class CpuPlan(Plan):
 
     level: Level = Level.PORTABLE
     forms: tuple[Form, ...] = ()
-
-    @property
-    def tiles(self) -> bool:
-        """Whether experts with enough rows are multiplied as bf16 tiles where the CPU has them."""
-        return all(form.tiles for form in self.forms)
+    tiles: bool = False  # experts with enough rows are multiplied as bf16 tiles, where the CPU has them
+    layers: dict[tuple[int, ...], tuple[abi.Layer, list[abi.Matrix]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # structs of calls, by the addresses they hold
 
 
 def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
@@ -51,4 +51,4 @@ def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
     rate = _GFLOPS[level if tiles else min(level, Level.AVX512)][narrow]
     estimate = _CALL_US + max(activated * stored / _READ_GBS, 2 * slots * elements / rate) / 1e3
     notes = (f"{level}: codes looked up in registers, from ids to the sum of each token's experts",)
-    return CpuPlan(problem, tokens, estimate, 0, notes, level, forms)
+    return CpuPlan(problem, tokens, estimate, 0, notes, level, forms, tiles)
