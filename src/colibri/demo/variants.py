@@ -80,7 +80,7 @@ def _measure(path: Path) -> Iterator[Row]:
     text = tokenizer(TEXT, return_tensors="pt").input_ids[0][:WINDOW]
     prompt = dict(tokenizer(PROMPT, return_tensors="pt"))
     model = from_pretrained(path, dtype=torch.float32)
-    held = None
+    held = WEIGHTS[0]  # as they are stored
     for weights, activations in variants():
         spec = None if weights == "bf16" else weights
         try:
