@@ -6,6 +6,7 @@
 //   load, table, low, high    codes from memory, looked up by low or high nibble
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
 //   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
+//   short_sums, dot_short     small table entries (up to 31): products of sixteen columns are added before they are widened
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
 
@@ -41,9 +42,10 @@ COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
 }
 
 // How a unit of codes becomes vectors of bytes: `each` calls use(column, plane, codes) for every four columns.
-template <class V, int Planes>
+template <class V, int Planes, bool Short = false>
 struct Nibbles {
   static constexpr int columns = 8, planes = Planes;
+  static constexpr bool short_sums = Short;
   typename V::Table tables[Planes];
 
   explicit Nibbles(const Packed& p) {
@@ -61,6 +63,7 @@ struct Nibbles {
 template <class V>
 struct Bytes {
   static constexpr int columns = 4, planes = V::split_bytes ? 2 : 1;
+  static constexpr bool short_sums = false;
 
   explicit Bytes(const Packed&) {}
 
@@ -112,15 +115,26 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
         }
         const uint8_t* unit = s.codes + b * p.code_block + at + part * kPartBytes;
         for (int u = 0; u < units; u += kAtOnce) {
+          const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first + u * Code::columns;
+          typename V::Codes held[4];
           COLIBRI_UNROLL
           for (int v = 0; v < kAtOnce; v++) {
             if (part == 0) __builtin_prefetch(soon + b * p.code_block + (u + v) * kUnit);
-            const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first + (u + v) * Code::columns;
             code.each(unit + (u + v) * kUnit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
-              for (int r = 0; r < Rows; r++)
-                for (int i = 0; i < InputPlanes; i++)
-                  sums[r][i][plane] = V::dot(sums[r][i][plane], codes, x + r * stride + i * p.columns + column);
+              column += v * Code::columns;
+              if constexpr (Code::short_sums) {
+                held[column / 4] = codes;
+              } else {
+                for (int r = 0; r < Rows; r++)
+                  for (int i = 0; i < InputPlanes; i++)
+                    sums[r][i][plane] = V::dot(sums[r][i][plane], codes, x + r * stride + i * p.columns + column);
+              }
             });
+          }
+          if constexpr (Code::short_sums) {
+            for (int r = 0; r < Rows; r++)
+              for (int i = 0; i < InputPlanes; i++)
+                sums[r][i][0] = V::dot_short(sums[r][i][0], held, x + r * stride + i * p.columns);
           }
         }
         const F32 scale = V::scales(m.scale, s.scales + b * p.scale_block + g * p.scale_row, part);
@@ -195,21 +209,25 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
       for (int r = 0; r < Rows; r++) V::store(out[b][r] + part * V::lanes, total[b][part][r]);
 }
 
-// The kernel for a matrix: by codes and by planes of its input.
+template <class V, class Code, int Blocks, int Rows>
+void by_planes(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride, float (*out)[Rows][kRows]) {
+  planes_of(p) == 1 ? integer_product<V, Code, 1, Blocks, Rows>(p, s, inputs, stride, out)
+                    : integer_product<V, Code, 2, Blocks, Rows>(p, s, inputs, stride, out);
+}
+
+// The kernel for a matrix: by its codes and by the planes of its input.
 template <class V, int Blocks, int Rows>
 void product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride, float (*out)[Rows][kRows]) {
-  const bool one = planes_of(p) == 1;
   if (p.matrix->codes == COLIBRI_FLOAT8) {
     float_product<V, Blocks, Rows>(p, s, inputs, stride, out);
   } else if (p.matrix->codes == COLIBRI_BYTE) {
-    one ? integer_product<V, Bytes<V>, 1, Blocks, Rows>(p, s, inputs, stride, out)
-        : integer_product<V, Bytes<V>, 2, Blocks, Rows>(p, s, inputs, stride, out);
+    by_planes<V, Bytes<V>, Blocks, Rows>(p, s, inputs, stride, out);
   } else if (p.two_planes) {
-    one ? integer_product<V, Nibbles<V, 2>, 1, Blocks, Rows>(p, s, inputs, stride, out)
-        : integer_product<V, Nibbles<V, 2>, 2, Blocks, Rows>(p, s, inputs, stride, out);
+    by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, inputs, stride, out);
+  } else if (V::short_sums && p.small_entries) {
+    by_planes<V, Nibbles<V, 1, V::short_sums>, Blocks, Rows>(p, s, inputs, stride, out);
   } else {
-    one ? integer_product<V, Nibbles<V, 1>, 1, Blocks, Rows>(p, s, inputs, stride, out)
-        : integer_product<V, Nibbles<V, 1>, 2, Blocks, Rows>(p, s, inputs, stride, out);
+    by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, inputs, stride, out);
   }
 }
 

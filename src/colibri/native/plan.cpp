@@ -118,7 +118,9 @@ Packed describe(const colibri_matrix& m, bool gated) {
   p.zero_row = kRows * kZeroBytes[m.zero];
   p.scale_block = int64_t{p.groups} * p.scale_row;
   p.zero_block = int64_t{p.groups} * p.zero_row;
-  p.two_planes = m.codes == COLIBRI_TABLE4 && *std::max_element(m.table, m.table + 16) >= kPlaneBase;
+  const int32_t top = m.codes == COLIBRI_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
+  p.two_planes = top >= kPlaneBase;
+  p.small_entries = top <= 31;
   p.unit = m.step * (m.scale == COLIBRI_SCALE_E4M3 ? kE4m3Unit : 1);
   if (m.codes == COLIBRI_FLOAT8) p.minifloat_unit = std::ldexp(1.0f, 15 - minifloat_bias(m.mantissa));  // fp16's is 15
   const int32_t center = m.zero == COLIBRI_ZERO_U8 ? 0 : m.center;

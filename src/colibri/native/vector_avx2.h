@@ -19,13 +19,19 @@ struct Avx2 {
 
 #ifdef __AVXVNNI__
   static constexpr bool split_bytes = false;
+  static constexpr bool short_sums = false;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) { return _mm256_dpbusd_avx_epi32(sum, codes, four(x)); }
 #else
   // vpmaddubsw adds two products in 16 bits, where only codes of 7 bits cannot saturate.
   static constexpr bool split_bytes = true;
-  static I32 dot(I32 sum, Codes codes, const int8_t* x) {
-    const __m256i pairs = _mm256_maddubs_epi16(codes, four(x));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  static I32 dot(I32 sum, Codes codes, const int8_t* x) { return widened(sum, _mm256_maddubs_epi16(codes, four(x))); }
+
+  // Sixteen columns of codes of five bits: 4 * 2 * 31 * 128 fits 16 bits, and one widening serves them all.
+  static constexpr bool short_sums = true;
+  static I32 dot_short(I32 sum, const Codes (&codes)[4], const int8_t* x) {
+    const __m256i a = _mm256_maddubs_epi16(codes[0], four(x)), b = _mm256_maddubs_epi16(codes[1], four(x + 4));
+    const __m256i c = _mm256_maddubs_epi16(codes[2], four(x + 8)), d = _mm256_maddubs_epi16(codes[3], four(x + 12));
+    return widened(sum, _mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_add_epi16(c, d)));
   }
 #endif
 
@@ -76,6 +82,9 @@ struct Avx2 {
   };
 
  private:
+  static I32 widened(I32 sum, __m256i pairs) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
   static __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
   static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m256i nibbles(__m256i codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(15)); }

@@ -16,6 +16,7 @@ struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
   static constexpr bool split_bytes = false;
+  static constexpr bool short_sums = false;
   static constexpr bool tiles = false;
   using Codes = __m512i;
   using Table = __m512i;

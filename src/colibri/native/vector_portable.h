@@ -11,6 +11,7 @@ struct Portable {
   static constexpr int lanes = 4;
   static constexpr int rows = 4;
   static constexpr bool split_bytes = false;
+  static constexpr bool short_sums = false;
   static constexpr bool tiles = false;
   typedef int32_t I32 __attribute__((vector_size(16)));
   typedef float F32 __attribute__((vector_size(16)));
