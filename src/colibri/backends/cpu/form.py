@@ -71,6 +71,8 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
     kind, input_group = _input(activations)
     spec = shape.spec
     values = _values(spec.dtype)
+    if kind == abi.Input.F32 and values.codes != abi.Codes.FLOAT8:
+        raise NoForm(Reason("activations", "fp32 inputs would keep 16 of their bits", "bf16 and fp16 have kernels"))
     group = _group(shape, input_group)
     inner = [level for level in spec.scales if level.block[1] != ALL]
     zero = _zero(spec, values)

@@ -27,6 +27,16 @@ _GFLOPS = {
 }
 
 
+class Structs(dict[tuple[int, ...], tuple[abi.Layer, list[abi.Matrix]]]):
+    """Structs of calls, by the addresses they hold. A copy of them would point to another layer: it starts empty."""
+
+    def __deepcopy__(self, memo: object) -> Structs:
+        return Structs()
+
+    def __reduce__(self) -> tuple[type[Structs], tuple[()]]:
+        return Structs, ()
+
+
 @dataclass(frozen=True)
 class CpuPlan(Plan):
     """A plan serves any number of tokens: the library shares out the work in each call."""
@@ -34,9 +44,7 @@ class CpuPlan(Plan):
     level: Level = Level.PORTABLE
     forms: tuple[Form, ...] = ()
     tiles: bool = False  # experts with enough rows are multiplied as bf16 tiles, where the CPU has them
-    layers: dict[tuple[int, ...], tuple[abi.Layer, list[abi.Matrix]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # structs of calls, by the addresses they hold
+    layers: Structs = field(default_factory=Structs, compare=False, repr=False)
 
 
 def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
