@@ -19,7 +19,7 @@ _CALL_US = 20.0
 # Useful products, GFLOP/s, with inputs of 16 and of 8 bits.
 _GFLOPS = {
     Level.PORTABLE: (1.5, 2.0),
-    Level.NEON: (40.0, 80.0),
+    Level.NEON: (45.0, 65.0),
     Level.AVX2: (110.0, 200.0),
     Level.AVXVNNI: (150.0, 250.0),
     Level.AVX512: (330.0, 500.0),
