@@ -78,3 +78,15 @@ def test_every_source_says_which_machine_it_is_for() -> None:
             assert bool(source.flags) <= (source.machine is not None)
     here = {source.path for machine in ("x86_64", "aarch64") for source in build.sources(machine)}
     assert here == set(build.HERE.glob("*.cpp"))
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.state().why)
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its structs may be others: a stale build is told apart by the sources' fingerprint."""
+    monkeypatch.setattr(build, "fingerprint", lambda: "another")
+    native.state.cache_clear()
+    try:
+        assert native.state().library is None
+        assert "other sources" in native.state().why
+    finally:
+        native.state.cache_clear()
