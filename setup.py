@@ -7,6 +7,7 @@ src/colibri/native/build.py, which is run here by its path: colibri itself canno
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,8 +37,14 @@ class BuildKernels(build_ext):
         return str(Path(*fullname.split(".")[:-1]) / build.LIBRARY)
 
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        if build.current(NATIVE / build.LIBRARY):  # of an earlier install from here
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.resolve() != (NATIVE / build.LIBRARY).resolve():
+                shutil.copyfile(NATIVE / build.LIBRARY, target)
+            return
         try:
-            build.build(Path(self.get_ext_fullpath(ext.name)))
+            build.build(target)
         except build.BuildFailed as error:
             self.warn(f"colibri goes on without its CPU kernels: {error}")
 

@@ -53,9 +53,9 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """`// flags MACHINE: ...` in the first line says that a file is for one machine and with which flags."""
+        """`// flags: ...` in the first line says with which flags; `// flags MACHINE: ...`, that it is for one machine."""
         with path.open(encoding="utf-8") as file:
-            said = re.match(r"// flags (\w+):(.*)", file.readline())
+            said = re.match(r"// flags ?(\w+)?:(.*)", file.readline())
         return cls(path, said[1], tuple(said[2].split())) if said else cls(path, None, ())
 
 
@@ -71,6 +71,11 @@ def fingerprint() -> str:
     for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def current(library: Path) -> bool:
+    """Whether a library is there and made from these very sources."""
+    return library.exists() and fingerprint().encode() in library.read_bytes()
 
 
 def build(target: Path, extra: Sequence[str] = (), cxx: str | None = None, machine: str | None = None) -> Path:
@@ -126,6 +131,9 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
+    if current(HERE / LIBRARY):
+        print("the CPU kernels are built already, from these sources")
+        return
     try:
         print(f"built {build(HERE / LIBRARY)}")
     except BuildFailed as error:

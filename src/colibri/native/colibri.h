@@ -30,7 +30,7 @@
  *
  * Building: every *.cpp of this folder, C++17. A file that starts with `// flags MACHINE: ...` is for that machine alone
  * (`uname -m`) and takes those flags as well; it may be left out where the compiler does not know them, and its level is
- * then simply absent. All other files are compiled for every machine with no flags of their own.
+ * then simply absent. All other files are compiled for every machine, with the flags of a first line `// flags: ...`.
  */
 #ifndef COLIBRI_H
 #define COLIBRI_H

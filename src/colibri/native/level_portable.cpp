@@ -1,4 +1,5 @@
-// What every machine can run.
+// flags: -O2
+// What every machine can run. -O3 would double its speed, and compile for a minute on machines that never use it.
 #include "layer.h"
 #include "plan.h"
 #include "vector_portable.h"
