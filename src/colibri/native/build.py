@@ -53,7 +53,7 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """`// flags: ...` in the first line says with which flags; `// flags MACHINE: ...`, that it is for one machine."""
+        """The first line may say `// flags: ...`, or `// flags MACHINE: ...` where it is for one kind of machine."""
         with path.open(encoding="utf-8") as file:
             said = re.match(r"// flags ?(\w+)?:(.*)", file.readline())
         return cls(path, said[1], tuple(said[2].split())) if said else cls(path, None, ())
