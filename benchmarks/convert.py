@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import where
 
 from colibri.checkpoint.convert import Options, Report, convert, prepare
 from colibri.checkpoint.files import Checkpoint
@@ -114,9 +114,7 @@ def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
 def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
     machine = describe()
     document = {
-        "command": f"python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}".strip(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **where.origin(Path(__file__).name),
         "model": {"layers": size.layers, "experts": size.experts, "hidden": size.hidden, "inter": size.intermediate},
         "machine": {
             "cpu": machine["cpu"],
@@ -129,14 +127,6 @@ def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {path}")
-
-
-def commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

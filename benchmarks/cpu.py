@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import where
 from torch import Tensor
 
 from colibri import native
@@ -114,7 +114,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--vllm", help="version of vLLM, where only its op library is at hand")
-    parser.add_argument("--commit", help="of the sources, where git is not there to tell")
     return parser.parse_args()
 
 
@@ -270,9 +269,7 @@ def save(
 ) -> None:  # fmt: skip
     machine = describe()
     document: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/cpu.py", *(Path(word).name for word in sys.argv[1:])]),
-        "commit": arguments.commit or commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **where.origin(Path(__file__).name),
         "machine": {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]},
         "vllm_ops": arguments.vllm,
         "kernels": machine["native"],
@@ -290,14 +287,6 @@ def save(
         if target["lowest"] is not None:
             print(target)
     print("absent:", absent, flush=True)
-
-
-def commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

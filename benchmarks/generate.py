@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+import where
 
 from colibri.integrations.live import pack_experts
 
@@ -51,7 +49,6 @@ def main() -> None:
     parser.add_argument("--ours", default=",".join(OURS))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--commit", help="of the library, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     batches = [int(batch) for batch in chosen.batches.split(",")]
@@ -158,18 +155,9 @@ def synchronize(tensor: torch.Tensor) -> None:
 
 
 def save(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    cuda = chosen.device.startswith("cuda")
-    words = " ".join(Path(word).name for word in sys.argv[1:])
     document = {
-        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
-        "commit": chosen.commit or commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        **where.origin(Path(__file__).name),
+        "machine": where.engine(chosen.device),
         "model": {"shape": chosen.shape, "layers": chosen.layers, "weights": "random"},
         "prompt_tokens": chosen.prompt,
         "new_tokens": chosen.tokens,
@@ -177,11 +165,6 @@ def save(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     }
     chosen.out.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {chosen.out.name}")
-
-
-def commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

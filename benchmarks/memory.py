@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import where
+
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 SPECS = ("int4-g128", "mxfp4")
 OURS, STOCK = "colibri", "transformers"
@@ -150,10 +152,8 @@ def save(path: Path, rows: list[dict[str, Any]], layers: int, experts: int) -> N
     from colibri.cli.env import describe
 
     machine = describe()
-    words = " ".join(Path(word).name for word in sys.argv[1:])
     document = {
-        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
-        "date": time.strftime("%Y-%m-%d"),
+        **where.origin(Path(__file__).name),
         "model": {"layers": layers, "experts": experts, "hidden": 2048, "inter": 768},
         "machine": {
             "cpu": machine["cpu"],

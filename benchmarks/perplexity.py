@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+import where
 from generate import prebuild
 
 import colibri
@@ -51,7 +49,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of all but the experts, where they are quantised")
     parser.add_argument("--tokens", type=int, help="only so many of the text")
     parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--commit", help="of the library, where git cannot tell")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -161,31 +158,17 @@ def backend_of(model: Any) -> str:
 
 
 def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    cuda = chosen.device.startswith("cuda")
-    words = " ".join(Path(word).name for word in sys.argv[1:])
     document = {
-        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
-        "commit": chosen.commit or commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        **where.origin(Path(__file__).name),
+        "machine": where.engine(chosen.device),
         "model": chosen.gguf.name,
         "text": chosen.text.name,
         **found,
     }
-    path = chosen.out or RESULTS / f"perplexity-{'cuda' if cuda else 'cpu'}.json"
+    path = chosen.out or RESULTS / f"perplexity-{'cuda' if chosen.device.startswith('cuda') else 'cpu'}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{path.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
     print(f"{sum(row['within'] for row in found['rows'])} of {len(found['rows'])} rows within their bounds", flush=True)
-
-
-def commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

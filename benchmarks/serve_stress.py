@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import where
 
 RESULTS = Path(__file__).parent / "results" / "serve.json"
 PATIENCE = 120.0
@@ -118,10 +119,8 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
     from colibri.cli.env import describe
 
     machine = describe()
-    words = " ".join(Path(word).name for word in sys.argv[1:])
     document = {
-        "command": f"python benchmarks/{Path(__file__).name} {words}".strip(),
-        "date": time.strftime("%Y-%m-%d"),
+        **where.origin(Path(__file__).name),
         "machine": {
             "cpu": machine["cpu"],
             "python": machine["python"],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,6 +49,19 @@ def scrub(text: str) -> str:
     return text.replace(here + "/", "").replace(str(Path(sys.prefix)), "<python>").replace(str(Path.home()), "~")
 
 
+def origin(script: str) -> dict[str, str]:
+    """What was run, of which sources, when."""
+    return {"command": command(script), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+
+
 def commit() -> str:
+    """Of the sources: `COLIBRI_COMMIT` where it is set, as for a copy whose history is not its own; else git's word."""
     found = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
+    return os.environ.get("COLIBRI_COMMIT") or (found.stdout.strip() if found.returncode == 0 else "unknown")
+
+
+def engine(device: str) -> dict[str, str | None]:
+    """The machine of a whole model's run."""
+    gpu = smi("name,driver_version") if device.startswith("cuda") else platform.machine()
+    packages = {name: installed(name) for name in ("torch", "transformers")}
+    return {"device": gpu, "python": platform.python_version(), **packages}
