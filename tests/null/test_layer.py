@@ -20,6 +20,7 @@ from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecE
 from colibri.formats import registry
 from colibri.formats.base import Example
 from colibri.layer import QuantizedLinear, RoutedExperts
+from colibri.problem import Device
 from colibri.routing import Routing
 from colibri.testing.checkpoints import Generated, Geometry, generate, save
 from colibri.testing.conformance import all_examples, whole_matrices
@@ -180,6 +181,15 @@ def test_expert_parallel_ranks_take_only_their_own(tmp_path: Path) -> None:
         assert layer.problem.experts == 2
         parts.append(layer(x.float(), topk_ids=ids, topk_weights=weights))
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))
+
+
+def test_copies_of_a_layer_share_its_backend_and_plan(tmp_path: Path) -> None:
+    """What backends keep between calls, addresses among it, cannot be copied and need not be."""
+    layer = RoutedExperts.from_checkpoint(save(_make(), tmp_path / "m"), layer=0)
+    other = copy.deepcopy(layer)
+    assert other.choice.backend is layer.choice.backend
+    plan = layer.choice.backend.plan(layer.problem, 4, Device("cpu"))
+    assert copy.deepcopy(plan) is plan
 
 
 def test_state_dict_round_trip_and_dtype_casts_change_nothing(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ class Plan:
     workspace_bytes: int = 0
     notes: tuple[str, ...] = ()
 
+    def __deepcopy__(self, memo: object) -> Plan:
+        """A value: a copied layer computes by the same one."""
+        return self
+
 
 class Backend(ABC):
     """One way to compute. A module of this folder ends in `BACKEND = ...`; nothing else is edited."""
@@ -47,6 +51,10 @@ class Backend(ABC):
     name: ClassVar[str]
     on_request: ClassVar[bool] = False  # never chosen automatically
     drops_wild_ids: ClassVar[bool] = False  # takes any 32-bit ids: those that are no expert's contribute nothing
+
+    def __deepcopy__(self, memo: object) -> Backend:
+        """There is one of each, however often a model that uses it is copied: what it keeps is not the model's."""
+        return self
 
     @abstractmethod
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
