@@ -34,11 +34,12 @@ test: lint kernels
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not. Whole models, ranks and
-# interpreted kernels would only repeat what the units below them show.
+# Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not. Left out is what would only
+# repeat itself: whole models, ranks, kernels, and what test_optimized.py runs under -O anyway.
 test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
-	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/null tests/backend --ignore tests/null/test_hopper_rows.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/null tests/backend --ignore-glob='*/test_hopper_*' \
+		$(addprefix --ignore=tests/null/,test_formats.py test_optimized.py test_humming.py test_bench_beside.py)
 
 test-matrix: $(addprefix test-transformers-,$(MATRIX))
 
