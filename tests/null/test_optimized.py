@@ -1,6 +1,6 @@
 """Under `python -O` asserts of the library are gone: what users can cause must be refused all the same.
 
-`make test-O` runs everything that way. Here a part of it runs in a process of its own, so that no
+`make test-O` runs most of the suite that way. Here a part of it runs in a process of its own, so that no
 change slips through in between: the tests whose subject is refusing.
 """
 
