@@ -1,6 +1,6 @@
 """Whole layers of the Hopper backend beside peers: one process, one window, one JSON.
 
-    PYTHONPATH=src:.peers/site python benchmarks/hopper.py --out results.json [--part deepseek-mxfp4-bf16,...]
+    python benchmarks/hopper.py --out results.json [--part deepseek-mxfp4-bf16,...]     peers are what can be imported
     python benchmarks/hopper.py --list                names of parts
     python benchmarks/hopper.py --smoke               two sizes of one shape, tracebacks in full: does everything run?
     python benchmarks/hopper.py --first-forward       fresh process to first result, compiling forbidden
