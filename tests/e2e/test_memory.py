@@ -17,7 +17,8 @@ FIXED = 48 << 20  # what the process grows by whatever the size: code that is us
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells no memory by kind")
-def test_peak_of_loading(tmp_path: Path) -> None:
+def test_peak_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARK.parent)
     spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
