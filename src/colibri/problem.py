@@ -84,6 +84,14 @@ class Problem:
     def matrices(self) -> dict[str, MatrixShape]:
         return {"w13": self.w13} if self.w2 is None else {"w13": self.w13, "w2": self.w2}
 
+    def inputs_of(self, shape: MatrixShape) -> ActivationSpec:
+        """What a matrix is multiplied with."""
+        return self.activations if shape == self.w13 else self.second_activations
+
+    def gates(self, shape: MatrixShape) -> bool:
+        """Whether a matrix's rows are gates over ups."""
+        return self.w2 is not None and shape == self.w13 and self.activation.gated
+
     def describe(self) -> dict[str, object]:
         """Plain values for tables and JSON."""
         return {

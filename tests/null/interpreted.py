@@ -46,7 +46,7 @@ def _rounded(values: np.ndarray, before: tl.dtype, after: tl.dtype, mode: object
     return wide.to(target).view(INTEGER[target.itemsize]).numpy()
 
 
-def _scalars(*ends: object) -> list[tl.tensor]:
+def scalars(*ends: object) -> list[tl.tensor]:
     return [tl.full((), i, tl.int32) for i in builtins.range(*map(_whole, ends))]
 
 
@@ -61,7 +61,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreting, "_convert_float", _rounded)
     monkeypatch.setattr(rows, "gdc_wait", lambda **_: None)
     monkeypatch.setattr(rows, "gdc_launch_dependents", lambda **_: None)
-    monkeypatch.setattr(rows, "range", _scalars, raising=False)
+    monkeypatch.setattr(rows, "range", scalars, raising=False)
 
 
 class Machine:

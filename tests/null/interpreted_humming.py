@@ -6,22 +6,12 @@ Triton is imported.
 
 from __future__ import annotations
 
-import builtins
-
 import pytest
 import torch
-import triton.language as tl
+from interpreted import scalars
 
 from colibri.backends.humming import rows
 from colibri.bench import reading
-
-
-def _scalars(*ends: object) -> list[tl.tensor]:
-    return [tl.full((), i, tl.int32) for i in builtins.range(*map(_whole, ends))]
-
-
-def _whole(value: object) -> int:
-    return int(value.handle.data.flat[0]) if isinstance(value, tl.tensor) else int(value)  # type: ignore[call-overload]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +19,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loop bounds as the newest numpy wants them."""
     torch.manual_seed(0)
     for module in (rows, reading):
-        monkeypatch.setattr(module, "range", _scalars, raising=False)
+        monkeypatch.setattr(module, "range", scalars, raising=False)
 
 
 CASES = [(1, 6, 256, 16), (5, 2, 8, 1), (100, 8, 32, 64), (130, 6, 20, 48), (7, 3, 5, 8)]

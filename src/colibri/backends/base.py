@@ -30,6 +30,14 @@ class Reason:
         return self.text if self.hint is None else f"{self.text} ({self.hint})"
 
 
+class NoForm(Exception):
+    """Why a matrix has no form that a backend's kernels read: raised deep inside, caught by its `check`."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a problem is computed for up to `tokens` tokens."""

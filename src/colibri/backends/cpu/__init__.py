@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from colibri import native
-from colibri.backends.base import Backend, Plan, Reason
+from colibri.backends.base import Backend, NoForm, Plan, Reason
 from colibri.backends.cpu import call
-from colibri.backends.cpu.form import NoForm, matrix_form
+from colibri.backends.cpu.form import matrix_form
 from colibri.backends.cpu.layout import CpuLayout
 from colibri.backends.cpu.plan import CpuPlan, make_plan
 from colibri.dispatch import Dispatch

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from colibri.backends.base import Reason
+from colibri.backends.base import NoForm, Reason
 from colibri.dtypes import BF16, E2M3, E3M2, E3M4, E4M3, E4M3FNUZ, E5M2, E8M0, F16, F32, INTEGER, ZERO16, DType
 from colibri.layout import MatrixShape
 from colibri.native import abi
@@ -30,14 +30,6 @@ _SCALE_BITS = {
     abi.Scale.NONE: 0, abi.Scale.E8M0: 0, abi.Scale.E4M3: 4, abi.Scale.BF16: 8, abi.Scale.F16: 11, abi.Scale.F32: 24,
 }  # fmt: skip
 _LONG = 256  # columns
-
-
-class NoForm(Exception):
-    """A spec the kernels do not read."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 @dataclass(frozen=True)

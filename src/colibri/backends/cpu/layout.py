@@ -38,16 +38,11 @@ class CpuLayout(Layout):
     problem: Problem
 
     def form(self, shape: MatrixShape) -> Form:
-        first = shape == self.problem.w13
-        return matrix_form(shape, self.problem.activations if first else self.problem.second_activations)
-
-    def gated(self, shape: MatrixShape) -> bool:
-        """Whether the matrix's rows are gates over ups."""
-        return self.problem.w2 is not None and shape == self.problem.w13 and self.problem.activation.gated
+        return matrix_form(shape, self.problem.inputs_of(shape))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
         """Rows in whole blocks, columns in whole groups."""
-        halves = 2 if self.gated(shape) else 1
+        halves = 2 if self.problem.gates(shape) else 1
         return halves * _up(shape.n // halves), padded_columns(shape.k, self.form(shape).group)
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -130,7 +125,7 @@ class CpuLayout(Layout):
         """Rows in packed order, both sides padded with zeros."""
         if columns > (rows.shape[1] if columns else 0):
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1])], dim=1)
-        if not self.gated(shape):
+        if not self.problem.gates(shape):
             return _pad(rows, _up(shape.n))
         half = shape.n // 2
         blocks = [_pad(side, _up(half)).unflatten(0, (-1, BLOCK)) for side in (rows[:half], rows[half:])]
@@ -138,7 +133,7 @@ class CpuLayout(Layout):
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
         """The inverse of `_place` for rows; columns stay padded."""
-        if not self.gated(shape):
+        if not self.problem.gates(shape):
             return rows[: shape.n]
         half = shape.n // 2
         sides = rows.unflatten(0, (-1, 2, BLOCK)).unbind(1)

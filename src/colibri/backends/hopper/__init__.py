@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from colibri.backends.base import Backend, Plan, Reason
-from colibri.backends.hopper.forms import NoForm, kernel_form
+from colibri.backends.base import Backend, NoForm, Plan, Reason
+from colibri.backends.hopper.forms import kernel_form
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import SINGLE, HopperPlan, make_plan
 from colibri.backends.hopper.program import Program

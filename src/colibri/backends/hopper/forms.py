@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from colibri.backends.base import Reason
+from colibri.backends.base import NoForm, Reason
 from colibri.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
 from colibri.kernels import forms as f
 from colibri.kernels.forms import Form
@@ -25,14 +25,6 @@ from colibri.quant import (
 _ACTIVATIONS = {DENSE_BF16: f.BF16, DENSE_F16: f.F16, FP8_CHANNEL: f.E4M3}
 _STATIC = {FP8_TENSOR: f.E4M3}  # one scale for all of an expert's input, from the checkpoint
 _GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
-
-
-class NoForm(Exception):
-    """Why a matrix has no form."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
