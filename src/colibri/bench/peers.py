@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colibri.bench import peers_cpu, peers_cuda
+from colibri.bench import peers_cpu, peers_cuda, peers_triton
 from colibri.bench.peer import Peer, SortingPeer
 from colibri.bench.workload import Weights
 from colibri.errors import SpecError
@@ -88,9 +88,10 @@ PEERS: dict[str, type[Peer]] = {
     "torch-loop-fp32": TorchLoopFloat,
     **peers_cpu.PEERS,
     **peers_cuda.PEERS,
+    **peers_triton.PEERS,
 }
 # All of one package's ways: the fastest of them is the one to beat.
-FAMILIES = {"torch": ("torch-grouped",), **peers_cuda.FAMILIES}
+FAMILIES = {"torch": ("torch-grouped",), **peers_cuda.FAMILIES, **peers_triton.FAMILIES}
 
 
 def expand(names: tuple[str, ...]) -> tuple[str, ...]:

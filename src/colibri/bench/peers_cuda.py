@@ -1,8 +1,8 @@
-"""Peers on NVIDIA GPUs: Humming, vLLM's Marlin, triton_kernels. Each is used where its package is installed.
+"""Peers on NVIDIA GPUs: Humming and vLLM's Marlin. Each is used where its package is installed.
 
 Each is made from the same quantised weights through its own package's functions, and calls what that package
 would have an engine call. Humming leaves grouping slots and summing a token's rows to its caller: kernels as good
-as any do that here. The others' routing is theirs.
+as any do that here. Marlin's routing is its own.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Marlin(Peer):
         from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
         from vllm.scalar_type import scalar_types
 
-        _require_plain_silu(problem, "Marlin")
+        _require_plain_silu(problem)
         spec = problem.w13.spec
         self.layer, self.takes = fused_marlin_moe, set(inspect.signature(fused_marlin_moe).parameters)
         self.held: dict[str, Any] = {}
@@ -103,52 +103,16 @@ class Marlin(Peer):
         return result
 
 
-class TritonKernels(Peer):
-    """triton_kernels' `matmul_ogs`; its routing is made from logits that select our experts and weights."""
-
-    def __init__(self, problem: Problem, weights: Weights) -> None:
-        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig, matmul_ogs
-        from triton_kernels.routing import routing
-        from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
-        from triton_kernels.tensor_details import layout
-
-        _require_plain_silu(problem, "triton_kernels")
-        if problem.w13.spec != MXFP4:
-            raise SpecError("triton_kernels: computes MXFP4 here", got=problem.w13.spec)
-        self.problem, self.routing, self.matmul = problem, routing, matmul_ogs
-        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
-        values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
-        scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
-        self.held = {}
-        for matrix in problem.matrices:
-            codes, scale = (plain[matrix][name].transpose(-2, -1) for name in ("codes", "scale0"))
-            weight = convert_layout(wrap_torch_tensor(codes, dtype=FP4), values, **value_options)
-            placed = convert_layout(wrap_torch_tensor(scale), scales, **scale_options)
-            self.held[matrix] = weight, PrecisionConfig(weight_scale=placed, flex_ctx=FlexCtx())
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        logits = torch.full((x.shape[0], self.problem.experts), -torch.inf, device=x.device)
-        logits.scatter_(1, ids.long(), weights.log())
-        data, gather, scatter = self.routing(logits.to(x.dtype), self.problem.top_k)
-        (w13, how13), (w2, how2) = self.held["w13"], self.held["w2"]
-        hidden = self.problem.activation(self.matmul(x, w13, None, data, gather_indx=gather, precision_config=how13))
-        result: Tensor = self.matmul(
-            hidden, w2, None, data, scatter_indx=scatter, precision_config=how2, gammas=data.gate_scal
-        )
-        return result
-
-
-def _require_plain_silu(problem: Problem, who: str) -> None:
+def _require_plain_silu(problem: Problem) -> None:
     biased = any(shape.bias for shape in problem.matrices.values())
     four_bit = all(shape.spec.dtype.bits == 4 for shape in problem.matrices.values())
     if biased or str(problem.activation) != "silu" or not four_bit or problem.activations.spec.quantized:
-        raise SpecError(f"{who}: computes silu experts of 4-bit weights without biases here, with 16-bit inputs")
+        raise SpecError("Marlin: computes silu experts of 4-bit weights without biases here, with 16-bit inputs")
 
 
 PEERS: dict[str, type[Peer]] = {
     "humming-indexed": HummingIndexed,
     "humming-grouped": HummingGrouped,
     "marlin": Marlin,
-    "triton_kernels": TritonKernels,
 }
 FAMILIES = {"humming": ("humming-indexed", "humming-grouped")}
