@@ -41,6 +41,13 @@ SPECS = (
     "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
 KEPT_LINES = 120
+# A place in a kernel, as reports of different versions write it: name+0xOFFSET, or 0xOFFSET in name.
+PLACE = re.compile(
+    r"\b(?P<name>\w+)(?:\(.*?\))?\+0x(?P<offset>[0-9a-f]+)|\bat 0x(?P<at>[0-9a-f]+) in (?:\S+:)?(?P<of>\w+)"
+)
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^/\s].*?)\s*;")
+REPORTED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
+BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]
     """One shard under one tool."""
     command = [
         SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
-        "--print-limit", "100", "--launch-timeout", "60", *TOOLS[tool],
+        "--print-limit", "100", "--launch-timeout", "60", "--show-backtrace", "no", *TOOLS[tool],
         sys.executable, __file__, "--work", f"{shard}/{shards}",
     ]  # fmt: skip
     environment = {**os.environ, "COLIBRI_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -229,28 +236,46 @@ def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]
 
 
 def explain(said: list[str], cases: list[Case]) -> list[str]:
-    """The instructions that a tool's report names by kernel and offset.
+    """The instructions that a tool's report names by kernel and offset, each between the barriers around it.
 
-    A case launches a kernel in more than one form under the same name: all that have code at the offset are listed.
+    A case launches a kernel in more than one form under the same name: listed are all whose instruction at the offset
+    touches memory or waits.
     """
     from colibri.backends.hopper.plan import make_plan
     from colibri.backends.hopper.steps import steps
 
-    by_label, label, named = {case.label: case for case in cases}, "", dict[tuple[str, str, str], None]()
+    by_label, label, named = {case.label: case for case in cases}, "", dict[tuple[str, str, int], None]()
     for line in said:
         started = re.match(r"case \d+: (.*)", line)
         label = started[1] if started else label
-        for kernel, offset in re.findall(r"\b(\w+)\+0x([0-9a-f]+)", line):
-            named[label, kernel, offset] = None
-    found = []
+        for place in PLACE.finditer(line):
+            named[label, place["name"] or place["of"], int(place["offset"] or place["at"], 16)] = None
+    found = dict[str, None]()
     for label, kernel, offset in named:
         launched = steps(make_plan(problem_of(by_label[label]), by_label[label].rows)) if label in by_label else ()
         for source in dict.fromkeys(step.source for step in launched if step.source.kernel == kernel):
-            text = re.search(rf"/\*0*{offset}\*/\s+(.*?);", disassembled(source))
+            constants = dict(source.constants)
+            form = " ".join(
+                f"{name}={constants[name]}" for name in ("KIND", "ACT", "CODE", "T", "U") if name in constants
+            )
+            text = surroundings(disassembled(source), offset)
             if text:
-                kind = dict(source.constants).get("KIND", "")
-                found.append(f"{kernel}+0x{offset} ({label}; {kind}): {' '.join(text[1].split())}")
-    return found
+                found[f"{kernel}+0x{offset:x} ({form}; {label}): {text}"] = None
+    return list(found)
+
+
+def surroundings(disassembly: str, offset: int) -> str | None:
+    """An instruction, the last barrier before it and the first one after; None where none that tools watch begins there."""
+    code = {int(place, 16): " ".join(text.split()) for place, text in INSTRUCTION.findall(disassembly)}
+    if not REPORTED.search(code.get(offset, "")):
+        return None
+    barriers = [place for place, text in code.items() if BARRIER.search(text)]
+    around = (
+        max((p for p in barriers if p < offset), default=None),
+        min((p for p in barriers if p > offset), default=None),
+    )
+    before, after = (f"{code[p]} at 0x{p:x}" if p is not None else "nothing" for p in around)
+    return f"{code[offset]} [before it {before}; after it {after}]"
 
 
 @cache
