@@ -265,7 +265,7 @@ def explain(said: list[str], cases: list[Case]) -> list[str]:
 
 
 def surroundings(disassembly: str, offset: int) -> str | None:
-    """An instruction, the last barrier before it and the first one after; None where none that tools watch begins there."""
+    """An instruction that tools watch, the last barrier before it and the first one after; None where there is none."""
     code = {int(place, 16): " ".join(text.split()) for place, text in INSTRUCTION.findall(disassembly)}
     if not REPORTED.search(code.get(offset, "")):
         return None
