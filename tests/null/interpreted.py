@@ -100,8 +100,13 @@ class Machine:
 
     def _product(self, step: Step, name: str, expert: int, x: Tensor, scales: Tensor) -> Tensor:
         matrix, bias = self._weight(name, expert)
+        narrow = self.plan.product(name).narrow
+        if narrow:  # whole slices in their own order, zeros where the matrix has no column
+            column = torch.arange(x.shape[1]).view(-1, 4, 8, 4).transpose(1, 2).reshape(-1)
+            x, whole = torch.empty(x.shape).index_copy_(1, column, x.float()), x.shape[1]
+            matrix = torch.cat([matrix, torch.full((len(matrix), whole - matrix.shape[1]), 1e9)], 1)
         projected = x.float() @ matrix.t()
-        if self.plan.product(name).narrow:
+        if narrow:
             projected = projected * scales.unsqueeze(1)
         projected = projected + bias
         constants = dict(step.source.constants)

@@ -134,21 +134,22 @@ def _per_slice(form: Form, words: torch.Tensor) -> torch.Tensor:
 def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
     """Every thread's registers, element by element of `_fragment_view`."""
     statements = Unpack(form)
+    pack = statements.pack
     out = torch.empty(shape, dtype=TYPES.get(form.activations, torch.float8_e4m3fn))
-    for four in range(words.shape[-1] // 4):
-        inputs = [words[..., 4 * four + i] for i in range(4)]
+    for four in range(words.shape[-1] // pack):
+        inputs = [words[..., pack * four + i] for i in range(pack)]
         for m in range(statements.metas):
-            which = four if form.scale == f.E8M0_G32 and form.activations == f.E4M3 else m
             assert metas is not None
-            inputs += [np.broadcast_to(metas[..., which : which + 1].numpy().view(np.uint32), inputs[0].shape)] * 4
+            inputs += [_meta(form, metas, m, inputs[0].shape)] * pack
         registers = emulator.run(statements.text, statements.outputs, inputs)
         if form.activations == f.E4M3:
-            for j, register in enumerate(registers):
-                k5, k6 = (j >> 2, four) if form.bits == 4 else (four & 1, four >> 1)
+            for i, register in enumerate(registers):
+                j, k4 = (i >> 1, i & 1) if pack == 8 else (i, four)
+                k3, k4 = (j >> 2, k4) if form.bits == 4 else (four & 1, four >> 1)
                 parts = torch.from_numpy(
                     np.ascontiguousarray(register).view(np.uint8).reshape(*register.shape, 4).copy()
                 )
-                out[..., j & 1, (j >> 1) & 1, k5, k6, :] = parts.view(torch.float8_e4m3fn)
+                out[..., j & 1, (j >> 1) & 1, k3, k4, :] = parts.view(torch.float8_e4m3fn)
             continue
         for i, register in enumerate(registers):
             j, e = i >> 1, i & 1
@@ -156,6 +157,13 @@ def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch
             halves = torch.from_numpy(np.ascontiguousarray(register).view(np.int16).reshape(*register.shape, 2).copy())
             out[..., j & 1, (j >> 1) & 1, k4, k5, :] = halves.view(out.dtype)
     return out
+
+
+def _meta(form: Form, metas: torch.Tensor, number: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Scale words as threads load them: a lane its own two bytes, or the four lanes of a row the same word."""
+    if form.scale == f.E8M0_G32 and form.activations == f.E4M3:
+        return np.ascontiguousarray(metas.numpy()).view(np.uint16).astype(np.uint32)
+    return np.broadcast_to(metas[..., number : number + 1].numpy().view(np.uint32), shape)
 
 
 def test_shifts_are_consistent() -> None:

@@ -14,13 +14,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from colibri.kernels import dequant
+from colibri.kernels import dequant, rows
 from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
 from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
 from colibri.kernels.renamed import barrier, copy_tile
 
+column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
 
 
@@ -117,18 +118,20 @@ def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns,
 def quantise_slot(h, narrow, scales, slot, columns):
     """A finished hidden row as e4m3 with one scale, as `rows.prepare_rows` does it. Other blocks wrote most of it."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    c = gl.arange(0, 1024, LAYOUT)
-    row = slot * columns
+    place = gl.arange(0, 1024, LAYOUT)
+    c = gl.max_contiguous(gl.multiple_of(column_at(place), 4), 4)
+    row = h + slot * columns
+    length = (columns + 127) // 128 * 128
     largest = gl.zeros([1024], gl.float32, LAYOUT)
     for start in range(0, columns, 1024):
-        value = gl.load(h + row + start + c, mask=start + c < columns, other=0.0, cache_modifier=".cg")
+        value = gl.load(row + start + c, mask=start + c < columns, other=0.0, cache_modifier=".cg")
         largest = gl.maximum(largest, gl.abs(value.to(gl.float32)))
     scale = gl.div_rn(gl.max(largest, 0), 448.0)
     scale = gl.where(scale > 0, scale, 1.0)
     for start in range(0, columns, 1024):
-        inside = start + c < columns
-        value = gl.load(h + row + start + c, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
-        gl.store(narrow + row + start + c, gl.div_rn(value, scale).to(gl.float8e4nv), mask=inside)
+        value = gl.load(row + start + c, mask=start + c < columns, other=0.0, cache_modifier=".cg").to(gl.float32)
+        value = gl.div_rn(value, scale).to(gl.float8e4nv)
+        gl.store(narrow + slot * length + start + place, value, mask=start + place < length)
     gl.store(scales + slot, scale)
 
 

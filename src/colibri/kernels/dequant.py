@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from colibri.kernels.forms import BF16, E4M3, F16, Form
+from colibri.kernels.forms import BF16, E4M3, E8M0_G32, F16, Form
 from colibri.kernels.ptx import Unpack
 from colibri.kernels.ptx_narrow import ZERO_BITS
 
@@ -62,6 +62,17 @@ def asm_metas(form):
 
 
 @gluon.constexpr_function
+def asm_pack(form):
+    return Unpack(form).pack
+
+
+@gluon.constexpr_function
+def byte_scales(form):
+    """Whether a lane takes two bytes of scales, of rows r and r + 8, and no other's."""
+    return form.scale == E8M0_G32 and form.activations == E4M3
+
+
+@gluon.constexpr_function
 def promoted(form):
     return form.promoted
 
@@ -77,7 +88,7 @@ def asm_tensors(form):
     """The output tensors: one for each four elements, all of the activations' type."""
     unpacked = Unpack(form)
     kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv}
-    registers = 1 if form.activations == E4M3 else 2
+    registers = unpacked.pack // 4 if form.activations == E4M3 else 2
     return (kinds[form.activations],) * (unpacked.outputs // registers)
 
 
@@ -99,6 +110,12 @@ def scale_layout(words):
     )
 
 
+@gluon.constexpr_function
+def lane_layout():
+    """[128]: one number for each thread."""
+    return gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
+
+
 @gluon.jit
 def load_codes(stage, slice: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
     """This thread's words of one half of one slice of a pipeline stage."""
@@ -111,8 +128,13 @@ def load_codes(stage, slice: gl.constexpr, half: gl.constexpr, form: gl.constexp
 def load_scales(stage, block: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
     """The scale words that go with them."""
     COUNT: gl.constexpr = 32 * scale_words(form)
-    LAYOUT: gl.constexpr = scale_layout(scale_words(form))
-    return stage.slice((2 * block + half) * COUNT, COUNT, 0).load(LAYOUT)
+    words = stage.slice((2 * block + half) * COUNT, COUNT, 0)
+    if byte_scales(form):
+        EACH: gl.constexpr = lane_layout()
+        return words._reinterpret(gl.uint16, [2 * COUNT], words.layout).load(EACH).to(gl.int32)
+    else:
+        LAYOUT: gl.constexpr = scale_layout(scale_words(form))
+        return words.load(LAYOUT)
 
 
 @gluon.jit
@@ -197,25 +219,25 @@ def _dequantise_e4m3(words, scales, MMA: gl.constexpr, form: gl.constexpr):
     TEXT: gl.constexpr = asm_text(form)
     CONSTRAINTS: gl.constexpr = asm_constraints(form)
     TENSORS: gl.constexpr = asm_tensors(form)
+    PACK: gl.constexpr = asm_pack(form)
     if code_bits(form) == 4:
-        words = words.reshape([2, 4, 4, 2, 4, 4])  # k6, n5n4, n2n1, n0, k3k2, word
-        ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, words.type.layout))
+        words = words.reshape([2, 4, 4, 2, 4, 4])  # k4, n5n4, n2n1, n0, k6k5, word
+        LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(5, words.type.layout))
         operands = (words,)
-        if asm_metas(form) == 1:
-            s = scales.reshape([4, 4, 2, 2]).permute([3, 0, 1, 2])
-            s = gl.convert_layout(s, ROWS_LAYOUT, assert_trivial=True)
-            operands += (s.expand_dims(-1).expand_dims(-1),)
+        if byte_scales(form):
+            s = gl.convert_layout(scales.reshape([4, 4, 2, 4]), LANES, assert_trivial=True)
+            operands += (s.expand_dims(0).expand_dims(-1),)
         elif asm_metas(form) == 2:
             each = _separate(scales.reshape([4, 4, 2, 2]), 2)
             for i in gl.static_range(2):
-                s = gl.convert_layout(each[i], gl.SliceLayout(0, ROWS_LAYOUT), assert_trivial=True)
-                operands += (s.expand_dims(0).expand_dims(-1).expand_dims(-1),)
-        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=4)
-        # k6, n5n4, n2n1, n0, k3k2, k1k0, n3, k4, k5
+                s = gl.convert_layout(each[i], gl.SliceLayout(3, LANES), assert_trivial=True)
+                operands += (s.expand_dims(-1).expand_dims(0).expand_dims(-1),)
+        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=PACK)
+        # k4, n5n4, n2n1, n0, k6k5, k1k0, n3, k2, k3; columns of the operand are k4, k3, k2, k6k5, k1k0
         a = _join(parts).permute([1, 6, 2, 3, 0, 8, 7, 4, 5])
     else:
-        words = words.reshape([2, 2, 4, 4, 2, 4, 4])  # k6, k5, n5n4, n2n1, n0, k3k2, word
-        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, (words,), dtype=TENSORS, is_pure=True, pack=4)
-        # k6, k5, n5n4, n2n1, n0, k3k2, k1k0, n3, k4
+        words = words.reshape([2, 2, 4, 4, 2, 4, 4])  # k4, k3, n5n4, n2n1, n0, k6k5, word
+        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, (words,), dtype=TENSORS, is_pure=True, pack=PACK)
+        # k4, k3, n5n4, n2n1, n0, k6k5, k1k0, n3, k2
         a = _join(parts).permute([2, 7, 3, 4, 0, 1, 8, 5, 6])
     return gl.convert_layout(a.reshape([64, 128]), gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)

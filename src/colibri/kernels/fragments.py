@@ -66,9 +66,9 @@ def _fragment_view(form: Form, codes: Tensor) -> Tensor:
     n, k = codes.shape
     units, slices = n // ROWS, k // form.slice_columns
     if form.activations == f.E4M3:
-        # u, half, n5n4, n3, n2n1, n0, slice, k6, k5, k4, k3k2, k1k0
-        view = codes.view(units, 2, 4, 2, 4, 2, slices, 2, 2, 2, 4, 4)
-        return view.permute(0, 6, 1, 2, 4, 5, 10, 3, 9, 8, 7, 11)
+        # u, half, n5n4, n3, n2n1, n0, slice, k6k5, k4, k3, k2, k1k0
+        view = codes.view(units, 2, 4, 2, 4, 2, slices, 4, 2, 2, 2, 4)
+        return view.permute(0, 6, 1, 2, 4, 5, 7, 3, 10, 9, 8, 11)  # ... n3, k2, k3, k4, k1k0
     view = codes.view(units, 2, 4, 2, 4, 2, slices, 2, 2, 2, 4, 2)
     return view.permute(0, 6, 1, 2, 4, 5, 10, 3, 9, 8, 7, 11)  # ... n3, k3, k4, k5, k0
 
@@ -76,8 +76,8 @@ def _fragment_view(form: Form, codes: Tensor) -> Tensor:
 def _fields(form: Form) -> Iterator[tuple[Index, Bits]]:
     """Index of a code inside a thread, and the places of its bits."""
     if form.activations == f.E4M3:
-        for n3, k4, k5, k6, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
-            yield (Ellipsis, n3, k4, k5, k6, k10), places_e4m3(form, n3, k4, k5, k6, k10)
+        for n3, k2, k3, k4, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
+            yield (Ellipsis, n3, k2, k3, k4, k10), places_e4m3(form, n3, k2, k3, k4, k10)
         return
     for n3, k3, k4, k5, k0 in itertools.product(range(2), repeat=5):
         yield (Ellipsis, n3, k3, k4, k5, k0), places(form, n3, k3, k4, k5, k0)

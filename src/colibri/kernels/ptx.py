@@ -47,7 +47,7 @@ _ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, wh
 
 
 class Unpack:
-    """A form's inline statements: 4 packed words and `metas` scale words to `outputs` registers.
+    """A form's inline statements: `pack` packed words and `metas` scale words to `outputs` registers.
 
     A class and not a function because Triton lets compile-time code call nothing else of ours.
     """
@@ -57,10 +57,12 @@ class Unpack:
             narrow_statements(form) if form.activations == f.E4M3 else _statements(form)
         )
 
+        self.pack = 8 if self.outputs == 16 and form.activations == f.E4M3 else 4
+
     @property
     def constraints(self) -> str:
-        """Each operand of the elementwise call comes as four registers (pack = 4)."""
-        return ",".join(["=&r"] * self.outputs + ["r"] * (4 + 4 * self.metas))
+        """Each operand of the elementwise call comes as `pack` registers."""
+        return ",".join(["=&r"] * self.outputs + ["r"] * (self.pack * (1 + self.metas)))
 
 
 def power(exponent: int, activations: str) -> str:

@@ -139,6 +139,23 @@ def _place(ids, slot0, n, base, slots, places, experts, P: tl.constexpr, E: tl.c
 
 
 @triton.jit
+def column_at(place):
+    """The column that lies at a place of an fp8 row: in each slice, bits k4 k3 k2 k6 k5 k1 k0 say the place."""
+    return (place & -128) | (place & 3) | ((place & 12) << 3) | ((place & 112) >> 2)
+
+
+@triton.jit
+def _columns(width, W: tl.constexpr, NARROW: tl.constexpr):
+    """(column, place, length) of a row as it is stored: narrow ones are in the order of their slices, whole slices."""
+    place = tl.arange(0, W)
+    if NARROW:
+        k = tl.max_contiguous(tl.multiple_of(column_at(place), 4), 4)
+        return k, place, (width + 127) // 128 * 128
+    else:
+        return place, place, width
+
+
+@triton.jit
 def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARROW: tl.constexpr, WEIGHTED: tl.constexpr,
               ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
     """A row as expert e takes it, and the scale of a narrow one.
@@ -172,7 +189,7 @@ def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
               TOP_K: tl.constexpr, NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
               SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr):  # fmt: skip
     """A token's row to each of its places. OWNED: beside each place, the expert it belongs to."""
-    k = tl.arange(0, H)
+    k, at, length = _columns(hidden, H, NARROW)
     inside = k < hidden
     source = x + token.to(tl.int64) * hidden
     weight = 1.0
@@ -187,15 +204,15 @@ def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
         slot = token * TOP_K + choice
         place = tl.load(places + slot)
         if place >= 0:
-            target = out + place.to(tl.int64) * hidden
+            target = out + place.to(tl.int64) * length + at
             if ALIKE:
-                tl.store(target + k, row, mask=inside)
+                tl.store(target, row, mask=at < length)
                 if NARROW:
                     tl.store(scales + place, scale)
             else:
                 own, own_scale = _prepared(source, tl.load(ids + slot), weight, perm, pre_scale, given, k, inside,
                                            hidden, NARROW, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
-                tl.store(target + k, own.to(out.dtype.element_ty), mask=inside)
+                tl.store(target, own.to(out.dtype.element_ty), mask=at < length)
                 if NARROW:
                     tl.store(scales + place, own_scale)
             if OWNED:
@@ -295,7 +312,7 @@ def prepare_rows(
     gdc_wait()
     gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, W)
+    k, at, length = _columns(width, W, NARROW)
     inside = k < width
     e = tl.zeros([], tl.int32)
     if OWNED:
@@ -303,7 +320,7 @@ def prepare_rows(
     if e >= 0:
         row, scale = _prepared(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, NARROW, False, ORDERED,
                                SCALED, STATIC)  # fmt: skip
-        tl.store(out + r * width + k, row.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + r * length + at, row.to(out.dtype.element_ty), mask=at < length)
         if NARROW:
             tl.store(scales + r, scale)
 

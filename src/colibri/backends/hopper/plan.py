@@ -161,7 +161,7 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         "counts": ((16,), torch.int32),
     }
     if plan.work == INDEXED or first.prepared:
-        held["x"] = (slots, problem.hidden), element[first.narrow]
+        held["x"] = (slots, row_width(first, problem.hidden)), element[first.narrow]
     if plan.work == INDEXED:
         held["y"] = (slots, problem.w2.n if problem.w2 else 0), problem.input.storage
         held["slots"] = held["places"] = (slots,), torch.int32
@@ -175,9 +175,15 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if plan.w2 is not None:
         held["h"] = (slots, problem.intermediate), problem.input.storage
     if plan.w2 is not None and plan.w2.narrow:
-        held["h8"] = (slots, problem.intermediate), torch.float8_e4m3fn
+        held["h8"] = (slots, row_width(plan.w2, problem.intermediate)), torch.float8_e4m3fn
         held["h_scales"] = (slots,), torch.float32
     return held
+
+
+def row_width(product: Product, columns: int) -> int:
+    """Columns of a row as a product takes it: narrow ones are whole slices, in their own order."""
+    side = product.form.slice_columns
+    return -(-columns // side) * side if product.narrow else columns
 
 
 def experts_padded(problem: Problem) -> int:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from colibri.backends.hopper import sources as src
-from colibri.backends.hopper.plan import SMALL, HopperPlan, Product, chunk, chunks, experts_padded, list_capacity
+from colibri.backends.hopper.plan import (
+    SMALL,
+    HopperPlan,
+    Product,
+    chunk,
+    chunks,
+    experts_padded,
+    list_capacity,
+    row_width,
+)
 from colibri.backends.hopper.refs import CALL, Grid, Ref, Step, Value, scratch_ref
 
 _OWNERS = 1024  # rows a program finds the owners of
@@ -16,7 +25,7 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
     problem = plan.problem
     top_k, experts = problem.top_k, experts_padded(problem)
     row = {
-        "H": power_of_two(problem.hidden), "TOP_K": top_k, **_treatment(plan.first), "OWNED": plan.owned,
+        "H": power_of_two(row_width(plan.first, problem.hidden)), "TOP_K": top_k, **_treatment(plan.first), "OWNED": plan.owned,
         "WEIGHTED": problem.weight_on_input,
     }  # fmt: skip
     if plan.tokens <= SMALL:
@@ -122,7 +131,7 @@ def prepare(plan: HopperPlan, name: str, rows: Ref, into: tuple[str, str], per_t
         "scales": ("*fp32", scratch_ref(into[1])),
         "width": ("i32", width),
     }
-    constants = {"W": power_of_two(width), **_treatment(product), "OWNED": owned}
+    constants = {"W": power_of_two(row_width(product, width)), **_treatment(product), "OWNED": owned}
     source = src.rows_kernel("prepare_rows", {name: kind for name, (kind, _) in table.items()}, constants, 4)
     return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (m * per_token, 1))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from colibri.backends.hopper import sources as src
 from colibri.backends.hopper import workspace
-from colibri.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity
+from colibri.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, row_width
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from colibri.backends.hopper.rowwise import combine, dispatch_finished, dispatch_indexed, prepare
 from colibri.problem import INDEXED
@@ -24,7 +24,7 @@ def steps(plan: HopperPlan) -> tuple[Step, ...]:
     problem = plan.problem
     indexed = plan.work == INDEXED
     found = dispatch_indexed(plan) if indexed else dispatch_finished(plan)
-    x = Ref(SCRATCH if indexed or plan.first.prepared else CALL, "x", mapped=problem.hidden)
+    x = Ref(SCRATCH if indexed or plan.first.prepared else CALL, "x", mapped=row_width(plan.first, problem.hidden))
     if plan.w2 is None:
         return (*found, *_products(plan, "w13", x, "x_scales", Ref(CALL, "out"), src.KEPT))
     kind = src.GATED if problem.activation.gated else src.UNGATED
@@ -33,7 +33,7 @@ def steps(plan: HopperPlan) -> tuple[Step, ...]:
     if plan.w2.prepared:
         rows, scales = ("h8", "h_scales") if plan.w2.narrow else ("h", "x_scales")
         found.append(prepare(plan, "w2", scratch_ref("h"), (rows, scales), problem.top_k if indexed else 1))
-    h = Ref(SCRATCH, rows, mapped=problem.intermediate)
+    h = Ref(SCRATCH, rows, mapped=row_width(plan.w2, problem.intermediate))
     if not indexed:
         return (*found, *_products(plan, "w2", h, scales, Ref(CALL, "out"), src.KEPT))
     return (*found, *_products(plan, "w2", h, scales, scratch_ref("y"), src.ROWS), combine(plan))
@@ -96,14 +96,14 @@ def _decode(plan: HopperPlan) -> tuple[Step, ...]:
     x = Ref(CALL, "x", mapped=problem.hidden)
     if plan.first.narrow:
         found.append(prepare(plan, "w13", Ref(CALL, "x"), ("x", "x_scales")))
-        x = Ref(SCRATCH, "x", mapped=problem.hidden)
+        x = Ref(SCRATCH, "x", mapped=row_width(plan.first, problem.hidden))
     # Weights may be fetched before the predecessor ends where that is a launch of ours: the ids are older.
     early = bool(found)
     if plan.w2 is None:
         return (*found, _slotwise(plan, "w13", x, "x_scales", Ref(CALL, "out"), prefetch=early))
     h, h_scales = Ref(SCRATCH, "h", mapped=problem.intermediate), "x_scales"
     if plan.w2.narrow:
-        h, h_scales = Ref(SCRATCH, "h8", mapped=problem.intermediate), "h_scales"
+        h, h_scales = Ref(SCRATCH, "h8", mapped=row_width(plan.w2, problem.intermediate)), "h_scales"
     found.append(_slotwise(plan, "w13", x, "x_scales", scratch_ref("h"), prefetch=early))
     found.append(_slotwise(plan, "w2", h, h_scales, Ref(CALL, "out"), prefetch=True))
     return tuple(found)
