@@ -32,6 +32,7 @@ NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves wh
 _FORMS: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
 _ID_DTYPES = (torch.int32, torch.int64)
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_PLANS = 1024  # kept at a time: a server meets batches of every size
 
 
 class PackedModule(nn.Module):
@@ -149,6 +150,8 @@ class PackedModule(nn.Module):
         form, tokens = _FORMS[type(dispatch)], x.shape[:-1].numel()  # of a batched input: all rows it has room for
         plan = self._plans.get((form, tokens))
         if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             problem = self._posed.setdefault(form, replace(self.problem, dispatch=form))
             plan = self._plans[form, tokens] = self.choice.backend.plan(problem, tokens, self.choice.device)
         return self.choice.backend.run(plan, x, dispatch, self._weights(), out)
@@ -262,10 +265,16 @@ class RoutedExperts(PackedModule):
         self.handle = handle_of(self)
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another layer to torch.compile: under the number of its original it would compute with that."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.handle >= 0:
+            self.enable_compile()
+
     def take_router(self, role: str, tensor: Tensor) -> None:
-        """The router's bias or correction bias (kept in fp32: rounding would change selections),
-        or its hash table."""
-        held = tensor if role == "table" else tensor.float()
+        """A copy of the router's bias or correction bias (kept in fp32: rounding would change selections),
+        or of its hash table."""
+        held = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True)
         self.register_buffer(f"router_{role}", held, persistent=False)
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:

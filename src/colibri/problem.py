@@ -20,6 +20,7 @@ from colibri.quant import TENSOR, ActivationSpec
 EXPERTS, LINEAR = "experts", "linear"
 INDEXED, CONTIGUOUS, BATCHED = FORMS = ("indexed", "contiguous", "batched")
 FAST, BATCH_INVARIANT = ORDERS = ("fast", "batch-invariant")
+_KIND = re.compile(r"sm_?(\d+)a?")
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,18 @@ class Device:
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
 
 
+def present_device(name: str) -> Device:
+    """`cpu` or `cuda[:i]`: a device to put tensors on."""
+    if _KIND.fullmatch(name):
+        raise SpecError(f"{name} is a kind of device: it can be asked about, not loaded to", expected="cpu or cuda:0")
+    return parse_device(name)
+
+
 def parse_device(name: str) -> Device:
     """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (the GPU that is here)."""
     if name == "cpu":
         return Device("cpu")
-    arch = re.fullmatch(r"sm_?(\d+)a?", name)
+    arch = _KIND.fullmatch(name)
     if arch:
         return Device("cuda", int(arch[1]))
     here = re.fullmatch(r"cuda(?::(\d+))?", name)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from colibri.checkpoint import manifest as manifests
@@ -21,6 +22,7 @@ from colibri.checkpoint.naming import DOWN, GATE, UP, Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from colibri.layer import RoutedExperts
 from colibri.layout import Layout
+from colibri.problem import present_device
 from colibri.recipe import Losses, Options, Recipe
 from colibri.stored import DTYPE_NAMES, Config, Stored
 
@@ -79,7 +81,7 @@ class Pusher:
         for name, tensor in pairs:
             role = self.router_names.get(name)
             if role is not None:
-                self.layer.take_router(role, tensor)
+                self.layer.take_router(role, tensor.to(self._device))
                 taken.add(name)
             claim = self._claim(name)
             if claim is None:
@@ -87,7 +89,9 @@ class Pusher:
             taken.add(name)
             if tensor.dtype not in DTYPE_NAMES:
                 raise WrongDtype("no checkpoint holds this dtype", where=name, got=tensor.dtype)
-            self.headers[name] = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            header = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            self._check_planned(name, header)
+            self.headers[name] = header
             if self._is_local(claim.expert):
                 self.pending[name] = tensor
                 self._flush(claim.expert)
@@ -113,6 +117,21 @@ class Pusher:
         self.stale.clear()
         if self.recipe is not None:
             self.recipe = replace(self.recipe, plan=replace(self.recipe.plan, experts=experts))
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the layer is, or is going to be."""
+        held = next(self.layer.parameters(), None)
+        return present_device(self.options.device).torch if held is None else held.device
+
+    def _check_planned(self, name: str, header: Stored) -> None:
+        """A refit brings what the plan was made for: its slices of anything else would be other numbers."""
+        planned = None if self.recipe is None else self.recipe.manifest.tensors.get(name)
+        if planned is None or planned == header:
+            return
+        wrong = WrongShape if planned.dtype == header.dtype else WrongDtype
+        expected, got = (f"{list(stored.shape)} of {stored.dtype}" for stored in (planned, header))
+        raise wrong("a pushed tensor is not what the layer was planned for", where=name, expected=expected, got=got)
 
     def _claim(self, name: str) -> Claim | None:
         for form in self.naming.forms:
@@ -194,9 +213,6 @@ class Pusher:
 
     def _read(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
         tensor = self.pending[name]
-        known = self.headers[name]
-        if tuple(tensor.shape) != known.shape:
-            raise WrongShape("a pushed tensor changed its shape", where=name, expected=known.shape, got=tensor.shape)
         return (tensor[index] if index else tensor).cpu().contiguous()
 
     def _never_written(self) -> list[MissingTensor]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from colibri import layer as layers
 from colibri import push
 from colibri.checkpoint import naming as names
 from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.placement import Placement
 from colibri.codec import dequantize
-from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype
+from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
 from colibri.formats import registry
 from colibri.formats.base import Example
 from colibri.layer import QuantizedLinear, RoutedExperts
@@ -118,6 +119,38 @@ def test_push_in_any_order_equals_pull(fmt: str, form: int, known: bool, tmp_pat
     assert replace(pushed.report, seconds=0) == replace(pulled.report, seconds=0)
 
 
+def test_a_refit_takes_only_what_the_layer_was_planned_for(tmp_path: Path) -> None:
+    """A plan's slice of a larger tensor, or of one of another type, would be other numbers without a word."""
+    made = _make("fp8", "channel-dynamic")
+    layer = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=0)
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    stored = made.tensors[name]
+    for wrong, kind in ((torch.cat([stored, stored]), WrongShape), (stored.to(torch.bfloat16), WrongDtype)):
+        with pytest.raises(kind, match=r"gate_proj\.weight.*expected"):
+            layer.load_weights([(name, wrong)])
+    x, ids, weights = _inputs()
+    assert torch.isfinite(layer(x, topk_ids=ids, topk_weights=weights)).all()
+
+
+def test_what_a_router_was_given_may_be_overwritten(tmp_path: Path) -> None:
+    made = _make("dense", "bf16", "deepseek_v3")
+    layer = RoutedExperts.from_config(dict(made.config.model), 0)
+    bias = torch.zeros(SIZE.experts)
+    layer.load_weights([("model.layers.0.mlp.gate.e_score_correction_bias", bias), *made.tensors.items()])
+    layer.finish()
+    bias.fill_(7)
+    assert layer.router_correction is not None and not layer.router_correction.any()
+
+
+def test_plans_of_many_batches_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_MOST_PLANS", 2)
+    layer = RoutedExperts.from_checkpoint(save(_make("dense", "bf16"), tmp_path / "m"), layer=0)
+    for tokens in range(1, 6):
+        x, ids, weights = _inputs(tokens)
+        layer(x, topk_ids=ids, topk_weights=weights)
+    assert len(layer._plans) <= 2
+
+
 def test_the_report_names_keys_of_the_config_that_nobody_knows(tmp_path: Path) -> None:
     made = _make("gptq")
     made.config = replace(made.config, quant={**made.config.quant, "mystery": 1})
@@ -190,6 +223,17 @@ def test_copies_of_a_layer_share_its_backend_and_plan(tmp_path: Path) -> None:
     assert other.choice.backend is layer.choice.backend
     plan = layer.choice.backend.plan(layer.problem, 4, Device("cpu"))
     assert copy.deepcopy(plan) is plan
+
+
+def test_a_compiled_copy_computes_with_its_own_weights(tmp_path: Path) -> None:
+    layer = RoutedExperts.from_checkpoint(save(_make("dense", "bf16"), tmp_path / "m"), layer=0)
+    x, ids, weights = _inputs()
+    other = copy.deepcopy(layer)
+    for view in other.expert_weights():
+        view.zero_()
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    assert not compiled(x, topk_ids=ids, topk_weights=weights).any()
+    assert layer(x, topk_ids=ids, topk_weights=weights).any()
 
 
 def test_state_dict_round_trip_and_dtype_casts_change_nothing(tmp_path: Path) -> None:
@@ -288,8 +332,9 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         layer.load_weights([("model.layers.0.mlp.experts.0.gate_proj.scales", torch.zeros(1, dtype=torch.complex64))])
     with pytest.raises(MissingTensor, match="layer 7"):
         RoutedExperts.from_checkpoint(tmp_path / "m", layer=7)
-    with pytest.raises(SpecError):
-        RoutedExperts.from_checkpoint(tmp_path / "m", layer=0, weights="int9")
+    for wrong_option in ({"weights": "int9"}, {"device": "sm_90"}):
+        with pytest.raises(SpecError):
+            RoutedExperts.from_checkpoint(tmp_path / "m", layer=0, **wrong_option)
 
 
 @pytest.mark.parametrize(("fmt", "example"), [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in all_examples()])
