@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=60, help="seconds for each (tool, shard)")
+    parser.add_argument("--total", type=float, default=3600, help="seconds for all of them: none runs on after that")
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=8, help="sanitizers at once")
     parser.add_argument("--list", action="store_true")
@@ -315,8 +316,13 @@ def main() -> None:
         return
     print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
     tasks = [(tool, shard) for shard in range(arguments.shards) for tool in arguments.tools.split(",")]
+    end = time.perf_counter() + arguments.total
+
+    def within(task: tuple[str, int]) -> dict[str, Any]:
+        return sanitize(*task, arguments.shards, min(arguments.limit, end - time.perf_counter()))
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda task: sanitize(*task, arguments.shards, arguments.limit), tasks))
+        results = list(pool.map(within, tasks))
     results.sort(key=lambda result: (result["tool"], result["shard"]))
     for result in results:
         verdict = "clean" if clean(result) else "FOUND" if result["finished"] else "NOT FINISHED"
