@@ -20,7 +20,6 @@ from colibri.quant import TENSOR, ActivationSpec
 EXPERTS, LINEAR = "experts", "linear"
 INDEXED, CONTIGUOUS, BATCHED = FORMS = ("indexed", "contiguous", "batched")
 FAST, BATCH_INVARIANT = ORDERS = ("fast", "batch-invariant")
-_KIND = re.compile(r"sm_?(\d+)a?")
 
 
 @dataclass(frozen=True)
@@ -130,21 +129,20 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
-
-
-def present_device(name: str) -> Device:
-    """`cpu` or `cuda[:i]`: a device to put tensors on."""
-    if _KIND.fullmatch(name):
-        raise SpecError(f"{name} is a kind of device: it can be asked about, not loaded to", expected="cpu or cuda:0")
-    return parse_device(name)
+        """Where tensors go. A kind that can be asked about anywhere has memory only where it is."""
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        here = parse_device(f"cuda:{self.index}")
+        if here.arch != self.arch:
+            raise SpecError("this machine has another GPU", expected=self, got=here)
+        return torch.device("cuda", self.index)
 
 
 def parse_device(name: str) -> Device:
     """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (the GPU that is here)."""
     if name == "cpu":
         return Device("cpu")
-    arch = _KIND.fullmatch(name)
+    arch = re.fullmatch(r"sm_?(\d+)a?", name)
     if arch:
         return Device("cuda", int(arch[1]))
     here = re.fullmatch(r"cuda(?::(\d+))?", name)

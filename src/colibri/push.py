@@ -22,7 +22,7 @@ from colibri.checkpoint.naming import DOWN, GATE, UP, Claim
 from colibri.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from colibri.layer import RoutedExperts
 from colibri.layout import Layout
-from colibri.problem import present_device
+from colibri.problem import parse_device
 from colibri.recipe import Losses, Options, Recipe
 from colibri.stored import DTYPE_NAMES, Config, Stored
 
@@ -122,7 +122,7 @@ class Pusher:
     def _device(self) -> torch.device:
         """Where the layer is, or is going to be."""
         held = next(self.layer.parameters(), None)
-        return present_device(self.options.device).torch if held is None else held.device
+        return parse_device(self.options.device).torch if held is None else held.device
 
     def _check_planned(self, name: str, header: Stored) -> None:
         """A refit brings what the plan was made for: its slices of anything else would be other numbers."""
