@@ -26,7 +26,7 @@ import colibri
 from colibri.checkpoint.files import Checkpoint
 from colibri.demo.model import build, dense_tensors
 from colibri.demo.vocabulary import read_metadata
-from colibri.evaluate.perplexity import Perplexity, perplexity
+from colibri.evaluate.perplexity import Perplexity, batches, perplexity, windows
 from colibri.integrations.experts import packed_experts, set_activations
 from colibri.integrations.transformers import refill
 
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of all but the experts, where they are quantised")
     parser.add_argument("--tokens", type=int, help="only so many of the text")
     parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1, help="windows computed together")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -61,9 +62,11 @@ def main() -> None:
         text = chosen.text.read_text(encoding="utf-8")
         ids = tokenizer(text, return_tensors="pt").input_ids[0][: chosen.tokens]
         if chosen.backend == "hopper":
-            counts = [min(chosen.window, ids.numel()), ids.numel() % chosen.window]
+            spans = batches(windows(ids.numel(), chosen.window, chosen.window), chosen.batch)
+            counts = {len(span) * (span[0][1] - span[0][0]) for span in spans}
             prebuild(chosen.pairs.split(","), counts, hidden=576, intermediate=192, experts=8, top_k=8)
         found = {"tokens": ids.numel(), "window": chosen.window, "whole_text": chosen.tokens is None, "rows": []}
+        print(f"{ids.numel()} tokens after {time.perf_counter() - START:.0f} s", flush=True)
         found |= unquantised(chosen, moe, ids)
         save(chosen, found)
         for row in quantised(chosen, moe, ids):
@@ -74,10 +77,10 @@ def main() -> None:
 def unquantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> dict[str, Any]:
     """The dense model and the mixture, both in fp32."""
     dense = dense_model(chosen.gguf).to(chosen.device)
-    one = timed(dense, ids, chosen.window)
+    one = timed(dense, ids, chosen)
     del dense
     mixture = colibri.from_pretrained(moe, device=chosen.device, dtype=torch.float32)
-    two = timed(mixture, ids, chosen.window)
+    two = timed(mixture, ids, chosen)
     apart = abs(two[0].value / one[0].value - 1)
     return {
         "dense": figures(*one),
@@ -127,7 +130,7 @@ def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Itera
             held = spec
         set_activations(judge, activations, dtype)
         assert backend_of(judge) == "reference"
-        kernels, reference = (timed(model, ids, chosen.window) for model in (ours, judge))
+        kernels, reference = (timed(model, ids, chosen) for model in (ours, judge))
         apart, bound = abs(kernels[0].value / reference[0].value - 1), BOUNDS.get(activations, NARROW)
         row = {
             "weights": spec,
@@ -143,9 +146,9 @@ def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Itera
         yield row
 
 
-def timed(model: Any, ids: torch.Tensor, window: int) -> tuple[Perplexity, float]:
+def timed(model: Any, ids: torch.Tensor, chosen: argparse.Namespace) -> tuple[Perplexity, float]:
     start = time.perf_counter()
-    found = perplexity(model, ids, window=window, stride=window)
+    found = perplexity(model, ids, window=chosen.window, stride=chosen.window, batch=chosen.batch)
     return found, time.perf_counter() - start
 
 

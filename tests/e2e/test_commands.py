@@ -61,12 +61,17 @@ def test_eval(model: Path, tmp_path: Path) -> None:
     found = call(
         "eval", model, "--text", text, "--window", 32, "--stride", 16, "--questions", asked, "--answer-tokens", 4,
         "--variant", "stored", "--variant", "stored//reference", "--variant", "int4-g32/int8/torch-cpu", "--json",
+        "--batch", 2, "--answers", tmp_path / "answers.jsonl",
     )  # fmt: skip
     first, same, rounded = found["variants"]
     assert same["perplexity"]["value"] == pytest.approx(first["perplexity"]["value"], rel=1e-5)
     assert same["flexible"]["p"] == 1.0
     assert rounded["perplexity"]["value"] != first["perplexity"]["value"]
     assert list(rounded["layers"]) == ["int4-g32 x int8 on torch-cpu"]
+    heard = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["variant"] for row in heard] == [row["variant"] for row in found["variants"] for _ in range(2)]
+    assert [row["right"] for row in heard] == ["1", "2"] * 3
+    assert all(len(row["answer"].split()) == 4 for row in heard)
 
 
 def test_questions_answered_together(model: Path, tmp_path: Path) -> None:

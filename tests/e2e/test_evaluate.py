@@ -16,7 +16,7 @@ from torch import Tensor
 from colibri.errors import MalformedFile, SpecError
 from colibri.evaluate import questions as q
 from colibri.evaluate.paired import bootstrap, mcnemar
-from colibri.evaluate.perplexity import perplexity, windows
+from colibri.evaluate.perplexity import batches, perplexity, windows
 from colibri.evaluate.run import Result, Variant
 
 
@@ -49,6 +49,21 @@ def test_every_token_is_scored_once(length: int, window: int, stride: int) -> No
     want = math.exp(-sum(math.log(chances[a, b]) for a, b in itertools.pairwise(tokens.tolist())) / (length - 1))
     assert found.value == pytest.approx(want, rel=1e-5)
     assert model.longest <= window
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), [(50, 8, 8), (50, 8, 3), (7, 100, 50), (33, 16, 16)])
+def test_windows_together_score_as_one_by_one(length: int, window: int, stride: int) -> None:
+    tokens = torch.randint(0, 11, (length,), generator=torch.Generator().manual_seed(1))
+    alone = perplexity(Bigram(11), tokens, window=window, stride=stride)
+    for size in (2, 3, 100):
+        assert torch.equal(
+            perplexity(Bigram(11), tokens, window=window, stride=stride, batch=size).losses, alone.losses
+        )
+        together = list(batches(windows(length, window, stride), size))
+        assert [span for spans in together for span in spans] == list(windows(length, window, stride))
+        assert all(len(spans) <= size for spans in together)
+        assert all(len({(end - begin, end - first) for begin, end, first in spans}) == 1 for spans in together)
+    assert max(map(len, batches(windows(50, 8, 8), 3))) == 3
 
 
 def test_windows_that_cover_nothing_are_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +18,7 @@ from colibri.cli.env import describe
 from colibri.errors import SpecError
 
 if TYPE_CHECKING:
+    from colibri.evaluate.questions import Question
     from colibri.evaluate.run import Variant
 
 
@@ -35,7 +39,10 @@ def evaluate(
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens a prediction may see.")] = 1024,
     stride: Annotated[int, typer.Option("--stride", min=1, help="Tokens from one window to the next.")] = 512,
     answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Of an answer, at most.")] = 256,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Questions answered together.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Windows or questions computed together.")] = 1,
+    answers: Annotated[
+        Path | None, typer.Option("--answers", help="Write every answer here when it is given, as a line of JSON.")
+    ] = None,
     device: models.Device = "cpu",
     dtype: models.Dtype = "auto",
     as_json: Json = False,
@@ -47,14 +54,16 @@ def evaluate(
             raise SpecError("nothing to evaluate on", hint="give --text, --questions, or both")
         for file in filter(None, (text, questions, examples)):
             ui.existing(file, as_json)
-        found = _run(path, variants or ["stored"], text, questions, examples, shots, limit, device, dtype, {
-            "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
-            "batch": batch,
-        })  # fmt: skip
+        with _kept(answers) as heard:
+            found = _run(path, variants or ["stored"], text, questions, examples, shots, limit, device, dtype, {
+                "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
+                "batch": batch, "heard": heard,
+            })  # fmt: skip
     if as_json:
         given = {"text": text, "questions": questions, "examples": examples}
         options: dict[str, Any] = {name: None if file is None else file.name for name, file in given.items()}
         options |= {"shots": shots, "limit": limit, "window": window, "stride": stride, "answer_tokens": answer_tokens}
+        options |= {"batch": batch}
         ui.print_json({"path": str(path), "options": options, "machine": describe(), "variants": found})
     else:
         _show(found, ui.console())
@@ -93,6 +102,22 @@ def _run(
     for result, loaded in zip(results, how):
         result.how = loaded
     return [result.describe(results[0]) for result in results]
+
+
+@contextmanager
+def _kept(file: Path | None) -> Iterator[Callable[[Variant, Question, str], None]]:
+    """What writes answers to `file` line by line, so that a run that is cut short leaves what it heard."""
+    if file is None:
+        yield lambda *_: None
+        return
+    with file.open("w", encoding="utf-8") as out:
+
+        def heard(variant: Variant, question: Question, answer: str) -> None:
+            row = {"variant": str(variant), "question": question.text, "right": question.answer, "answer": answer}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+            out.flush()
+
+        yield heard
 
 
 def _show(found: list[dict[str, Any]], out: Console) -> None:

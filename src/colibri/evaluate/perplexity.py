@@ -2,13 +2,13 @@
 
 Every token but the first is predicted once, with at least `window - stride` tokens before it wherever
 the text has so many. What is kept is the loss of each token, so that two models can be compared token
-by token.
+by token. Windows of one length can be computed together: what a token sees stays the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,19 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
         scored, begin = end, min(begin + stride, end - 1)  # the first token scored needs one before it
 
 
+def batches(found: Iterable[tuple[int, int, int]], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Neighbours that feed and score equally many tokens, at most `size` at a time."""
+    held: list[tuple[int, int, int]] = []
+    for begin, end, first in found:
+        alike = held and (held[0][1] - held[0][0], held[0][1] - held[0][2]) == (end - begin, end - first)
+        if held and (not alike or len(held) == size):
+            yield held
+            held = []
+        held.append((begin, end, first))
+    if held:
+        yield held
+
+
 @torch.no_grad()
 def perplexity(
     model: Any,
@@ -61,16 +74,20 @@ def perplexity(
     *,
     window: int = 1024,
     stride: int = 512,
+    batch: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Perplexity:
     """The loss of every token of `tokens` [T] but the first."""
     if tokens.ndim != 1 or tokens.numel() < 2:
         raise SpecError("perplexity needs a text of two tokens or more", got=list(tokens.shape))
     losses = []
-    for begin, end, first in windows(tokens.numel(), window, stride):
-        fed = tokens[begin:end].to(model.device)
-        kept = end - first  # logits that predict a scored token; the last one predicts nothing we know
-        logits = model(fed.unsqueeze(0), logits_to_keep=kept + 1).logits[0, -kept - 1 : -1]
-        losses.append(F.cross_entropy(logits.float(), fed[first - begin :], reduction="none").double().cpu())
-        progress(kept)
+    for together in batches(windows(tokens.numel(), window, stride), batch):
+        fed = torch.stack([tokens[begin:end] for begin, end, _ in together]).to(model.device)
+        kept = (
+            together[0][1] - together[0][2]
+        )  # logits that predict a scored token; the last one predicts nothing we know
+        logits = model(fed, logits_to_keep=kept + 1).logits[:, -kept - 1 : -1]
+        wanted = fed[:, -kept:].flatten()
+        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none").double().cpu())
+        progress(wanted.numel())
     return Perplexity(torch.cat(losses))

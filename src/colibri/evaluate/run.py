@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from colibri.evaluate.questions import Question, Score, prompt, score
 AS_STORED = "stored"
 NEXT = "Question:"  # how every question of a prompt begins
 LAST = 12  # tokens among which it shows, however they are cut
+EVERY = 8  # tokens between two looks for it: reading all of a batch's texts takes longer than a step
 PARTS = ("weights", "activations", "backend")
 
 
@@ -49,17 +51,18 @@ class Result:
     perplexity: Perplexity | None = None
     scores: dict[str, Score] = field(default_factory=dict)
     how: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0  # without loading
 
     def describe(self, first: Result) -> dict[str, Any]:
         """Figures, and against `first` the probability that chance alone made them differ."""
-        found: dict[str, Any] = {"variant": str(self.variant), **self.how}
+        found: dict[str, Any] = {"variant": str(self.variant), **self.how, "seconds": round(self.seconds, 2)}
         if self.perplexity is not None:
             found["perplexity"] = {"value": self.perplexity.value, "stderr": self.perplexity.stderr}
             if self is not first and first.perplexity is not None:
                 pair = bootstrap(first.perplexity.losses, self.perplexity.losses)
                 found["perplexity"] |= {"difference_nats": pair.mean, "difference_stderr": pair.stderr, "p": pair.p}
         for name, held in self.scores.items():
-            found[name] = {"value": held.value, "stderr": held.stderr}
+            found[name] = {"value": held.value, "stderr": held.stderr, "questions": held.right.numel()}
             if self is not first:
                 found[name]["p"] = mcnemar(first.scores[name].right, held.right)
         return found
@@ -73,7 +76,9 @@ def answers(model: Any, tokenizer: Any, texts: Sequence[str], tokens: int) -> li
     start = fed["input_ids"].shape[1]
 
     def asks(ids: Tensor, scores: object, **_: object) -> Tensor:
-        ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - LAST) :])
+        if (ids.shape[1] - start) % EVERY:
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+        ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - EVERY - LAST) :])
         return torch.tensor([NEXT in end for end in ends], device=ids.device)
 
     with torch.no_grad():
@@ -94,21 +99,25 @@ def evaluate(
     answer_tokens: int = 256,
     batch: int = 1,
     progress: Callable[[int], None] = lambda _: None,
+    heard: Callable[[Variant, Question, str], None] = lambda *_: None,
 ) -> list[Result]:
-    """One result for each variant, in their order."""
+    """One result for each variant, in their order; `heard` is told every answer when it is given."""
     results = []
     for variant in variants:
         model, tokenizer = load(variant)
-        result = Result(variant)
+        result, start = Result(variant), time.perf_counter()
         if text is not None:
             ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0][:max_text_tokens]
-            result.perplexity = perplexity(model, ids, window=window, stride=stride, progress=progress)
+            result.perplexity = perplexity(model, ids, window=window, stride=stride, batch=batch, progress=progress)
         if questions:
             said = []
             prompts = [prompt(question, examples) for question in questions]
             for first in range(0, len(prompts), batch):
                 said += answers(model, tokenizer, prompts[first : first + batch], answer_tokens)
+                for question, answer in zip(questions[first:], said[first:]):
+                    heard(variant, question, answer)
                 progress(len(said) - first)
             result.scores = score(said, questions)
+        result.seconds = time.perf_counter() - start
         results.append(result)
     return results
