@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
@@ -24,6 +25,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("commands") / "model"
     tiny.save_speaking_model(transformers, folder)
     return folder
+
+
+def commands() -> list[list[str]]:
+    """Every command and group, as typed."""
+    found, open_ = [], [([], typer.main.get_command(app))]
+    for words, command in open_:
+        found.append(words)
+        inner = command.commands.items() if isinstance(command, typer.core.TyperGroup) else ()
+        open_ += [([*words, name], held) for name, held in inner]
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_has_help(words: list[str]) -> None:
+    done = CliRunner().invoke(app, [*words, "--help"])
+    assert done.exit_code == 0, done.output
+    assert "Usage" in done.stdout and "--help" in done.stdout
 
 
 def call(*words: object) -> Any:

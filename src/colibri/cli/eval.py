@@ -26,7 +26,9 @@ def evaluate(
     path: models.Model,
     variants: Annotated[
         list[str] | None,
-        typer.Option("--variant", help="weights[/activations[/backend]]; 'stored' keeps the weights. Repeatable."),
+        typer.Option(
+            "--variant", help="weights/activations/backend, the last two optional; 'stored' keeps weights. Repeatable."
+        ),
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="A text file: perplexity.")] = None,
     questions: Annotated[
