@@ -3,13 +3,12 @@
     python benchmarks/hopper.py --out results.json [--part deepseek-mxfp4-bf16,...]     peers are what can be imported
     python benchmarks/hopper.py --list                names of parts
     python benchmarks/hopper.py --smoke               two sizes of one shape, tracebacks in full: does everything run?
-    python benchmarks/hopper.py --first-forward       fresh process to first result, compiling forbidden
 
 A layer is timed from `x, topk_ids, topk_weights` to the combined output, our dispatch included. Humming is timed in
 both its GEMM types, after its routing sort and with it; the ratios in `against` are to the faster type. Everyone
 replays CUDA graphs of calls with different routings for about 40 ms, back to back, three times in turn; so are the
-ceilings measured: dense products and reads. Results are compared with the reference first (worst of 16 rows).
-The file is written again after every cell.
+ceilings measured: dense products and reads. For many tokens our products alone take turns with a dense product too.
+Results are compared with the reference first (worst of 16 rows). The file is written again after every cell.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import argparse
 import faulthandler
 import gc
 import json
-import os
 import time
 import traceback
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -33,7 +32,6 @@ from where import clocks, command, commit, machine, scrub
 from colibri.backends import registry
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.steps import steps
-from colibri.bench import first
 from colibri.bench import peers as others
 from colibri.bench.beside import best, compare, summarize
 from colibri.bench.ceilings import Ceilings
@@ -41,11 +39,12 @@ from colibri.bench.check import expected
 from colibri.bench.peer import Peer, SortingPeer
 from colibri.bench.peers import InOrder, TorchGrouped
 from colibri.bench.report import Work
-from colibri.bench.steady import ROUNDS, WINDOW_US, Windows, window_rates
+from colibri.bench.steady import PRODUCT, ROUNDS, WINDOW_US, Windows, dense_products, window_rates
 from colibri.bench.timing import host_time
 from colibri.bench.workload import Batch, Weights
 from colibri.dispatch import Indexed
 from colibri.jit.build import build_all
+from colibri.jit.driver import Launch
 from colibri.problem import Problem
 from colibri.testing.layers import Layer, layer_problem, routing, worst_row
 
@@ -56,8 +55,9 @@ SHAPES = {
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CHECKED_ROWS = 16
-HUMMING, TORCH, PRODUCTS = "humming", "torch", "torch products"
+HUMMING, TRITON, TORCH, PRODUCTS = "humming", "triton_kernels", "torch", "torch products"
 AFTER_SORT = ", sorted"
+COMPUTED = 4096  # tokens from which a layer is bound by its products
 DEVICE = torch.device("cuda", 0)
 
 
@@ -72,11 +72,11 @@ class Part:
 
 SHORT = (1, 16, 64, 256, 4096)
 PARTS = {
-    "deepseek-mxfp4-bf16": Part("deepseek-v4-flash", "mxfp4"),
+    "deepseek-mxfp4-bf16": Part("deepseek-v4-flash", "mxfp4", peers=(HUMMING, TRITON)),
     "deepseek-mxfp4-fp8": Part("deepseek-v4-flash", "mxfp4", "fp8"),
     "deepseek-int4-bf16": Part("deepseek-v4-flash", "int4-g128"),
-    "gpt-oss-mxfp4-bf16": Part("gpt-oss-120b", "mxfp4", tokens=SHORT),
-    "qwen3-mxfp4-bf16": Part("qwen3-30b-a3b", "mxfp4", tokens=SHORT),
+    "gpt-oss-mxfp4-bf16": Part("gpt-oss-120b", "mxfp4", tokens=SHORT, peers=(HUMMING, TRITON)),
+    "qwen3-mxfp4-bf16": Part("qwen3-30b-a3b", "mxfp4", tokens=SHORT, peers=(HUMMING, TRITON)),
     "deepseek-fp8block-bf16": Part("deepseek-v4-flash", "fp8-block", peers=(TORCH,)),
     "deepseek-int8-bf16": Part("deepseek-v4-flash", "int8", peers=(TORCH,)),
     "qwen3-fp8block-bf16": Part("qwen3-30b-a3b", "fp8-block", peers=(TORCH,)),
@@ -85,7 +85,7 @@ PARTS = {
 SMOKE = {
     name: replace(part, shape="qwen3-30b-a3b", tokens=(4, 64), peers=peers)
     for name, part, peers in (
-        ("smoke-mxfp4-bf16", PARTS["deepseek-mxfp4-bf16"], (HUMMING, TORCH)),
+        ("smoke-mxfp4-bf16", PARTS["deepseek-mxfp4-bf16"], (HUMMING, TRITON, TORCH)),
         ("smoke-mxfp4-fp8", PARTS["deepseek-mxfp4-fp8"], (HUMMING,)),
         ("smoke-int4-bf16", PARTS["deepseek-int4-bf16"], (HUMMING,)),
     )
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", default="all", help="one or more of --list, or all")
-    parser.add_argument("--peers", default=f"{HUMMING},{TORCH}")
+    parser.add_argument("--peers", default=f"{HUMMING},{TORCH}", help=f"{TRITON} too")
     parser.add_argument("--tokens", help="instead of a part's own sizes")
     parser.add_argument("--distinct", type=int, default=16, help="different experts; the rest repeat them")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -106,24 +106,35 @@ def main() -> None:
     parser.add_argument("--launches", action="store_true", help="time each of our launches alone too")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--first-forward", action="store_true", help="seconds from `import torch` to a first result")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(PARTS))
         return
-    if arguments.first_forward:
-        first_forward()
-        return
     faulthandler.dump_traceback_later(arguments.limit + 30, exit=True)  # a peer that hangs takes nothing with it
     known = SMOKE if arguments.smoke else PARTS
     chosen = list(known) if arguments.part == "all" or arguments.smoke else arguments.part.split(",")
+    parts = {name: known[name] for name in chosen}
+    if arguments.tokens:
+        sizes = tuple(int(t) for t in arguments.tokens.split(","))
+        parts = {name: replace(part, tokens=sizes) for name, part in parts.items()}
+    compile_all(parts.values())
     run = Run(arguments)
-    for name in chosen:
-        part = known[name]
-        if arguments.tokens:
-            part = replace(part, tokens=tuple(int(t) for t in arguments.tokens.split(",")))
+    for name, part in parts.items():
         run.part(name, replace(part, peers=tuple(p for p in part.peers if p in arguments.peers.split(","))))
     run.finish()
+
+
+def pose(part: Part) -> Problem:
+    return layer_problem(part.spec, part.activations, **SHAPES[part.shape])
+
+
+def compile_all(parts: Iterable[Part]) -> None:
+    """Our kernels of all parts at once: more to share among the cores."""
+    began = time.perf_counter()
+    sources = [step.source for part in parts for m in part.tokens for step in steps(make_plan(pose(part), m))]
+    for source, why in build_all(sources).items():
+        print("does not compile:", source.label, why[-300:])
+    print(f"{len(set(sources))} kernels in {time.perf_counter() - began:.1f} s", flush=True)
 
 
 class Run:
@@ -134,6 +145,7 @@ class Run:
         self.windows = Windows(DEVICE, arguments.window_us, arguments.rounds, arguments.pause_ms / 1e3)
         rates = window_rates(self.windows, {})
         torch.cuda.empty_cache()
+        self.dense = dense_products(DEVICE)
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
         self.record: dict = {
             "machine": machine(), "command": command("hopper.py"), "commit": commit(),
@@ -156,17 +168,17 @@ class Run:
         print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
 
     def _part(self, name: str, part: Part) -> None:
-        problem = layer_problem(part.spec, part.activations, **SHAPES[part.shape])
-        failed = build_all(step.source for m in part.tokens for step in steps(make_plan(problem, m)))
-        for source, why in failed.items():
-            print("does not compile:", source.label, why[-300:])
+        if self.time_is_up():
+            self.record["absent"][name] = "the time was up"
+            return
+        problem = pose(part)
         weights = Weights(problem, DEVICE, distinct=self.arguments.distinct)
         backend = registry()["hopper"]
         ours = Layer(problem, backend, weights.packed(backend.layout(problem)), DEVICE)
         peers = self._peers(name, part, problem, weights)
         for tokens in part.tokens:
             label = f"{name}: {tokens} tokens"
-            if time.perf_counter() - self.start > self.arguments.limit:
+            if self.time_is_up():
                 self.record["absent"][label] = "the time was up"
                 continue
             try:
@@ -178,6 +190,9 @@ class Run:
             self.record["rows"].append(row)
             self.write()
             print(line(row), flush=True)
+
+    def time_is_up(self) -> bool:
+        return time.perf_counter() - self.start > self.arguments.limit
 
     def _peers(self, part: str, asked: Part, problem: Problem, weights: Weights) -> dict[str, Peer]:
         """Made one after another, their kernels compiled side by side."""
@@ -222,8 +237,10 @@ class Run:
         row["against"] = against(row["ours"], row["peers"])
         row["host_us"] = round(host_time(contestants["ours"], DEVICE), 1) if tokens <= 256 else None
         row |= floors(self.ceilings, problem, batches, row["ours"]["us"]) | {"clocks": clocks()}
+        if tokens >= COMPUTED:
+            row["products"] = products_beside_dense(ours, batches[0], out, self.windows, self.dense)
         if self.arguments.launches:
-            row |= launch_times(ours, batches[0], out, self.windows, self.ceilings)
+            row["launches_us"] = launch_times(ours, batches[0], out, self.windows)
         return row
 
     def _failed(self, what: str) -> None:
@@ -263,7 +280,7 @@ class TorchProducts(TorchGrouped):
 
 
 PEERS = others.PEERS | {PRODUCTS: TorchProducts}
-MEMBERS = {HUMMING: others.FAMILIES[HUMMING], TORCH: (*others.FAMILIES[TORCH], PRODUCTS)}
+MEMBERS = others.FAMILIES | {TORCH: (*others.FAMILIES[TORCH], PRODUCTS)}
 
 
 def contests(name: str, peer: Peer, batches: list[Batch]) -> dict[str, list]:
@@ -300,12 +317,12 @@ def check(got: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]) -> float
 
 def against(ours: dict, peers: dict) -> dict[str, dict]:
     """Ratios to each peer's best variant."""
-    ways = [name for name in peers if name.startswith(HUMMING)]
-    groups = {
-        HUMMING: [name for name in ways if name.endswith(AFTER_SORT)],
-        f"{HUMMING} with sort": [name for name in ways if not name.endswith(AFTER_SORT)],
-        **{name: [name] for name in peers if name not in ways},
-    }
+    groups: dict[str, list[str]] = {}
+    for family in (HUMMING, TRITON):
+        ways = [name for name in peers if name.startswith(family)]
+        groups[family] = [name for name in ways if name.endswith(AFTER_SORT)]
+        groups[f"{family} with sort"] = [name for name in ways if not name.endswith(AFTER_SORT)]
+    groups |= {name: [name] for name in peers if not name.startswith((HUMMING, TRITON))}
     found = {}
     for title, names in groups.items():
         chosen = best(peers, names)
@@ -330,37 +347,53 @@ def line(row: dict) -> str:
         f"{row['part']} M={row['tokens']}: ours {row['ours']['us']:.1f} us +-{row['ours']['noise']:.1%}, "
         f"{row['of_floor']:.0%} of floor, worst row {row['worst_row']}, repeatable {row['repeatable']}; {beside}; "
         f"peers' worst rows {errors}; clocks {row['clocks']}"
+        + (f"; products {row['products']['of_dense']:.1%} of dense" if "products" in row else "")
     )
 
 
-def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, ceilings: Ceilings) -> dict:
-    """Each launch of the program alone in windows of its own, on one batch; the products against the dense rate."""
+def bound_steps(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, bool, Launch]]:
+    """The launches of a call: what each is, whether it is a product, and the launch."""
     with torch.cuda.stream(windows.stream):
         our_call(layer, out, b)
         torch.cuda.synchronize()
     mine = [p for key, p in layer.backend._programs.items() if windows.stream.cuda_stream in key]
     program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
-    found, products = [], 0.0
+    found = []
     for step, launch in zip(steps(program.plan), program.launches):
         constants = dict(step.source.constants)
         size = constants.get("T", 0) + constants.get("U", 0)
         label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
+        found.append((label, "KIND" in constants, launch))
+    return found
+
+
+def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict) -> dict:
+    """Our products alone, launched as the layer launches them, in turns with a dense product of such inputs."""
+    launches = [launch for _, product, launch in bound_steps(layer, b, out, windows) if product]
+    kind = "fp8" if layer.problem.activations.spec.quantized else "bf16"
+
+    def products() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for launch in launches:
+            launch(stream)
+
+    took = windows.measure({"ours": [products], "dense": [dense[kind]]})
+    flops = {"ours": Work.of(layer.problem, [b]).flops, "dense": 2.0 * PRODUCT**3}
+    rates = {name: flops[name] / took[name].median / 1e6 for name in took}
+    share = round(rates["ours"] / rates["dense"], 4)
+    described = {name: took[name].describe() | {"tflops": round(rate, 1)} for name, rate in rates.items()}
+    return {"of_dense": share, "inputs": kind, **described}
+
+
+def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
+    """Each launch of the program alone, in windows of its own."""
+    found = []
+    for label, _, launch in bound_steps(layer, b, out, windows):
         dependent, launch._config.count = launch._config.count, 0
         took = windows.measure({label: [lambda launch=launch: launch(torch.cuda.current_stream().cuda_stream)]})
         launch._config.count = dependent
         found.append((label, round(took[label].median, 2)))
-        products += took[label].median if constants.get("KIND") else 0.0
-    flops = Work.of(layer.problem, [b]).flops
-    share = flops / products / 1e6 / ceilings.rate(layer.problem.activations) if products else None
-    return {"launches_us": found, "products_us": round(products, 2), "products_of_dense": share and round(share, 4)}
-
-
-def first_forward() -> None:
-    """Twice in a child that may not compile: imports, context, allocation, kernel loading, one layer."""
-    os.environ["COLIBRI_NO_COMPILE"] = "1"
-    for activations in ("bf16", "fp8"):
-        question = first.Question("deepseek-v4-flash", "mxfp4", activations, "cuda:0", 16, "hopper")
-        print(activations, [first.first_forward(question) for _ in range(2)], flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from colibri.errors import ColibriError
 
 WINDOW_US = 40_000.0
 ROUNDS = 3
+PRODUCT = 8192  # a side of the dense products that are timed
 _MOST_CALLS = 512  # in one graph
 _SLEEP_CYCLES = 1_000_000  # the GPU stays busy while the host queues the replays
 
@@ -128,17 +129,24 @@ class Windows:
         return 1e3 * float(start.elapsed_time(stop)) / (ready.times * ready.calls)
 
 
-def window_rates(windows: Windows, sizes: Mapping[str, int]) -> dict[str, float]:
-    """What the card can do over the same window: GB/s of reads, TFLOP/s of dense bf16 and fp8 products."""
-    device = windows.device
-    size = sizes.get("product", 8192)
+def dense_products(device: torch.device, size: int = PRODUCT) -> dict[str, Call]:
+    """Square products of random numbers, by the type of their inputs."""
     wide = [torch.randn(size, size, device=device).bfloat16() for _ in range(2)]
     narrow = [matrix.to(torch.float8_e4m3fn) for matrix in wide]
     one = torch.ones((), device=device)
+    return {
+        "bf16": lambda: wide[0] @ wide[1].t(),
+        "fp8": lambda: torch._scaled_mm(narrow[0], narrow[1].t(), one, one, out_dtype=torch.bfloat16),
+    }
+
+
+def window_rates(windows: Windows, sizes: Mapping[str, int]) -> dict[str, float]:
+    """What the card can do over the same window: GB/s of reads, TFLOP/s of dense bf16 and fp8 products."""
+    device = windows.device
+    size = sizes.get("product", PRODUCT)
     buffer = torch.ones(sizes.get("read", 4 << 30) // 4, device=device)
     calls: dict[str, Sequence[Call]] = {
-        "bf16": [lambda: wide[0] @ wide[1].t()],
-        "fp8": [lambda: torch._scaled_mm(narrow[0], narrow[1].t(), one, one, out_dtype=torch.bfloat16)],
+        **{name: [call] for name, call in dense_products(device, size).items()},
         "sum": [buffer.sum],
         "amax": [buffer.amax],
         "read": [lambda: _reader(buffer)],
