@@ -115,23 +115,32 @@ def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns,
 
 
 @gluon.jit
+def load_columns(row, c, columns):
+    """Columns of a row that other blocks wrote."""
+    return gl.load(row + c, mask=c < columns, other=0.0, cache_modifier=".cg").to(gl.float32)
+
+
+@gluon.jit
 def quantise_slot(h, narrow, scales, slot, columns):
-    """A finished hidden row as e4m3 with one scale, as `rows.prepare_rows` does it. Other blocks wrote most of it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    place = gl.arange(0, 1024, LAYOUT)
+    """A finished hidden row as e4m3 with one scale, as `rows.prepare_rows` does it.
+
+    All the others wait for this one block, so the first 2048 columns, mostly all there are, are read only once.
+    """
+    WIDTH: gl.constexpr = 2048
+    place = gl.arange(0, WIDTH, gl.BlockedLayout([4], [32], [4], [0]))
     c = gl.max_contiguous(gl.multiple_of(column_at(place), 4), 4)
-    row = h + slot * columns
     length = (columns + 127) // 128 * 128
-    largest = gl.zeros([1024], gl.float32, LAYOUT)
-    for start in range(0, columns, 1024):
-        value = gl.load(row + start + c, mask=start + c < columns, other=0.0, cache_modifier=".cg")
-        largest = gl.maximum(largest, gl.abs(value.to(gl.float32)))
+    row, out = h + slot * columns, narrow + slot * length
+    first = load_columns(row, c, columns)
+    largest = gl.abs(first)
+    for start in range(WIDTH, columns, WIDTH):
+        largest = gl.maximum(largest, gl.abs(load_columns(row, start + c, columns)))
     scale = gl.div_rn(gl.max(largest, 0), 448.0)
     scale = gl.where(scale > 0, scale, 1.0)
-    for start in range(0, columns, 1024):
-        value = gl.load(row + start + c, mask=start + c < columns, other=0.0, cache_modifier=".cg").to(gl.float32)
-        value = gl.div_rn(value, scale).to(gl.float8e4nv)
-        gl.store(narrow + slot * length + start + place, value, mask=start + place < length)
+    gl.store(out + place, gl.div_rn(first, scale).to(gl.float8e4nv), mask=place < length)
+    for start in range(WIDTH, columns, WIDTH):
+        more = gl.div_rn(load_columns(row, start + c, columns), scale)
+        gl.store(out + start + place, more.to(gl.float8e4nv), mask=start + place < length)
     gl.store(scales + slot, scale)
 
 

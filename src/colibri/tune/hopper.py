@@ -111,7 +111,8 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
     together = 2 if paired and tokens in _PAIRED and form.bits == 4 and not promotes(form) else 1
     if together == 2:
         (wide, narrow), blocks = _PAIRED[tokens]
-    elif form.bits == 8 or (form.scale_words > 1 and tokens > 8):  # more words in flight: more registers a thread
+    elif form.bits == 8 or form.activations == E4M3 or (form.scale_words > 1 and tokens > 8):
+        # More words in flight: more registers a thread.
         blocks = min(blocks, 3)
     slices = narrow if form.activations == E4M3 else wide
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(t, 32) * (64 if gated else 128) * 2

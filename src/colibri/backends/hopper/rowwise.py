@@ -25,8 +25,8 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
     problem = plan.problem
     top_k, experts = problem.top_k, experts_padded(problem)
     row = {
-        "H": power_of_two(row_width(plan.first, problem.hidden)), "TOP_K": top_k, **_treatment(plan.first), "OWNED": plan.owned,
-        "WEIGHTED": problem.weight_on_input,
+        "H": power_of_two(row_width(plan.first, problem.hidden)), "TOP_K": top_k, **_treatment(plan.first),
+        "OWNED": plan.owned, "WEIGHTED": problem.weight_on_input,
     }  # fmt: skip
     if plan.tokens <= SMALL:
         each = 1 if plan.tokens <= SMALL // 4 else 4
