@@ -43,7 +43,7 @@ class PackedModule(nn.Module):
         self._choice: oracle.Choice | None = None
         self._names: dict[str, tuple[str, ...]] = {}
         self._posed: dict[str, Problem] = {}  # by form; one object each, by which backends know their plans
-        self._plans: dict[tuple[str, int], Plan] = {}
+        self._plans: dict[tuple[type[Dispatch], int], Plan] = {}  # by form and how many numbers come in
         self._live: dict[str, Packed] = {}  # parameters by matrix and name
         self._flat: list[tuple[str, Tensor]] = []  # the same by their own names
 
@@ -133,6 +133,10 @@ class PackedModule(nn.Module):
             self._drop(matrix)
             self._register(matrix, fresh)
 
+    def _device(self) -> torch.device | None:
+        held = next(iter(self._parameters.values()))
+        return None if held is None else held.device
+
     def _check_input(self, x: Tensor) -> None:
         shape, hidden = x.shape, self.problem.hidden
         if len(shape) != 2 or shape[1] != hidden or x.dtype not in _INPUT_DTYPES:
@@ -141,20 +145,20 @@ class PackedModule(nn.Module):
                 expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",
                 got=f"{list(shape)} in {x.dtype}",
             )
-        held = next(iter(self._parameters.values()))
-        here = x.device if held is None else held.device
+        here = self._device() or x.device
         if x.device != here:
             raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
 
     def _run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        form, tokens = _FORMS[type(dispatch)], x.shape[:-1].numel()  # of a batched input: all rows it has room for
-        plan = self._plans.get((form, tokens))
+        key = (type(dispatch), x.numel())
+        plan, choice = self._plans.get(key), self.choice
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            problem = self._posed.setdefault(form, replace(self.problem, dispatch=form))
-            plan = self._plans[form, tokens] = self.choice.backend.plan(problem, tokens, self.choice.device)
-        return self.choice.backend.run(plan, x, dispatch, self._weights(), out)
+            form, tokens = _FORMS[type(dispatch)], x.shape[:-1].numel()  # of a batched input: all rows it has room for
+            problem = self._posed.setdefault(form, replace(choice.problem, dispatch=form))
+            plan = self._plans[key] = choice.backend.plan(problem, tokens, choice.device)
+        return choice.backend.run(plan, x, dispatch, self._weights(), out)
 
 
 class RoutedExperts(PackedModule):
@@ -218,12 +222,11 @@ class RoutedExperts(PackedModule):
         """`forward` once everything is checked."""
         if x.shape[0] == 0:
             return out
-        places = self._buffers["expert_map"]
-        if places is None and topk_ids.dtype == torch.int32 and self.choice.backend.drops_wild_ids:
-            local = topk_ids.contiguous()
-        else:
+        places, local = self._buffers["expert_map"], topk_ids
+        if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.drops_wild_ids:
             local = localize(topk_ids, places, self.problem.global_experts)
-        return self._run(x, Indexed(local, topk_weights.float().contiguous()), out)
+        weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.float()
+        return self._run(x, Indexed(local.contiguous(), weights.contiguous()), out)
 
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Work already dispatched, in local ids: for callers that bring rows to experts themselves."""
@@ -341,8 +344,19 @@ class RoutedExperts(PackedModule):
     def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         """Raise where the layer is incomplete or arguments of `forward` do not fit it."""
         self._check_ready()
-        self._check_input(x)
-        self._check_routing(x, topk_ids, topk_weights)
+        problem, shape, device = self.problem, x.shape, x.device
+        fits = (
+            len(shape) == 2
+            and shape[1] == problem.hidden
+            and topk_ids.shape == (shape[0], problem.top_k) == topk_weights.shape
+            and x.dtype in _INPUT_DTYPES
+            and topk_ids.dtype in _ID_DTYPES
+            and topk_weights.dtype in _INPUT_DTYPES
+            and topk_ids.device == device == topk_weights.device == self._device()
+        )
+        if not fits:  # all at once first: every layer asks in every call
+            self._check_input(x)
+            self._check_routing(x, topk_ids, topk_weights)
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         shape, device = (x.shape[0], self.problem.top_k), x.device

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from threading import Thread, get_ident
+from time import sleep
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colibri.backends.hopper import program as bound
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.steps import steps
+from colibri.dispatch import Indexed
+from colibri.errors import LaunchError
 from colibri.jit import driver, load
 from colibri.jit.compile import Binary, Desc, Source
 from colibri.layer import RoutedExperts
@@ -154,3 +158,65 @@ def test_a_layer_adds_no_operation_of_its_own(gpu: FakeDriver, monkeypatch: pyte
     with Operations() as ran:
         layer(x, **{**call, "topk_ids": routed.ids.long()})
     assert ran.seen  # other ids are made local first
+
+
+class Slow(FakeDriver):
+    """Gives every other thread its chance in the middle of a call; notes whose launch each one was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whose: list[int] = []
+
+    def cuLaunchKernelEx(self, *arguments: object) -> int:
+        self.whose.append(get_ident())
+        sleep(0.001)
+        return 0
+
+
+def test_calls_of_two_threads_do_not_mix(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a stream's scratch memory and a program's arguments."""
+    slow = Slow()
+    monkeypatch.setattr(driver, "library", lambda: slow)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    plan = layer.backend.plan(small(), 100, Device("cuda", 90))
+    x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
+    outs = [torch.empty_like(x) for _ in range(2)]
+    layer.backend.run(plan, x, routed, layer.weights, outs[0])
+    launches, slow.whose = len(slow.whose), []
+    threads = [Thread(target=layer.backend.run, args=(plan, x, routed, layer.weights, out)) for out in outs * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    turns = [set(slow.whose[i : i + launches]) for i in range(0, len(slow.whose), launches)]
+    assert len(turns) == 4 and all(len(turn) == 1 for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"x": torch.zeros(200, 256, dtype=torch.bfloat16)[::2]}, "contiguous"),
+        ({"out": torch.zeros(256 * 100 + 1, dtype=torch.bfloat16)[1:].view(100, 256)}, "multiple of 16"),
+        ({"ids": torch.zeros(100, 2, dtype=torch.int64)}, "another dtype"),
+        ({"ids": torch.zeros(99, 2, dtype=torch.int32)}, "do not fit"),
+        ({"weights": torch.zeros(100, 3)}, "do not fit"),
+        ({"x": torch.zeros(120, 256, dtype=torch.bfloat16), "out": torch.zeros(120, 256, dtype=torch.bfloat16),
+          "ids": torch.zeros(120, 2, dtype=torch.int32), "weights": torch.zeros(120, 2)}, "more tokens"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_and_not_launched(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, changed: dict[str, torch.Tensor], why: str
+) -> None:
+    """Also once a call has bound the program, from when on calls take the short way."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    plan = layer.backend.plan(small(), 100, Device("cuda", 90))
+    x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
+    good = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
+    for call in (good, good):
+        layer.backend.run(plan, call["x"], Indexed(call["ids"], call["weights"]), layer.weights, call["out"])
+    gpu.launched, call = 0, {**good, **changed}
+    with pytest.raises(LaunchError, match=why):
+        layer.backend.run(plan, call["x"], Indexed(call["ids"], call["weights"]), layer.weights, call["out"])
+    assert gpu.launched == 0

@@ -1,7 +1,7 @@
 """A plan bound to one layer's weights and one stream's scratch memory: launches ready to go.
 
-Everything but the caller's tensors and the number of tokens is laid out once. A call stores a few
-pointers and hands each launch to the driver: no allocation, no synchronisation, no shape logic.
+Everything but the caller's tensors and the number of tokens is laid out once. A call stores the pointers
+that changed and hands each launch to the driver: no allocation, no synchronisation, no shape logic.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
 from colibri.backends.hopper.steps import steps
+from colibri.dispatch import Indexed
 from colibri.jit.driver import Launch, launched, launcher
 from colibri.jit.load import Matrix, prepare, set_map
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
+from colibri.problem import INDEXED
+
+_ALIGNED = 15  # low bits of an address that are zero
 
 
 class Program:
@@ -29,6 +33,9 @@ class Program:
         assert plan.rule is not None
         self.plan, self.overlap = plan, plan.rule.overlap
         self.device = device.index or 0
+        self.wide, self.hidden, self.top_k = plan.problem.input.storage, plan.problem.hidden, plan.problem.top_k
+        self.most = plan.tokens if plan.work == INDEXED else 0  # tokens of a call by ids
+        self.lock = workspace.lock(device, stream)
         sizes = scratch(plan)
         self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
         packed = {name: _with_factors(plan.product(name), held) for name, held in weights.items()}
@@ -42,6 +49,7 @@ class Program:
         self.pointers: dict[str, list[ctypes.c_uint64]] = {}  # where the caller's tensors go, by name
         self.resizers: list[Callable[[int], None]] = []
         self.tokens = -1
+        self.at: tuple[int, ...] = ()  # addresses of the last call by ids
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
         self.launches = [self._bind(step, stream, tensors) for step in steps(plan)]
@@ -50,10 +58,57 @@ class Program:
 
     def run(self, tokens: int, call: Mapping[str, int]) -> None:
         """Launch for this call's tensors, by their addresses: "x", "out", and "ids" and "weights" or "edges"."""
+        with self.lock:
+            self._point(tokens, call)
+            self._launch()
+
+    def run_indexed(self, x: Tensor, routed: Indexed, out: Tensor) -> bool:
+        """`run` for tensors that are just as the kernels take them; False, and nothing done, where one is not.
+
+        This is the way of every layer's every call, so it is one expression and says nothing; the backend says
+        what was wrong.
+        """
+        ids, weights, wide = routed.ids, routed.weights, self.wide
+        tokens = x.numel() // self.hidden
+        slots = tokens * self.top_k
+        at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        if not (
+            0 < tokens <= self.most
+            and x.dtype is wide
+            and out.dtype is wide
+            and ids.dtype is torch.int32
+            and weights.dtype is torch.float32
+            and out.numel() == tokens * self.hidden
+            and ids.numel() == slots
+            and weights.numel() == slots
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and ids.is_contiguous()
+            and weights.is_contiguous()
+            and not (at[0] | at[1] | at[2] | at[3]) & _ALIGNED
+        ):
+            return False
+        with self.lock:
+            if at != self.at or tokens != self.tokens:
+                self._point(tokens, {"x": at[0], "out": at[1], "ids": at[2], "weights": at[3]})
+                self.at = at
+            self._launch()
+        return True
+
+    def _launch(self) -> None:
+        go = self.go
+        for arguments in self.arguments:
+            code = go(*arguments)
+            if code:
+                launched(code)
+
+    def _point(self, tokens: int, call: Mapping[str, int]) -> None:
+        """Sizes and addresses into the launches' arguments."""
         if tokens != self.tokens:
             for resize in self.resizers:
                 resize(tokens)
             self.tokens = tokens
+        self.at = ()
         for name, slots in self.pointers.items():
             pointer = call[name]
             for slot in slots:
@@ -61,12 +116,7 @@ class Program:
         if self.mapped and self.mapped_at != (call["x"], tokens):
             self.mapped_at = (call["x"], tokens)
             for launch, name in self.mapped:
-                set_map(launch, name, Matrix(call["x"], (tokens, self.plan.problem.hidden)))
-        go = self.go
-        for arguments in self.arguments:
-            code = go(*arguments)
-            if code:
-                launched(code)
+                set_map(launch, name, Matrix(call["x"], (tokens, self.hidden)))
 
     def _bind(self, step: Step, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
         """Names to addresses. Every launch may start before its predecessor ends, whoever launched that: kernels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ _ALIGN = 256
 FIRST, SECOND, OF_ROWS, COUNTERS = 0, 1 << 15, 1 << 16, (1 << 16) + (1 << 10)
 _buffers: dict[tuple[int, int], Tensor] = {}
 _counters: dict[tuple[int, int], Tensor] = {}
+_locks: dict[tuple[int, int], Lock] = {}
 
 
 def counters(device: torch.device, stream: int) -> Tensor:
@@ -20,6 +23,11 @@ def counters(device: torch.device, stream: int) -> Tensor:
     if key not in _counters:
         _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     return _counters[key]
+
+
+def lock(device: torch.device, stream: int) -> Lock:
+    """Held while a call's launches are queued: those of two threads on one stream must not mix, they share scratch."""
+    return _locks.setdefault((device.index or 0, stream), Lock())
 
 
 def pieces(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:
