@@ -39,11 +39,12 @@ class Stored:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
     """A checkpoint's configuration: the model's, and the quantisation section wherever it was.
 
-    `method` is the normalised `quant_method`; None means nothing is quantised.
+    `method` is the normalised `quant_method`; None means nothing is quantised. One is equal only to itself, so that
+    what a format has read in it for one module is known for the next.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)

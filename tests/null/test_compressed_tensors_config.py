@@ -14,7 +14,7 @@ from colibri.errors import CannotEncode, UnsupportedFormat
 from colibri.formats import _ct_schemes as ct
 from colibri.formats._ct_config import FIXED, FLOAT, INT, PACK, write_config
 from colibri.formats._floats import FloatScheme
-from colibri.formats.base import Config, Module, Stored
+from colibri.formats.base import Config, Module, Scheme, Stored
 from colibri.formats.compressed_tensors import FORMAT
 from colibri.grammar import parse_activation, parse_spec
 from colibri.quant import (
@@ -108,19 +108,18 @@ def test_the_most_specific_target_decides() -> None:
 
 
 def test_fused_names_stand_for_their_halves() -> None:
-    config = _config(PACK, int_spec(4, group(32)))
-    section = config.quant["config_groups"]["group_0"]
-    fused = Module("model.layers.0.mlp.experts.0.gate_up_proj", {})
-    section["targets"] = [r"re:.*\.gate_proj", r"re:.*\.up_proj"]
-    assert FORMAT.scheme(config, fused).spec == int_spec(4, group(32))
-    section["targets"] = [r"re:.*\.gate_proj"]
+    def scheme(targets: list[str], ignore: tuple[str, ...] = ()) -> Scheme:
+        config = _config(PACK, int_spec(4, group(32)))
+        config.quant["config_groups"]["group_0"]["targets"] = targets
+        config.quant["ignore"].extend(ignore)
+        return FORMAT.scheme(config, Module("model.layers.0.mlp.experts.0.gate_up_proj", {}))
+
+    assert scheme([r"re:.*\.gate_proj", r"re:.*\.up_proj"]).spec == int_spec(4, group(32))
     with pytest.raises(UnsupportedFormat, match="halves"):
-        FORMAT.scheme(config, fused)
-    section["targets"] = [r"re:.*gate_up_proj"]
-    assert FORMAT.scheme(config, fused).spec == int_spec(4, group(32))
-    section["targets"] = ["Linear"]
-    config.quant["ignore"].extend(["model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.experts.0.up_proj"])
-    assert FORMAT.scheme(config, fused).spec == DENSE_BF16
+        scheme([r"re:.*\.gate_proj"])
+    assert scheme([r"re:.*gate_up_proj"]).spec == int_spec(4, group(32))
+    halves = ("model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.experts.0.up_proj")
+    assert scheme(["Linear"], halves).spec == DENSE_BF16
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ INT4 = _config(PACK, int_spec(4, group(32)))
         (_config(PACK, int_spec(4, group(32)), moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
         (_config(PACK, int_spec(4, group(32)), config_groups=None), "config_groups"),
         (_config(PACK, int_spec(4, group(32)), config_groups={"W4A16": ["Linear"]}), "W4A16"),
-        (_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "does not compile"),
+        (_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "no regular expression"),
         (_config(PACK, int_spec(4, group(32)), ignore=[1]), "ignore"),
         (_config("nvfp4-pack-quantized", MXFP4), "nvfp4"),
         (_config(FLOAT, int_spec(8, CHANNEL)), "weights.type"),

@@ -72,6 +72,7 @@ SAFETENSORS: dict[str, Row] = {
     "empty name": (file_bytes({"": entry()}), e.MalformedFile, "empty or not printable"),
     "escape codes in a name": (file_bytes({"a\x1b[2J": entry()}), e.MalformedFile, "not printable"),
     "a name of 100 KB": (file_bytes({"a" * 100_000: entry("F9")}), e.WrongDtype, "aaa..."),
+    "a layer of 5000 digits": (file_bytes({f"layers.{'9' * 5000}": entry()}), e.MalformedFile, "too long"),
     "metadata that is no map": (file_bytes({"__metadata__": [], "a": entry()}), e.MalformedFile, "__metadata__"),
     "metadata that is no text": (file_bytes({"__metadata__": {"a": 1}, "a": entry()}), e.MalformedFile, "__metadata__"),
     "an entry that is a list": (file_bytes({"a": [1]}), e.MalformedFile, "tensor 'a'"),

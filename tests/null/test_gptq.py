@@ -250,7 +250,7 @@ def test_dynamic_rules() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dynamic": {"-:(": {}}}, "not a regular expression"),
+        ({"dynamic": {"-:(": {}}}, "no regular expression"),
         ({"dynamic": {"+:.*": {"adapter": {}}}}, "adapter"),
         ({"dynamic": {"+:.*": 8}}, "dynamic"),
         ({"dynamic": [1]}, "dynamic"),

@@ -33,6 +33,7 @@ from colibri.errors import (
 )
 from colibri.stored import Config
 
+MAX_NAME = 512  # of a tensor: patterns are matched against it, numbers read in it
 INDEX = "model.safetensors.index.json"
 TENSOR_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 INDEX_SUFFIX = ".index.json"
@@ -134,6 +135,10 @@ def _by_name(tensors: Iterable[TensorInfo], path: Path) -> dict[str, TensorInfo]
     found: dict[str, TensorInfo] = {}
     problems = []
     for info in tensors:
+        if len(info.name) > MAX_NAME:
+            raise MalformedFile(
+                f"the name {quoted(info.name)} is too long", where=str(info.file), expected=f"<= {MAX_NAME} characters"
+            )
         first = found.setdefault(info.name, info)
         if first is not info:
             files = sorted({first.file.name, info.file.name})

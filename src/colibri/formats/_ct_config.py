@@ -6,7 +6,6 @@ projection's. Reading ends in a `Group`; writing starts from a spec.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +13,7 @@ from typing import Any
 
 from colibri.dtypes import E4M3, E8M0
 from colibri.errors import UnsupportedFormat
+from colibri.formats._patterns import Pattern, compiled
 from colibri.formats.base import Config, checked, require
 from colibri.quant import (
     CHANNEL,
@@ -74,12 +74,7 @@ class Group:
 
 def find_group(config: Config, name: str) -> Group | None:
     """The group that quantises a module, None where none does; the halves of a fused name must agree."""
-    groups = require(config, "config_groups", dict)
-    targets = {}
-    for key, value in groups.items():
-        section = _section(value, f"config_groups.{key}", _GROUP_KEYS, config.source)
-        targets[key] = _read_targets(section.get("targets"), f"config_groups.{key}.targets", config.source)
-    ignore = _read_targets(config.quant.get("ignore"), "ignore", config.source)
+    targets, ignore = _all_targets(config)
     names = [name]
     if not ignore.match(name) and not any(t.match(name) for t in targets.values()):
         parent, _, last = name.rpartition(".")
@@ -92,7 +87,25 @@ def find_group(config: Config, name: str) -> Group | None:
             got=", ".join(sorted(str(key) for key in found)),
         )
     key = found.pop()
-    return None if key is None else read_group(groups[key], f"config_groups.{key}", config.source)
+    return None if key is None else _group(config, key)
+
+
+# What follows is read once for a config, not once for each of its modules.
+
+
+@lru_cache(maxsize=64)
+def _all_targets(config: Config) -> tuple[dict[str, _Targets], _Targets]:
+    """What each group is for, and what is left alone."""
+    targets = {}
+    for key, value in require(config, "config_groups", dict).items():
+        section = _section(value, f"config_groups.{key}", _GROUP_KEYS, config.source)
+        targets[key] = _read_targets(section.get("targets"), f"config_groups.{key}.targets", config.source)
+    return targets, _read_targets(config.quant.get("ignore"), "ignore", config.source)
+
+
+@lru_cache(maxsize=256)
+def _group(config: Config, key: str) -> Group:
+    return read_group(require(config, "config_groups", dict)[key], f"config_groups.{key}", config.source)
 
 
 def read_group(value: Mapping[str, Any], key: str, source: str) -> Group:
@@ -109,7 +122,7 @@ def read_group(value: Mapping[str, Any], key: str, source: str) -> Group:
 @dataclass(frozen=True)
 class _Targets:
     exact: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[Pattern, ...]
 
     def match(self, name: str) -> bool:
         return name in self.exact or self.like(name)
@@ -118,21 +131,12 @@ class _Targets:
         return any(p.match(name) for p in self.patterns)
 
 
-@lru_cache(maxsize=1024)
-def _targets(entries: tuple[str, ...], key: str, source: str) -> _Targets:
-    """Compiled once for a config, not once for each of its modules."""
-    try:
-        patterns = tuple(re.compile(e.removeprefix("re:")) for e in entries if e.startswith("re:"))
-    except re.error as error:
-        raise UnsupportedFormat(f"a pattern in '{key}' does not compile: {error}", where=source) from error
-    return _Targets(frozenset(e for e in entries if not e.startswith("re:")), patterns)
-
-
 def _read_targets(value: Any, key: str, source: str) -> _Targets:
     entries = [] if value is None else checked(value, key, list, (), source)
     if not all(isinstance(e, str) for e in entries):
         raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=entries)
-    return _targets(tuple(entries), key, source)
+    patterns = tuple(compiled(e.removeprefix("re:"), key, source) for e in entries if e.startswith("re:"))
+    return _Targets(frozenset(e for e in entries if not e.startswith("re:")), patterns)
 
 
 def _choose(name: str, targets: Mapping[str, _Targets], ignore: _Targets) -> str | None:

@@ -8,15 +8,18 @@ becomes a canonical one and back serves the integer formats too.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from glob import escape
 
 import torch
 from torch import Tensor
 
 from colibri.dtypes import E4M3, E8M0, DType
 from colibri.errors import BadValue, CannotEncode, WrongShape
+from colibri.formats._patterns import runs
 from colibri.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -121,7 +124,7 @@ def stored_as(module: Module, suffix: tuple[str, ...], legal: Sequence[str]) -> 
 def left_alone(config: Config, module: Module, scales: tuple[str, ...]) -> bool:
     """In the skip list, or plainly unquantised: a wide weight with no scale beside it."""
     listed_keys = ("ignored_layers", "modules_to_not_convert")
-    return stored_plain(module, scales) or listed(module.name, skip_list(config, *listed_keys))
+    return stored_plain(module, scales) or module.name in skip_list(config, *listed_keys)
 
 
 def stored_plain(module: Module, scales: tuple[str, ...]) -> bool:
@@ -129,23 +132,25 @@ def stored_plain(module: Module, scales: tuple[str, ...]) -> bool:
     return module.dtype(*WEIGHT, default="") in FLOATS and not any(module.has(s) for s in scales)
 
 
-def skip_list(config: Config, *keys: str) -> list[str]:
-    """The modules a config leaves unquantised, whichever of the keys names them."""
-    entries = [entry for key in keys for entry in optional(config, key, list, [])]
-    return [checked(entry, " or ".join(keys), str, (), config.source) for entry in entries]
-
-
-def listed(name: str, entries: Sequence[str]) -> bool:
-    """Whether a skip list names `name` or part of its path, by whole components ("*" = any run).
+@dataclass(frozen=True)
+class SkipList:
+    """Modules a config leaves unquantised, by whole components of their names; "*" is any run of characters.
 
     So `mlp.gate` covers `layers.1.mlp.gate` but neither `mlp.gate_proj` nor, as plain substrings
     would have it, `layers.1` all of `layers.10`.
     """
-    path = f".{name}."
-    for entry in entries:
-        if "*" not in entry:
-            if f".{entry.strip('.')}." in path:
-                return True
-        elif re.search(rf"\.{re.escape(entry).replace(re.escape('*'), '.*')}\.", path):
-            return True
-    return False
+
+    plain: frozenset[str]
+    wild: tuple[str, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return any(run in self.plain for run in runs(name)) or any(fnmatchcase(f".{name}.", w) for w in self.wild)
+
+
+@lru_cache(maxsize=64)
+def skip_list(config: Config, *keys: str) -> SkipList:
+    """The modules a config leaves unquantised, whichever of the keys names them."""
+    listed = [entry for key in keys for entry in optional(config, key, list, [])]
+    names = [checked(entry, " or ".join(keys), str, (), config.source) for entry in listed]
+    wild = ("*".join(map(escape, name.split("*"))) for name in names if "*" in name)
+    return SkipList(frozenset(name.strip(".") for name in names), tuple(f"*.{entry}.*" for entry in wild))

@@ -7,7 +7,7 @@ is checked against what is understood; whatever passes has a spec.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import lru_cache
@@ -15,8 +15,8 @@ from typing import Any
 
 from colibri.dtypes import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F32, UE5M3, ZERO16, DType, biased_type, uint_type
 from colibri.errors import UnsupportedFormat
+from colibri.formats._patterns import compiled, runs
 from colibri.formats.base import checked
-from colibri.formats.gptq import compiled
 from colibri.quant import ALL, CHANNEL, TENSOR, Block, QuantSpec, Scale, Zero, group
 
 FLOAT_CODES: dict[str, DType] = {"fp4": E2M1, "fp6_e2m3": E2M3, "fp6_e3m2": E3M2, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
@@ -135,23 +135,22 @@ def find_entry(entries: Collection[str], name: str, key: str, source: str) -> st
     if not all(isinstance(entry, str) for entry in entries):
         raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=list(entries))
     listed, patterns = _split(tuple(entries), key, source)
-    parts = name.split(".")
-    spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(len(parts), i, -1))
-    found = next((span for span in spans if span in listed), None) if listed else None
-    return found or next((entry for entry, pattern in patterns if pattern.match(name)), None)
+    found = next((run for run in runs(name) if run in listed), None) if listed else None
+    return found or next((entry for entry, match in patterns if match(name)), None)
 
 
 @lru_cache(maxsize=64)
 def _split(
     entries: tuple[str, ...], key: str, source: str
-) -> tuple[frozenset[str], tuple[tuple[str, re.Pattern[str]], ...]]:
+) -> tuple[frozenset[str], tuple[tuple[str, Callable[[str], object]], ...]]:
     """Names and compiled patterns, once for a config: large models list hundreds."""
-    names, patterns = [], []
+    names: list[str] = []
+    patterns: list[tuple[str, Callable[[str], object]]] = []
     for entry in entries:
         if entry.startswith("re:"):
-            patterns.append((entry, compiled(entry[3:], key, source)))
+            patterns.append((entry, compiled(entry[3:], key, source).match))
         elif re.search(r"[*?\[]", entry):
-            patterns.append((entry, compiled(translate(entry), key, source)))
+            patterns.append((entry, re.compile(translate(entry)).match))
         else:
             names.append(entry)
     return frozenset(names), tuple(patterns)

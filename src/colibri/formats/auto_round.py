@@ -17,6 +17,7 @@ from colibri.dtypes import F16
 from colibri.errors import UnsupportedFormat
 from colibri.formats import awq, compressed_tensors, gptq
 from colibri.formats._ct_config import weight_args, write_config
+from colibri.formats._patterns import Pattern, compiled
 from colibri.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
 from colibri.quant import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
 
@@ -122,8 +123,7 @@ def _merged(config: Config, module: Module) -> Config | None:
     endings = (".".join(parts[i:]) for i in range(len(parts)))  # short names such as lm_head are meant too
     found = next((name for name in endings if name in extra), None)
     if found is None:
-        patterns = _patterns(tuple(extra), config.source)
-        found = next((key for key, pattern in patterns if pattern.search(module.name)), None)
+        found = next((key for key, pattern in _patterns(config) if pattern.search(module.name)), None)
     if found is None:
         return config if module.stored or _in_blocks(config, module.name) else None
     changes = checked(extra[found], f"extra_config.{found}", dict, (), config.source)
@@ -136,9 +136,10 @@ def _merged(config: Config, module: Module) -> Config | None:
 
 
 @lru_cache(maxsize=64)
-def _patterns(keys: tuple[str, ...], source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _patterns(config: Config) -> tuple[tuple[str, Pattern], ...]:
     """The keys that can only be regular expressions, compiled once for a config."""
-    return tuple((k, gptq.compiled(k, "extra_config", source)) for k in keys if re.search(r"[*+?^$()\[\]{}|\\]", k))
+    keys = [key for key in optional(config, "extra_config", dict, {}) if re.search(r"[*+?^$()\[\]{}|\\]", key)]
+    return tuple((key, compiled(key, "extra_config", config.source)) for key in keys)
 
 
 def _in_blocks(config: Config, name: str) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from colibri.dtypes import BF16, F32, TERNARY
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
+from colibri.formats._floats import skip_list
 from colibri.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -26,7 +27,6 @@ from colibri.formats.base import (
     Format,
     Module,
     Scheme,
-    checked,
     dense,
     optional,
     part,
@@ -108,9 +108,7 @@ class BitNet(Format):
         """The stored tensors tell; where there are none, the config's list of names."""
         if module.stored:
             return module.dtype(".weight", default="U8") in FLOATS and not module.has(".weight_scale")
-        listed = optional(config, "modules_to_not_convert", list, [])
-        names = [checked(entry, "modules_to_not_convert", str, (), config.source) for entry in listed]
-        return any(f".{name}." in f".{module.name}." for name in names)
+        return module.name in skip_list(config, "modules_to_not_convert")
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         scale = spec.scales[0] if spec.scales else None

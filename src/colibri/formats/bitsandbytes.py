@@ -19,6 +19,7 @@ from torch import Tensor
 
 from colibri.dtypes import BNB_FP4, F32, INV127, NF4, DType, biased_type
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
+from colibri.formats._floats import skip_list
 from colibri.formats.base import (
     BIAS,
     FLOATS,
@@ -28,7 +29,6 @@ from colibri.formats.base import (
     Format,
     Module,
     Scheme,
-    checked,
     codes_of,
     dense,
     optional,
@@ -231,9 +231,7 @@ class BitsAndBytes(Format):
         if module.stored:
             marked = any(suffix.startswith((".weight.", ".SCB")) for suffix in module.stored)
             return module.dtype(".weight", default="U8") in FLOATS and not marked
-        listed = optional(config, "llm_int8_skip_modules", list, [])
-        names = [checked(entry, "llm_int8_skip_modules", str, (), config.source) for entry in listed]
-        return any(f".{name}." in f".{module.name}." for name in names)
+        return module.name in skip_list(config, "llm_int8_skip_modules")
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         skipped = list(dense_modules) or None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from colibri.dtypes import BF16, F16
 from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
+from colibri.formats._patterns import Pattern, compiled
 from colibri.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -250,30 +251,27 @@ def overridden(config: Config, name: str, known: frozenset[str]) -> Config | Non
 
     The first pattern that matches from the start of the name wins; "-:" means unquantised.
     """
-    for pattern, values in optional(config, "dynamic", dict, {}).items():
-        if not compiled(pattern.removeprefix("+:").removeprefix("-:"), "dynamic", config.source).match(name):
-            continue
-        if pattern.startswith("-:"):
-            return None
-        changes = checked(values, f"dynamic.{pattern}", dict, (), config.source)
-        strange = sorted(set(changes) - known)
-        if strange:
-            raise UnsupportedFormat(
-                f"dynamic rule '{pattern}' changes what is not understood", where=config.source, got=", ".join(strange)
-            )
-        return replace(config, quant={**config.quant, **changes})
-    return config
-
-
-@lru_cache(maxsize=1 << 14)  # re's own cache is smaller than the rule lists of large models
-def compiled(pattern: str, key: str, source: str) -> re.Pattern[str]:
-    """A regular expression from a config, or an error that names where it is."""
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+    found = next((rule for rule in _rules(config) if rule[1].match(name)), None)
+    if found is None:
+        return config
+    pattern, _, values = found
+    if pattern.startswith("-:"):
+        return None
+    changes = checked(values, f"dynamic.{pattern}", dict, (), config.source)
+    strange = sorted(set(changes) - known)
+    if strange:
         raise UnsupportedFormat(
-            f"'{key}' holds a pattern that is not a regular expression", where=source, got=f"'{pattern}': {error}"
-        ) from None
+            f"dynamic rule '{pattern}' changes what is not understood", where=config.source, got=", ".join(strange)
+        )
+    return replace(config, quant={**config.quant, **changes})
+
+
+@lru_cache(maxsize=64)
+def _rules(config: Config) -> tuple[tuple[str, Pattern, Any], ...]:
+    """The `dynamic` rules as they are spelled, compiled, and what each says."""
+    rules = optional(config, "dynamic", dict, {})
+    patterns = (rule.removeprefix("+:").removeprefix("-:") for rule in rules)
+    return tuple((rule, compiled(p, "dynamic", config.source), rules[rule]) for rule, p in zip(rules, patterns))
 
 
 FORMAT = Gptq()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colibri.errors import CannotEncode
-from colibri.formats._floats import FloatScheme, listed, skip_list
+from colibri.formats._floats import FloatScheme, skip_list
 from colibri.formats.base import FLOATS, Config, Example, Format, Module, Scheme, dense, part
 from colibri.quant import MXFP4, QuantSpec
 
@@ -34,7 +34,7 @@ class GptOssMxfp4(Format):
         return config.method == "mxfp4"
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        skipped = listed(module.name, skip_list(config, "modules_to_not_convert"))
+        skipped = module.name in skip_list(config, "modules_to_not_convert")
         plain = (module.has("") or module.has(".weight")) and not (module.has(_BLOCKS) or module.has(_SCALES))
         return dense(module) if skipped or plain else _SCHEME
 

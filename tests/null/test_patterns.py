@@ -1,0 +1,104 @@
+"""Regular expressions from configs: what `re` says, soon, whatever the pattern."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from colibri.errors import UnsupportedFormat
+from colibri.formats import _patterns, registry
+from colibri.formats._patterns import compiled
+from colibri.formats.base import Config, Module
+
+NAME = "model.language_model.layers.10.mlp.experts.100.gate_proj"
+HOSTILE = [
+    r"(\w+\.?)*!",
+    r"(a+)+$",
+    "(?:.*.*)*x!",
+    r"(\w|\w\w)*!",
+    ".*e" * 20 + "z",
+    "e?" * 50 + "!",
+    "(?:){4000000000}!",
+]
+ATOMS = ["a", "b", "ab", "a-b", ".", r"\.", r"\d", "[ab]", "[^a]", r"\w", "1", "[a-c1]", "x", "{", "]", "-"]
+GROUPS = ["({})", "(?:{})", "(?={})", "(?!{})"]
+REPEATS = ["*", "+", "?", "*?", "+?", "{{2}}", "{{1,2}}", "{{0,}}", "{{,1}}", "??", "{{2,3}}?"]
+
+
+def _pattern(g: random.Random, depth: int = 2) -> str:
+    """Everything that is read, in any combination."""
+    text = ""
+    for _ in range(g.randint(0, 4)):
+        if depth and g.random() < 0.25:
+            atom = g.choice(GROUPS).replace("{}", _pattern(g, depth - 1))
+        else:
+            atom = g.choice([*ATOMS, "^", "$"])
+        repeated = g.random() < 0.35 and atom not in ("^", "$")
+        text += atom + (g.choice(REPEATS).replace("{{", "{").replace("}}", "}") if repeated else "")
+    return f"{text}|{_pattern(g, 0)}" if depth and g.random() < 0.25 else text
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Even the simplest patterns by sets of positions."""
+    monkeypatch.setattr(_patterns, "_FEW_CHOICES", -1)
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("seed", range(4))
+def test_bounded_matching_is_what_re_says(seed: int) -> None:
+    g, compared = random.Random(seed), 0
+    while compared < 2000:
+        pattern = _pattern(g)
+        try:
+            judge = re.compile(pattern)
+        except re.error:
+            with pytest.raises(UnsupportedFormat):
+                compiled(pattern, "key", "source")
+            continue
+        found = compiled(pattern, "key", "source")
+        for _ in range(8):
+            name = "".join(g.choices("ab1.x{-", k=g.randint(0, 7)))
+            assert bool(found.match(name)) == bool(judge.match(name)), (pattern, name)
+            assert bool(found.search(name)) == bool(judge.search(name)), (pattern, name)
+            compared += 1
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_no_pattern_takes_for_ever(pattern: str) -> None:
+    start = time.perf_counter()
+    found = compiled(pattern, "key", "source")
+    assert not found.match(NAME) and not found.search(NAME)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        ("compressed-tensors", {"config_groups": {"g": {"targets": ["Linear"]}}, "ignore": [f"re:{HOSTILE[0]}"]}),
+        ("compressed-tensors", {"config_groups": {"g": {"targets": [f"re:{HOSTILE[0]}"]}}}),
+        ("gptq", {"bits": 4, "group_size": 64, "dynamic": {f"-:{HOSTILE[0]}": {}}}),
+        ("auto-round", {"bits": 4, "group_size": 64, "extra_config": {HOSTILE[0]: {"bits": 16}}}),
+        ("quark", {"global_quant_config": {}, "exclude": [f"re:{HOSTILE[0]}"]}),
+        ("quark", {"global_quant_config": {}, "exclude": ["*e" * 40 + "!"]}),
+        ("modelopt", {"quant_algo": "NVFP4", "exclude_modules": ["*e" * 40 + "!"]}),
+        ("fp8", {"ignored_layers": ["*e" * 40 + "!"]}),
+    ],
+)
+def test_no_format_waits_for_a_pattern(method: str, values: dict[str, object]) -> None:
+    registry()[method].scheme(Config(quant=values, method=method), Module(NAME))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(", "[", "a{2}{3}", "(?i)a", r"(a)\1", "(?<=a)b", r"\bq", r"\x41", "(" * 40 + ")" * 40]
+)
+def test_what_cannot_be_read_is_named(pattern: str) -> None:
+    with pytest.raises(UnsupportedFormat, match="'ignore' holds no regular expression"):
+        compiled(pattern, "ignore", "config.json")
