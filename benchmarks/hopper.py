@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from launches import launch_times, products_beside_dense
 from where import clocks, command, commit, machine, scrub
 
 from colibri.backends import registry
@@ -39,13 +40,14 @@ from colibri.bench.check import expected
 from colibri.bench.peer import Peer, SortingPeer
 from colibri.bench.peers import InOrder, TorchGrouped
 from colibri.bench.report import Work
-from colibri.bench.steady import PRODUCT, ROUNDS, WINDOW_US, Windows, dense_products, window_rates
-from colibri.bench.timing import host_time
+from colibri.bench.steady import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
+from colibri.bench.timing import Call, host_time
 from colibri.bench.workload import Batch, Weights
 from colibri.dispatch import Indexed
 from colibri.jit.build import build_all
-from colibri.jit.driver import Launch
-from colibri.problem import Problem
+from colibri.layer import RoutedExperts
+from colibri.oracle import select
+from colibri.problem import Problem, parse_device
 from colibri.testing.layers import Layer, layer_problem, routing, worst_row
 
 SHAPES = {
@@ -235,7 +237,7 @@ class Run:
         times = {name: took.describe() for name, took in self.windows.measure(contestants).items()}
         row |= {"ours": times.pop("ours"), "peers": {n: t | {"worst_row": worst.get(n)} for n, t in times.items()}}
         row["against"] = against(row["ours"], row["peers"])
-        row["host_us"] = round(host_time(contestants["ours"], DEVICE), 1) if tokens <= 256 else None
+        row["host_us"] = round(host_time(eager_calls(ours, out, batches), DEVICE), 1) if tokens <= 256 else None
         row |= floors(self.ceilings, problem, batches, row["ours"]["us"]) | {"clocks": clocks()}
         if tokens >= COMPUTED:
             row["products"] = products_beside_dense(ours, batches[0], out, self.windows, self.dense)
@@ -309,6 +311,13 @@ def our_call(layer: Layer, out: torch.Tensor, b: Batch) -> torch.Tensor:
     return layer(b.x, Indexed(b.ids, b.weights), out)
 
 
+def eager_calls(ours: Layer, out: torch.Tensor, batches: list[Batch]) -> list[Call]:
+    """What users call, with the same weights."""
+    layer = RoutedExperts()
+    layer.adopt(select(ours.problem, parse_device(str(DEVICE)), ours.backend.name), ours.weights)
+    return [partial(layer, b.x, topk_ids=b.ids, topk_weights=b.weights, out=out) for b in batches]
+
+
 def check(got: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]) -> float:
     """The worst row's relative error; infinite where anything is not finite, in any row."""
     rows, want = wanted
@@ -349,51 +358,6 @@ def line(row: dict) -> str:
         f"peers' worst rows {errors}; clocks {row['clocks']}"
         + (f"; products {row['products']['of_dense']:.1%} of dense" if "products" in row else "")
     )
-
-
-def bound_steps(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, bool, Launch]]:
-    """The launches of a call: what each is, whether it is a product, and the launch."""
-    with torch.cuda.stream(windows.stream):
-        our_call(layer, out, b)
-        torch.cuda.synchronize()
-    mine = [p for key, p in layer.backend._programs.items() if windows.stream.cuda_stream in key]
-    program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
-    found = []
-    for step, launch in zip(steps(program.plan), program.launches):
-        constants = dict(step.source.constants)
-        size = constants.get("T", 0) + constants.get("U", 0)
-        label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
-        found.append((label, "KIND" in constants, launch))
-    return found
-
-
-def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict) -> dict:
-    """Our products alone, launched as the layer launches them, in turns with a dense product of such inputs."""
-    launches = [launch for _, product, launch in bound_steps(layer, b, out, windows) if product]
-    kind = "fp8" if layer.problem.activations.spec.quantized else "bf16"
-
-    def products() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        for launch in launches:
-            launch(stream)
-
-    took = windows.measure({"ours": [products], "dense": [dense[kind]]})
-    flops = {"ours": Work.of(layer.problem, [b]).flops, "dense": 2.0 * PRODUCT**3}
-    rates = {name: flops[name] / took[name].median / 1e6 for name in took}
-    share = round(rates["ours"] / rates["dense"], 4)
-    described = {name: took[name].describe() | {"tflops": round(rate, 1)} for name, rate in rates.items()}
-    return {"of_dense": share, "inputs": kind, **described}
-
-
-def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
-    """Each launch of the program alone, in windows of its own."""
-    found = []
-    for label, _, launch in bound_steps(layer, b, out, windows):
-        dependent, launch._config.count = launch._config.count, 0
-        took = windows.measure({label: [lambda launch=launch: launch(torch.cuda.current_stream().cuda_stream)]})
-        launch._config.count = dependent
-        found.append((label, round(took[label].median, 2)))
-    return found
 
 
 if __name__ == "__main__":

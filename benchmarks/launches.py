@@ -1,0 +1,59 @@
+"""Our launches by themselves: the products of a layer against what the card reaches on a dense one."""
+
+from __future__ import annotations
+
+import torch
+
+from colibri.backends.hopper.steps import steps
+from colibri.bench.report import Work
+from colibri.bench.steady import PRODUCT, Windows
+from colibri.bench.timing import Call
+from colibri.bench.workload import Batch
+from colibri.dispatch import Indexed
+from colibri.jit.driver import Launch
+from colibri.testing.layers import Layer
+
+
+def bound_steps(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, bool, Launch]]:
+    """The launches of a call: what each is, whether it is a product, and the launch."""
+    with torch.cuda.stream(windows.stream):
+        layer(b.x, Indexed(b.ids, b.weights), out)
+        torch.cuda.synchronize()
+    mine = [p for key, p in layer.backend._programs.items() if windows.stream.cuda_stream in key]
+    program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
+    found = []
+    for step, launch in zip(steps(program.plan), program.launches):
+        constants = dict(step.source.constants)
+        size = constants.get("T", 0) + constants.get("U", 0)
+        label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
+        found.append((label, "KIND" in constants, launch))
+    return found
+
+
+def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict[str, Call]) -> dict:
+    """Our products alone, launched as the layer launches them, in turns with a dense product of such inputs."""
+    launches = [launch for _, product, launch in bound_steps(layer, b, out, windows) if product]
+    kind = "fp8" if layer.problem.activations.spec.quantized else "bf16"
+
+    def products() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for launch in launches:
+            launch(stream)
+
+    took = windows.measure({"ours": [products], "dense": [dense[kind]]})
+    flops = {"ours": Work.of(layer.problem, [b]).flops, "dense": 2.0 * PRODUCT**3}
+    rates = {name: flops[name] / took[name].median / 1e6 for name in took}
+    share = round(rates["ours"] / rates["dense"], 4)
+    described = {name: took[name].describe() | {"tflops": round(rate, 1)} for name, rate in rates.items()}
+    return {"of_dense": share, "inputs": kind, **described}
+
+
+def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
+    """Each launch of the program alone, in windows of its own."""
+    found = []
+    for label, _, launch in bound_steps(layer, b, out, windows):
+        dependent, launch._config.count = launch._config.count, 0
+        took = windows.measure({label: [lambda launch=launch: launch(torch.cuda.current_stream().cuda_stream)]})
+        launch._config.count = dependent
+        found.append((label, round(took[label].median, 2)))
+    return found
