@@ -84,7 +84,7 @@ $(VENV)/.torch:
 
 $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 	@echo "== colibri, and transformers to run models"
-	@$(PIP) install --quiet --editable '.[transformers]'
+	@$(PIP) install --quiet --editable '.[transformers,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)

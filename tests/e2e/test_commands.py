@@ -106,11 +106,35 @@ def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
     assert padded == together[0]
 
 
-def test_wrong_use_ends_without_a_traceback(model: Path, tmp_path: Path) -> None:
-    for words in (
-        ["eval", str(model)],
-        ["generate", str(tmp_path / "none"), "x"],
-        ["eval", str(model), "--text", "no"],
-    ):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 2 and "Traceback" not in done.output
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["eval", "model"], 2, "nothing to evaluate on"),
+        (["eval", "model", "--text", "no"], 2, "no such file"),
+        (["eval", "model", "--text", "model/model.safetensors"], 1, "not a text"),
+        (["eval", "model", "--text", "empty"], 2, "two tokens"),
+        (["eval", "model", "--text", "text", "--stride", "9", "--window", "8"], 2, "windows cannot cover"),
+        (["eval", "model", "--questions", "empty"], 1, "no questions"),
+        (["eval", "model", "--questions", "text"], 1, "not a line of JSON"),
+        (["eval", "model", "--text", "text", "--variant", "int4/bf16/cpu/x"], 2, "cannot read the variant"),
+        (["generate", "none", "x"], 2, "no such file"),
+        (["generate", "model", ""], 2, "no tokens"),
+        (["generate", "model", "x", "--dtype", "banana"], 2, "banana"),
+        (["generate", "model", "x", "--device", "tpu"], 2, "no device is called"),
+        (["generate", "dense", "x"], 1, "has no experts"),
+        (["generate", "empty", "x"], 1, "no config.json"),
+        (["bench-serve", "http://localhost:port/v1"], 2, "not the address"),
+        (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),
+    ],
+)
+def test_wrong_use_ends_without_a_traceback(
+    model: Path, words: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    Path("empty").touch()
+    Path("text").write_text("w1 w2 w3 w4")
+    if not Path("dense").exists():
+        config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=32)
+        transformers.LlamaForCausalLM(config).save_pretrained("dense")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == code and said in done.output and "Traceback" not in done.output, done.output

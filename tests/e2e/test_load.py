@@ -76,7 +76,7 @@ def test_failures_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_server() -> None:
-    with pytest.raises(LaunchError, match="does not list a model"):
+    with pytest.raises(LaunchError, match="no server answers"):
         run("http://127.0.0.1:9/v1", Load(1, 1, 1, 1), timeout=2)
     with pytest.raises(SpecError, match="address"):
         run("not a url", Load(1, 1, 1, 1))

@@ -97,6 +97,23 @@ def said(url: str, word: str, tokens: int = 5, first: Callable[[], None] = lambd
     return "".join(pieces)
 
 
+def test_a_taken_port_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    from colibri.errors import LaunchError
+    from colibri.integrations.server import reserve
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(LaunchError, match="in use"):
+            reserve("127.0.0.1", taken)
+        command = [sys.executable, "-m", "colibri.cli.main", "serve", str(tmp_path), "--host", "127.0.0.1"]
+        done = subprocess.run([*command, "--port", str(taken)], capture_output=True, text=True)
+        assert done.returncode == 1 and "cannot listen" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(LaunchError, match="cannot listen"):
+        reserve("no.such.host.invalid", 1234)
+    for held in reserve("localhost", free_port()):
+        held.close()
+
+
 def test_models(served: tuple[str, subprocess.Popen[str]]) -> None:
     assert [model.id for model in client(served[0]).models.list().data] == ["tiny"]
 

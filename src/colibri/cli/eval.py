@@ -83,7 +83,7 @@ def _run(
     dtype: str,
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    from colibri.evaluate.questions import read_questions
+    from colibri.evaluate.questions import read_questions, read_text
     from colibri.evaluate.run import Variant
     from colibri.evaluate.run import evaluate as run
 
@@ -98,9 +98,10 @@ def _run(
 
     asked = read_questions(questions)[:limit] if questions is not None else []
     shown = read_questions(examples)[:shots] if examples is not None else []
+    body = None if text is None else read_text(text)
     parsed = [Variant.parse(variant) for variant in variants]
     with ui.progress("evaluating", 0) as advance:
-        results = run(load, parsed, text=text, questions=asked, examples=shown, progress=advance, **options)
+        results = run(load, parsed, text=body, questions=asked, examples=shown, progress=advance, **options)
     for result, loaded in zip(results, how):
         result.how = loaded
     return [result.describe(results[0]) for result in results]

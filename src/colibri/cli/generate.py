@@ -11,6 +11,7 @@ import typer
 from colibri.cli import console as ui
 from colibri.cli import models
 from colibri.cli.console import Json
+from colibri.errors import SpecError
 
 
 def generate(
@@ -37,9 +38,11 @@ def generate(
         sampling: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens}
         if temperature > 0:
             sampling["temperature"] = temperature
+        if prompt is None and sys.stdin.isatty():
+            ui.console(error=True).print("[dim]a line is a question; Ctrl-D ends[/]")
         answers = [
             _answer(model, tokenizer, line, raw, seed, as_json, sampling)
-            for line in ([prompt] if prompt is not None else map(str.rstrip, sys.stdin))
+            for line in ([prompt] if prompt is not None else filter(None, map(str.strip, sys.stdin)))
         ]
         if as_json:
             ui.print_json({"path": str(path), **models.describe(model), "answers": answers})
@@ -54,6 +57,8 @@ def _answer(
 
     torch.manual_seed(seed)
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
+    if not prompt["input_ids"].numel():
+        raise SpecError("the prompt has no tokens", got=repr(line))
     said = speak(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
     if not quiet:
         _stream("\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from colibri.cli import console as ui
 from colibri.cli import models
@@ -26,12 +27,13 @@ def serve(
     """Serve /v1/models, /v1/chat/completions (streaming too) and /health, until interrupted."""
     with ui.reported(as_json=False):
         ui.existing(path, as_json=False)
-        from colibri.integrations.server import server  # says what is missing before a model is loaded
+        from colibri.integrations.server import reserve, server  # says what is missing before a model is loaded
 
+        sockets = reserve(host, port)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         called = name or path.resolve().name
         out = ui.console(error=True)
         models.announce(path, model, out)
-        out.print(f"serving [bold]{called}[/] on http://{host}:{port}/v1 (Ctrl-C ends it)", soft_wrap=True)
-        server(called, model, tokenizer, host=host, port=port).run()
+        out.print(f"serving [bold]{escape(called)}[/] on http://{host}:{port}/v1 (Ctrl-C ends it)", soft_wrap=True)
+        server(called, model, tokenizer).run(sockets)

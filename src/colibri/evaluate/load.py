@@ -113,10 +113,11 @@ def _model(url: str, timeout: float) -> str:
         connection.request("GET", f"{path}/models")
         listed = json.loads(connection.getresponse().read())
         return str(listed["data"][0]["id"])
-    except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-        raise LaunchError(
-            "the server does not list a model", where=url, got=f"{type(error).__name__}: {error}"
-        ) from None
+    except OSError as error:
+        raise LaunchError("no server answers there", where=url, got=error.strerror or str(error)) from None
+    except (ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise LaunchError("what answers there does not list a model", where=url, got=why, hint="is it /v1?") from None
 
 
 def _send(url: str, model: str, prompt: str, tokens: int, timeout: float) -> Request:
@@ -153,9 +154,13 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _connect(url: str, timeout: float) -> tuple[http.client.HTTPConnection, str]:
-    parts = urlsplit(url)
+    parts, wrong = urlsplit(url), SpecError("not the address of a server", expected="http://host:port/v1", got=url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise wrong from None
     if parts.scheme not in ("http", "https") or parts.hostname is None:
-        raise SpecError("not the address of a server", expected="http://host:port/v1", got=url)
+        raise wrong
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     path = parts.path.rstrip("/")
-    return kind(parts.hostname, parts.port, timeout=timeout), path or "/v1"
+    return kind(parts.hostname, port, timeout=timeout), path or "/v1"

@@ -39,7 +39,7 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """Every line checked: a question without an answer is an error here, not a wrong answer later."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -52,7 +52,17 @@ def read_questions(path: Path) -> list[Question]:
         if strict(row["answer"]) is None:
             raise MalformedFile("the answer does not end in '#### number'", where=where)
         found.append(Question(row["question"], row["answer"]))
+    if not found:
+        raise MalformedFile("the file has no questions", where=str(path), expected="a JSON object in each line")
     return found
+
+
+def read_text(path: Path) -> str:
+    """A text file; bytes that are no text are told from it before a model is loaded."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedFile("not a text in UTF-8", where=f"{path}, byte {error.start}") from None
 
 
 def strict(text: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from colibri.errors import SpecError
 from colibri.evaluate.paired import bootstrap, mcnemar
-from colibri.evaluate.perplexity import Perplexity, perplexity
+from colibri.evaluate.perplexity import Perplexity, perplexity, windows
 from colibri.evaluate.questions import Question, Score, prompt, score
 
 AS_STORED = "stored"
@@ -90,7 +89,7 @@ def evaluate(
     load: Callable[[Variant], tuple[Any, Any]],
     variants: Sequence[Variant],
     *,
-    text: Path | None = None,
+    text: str | None = None,
     questions: Sequence[Question] = (),
     examples: Sequence[Question] = (),
     window: int = 1024,
@@ -102,12 +101,13 @@ def evaluate(
     heard: Callable[[Variant, Question, str], None] = lambda *_: None,
 ) -> list[Result]:
     """One result for each variant, in their order; `heard` is told every answer when it is given."""
-    results = []
+    results: list[Result] = []
+    next(windows(window, window, stride))  # refused, if it is to be, before a model is loaded
     for variant in variants:
         model, tokenizer = load(variant)
         result, start = Result(variant), time.perf_counter()
         if text is not None:
-            ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0][:max_text_tokens]
+            ids = tokenizer(text, return_tensors="pt").input_ids[0][:max_text_tokens]
             result.perplexity = perplexity(model, ids, window=window, stride=stride, batch=batch, progress=progress)
         if questions:
             said = []

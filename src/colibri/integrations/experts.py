@@ -56,9 +56,9 @@ def places(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
     found = [(name, module) for name, module in model.named_modules() if uses_interface(module)]
     if not found:
         raise UnsupportedProblem(
-            "this model does not use transformers' experts interface, so its experts cannot be replaced",
+            "this model has no experts, or does not use transformers' experts interface, so they cannot be replaced",
             where=type(model).__name__,
-            hint="`RoutedExperts.from_checkpoint` gives its experts layer by layer",
+            hint="`RoutedExperts.from_checkpoint` gives experts layer by layer; a dense model runs as it is",
         )
     for name, module in found:
         if vars(module).get("has_post_expert_norm"):

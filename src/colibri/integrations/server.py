@@ -6,10 +6,12 @@ the model that was loaded before the first request.
 
 from __future__ import annotations
 
+import errno
 import inspect
+import socket
 from typing import Any
 
-from colibri.errors import UnsupportedProblem
+from colibri.errors import LaunchError, UnsupportedProblem
 
 try:
     import uvicorn
@@ -19,7 +21,7 @@ try:
     from transformers.cli.serving.utils import GenerationState
 except ImportError as error:
     raise UnsupportedProblem(
-        "what transformers' server needs is not installed", got=str(error), hint="pip install 'transformers[serving]'"
+        "what transformers' server needs is not installed", got=str(error), hint="pip install 'colibri-moe[serve]'"
     ) from None
 
 try:
@@ -43,10 +45,43 @@ class OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "colibri"}]
 
 
-def server(
-    name: str, model: Any, processor: Any, *, host: str, port: int, log_level: str = "warning"
-) -> uvicorn.Server:
-    """Ready to `run()`, which ends gracefully at SIGINT or SIGTERM: open requests are answered first."""
+def reserve(host: str, port: int) -> list[socket.socket]:
+    """The addresses of `host`, taken before a model is loaded for them; they refuse clients until it is served."""
+    taken: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                taken.append(_bound(socket.socket(family, kind, protocol), address))
+            except OSError as error:
+                # `localhost` names an IPv6 address also where there is no IPv6.
+                if len(found) == 1 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+        if not taken:
+            raise OSError("none of its addresses is on this machine")
+    except (OSError, UnicodeError) as error:
+        for each in taken:
+            each.close()
+        raise LaunchError(
+            "cannot listen there", where=f"{host}:{port}", got=error, hint="see --host and --port"
+        ) from None
+    return taken
+
+
+def _bound(made: socket.socket, address: Any) -> socket.socket:
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def server(name: str, model: Any, processor: Any, log_level: str = "warning") -> uvicorn.Server:
+    """Ready to `run(sockets)`, which ends gracefully at SIGINT or SIGTERM: open requests are answered first."""
     manager = OneModel(name, model, processor)
     state = GenerationState()
     shared = {"model_manager": manager, "generation_state": state}
@@ -59,4 +94,4 @@ def server(
     if "systemone_handler" in inspect.signature(build_server).parameters:
         handlers["systemone_handler"] = systemone.SystemOneHandler(**shared)  # type: ignore[arg-type]
     app = build_server(manager, generation_state=state, **handlers)
-    return uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level=log_level))
+    return uvicorn.Server(uvicorn.Config(app, log_level=log_level))

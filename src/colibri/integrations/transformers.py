@@ -10,6 +10,7 @@ other tensors of the checkpoint, dequantised where a format quantised them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,20 @@ from colibri.errors import (
     CheckpointError,
     CheckpointProblems,
     MissingTensor,
+    SpecError,
     UnsupportedFormat,
     UnsupportedProblem,
     WrongShape,
 )
-from colibri.integrations.experts import packed_experts, swap
+from colibri.integrations.experts import packed_experts, places, swap
 from colibri.integrations.interface import register
 from colibri.integrations.rest import rest_of
 from colibri.integrations.saving import Origin, save
-from colibri.problem import FAST
+from colibri.problem import FAST, parse_device
 from colibri.recipe import WIDE, Options, Recipe
 from colibri.report import LoadReport
 from colibri.rules import ActivationRules, WeightRules
+from colibri.stored import Stored
 
 register()
 
@@ -84,10 +87,10 @@ def from_pretrained(
     """
     folder = _local(path)
     config, wide = _config(folder, dtype)
+    target = parse_device(device).torch
     checkpoint = Checkpoint.open(folder)
     headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-    manifest = manifests.build(checkpoint.config, headers)
-    manifest.check(where=str(checkpoint.path))
+    manifest = _manifest(config, checkpoint, headers)
     options = Options(device, Placement(), backend, weights, activations, wide, order)
     model, info = packed_class(_class_of(config)).from_pretrained(
         None,
@@ -98,7 +101,7 @@ def from_pretrained(
         **kwargs,
     )
     _check_loaded(info, folder)
-    model = model.to(device)
+    model = model.to(target)
     fill(model, checkpoint, manifest, options)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -148,7 +151,12 @@ def _local(path: str | Path) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=wanted))
+    except (OSError, ValueError) as error:  # what the hub raises is one of these
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise CheckpointError("no such folder, and no such model to download", where=str(path), got=why) from None
 
 
 def _config(folder: Path, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
@@ -159,11 +167,24 @@ def _config(folder: Path, dtype: torch.dtype | str) -> tuple[PretrainedConfig, t
     for section in (config, config.get_text_config()):
         for key in _QUANT_KEYS:
             vars(section).pop(key, None)
-    wide = config.dtype or config.get_text_config().dtype if dtype == "auto" else dtype
-    wide = vars(torch)[wide] if isinstance(wide, str) else wide or torch.bfloat16
-    if wide not in WIDE:
-        raise UnsupportedProblem("no model computes in this dtype", expected=" or ".join(map(str, WIDE)), got=wide)
-    return config, wide
+    said = config.dtype or config.get_text_config().dtype or torch.bfloat16 if dtype == "auto" else dtype
+    by_name = {str(wide).removeprefix("torch."): wide for wide in WIDE}
+    found = by_name.get(str(said).removeprefix("torch."))
+    if found is None:
+        raise SpecError("no model computes in this dtype", expected=" or ".join(("auto", *by_name)), got=said)
+    return config, found
+
+
+def _manifest(config: PretrainedConfig, checkpoint: Checkpoint, headers: Mapping[str, Stored]) -> Manifest:
+    """What the checkpoint holds, complete. One whose names are unknown may be no mixture of experts at all."""
+    try:
+        manifest = manifests.build(checkpoint.config, headers)
+    except UnsupportedFormat:
+        with torch.device("meta"):
+            list(places(_class_of(config)(config)))  # says so, if it is that
+        raise
+    manifest.check(where=str(checkpoint.path))
+    return manifest
 
 
 def _check_loaded(info: dict[str, Any], folder: Path) -> None:
