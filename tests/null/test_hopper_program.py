@@ -54,6 +54,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(load, "_tensor_map", lambda matrix, facts: bytes(driver.MAP_BYTES))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeProperties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     return fake
 
 
@@ -139,9 +141,8 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", [1, 100])
-def test_a_layer_adds_no_operation_of_its_own(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_a_layer_adds_no_operation_of_its_own(gpu: FakeDriver, tokens: int) -> None:
     """Only launches: every small operation would cost the host as much as one."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     made = make_layer(small(), "hopper", "cpu", distinct=1)
     device = Device("cuda", 90)
     verdict = Verdict(made.backend, (), made.backend.plan(small(), tokens, device))
@@ -177,7 +178,6 @@ def test_calls_of_two_threads_do_not_mix(gpu: FakeDriver, monkeypatch: pytest.Mo
     """They share a stream's scratch memory and a program's arguments."""
     slow = Slow()
     monkeypatch.setattr(driver, "library", lambda: slow)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
     plan = layer.backend.plan(small(), 100, Device("cuda", 90))
     x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
@@ -206,10 +206,9 @@ def test_calls_of_two_threads_do_not_mix(gpu: FakeDriver, monkeypatch: pytest.Mo
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_and_not_launched(
-    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, changed: dict[str, torch.Tensor], why: str
+    gpu: FakeDriver, changed: dict[str, torch.Tensor], why: str
 ) -> None:
     """Also once a call has bound the program, from when on calls take the short way."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
     plan = layer.backend.plan(small(), 100, Device("cuda", 90))
     x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")

@@ -222,12 +222,11 @@ def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
 @triton.jit
 def dispatch_small(
     ids, x, weights, perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden,
-    capacity, experts, R: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr,
-    TOP_K: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
-    NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
-    OWNED: tl.constexpr,
+    capacity, experts, R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
+    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, NARROW: tl.constexpr,
+    WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
-    """One launch for few tokens: every program counts all ids, sends TOKENS rows; the last writes the lists."""
+    """One launch for few tokens: every program counts all ids and sends one row; the last writes the lists."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
@@ -239,14 +238,12 @@ def dispatch_small(
     if b == tl.num_programs(0) - 1:
         _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
     else:
-        slot0 = b * (TOKENS * TOP_K)
+        slot0 = b * TOP_K
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
-        n = tl.minimum(total_slots - slot0, TOKENS * TOP_K)
-        _place(ids, slot0, n, start + before, slots, places, experts, P, E)
+        _place(ids, slot0, TOP_K, start + before, slots, places, experts, P, E)
         tl.debug_barrier()
-        for token in range(b * TOKENS, tl.minimum(b * TOKENS + TOKENS, tokens)):
-            _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H, TOP_K,
-                      NARROW, WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
+        _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, b, hidden, H, TOP_K, NARROW,
+                  WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
 
 
 @triton.jit

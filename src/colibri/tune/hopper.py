@@ -31,6 +31,7 @@ _SHAPES = {
     64: ((64, 0), (2, 1), 2),
     96: ((64, 32), (2, 1), 2),
     128: ((128, 0), (2, 2), 2),
+    144: ((128, 16), (1, 1), 2),
     160: ((128, 32), (1, 1), 2),
 }
 # Tiles that may take two units: (slices in a stage as above, blocks on an SM).

@@ -29,14 +29,11 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
         "OWNED": plan.owned, "WEIGHTED": problem.weight_on_input,
     }  # fmt: skip
     if plan.tokens <= SMALL:
-        each = 1 if plan.tokens <= SMALL // 4 else 4
-        ids = max(1024, power_of_two((SMALL // 4 if each == 1 else SMALL) * top_k))
-        constants = {"R": ids, "TOKENS": each, "P": max(16, power_of_two(each * top_k)), "E": experts, **row}
+        ids = max(1024, power_of_two(SMALL * top_k))
+        constants = {"R": ids, "P": max(16, power_of_two(top_k)), "E": experts, **row}
         names = ("ids x weights perm pre_scale given slots places owners out scales tiles counts tokens hidden "
                  "capacity experts")  # fmt: skip
-        return [
-            _rows(plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (-(-m // each) + 1, 1))
-        ]
+        return [_rows(plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (m + 1, 1))]
     width = chunk(plan)
     return [
         _rows(plan, "count_ids", "ids counted total_slots experts", {"CHUNK": width, "E": experts}, 4,
