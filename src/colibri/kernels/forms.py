@@ -58,6 +58,14 @@ class Form:
         return self.code == INT4_CODE and not self.zero and self.scale == self.activations
 
     @property
+    def wide(self) -> bool:
+        """Whether a group's scale has more bits than the activations' type: it then multiplies in two parts.
+
+        Rounded first, it would put the same error on every weight of its group.
+        """
+        return not self.promoted and (self.scale == F32_GROUP or (self.scale, self.activations) == (F16_GROUP, BF16))
+
+    @property
     def promoted(self) -> bool:
         """Whether a group's scale multiplies the sums of its columns, in fp32, and no code is ever rounded.
 

@@ -44,6 +44,9 @@ INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: a small integer be
 NIBBLE_UNIT = {f.BF16: 133, f.F16: 24}
 _MINUS_EIGHT = "0x80808008"  # -8 in the same two places, rows r below
 _ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, where the field starts
+# A half of a word holds two e4m3 codes: one lies where its number has it, so that a mask takes it out, the other in
+# the bits between. Lowest bit of the number, the mask, and for the other code left shifts and what each brings.
+_E4M3_PLACE = {f.BF16: (4, 0x87F0, ((4, 0x80F0), (-4, 0x0700))), f.F16: (7, 0xBF80, ((7, 0x3F80), (1, 0x8000)))}
 
 
 class Unpack:
@@ -85,8 +88,10 @@ def places(form: Form, n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
     if form.bits == 4:
         start = 4 * (n3 + 2 * k3) + 16 * k0
         return tuple((b, k4 + 2 * k5, start + b) for b in range(4))
-    start = 8 * k4 + 16 * k0
-    return tuple((b, 4 * k5 + n3 + 2 * k3, start + b) for b in range(8))
+    word = 4 * k5 + n3 + 2 * k3
+    if form.code == f.E4M3_CODE:
+        return tuple((b, word, _e4m3_place(form, b, k4) + 16 * k0) for b in range(8))
+    return tuple((b, word, 8 * k4 + 16 * k0 + b) for b in range(8))
 
 
 def _e2m1_places(n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
@@ -101,6 +106,12 @@ def _e2m1_places(n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
             word, source = (0, merged) if _MERGED_FROM_0 >> merged & 1 else (1, merged - 2)
         found.append((bit, word + 2 * k5, source))
     return tuple(found)
+
+
+def _e4m3_place(form: Form, bit: int, k4: int) -> int:
+    low, _, moves = _E4M3_PLACE[form.activations]
+    target = 15 if bit == 7 else low + bit
+    return target - sum(shift for shift, brought in moves if brought >> target & 1) if k4 else target
 
 
 # ---------------------------------------------------------------- codes to 16-bit numbers
@@ -156,15 +167,16 @@ def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: Form)
 
 
 def _byte(word: str, k4: int, register: str, form: Form) -> list[str]:
-    """int8 exactly; e4m3 times 2**-120 (bf16) or 2**-8 (fp16): sign kept, the rest moved down."""
+    """int8 exactly; e4m3 times 2**-120 (bf16) or 2**-8 (fp16): its bits are the low ones of the wider exponent."""
     if form.code == f.E4M3_CODE:
-        down = 4 if form.activations == f.BF16 else 1
-        return [
-            f"shl.b32 t, {word}, {8 - 8 * k4};",
-            "and.b32 u, t, 0x7f007f00;",
-            f"shr.u32 u, u, {down};",
-            f"lop3.b32 {register}, t, 0x80008000, u, 0xea;",
+        _, mask, moves = _E4M3_PLACE[form.activations]
+        if k4 == 0:
+            return [f"and.b32 {register}, {word}, {_pair(mask)};"]
+        lines = [
+            f"shl.b32 {t}, {word}, {n};" if n > 0 else f"shr.u32 {t}, {word}, {-n};" for t, (n, _) in zip("tu", moves)
         ]
+        (_, first), (_, second) = moves
+        return [*lines, f"and.b32 t, t, {_pair(first)};", f"lop3.b32 {register}, u, {_pair(second)}, t, 0xea;"]
     lines = [f"shr.u32 t, {word}, {8 * k4};"]
     if form.activations == f.F16:
         return [
@@ -198,7 +210,8 @@ def _factors(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[s
         lines += statements + _spread(pair, _name(low), _name(high))
         if form.subnormal:
             lines.append(f"{MULTIPLY[form.activations]} e{number}, {pair}, {_MINUS_EIGHT};")
-            lines += _spread(f"e{number}", _addend(_name(low)), _addend(_name(high)))
+        if form.subnormal or form.wide:
+            lines += _spread(f"e{number}", _beside(_name(low)), _beside(_name(high)))
     for n3, k4, k5 in itertools.product(range(2), range(2), k5s):
         # Which factor: one for 16, 32 or at least 64 columns.
         fine = (n3, k4, k5) if form.scale == f.E4M3_G16 else (n3, 0, k5 if form.group == 32 else 0)
@@ -213,8 +226,8 @@ def _name(which: Which) -> str:
     return "m{}{}{}".format(*which)
 
 
-def _addend(factor: str) -> str:
-    """The register of -8 times a factor."""
+def _beside(factor: str) -> str:
+    """The register of what goes with a factor: -8 times it, or of a wide scale what the factor's type cannot hold."""
     return f"a{factor}"
 
 
@@ -239,7 +252,7 @@ def _factor_pairs(form: Form, metas: list[str], k5s: tuple[int, ...]) -> Iterato
             yield pair, [pick, *_e4m3_factors(pair, form.activations)], (0, k4, k5), (1, k4, k5)
     else:
         for part in range(2 if form.group == 32 else 1):
-            pair, statements = _group_factors(f"p{part}", form, metas, part)
+            pair, statements = _group_factors(form, metas, part)
             yield pair, statements, (0, 0, part), (1, 0, part)
 
 
@@ -263,22 +276,26 @@ def _e4m3_factors(pair: str, activations: str) -> list[str]:
     return lines + [f"mul.rn.bf16x2 {pair}, {pair}, {power(113, f.BF16)};"] * 2
 
 
-def _group_factors(pair: str, form: Form, metas: list[str], part: int) -> tuple[str, list[str]]:
-    """A group's stored numbers for rows r and r + 8 in the activations' type."""
-    to = "bf16x2" if form.activations == f.BF16 else "f16x2"
+def _group_factors(form: Form, metas: list[str], part: int) -> tuple[str, list[str]]:
+    """A group's stored numbers for rows r and r + 8 in the activations' type, and beside them what that leaves."""
+    pair, rest = f"p{part}", f"e{part}"
     if form.scale == form.activations:
         return metas[part], []
+    if form.scale == f.BF16_GROUP:  # fp16 activations. bf16 is the upper half of fp32
+        lines = [f"shl.b32 t, {metas[part]}, 16;", f"and.b32 u, {metas[part]}, 0xffff0000;"]
+        return pair, [*lines, "mov.b32 x, t;", "mov.b32 y, u;", f"cvt.rn.f16x2.f32 {pair}, y, x;"]
     if form.scale == f.F32_GROUP:
         lines = [f"mov.b32 x, {metas[2 * part]};", f"mov.b32 y, {metas[2 * part + 1]};"]
-        if form.code == f.E4M3_CODE:  # its shift goes in here
-            shift = f"0f{(127 + code_shift(form)) << 23:08X}"
-            lines += [f"mul.rn.f32 x, x, {shift};", f"mul.rn.f32 y, y, {shift};"]
-    elif form.scale == f.BF16_GROUP:  # bf16 is the upper half of fp32
-        lines = [f"shl.b32 t, {metas[part]}, 16;", f"and.b32 u, {metas[part]}, 0xffff0000;"]
-        lines += ["mov.b32 x, t;", "mov.b32 y, u;"]
     else:
         lines = [f"mov.b32 {{h0, h1}}, {metas[part]};", "cvt.f32.f16 x, h0;", "cvt.f32.f16 y, h1;"]
-    return pair, [*lines, f"cvt.rn.{to}.f32 {pair}, y, x;"]
+    if form.activations == f.BF16:
+        lines += ["mov.b32 t, x;", "mov.b32 u, y;", f"prmt.b32 {pair}, t, u, 0x7632;"]
+        lines += ["and.b32 t, t, 0xffff0000;", "and.b32 u, u, 0xffff0000;", "mov.b32 v, t;", "mov.b32 w, u;"]
+    else:
+        lines += [f"cvt.rn.f16x2.f32 {pair}, y, x;", f"mov.b32 {{h0, h1}}, {pair};"]
+        lines += ["cvt.f32.f16 v, h0;", "cvt.f32.f16 w, h1;"]
+    to = "bf16x2" if form.activations == f.BF16 else "f16x2"
+    return pair, [*lines, "sub.rn.f32 x, x, v;", "sub.rn.f32 y, y, w;", f"cvt.rn.{to}.f32 {rest}, y, x;"]
 
 
 def code_shift(form: Form) -> int:
@@ -323,10 +340,10 @@ def _statements(form: Form) -> tuple[str, int, int]:
             lines += _finish(form, register, zero.get((n3, k5)), factor.get((n3, k4, k5)))
     lines, constants = _name_constants(lines)
     held = {*factor.values(), *zero.values(), *(f"{kind}{i}" for kind in "pe" for i in range(4))}
-    if form.subnormal:
-        held |= {_addend(m) for m in factor.values()}
+    if form.subnormal or form.wide:
+        held |= {_beside(m) for m in factor.values()}
     named = ["t", "u", *sorted(held), *constants]
-    head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x, y; .reg .b16 h0, h1;\n"
+    head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x, y, v, w; .reg .b16 h0, h1;\n"
     return head + "\n".join(lines) + "\n}", outputs, form.scale_words
 
 
@@ -366,10 +383,13 @@ def _finish(form: Form, register: str, zero: str | None, factor: str | None) -> 
     act = form.activations
     lines = []
     if form.subnormal and factor is not None:
-        return [f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, {_addend(factor)};"]
+        return [f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, {_beside(factor)};"]
     if form.code == f.INT4_CODE:
         lines.append(f"{SUBTRACT[act]} {register}, {register}, {zero or _pair(INT4_MAGIC[act] + 8)};")
-    if factor is not None:
+    if factor is not None and form.wide:
+        lines.append(f"{MULTIPLY[act]} t, {register}, {_beside(factor)};")
+        lines.append(f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, t;")
+    elif factor is not None:
         lines.append(f"{MULTIPLY[act]} {register}, {register}, {factor};")
     elif code_shift(form):
         lines.append(f"{MULTIPLY[act]} {register}, {register}, {power(code_shift(form), act)};")

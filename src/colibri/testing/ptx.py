@@ -69,16 +69,23 @@ def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
 
 
 def _halves(dtype: torch.dtype, combine: Callable[..., torch.Tensor]) -> Callable[..., Register]:
-    """An operation on both 16-bit halves, computed in fp32 and rounded once."""
+    """An operation on both 16-bit halves, computed exactly and rounded once."""
 
     def apply(*registers: Register) -> Register:
         out = np.zeros(np.broadcast_shapes(*(r.shape for r in registers)), dtype=np.uint32)
         for shift in (0, 16):
             values = [_as(dtype, (r >> np.uint32(shift)) & np.uint32(0xFFFF)) for r in registers]
-            out |= _bits(combine(*values).to(dtype)) << np.uint32(shift)
+            out |= _bits(rounded(combine(*values), dtype)) << np.uint32(shift)
         return out
 
     return apply
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To 16-bit numbers in one step. Torch goes by way of fp32, so that this step must round to odd."""
+    near, wide = values.float(), values.double()
+    bits = near.view(torch.int32) - (near.double().abs() > wide.abs()).int()
+    return torch.where(near.double() == wide, bits, bits | 1).view(torch.float32).to(dtype)
 
 
 def _as(dtype: torch.dtype, half: Register) -> torch.Tensor:
@@ -132,7 +139,7 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "fma.rn.f16x2": _halves(torch.float16, lambda a, b, c: a.double() * b + c),
     "sub.rn.bf16x2": _halves(torch.bfloat16, lambda a, b: a - b),
     "sub.rn.f16x2": _halves(torch.float16, lambda a, b: a - b),
-    "mul.rn.f32": lambda a, b: (_float(a) * _float(np.broadcast_to(b, a.shape))).numpy().view(np.uint32),
+    "sub.rn.f32": lambda a, b: (_float(a) - _float(b)).numpy().view(np.uint32),
     "cvt.f32.f16": lambda a: _as(torch.float16, a).numpy().view(np.uint32),
     "cvt.rn.satfinite.e4m3x2.f16x2": _narrow_pair,
     "cvt.rn.bf16x2.f32": _convert_pair(torch.bfloat16),

@@ -22,7 +22,7 @@ from colibri.dtypes import E2M1
 from colibri.kernels import forms as f
 from colibri.kernels import fragments
 from colibri.kernels.forms import HALF, ROWS, Form
-from colibri.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, row_shift
+from colibri.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from colibri.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
 from colibri.layout import Layout, MatrixShape, as_integer
 from colibri.problem import Problem
@@ -175,18 +175,12 @@ class HopperLayout(Layout):
                 if form.zero and weight.zero is not None:
                     held = held | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
                 return codes, fragments.pack_floats(form, held).reshape(-1), factors
-            if form.scale == f.F32_GROUP:
-                base = _excess(each)
-                words.append(fragments.pack_floats(form, as_integer(self._meta(shape, form, each * torch.exp2(-base)))))
-                factors = factors * torch.exp2(base.squeeze(1))
-            elif form.subnormal:
-                base = _nibble_base(each, form)
-                placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
-                placed = (placed * _nibble_units(form, len(placed), each.device)).to(each.dtype)
-                words.append(fragments.pack_halves(form, as_integer(placed)))
-                factors = factors * torch.exp2(base.squeeze(1))
-            else:
-                words.append(fragments.pack_halves(form, as_integer(self._meta(shape, form, each))))
+            base = _nibble_base(each, form) if form.subnormal else _excess(each, form)
+            factors = factors * torch.exp2(base.squeeze(1))
+            placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
+            placed = as_integer((placed * _units(form, len(placed), each.device)).to(each.dtype))
+            pack = fragments.pack_floats if form.scale == f.F32_GROUP else fragments.pack_halves
+            words.append(pack(form, placed))
         if form.zero and weight.zero is not None:
             each = expand(weight.zero, (weight.spec.scales[0].block[0], 1), n, k).int() + INT4_MAGIC[form.activations]
             words.append(fragments.pack_halves(form, self._meta(shape, form, each.to(torch.int16))))
@@ -228,17 +222,12 @@ class HopperLayout(Layout):
             return values[:, :columns].to(torch.uint8)
         held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
-            bits = self._take(shape, fragments.unpack_floats(form, held, n, groups))
+            bits = fragments.unpack_floats(form, held, n, groups)
             values = (bits & ~ZERO_BITS if form.zero else bits).view(torch.float32)
-            values = (values * powers.unsqueeze(1)).to(level.dtype.storage)
         else:
             values = fragments.unpack_halves(form, held, n, groups).view(level.dtype.storage)
-            if form.subnormal:
-                values = values.double() / _nibble_units(form, n, values.device)
-            values = self._take(shape, values)
-            if form.subnormal:
-                values = (values * powers.double().unsqueeze(1)).to(level.dtype.storage)
-        return values[:: level.block[0]][:rows, :columns].contiguous()
+        values = self._take(shape, values.double() / _units(form, n, values.device)) * powers.double().unsqueeze(1)
+        return values[:: level.block[0]][:rows, :columns].to(level.dtype.storage).contiguous()
 
     def _unpack_zero(self, shape: MatrixShape, form: Form, words: Tensor) -> Tensor:
         n, _ = self.padded(shape)
@@ -264,9 +253,13 @@ def _up(size: int, side: int) -> int:
     return -(-size // side) * side
 
 
-def _excess(scales: Tensor) -> Tensor:
-    """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor."""
-    return (torch.frexp(scales.abs().amax(1, keepdim=True))[1] - 6).clamp(min=0).float()
+def _excess(scales: Tensor, form: Form) -> Tensor:
+    """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor.
+
+    With fp16 activations rows are brought up to it too: its own smallest numbers are near.
+    """
+    excess = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1] - 6
+    return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
 
 
 def _nibble_base(scales: Tensor, form: Form) -> Tensor:
@@ -279,10 +272,14 @@ def _nibble_base(scales: Tensor, form: Form) -> Tensor:
     return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
 
 
-def _nibble_units(form: Form, n: int, device: torch.device) -> Tensor:
-    """[n, 1]: what a row's scale is multiplied by in the kernel's order, where rows r + 8 have the high nibbles."""
+def _units(form: Form, n: int, device: torch.device) -> Tensor:
+    """[n, 1]: what a row's scale is multiplied by in the kernel's order, so that codes may lie as is cheapest.
+
+    Of nibbles that are subnormal numbers, rows r + 8 have the high ones.
+    """
     high = torch.arange(n, device=device) >> 3 & 1
-    return torch.exp2((NIBBLE_UNIT[form.activations] - 4 * high).double()).unsqueeze(1)
+    shift = NIBBLE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + code_shift(form)
+    return torch.exp2(shift.double()).unsqueeze(1)
 
 
 def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
