@@ -318,3 +318,24 @@ def test_compiling_on_first_use_says_so_once(tmp_path: Path, caplog: pytest.LogC
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 1 and "colibri kernels build" in warned[0].getMessage()
     assert len(caplog.records) == 3
+
+
+def test_one_compilation_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that need different kernels at once: the compiler's settings and its report are the process's."""
+    inside, most = [0], [0]
+
+    def build(source: Source) -> Binary:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        inside[0] -= 1
+        return CODE
+
+    monkeypatch.setattr(builder, "build", build)
+    sources = [replace(SOURCE, constants=(("CHUNK", n), ("E", 2))) for n in range(4)]
+    threads = [threading.Thread(target=builder.binary, args=(source, cache(tmp_path))) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cache(tmp_path).keys()) == 4 and most == [1]

@@ -9,12 +9,14 @@ from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_c
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Lock
 
 from colibri.errors import ColibriError
 from colibri.jit.cache import Cache
 from colibri.jit.compile import Binary, Source, build
 
 log = logging.getLogger("colibri")
+_compiling = Lock()  # the compiler's settings, and where it prints, are the whole process's
 
 
 def binary(source: Source, held: Cache | None = None) -> Binary:
@@ -23,7 +25,8 @@ def binary(source: Source, held: Cache | None = None) -> Binary:
     def compile_now() -> Binary:
         _announce()
         log.info("compiling %s", source.label)
-        return build(source)
+        with _compiling:
+            return build(source)
 
     return (held or Cache()).get(source, compile_now)
 

@@ -54,7 +54,11 @@ class Hopper(Backend):
         return known[1]
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index or 0)
+        index = x.device.index or 0
+        if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
+            with torch.cuda.device(index):
+                return self.run(plan, x, dispatch, weights, out)
+        stream = torch._C._cuda_getCurrentRawStream(index)
         second = weights.get("w2")
         codes = 0 if second is None else second["codes"].data_ptr()
         key = (id(plan), stream, weights["w13"]["codes"].data_ptr(), codes)
