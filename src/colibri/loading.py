@@ -33,8 +33,7 @@ def from_checkpoint(path: str | Path | Checkpoint, layer: int, **options: Any) -
     """
     wanted = Options(**options)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-    manifest = manifests.build(checkpoint.config, headers, wanted.naming)
+    manifest = manifests.build(checkpoint.config, checkpoint.headers, wanted.naming, layers=(layer,))
     manifest.check(where=str(checkpoint.path))
     recipe = Recipe.make(manifest, layer, wanted)
     made = recipe.pull(checkpoint.read)
@@ -54,8 +53,7 @@ def linear_from_checkpoint(
 ) -> QuantizedLinear:
     """Any linear module of a checkpoint, by its name, through the same backends."""
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-    found = find_module(checkpoint.config, headers, checkpoint.read, module)
+    found = find_module(checkpoint.config, checkpoint.headers, checkpoint.read, module)
     weight = load_projection(checkpoint.read, found)
     target = weight_targets(weights, 0).get("w13")
     if target is not None:
@@ -64,7 +62,7 @@ def linear_from_checkpoint(
     wide = wide_inputs(dtype)
     spec = activation_specs(activations, 0).get("w13", wide)
     if spec is None:
-        spec = detect(checkpoint.config).activations(checkpoint.config, found.as_module(headers)) or wide
+        spec = detect(checkpoint.config).activations(checkpoint.config, found.as_module(checkpoint.headers)) or wide
     problem = Problem(
         shape,
         None,

@@ -39,7 +39,7 @@ def from_config(
     made = RoutedExperts()
     recipe = None
     if tensors is not None:
-        manifest = manifests.build(model, tensors, wanted.naming)
+        manifest = manifests.build(model, tensors, wanted.naming, layers=(layer,))
         manifest.check(where=model.source)
         recipe = Recipe.make(manifest, layer, wanted)
         recipe.fill(made, recipe.allocate(), None)

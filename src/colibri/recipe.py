@@ -153,7 +153,7 @@ def pose(manifest: Manifest, index: int, options: Options) -> tuple[LayerPlan, d
     """A rank's share of a layer, the activations its checkpoint declares, and what is to be computed:
     all that is known before any backend is asked."""
     if index not in manifest.layers:
-        legal = ", ".join(map(str, sorted(manifest.layers))) or "none"
+        legal = ", ".join(map(str, manifest.found)) or "none"
         raise MissingTensor(f"layer {index} has no routed experts", expected=f"one of {legal}")
     layer = manifest.layers[index]
     targets = weight_targets(options.weights, index)

@@ -119,6 +119,19 @@ def test_push_in_any_order_equals_pull(fmt: str, form: int, known: bool, tmp_pat
     assert replace(pushed.report, seconds=0) == replace(pulled.report, seconds=0)
 
 
+def test_a_layer_is_checked_by_itself(tmp_path: Path) -> None:
+    """Looking at all layers of a large model for each of them would take longer than loading it."""
+    made = _make("gptq")
+    lost = "model.layers.1.mlp.experts.2.up_proj.scales"
+    del made.tensors[lost]
+    folder = save(made, tmp_path / "m")
+    assert RoutedExperts.from_checkpoint(folder, layer=0).problem.experts == SIZE.experts
+    with pytest.raises(CheckpointProblems, match=lost):
+        RoutedExperts.from_checkpoint(folder, layer=1)
+    with pytest.raises(MissingTensor, match="expected one of 0, 1"):
+        RoutedExperts.from_checkpoint(folder, layer=2)
+
+
 def test_a_refit_takes_only_what_the_layer_was_planned_for(tmp_path: Path) -> None:
     """A plan's slice of a larger tensor, or of one of another type, would be other numbers without a word."""
     made = _make("fp8", "channel-dynamic")
@@ -330,8 +343,6 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert layer(x[:0], topk_ids=ids[:0], topk_weights=weights[:0]).shape == (0, SIZE.hidden)
     with pytest.raises(WrongDtype, match="gate_proj"):
         layer.load_weights([("model.layers.0.mlp.experts.0.gate_proj.scales", torch.zeros(1, dtype=torch.complex64))])
-    with pytest.raises(MissingTensor, match="layer 7"):
-        RoutedExperts.from_checkpoint(tmp_path / "m", layer=7)
     for wrong_option in ({"weights": "int9"}, {"device": "sm_90"}):
         with pytest.raises(SpecError):
             RoutedExperts.from_checkpoint(tmp_path / "m", layer=0, **wrong_option)

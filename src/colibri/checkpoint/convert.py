@@ -68,8 +68,7 @@ class Options:
 
 def prepare(source: Checkpoint, target: Target, options: Options) -> Output:
     """Check the source whole and decide the output; reads headers only."""
-    headers = {name: info.stored for name, info in source.tensors.items()}
-    manifest = manifests.build(source.config, headers)
+    manifest = manifests.build(source.config, source.headers)
     manifest.check(str(source.path))
     if manifest.naming.family == GGUF and not options.experts_only:
         raise UnsupportedFormat(
@@ -77,8 +76,8 @@ def prepare(source: Checkpoint, target: Target, options: Options) -> Output:
             where=str(source.path),
             hint="--experts-only writes a checkpoint of the experts alone",
         )
-    others = [] if options.experts_only else quantized_modules(manifest, headers, source.read)
-    return plan(manifest, target, headers, others, experts_only=options.experts_only)
+    others = [] if options.experts_only else quantized_modules(manifest, source.headers, source.read)
+    return plan(manifest, target, source.headers, others, experts_only=options.experts_only)
 
 
 def convert(

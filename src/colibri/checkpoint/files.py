@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -31,7 +32,7 @@ from colibri.errors import (
     UnexpectedTensor,
     UnsupportedProblem,
 )
-from colibri.stored import Config
+from colibri.stored import Config, Stored
 
 MAX_NAME = 512  # of a tensor: patterns are matched against it, numbers read in it
 INDEX = "model.safetensors.index.json"
@@ -89,6 +90,11 @@ class Checkpoint:
         if info is None:
             raise MissingTensor("no such tensor", where=str(self.path), got=quoted(name))
         return read_slice(self._descriptor(info.file), info, index)
+
+    @cached_property
+    def headers(self) -> dict[str, Stored]:
+        """What the files say of every tensor: all that a manifest is made from."""
+        return {name: info.stored for name, info in self.tensors.items()}
 
     def other_files(self) -> tuple[Path, ...]:
         """What belongs to the folder and is neither tensors nor a config: tokenizer, templates ..."""

@@ -36,6 +36,7 @@ class Manifest:
     layers: dict[int, Layer] = field(default_factory=dict)
     problems: list[CheckpointError] = field(default_factory=list)
     expert_tensors: frozenset[str] = frozenset()
+    found: tuple[int, ...] = ()  # layers that have experts, looked at or not
 
     def check(self, where: str) -> None:
         """Raise everything that is wrong, together."""
@@ -48,11 +49,13 @@ def build(
     tensors: Mapping[str, Stored],
     naming: Naming | None = None,
     *,
+    layers: Container[int] | None = None,
     experts: Container[int] | None = None,
 ) -> Manifest:
     """Read names and headers once; nothing is loaded. Problems are collected, not raised.
 
-    With `experts` only those are looked for: what a rank that was sent its own share can check.
+    With `layers` only those are looked at: a large model has a hundred thousand tensors in others. With `experts` only
+    those are looked for: what a rank that was sent its own share can check.
     """
     row = naming or names.find(config.model)
     manifest = Manifest(config, detect(config), row, names.sizes(config.model), tensors)
@@ -70,7 +73,8 @@ def build(
                 got=f"{len(tensors)} other tensors",
             )
         )
-    for index in sorted(claims):
+    manifest.found = tuple(sorted(claims))
+    for index in manifest.found if layers is None else (i for i in manifest.found if i in layers):
         builder = LayerBuilder(config, manifest.format, form, index, claims[index], tensors)
         layer = builder.build(experts)
         manifest.problems.extend(builder.problems)

@@ -34,8 +34,6 @@ def ordered(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[t
             while pending:
                 yield _result(pending)
     finally:
-        for _, future in pending:
-            future.cancel()
         torch.set_num_threads(threads)
 
 

@@ -115,8 +115,7 @@ def _from_checkpoint(path: Path, layer: int | None, weights: str | None, activat
     from colibri.recipe import Options, pose
 
     with Checkpoint.open(path) as checkpoint:
-        headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-        manifest = manifests.build(checkpoint.config, headers)
+        manifest = manifests.build(checkpoint.config, checkpoint.headers)
         manifest.check(where=str(path))
     index = min(manifest.layers, default=0) if layer is None else layer
     options = Options(

@@ -32,8 +32,7 @@ def inspect(
         from colibri.checkpoint.files import Checkpoint
 
         with Checkpoint.open(path) as checkpoint:
-            headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-            manifest = manifests.build(checkpoint.config, headers)
+            manifest = manifests.build(checkpoint.config, checkpoint.headers)
             found = describe(checkpoint, manifest)
             if memory or tp > 1 or ep > 1:
                 found["memory"] = describe_memory(manifest, tp, ep)
@@ -119,13 +118,7 @@ def _matrix(manifest: Manifest, layer: Layer, name: str) -> dict[str, Any]:
 
 def _activations(manifest: Manifest, projection: Projection) -> str | None:
     """How the config wants inputs represented; None = 16 bit."""
-    from colibri.formats.base import Module
-
-    stored = {
-        source.tensor.removeprefix(projection.module): manifest.tensors[source.tensor]
-        for source in projection.sources.values()
-    }
-    wanted = manifest.format.activations(manifest.config, Module(projection.module, stored))
+    wanted = manifest.format.activations(manifest.config, projection.as_module(manifest.tensors))
     return None if wanted is None else str(wanted)
 
 

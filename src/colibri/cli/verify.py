@@ -65,8 +65,7 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verdic
         with Checkpoint.open(path) as checkpoint:
             verdict.tensors = len(checkpoint.tensors)
             verdict.problems.extend(checkpoint.problems)
-            headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-            manifest = manifests.build(checkpoint.config, headers)
+            manifest = manifests.build(checkpoint.config, checkpoint.headers)
             verdict.layers = len(manifest.layers)
             verdict.problems.extend(manifest.problems)
             (verdict.problems if strict else verdict.warnings).extend(_unknown_keys(manifest))
