@@ -77,12 +77,12 @@ def answers(model: Any, tokenizer: Any, texts: Sequence[str], tokens: int) -> li
     def asks(ids: Tensor, scores: object, **_: object) -> Tensor:
         if (ids.shape[1] - start) % EVERY:
             return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-        ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - EVERY - LAST) :])
+        ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - EVERY - LAST) :].tolist())
         return torch.tensor([NEXT in end for end in ends], device=ids.device)
 
     with torch.no_grad():
         out = model.generate(**fed, max_new_tokens=tokens, do_sample=False, stopping_criteria=[asks])
-    return [said.split(NEXT)[0] for said in tokenizer.batch_decode(out[:, start:], skip_special_tokens=True)]
+    return [said.split(NEXT)[0] for said in tokenizer.batch_decode(out[:, start:].tolist(), skip_special_tokens=True)]
 
 
 def evaluate(
