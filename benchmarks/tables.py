@@ -177,7 +177,7 @@ def perplexity() -> str:
             rows.append((what, row["backend"], f"{row['kernels']['perplexity']:.4f}", apart))
         whole = "the whole test set" if found["whole_text"] else "its beginning"
         note = (
-            f"SmolLM2-135M on WikiText-2, {found['tokens']:,} tokens ({whole}), on {found['machine']['device']}; "
+            f"SmolLM2-135M on WikiText-2, {found['tokens']:,} tokens ({whole}), on {found['machine']['device'].split(',')[0]}; "
             f"{source(name)}"
         )
         parts.append(table(("weights x activations", "backend", "perplexity", "differs by"), rows, note))
