@@ -208,7 +208,7 @@ class RoutedExperts(PackedModule):
         Ids are global; those of other ranks, and -1, contribute nothing.
         """
         self.check(x, topk_ids, topk_weights)
-        if out is not None and (out.shape, out.device) != (x.shape, x.device):
+        if out is not None and (out.shape != x.shape or out.device != x.device):
             got = f"{list(out.shape)} on {out.device}"
             raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
         if torch.compiler.is_compiling():
@@ -220,7 +220,7 @@ class RoutedExperts(PackedModule):
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
         """`forward` once everything is checked."""
-        if x.shape[0] == 0:
+        if x.numel() == 0:
             return out
         places, local = self._buffers["expert_map"], topk_ids
         if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.drops_wild_ids:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import check_error, times_own
+from calls import check_error
 from torch import Tensor
 
 from colibri.activation import Activation
@@ -53,9 +53,18 @@ def pose(spec: str, activations: str, **sizes: Any) -> Problem:
     return layer_problem(spec, activations, **{"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, **sizes})
 
 
+def large_enough(spec: str) -> dict[str, int]:
+    """The sizes at which a spec's worst row says something.
+
+    Zero points anywhere from 0 to 16 give the weights of a group a mean as large as their spread. Two such groups make
+    a second matrix of nearly rank two, and a row that lies badly to it is off by what no rounding of weights can help.
+    """
+    return {"hidden": 4096, "intermediate": 2048} if spec.endswith("-zp") else {}
+
+
 def plans() -> Iterator[tuple[Problem, int]]:
     """What most of these tests launch, to be compiled together."""
-    yield from ((pose(spec, inputs), tokens) for spec, inputs in SPECS for tokens in BATCHES)
+    yield from ((pose(spec, inputs, **large_enough(spec)), tokens) for spec, inputs in SPECS for tokens in BATCHES)
     for inputs in ("bf16", "fp8"):
         yield from ((pose("mxfp4", inputs), tokens) for tokens in TILES)
         for hidden, intermediate in SIZES:
@@ -74,7 +83,8 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **s
     problem = pose(spec, activations, **sizes)
     ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
     count = max(tokens, 64)
-    x = torch.randn(count, problem.hidden, device="cuda").to(problem.input.storage)
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(count, problem.hidden, generator=generator, device="cuda").to(problem.input.storage)
     routed = routing(problem, count, 7, kind=kind)
     want = reference(x, routed, torch.empty_like(x, dtype=torch.float32))
     ids, weights = routed.ids[:tokens].contiguous(), routed.weights[:tokens].contiguous()
@@ -87,7 +97,7 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **s
         plain = make_layer(replace(problem, activations=ACTIVATIONS["bf16"]), "reference")
         wide = plain(x, routed, torch.empty_like(want))
     rows = torch.arange(tokens, device="cuda")[mine[:tokens]]
-    check_error(got[rows], want[mine], wide[mine], rows_among(rows, mine), times_own(problem.w13.spec))
+    check_error(got[rows], want[mine], wide[mine], rows_among(rows, mine))
 
 
 def rows_among(rows: Tensor, mine: Tensor) -> Tensor:
@@ -98,7 +108,7 @@ def rows_among(rows: Tensor, mine: Tensor) -> Tensor:
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
 @pytest.mark.parametrize("tokens", BATCHES)
 def test_every_form(spec: str, activations: str, tokens: int) -> None:
-    compare(spec, activations, tokens)
+    compare(spec, activations, tokens, **large_enough(spec))
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
@@ -166,3 +176,17 @@ def test_ids_of_no_expert_contribute_nothing(tokens: int, activations: str) -> N
     ids = torch.where(routed.ids < 0, wild.view_as(routed.ids), routed.ids).to(torch.int32)
     assert not torch.equal(ids, routed.ids)
     assert torch.equal(layer(x, type(routed)(ids, routed.weights)), layer(x, routed))
+
+
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_views(tokens: int) -> None:
+    """Rows of a larger batch, with gaps between them or starting anywhere, into rows of a larger output."""
+    problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=6)
+    layer = make_layer(problem, "hopper")
+    x, routed = torch.randn(2 * tokens + 1, 512, device="cuda").bfloat16(), routing(problem, 2 * tokens + 1, 1)
+    for rows in (slice(1, tokens + 1), slice(1, None, 2)):
+        ids, weights = routed.ids[rows], routed.weights[rows]
+        want = layer(x[rows].contiguous(), Indexed(ids.clone(), weights.clone()))
+        out = torch.full((2 * tokens, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+        layer(x[rows], Indexed(ids, weights), out[::2])
+        assert torch.equal(out[::2], want) and bool(out[1::2].isnan().all())

@@ -11,7 +11,7 @@ from colibri.backends.base import Backend, NoForm, Plan, Reason
 from colibri.backends.hopper.forms import kernel_form
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import SINGLE, HopperPlan, make_plan
-from colibri.backends.hopper.program import Program
+from colibri.backends.hopper.program import ALIGNMENT, Program
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
 from colibri.dtypes import BF16, F16
 from colibri.errors import LaunchError
@@ -67,10 +67,12 @@ class Hopper(Backend):
             return out
         assert isinstance(plan, HopperPlan)
         wide = plan.problem.input.storage
-        if x.dtype != wide or out.dtype != wide:
-            result = self.run(plan, x.to(wide), dispatch, weights, torch.empty_like(out, dtype=wide))
-            return _copy(result, dispatch, out)
-        call = _call(plan, x, dispatch, out)
+        x, written = _densely(x.to(wide)), out
+        if isinstance(dispatch, Indexed):
+            dispatch = Indexed(_densely(dispatch.ids), _densely(dispatch.weights))
+        if out.dtype != wide or not _dense(out):
+            written = torch.empty_like(out, dtype=wide, memory_format=torch.contiguous_format)
+        call = _call(plan, x, dispatch, written)
         tokens = x.numel() // plan.problem.hidden
         if tokens > plan.tokens:
             raise LaunchError("more tokens than the plan is for", expected=f"<= {plan.tokens}", got=tokens)
@@ -79,11 +81,21 @@ class Hopper(Backend):
         if program is None:
             program = self._programs[key] = Program(plan, weights, x.device, stream)
         program.run(tokens, call)
-        return out
+        return out if written is out else _copy(written, dispatch, out)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether kernels can take it as it is: no gaps, and a start that suits their widest reads."""
+    return tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT
+
+
+def _densely(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy: views come in all forms."""
+    return tensor if _dense(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _copy(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-    """Rows that were computed into an output of another dtype; nobody's rows stay as they are."""
+    """Rows that were computed elsewhere into an output of any dtype and form; nobody's rows stay as they are."""
     if isinstance(dispatch, Indexed):
         return out.copy_(result)
     if isinstance(dispatch, Contiguous):
@@ -98,13 +110,11 @@ def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[
     wide = plan.problem.input.storage
     call: dict[str, int] = {}
     for name, tensor, dtype in (("x", x, wide), ("out", out, wide), *_dispatched(plan, x, dispatch)):
-        pointer = call[name] = tensor.data_ptr()
+        call[name] = tensor.data_ptr()
         if tensor.dtype != dtype:
             raise LaunchError(f"{name} has another dtype", expected=dtype, got=tensor.dtype)
         if not tensor.is_contiguous():
             raise LaunchError("the kernels take contiguous tensors", got=name)
-        if pointer % 16 and name != "edges":
-            raise LaunchError("the kernels take tensors that start at a multiple of 16 bytes", got=name)
     return call
 
 

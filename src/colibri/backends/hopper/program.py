@@ -23,7 +23,7 @@ from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
 from colibri.problem import INDEXED
 
-_ALIGNED = 15  # low bits of an address that are zero
+ALIGNMENT = 16  # bytes: addresses are multiples of it
 
 
 class Program:
@@ -85,7 +85,7 @@ class Program:
             and out.is_contiguous()
             and ids.is_contiguous()
             and weights.is_contiguous()
-            and not (at[0] | at[1] | at[2] | at[3]) & _ALIGNED
+            and not (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT
         ):
             return False
         with self.lock:
