@@ -57,7 +57,7 @@ def large_enough(spec: str) -> dict[str, int]:
     """The sizes at which a spec's worst row says something.
 
     Zero points anywhere from 0 to 16 give the weights of a group a mean as large as their spread. Two such groups make
-    a second matrix of nearly rank two, and a row that lies badly to it is off by what no rounding of weights can help.
+    a second matrix of nearly rank two: of some hidden rows it leaves little more than their rounding errors.
     """
     return {"hidden": 4096, "intermediate": 2048} if spec.endswith("-zp") else {}
 

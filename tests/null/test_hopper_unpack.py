@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from colibri.backends.hopper.layout import _units
+from colibri.backends.hopper.layout import HopperLayout, _units
+from colibri.codec import dequantize
 from colibri.kernels import forms as f
 from colibri.kernels import fragments
 from colibri.kernels.forms import Form
 from colibri.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
 from colibri.layout import as_integer
 from colibri.testing import ptx as emulator
+from colibri.testing.layers import layer_problem, plausible_weight
 
 N, K = 256, 256
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -26,6 +29,10 @@ VALUES = {
 }
 TYPES = {f.BF16: torch.bfloat16, f.F16: torch.float16, f.F32_GROUP: torch.float32}
 SIXTEEN = (f.BF16, f.F16)
+SPECS = (
+    "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4-g128:fp32", "int4", "int4-g128-zp", "int4-g32-zp",
+    "int4-g128:fp16-zp", "int4-zp", "int8", "int8-g128", "int8-g128:fp32", "fp8", "fp8-block",
+)  # fmt: skip
 FORMS = [
     *(Form(f.E2M1_CODE, f.E8M0_G32, 32, a) for a in (*SIXTEEN, f.E4M3)),
     *(Form(f.E2M1_CODE, f.E4M3_G16, 16, a) for a in SIXTEEN),
@@ -125,9 +132,9 @@ def _promoted_scales(form: Form, value: torch.Tensor, groups: int) -> tuple[torc
     return _per_slice(form, fragments.pack_floats(form, words).reshape(-1)), value
 
 
-def _per_slice(form: Form, words: torch.Tensor) -> torch.Tensor:
-    assert words.numel() == fragments.scale_count(form, N, K)
-    blocks = words.view(N // 128, -1, 2, 4, 4, 2, form.scale_words)
+def _per_slice(form: Form, words: torch.Tensor, n: int = N) -> torch.Tensor:
+    assert words.numel() == fragments.scale_count(form, n, K)
+    blocks = words.view(n // 128, -1, 2, 4, 4, 2, form.scale_words)
     slices = K // form.slice_columns
     return blocks.repeat_interleave(slices // blocks.shape[1], 1)
 
@@ -165,6 +172,31 @@ def _meta(form: Form, metas: torch.Tensor, number: int, shape: tuple[int, ...]) 
     if form.scale == f.E8M0_G32 and form.activations == f.E4M3:
         return np.ascontiguousarray(metas.numpy()).view(np.uint16).astype(np.uint32)
     return np.broadcast_to(metas[..., number : number + 1].numpy().view(np.uint32), shape)
+
+
+@pytest.mark.parametrize("activations", SIXTEEN)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**8])
+def test_packed_numbers_are_the_weights(spec: str, activations: str, size: float) -> None:
+    """As packed, through the statements, times the row's factor: exactly, or rounded once, however large the scales."""
+    problem = layer_problem(spec, activations, hidden=K, intermediate=N, experts=1, top_k=1)
+    layout, shape = HopperLayout(problem), problem.w13
+    weight = plausible_weight(shape, 1)
+    outer = weight.scales[-1]
+    if shape.spec.scales[-1].dtype.wide is not None:
+        weight = replace(weight, scales=(*weight.scales[:-1], (outer.float() * size).to(outer.dtype)))
+    held = {role: tensor[0] for role, tensor in layout.allocate(shape, 1).items()}
+    layout.pack(shape, weight, held)
+    form, numbers = layout.form(shape), torch.empty(layout.padded(shape))
+    view = fragments._fragment_view(form, numbers)
+    words = fragments._from_rows(form, held["codes"], *numbers.shape).numpy().view(np.uint32)
+    view.copy_(_run(form, words, _per_slice(form, held["scales"], 2 * N) if form.scale_words else None, view.shape))
+    factors = layout._take(shape, held["factors"].view(torch.float32)).double().unsqueeze(1)
+    got, want = layout._take(shape, numbers).double(), dequantize(weight) / factors
+    kind = torch.finfo(TYPES[activations])
+    steps = kind.eps * torch.exp2(torch.frexp(want)[1].double() - 1) + kind.smallest_normal * kind.eps
+    rounded = form.group and form.scale not in (f.E8M0_G32, f.E4M3_G16)
+    assert ((got - want).abs() <= (0.51 if rounded else 0.001) * steps).all()
 
 
 def test_shifts_are_consistent() -> None:
