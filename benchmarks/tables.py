@@ -80,7 +80,8 @@ def hopper() -> str:
     found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("hopper-*.json"))}
     raced = {name: run for name, run in found.items() if run["rows"] and all("against" in row for row in run["rows"])}
     if raced:
-        return "\n".join(_race(name, run) for name, run in raced.items())
+        first, run = next(iter(raced.items()))
+        return f"{_race(first, run)}\n{_means(raced)}"
     cells: dict[str, dict[int, str]] = {}
     for run in found.values():
         for row in run["rows"]:
@@ -100,11 +101,31 @@ def _race(name: str, run: dict[str, Any]) -> str:
         cells.setdefault(what, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({beside['ratio']:.2f}x)"
     note = (
         "µs of a whole layer on an H200, from ids to the combined output, and how many times longer the peer takes in "
-        f"the same run (of humming the faster variant, its routing sort not counted); {source(name)} has every peer"
+        f"the same run (the faster variant of humming, its routing sort not counted); {source(name)} has every peer"
     )
     picture = RESULTS / f"{name}.png"
     shown = f"\n![share of the floor, ours and peers](benchmarks/results/{picture.name})\n" if picture.exists() else ""
     return _by_tokens(cells, note) + shown
+
+
+def _means(raced: dict[str, dict[str, Any]]) -> str:
+    """How many times longer each peer takes over all sizes, run by run: what differs between runs is noise."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for run in raced.values():
+        for part, summary in run["summary"].items():
+            peer, beside = next(iter(summary["against"].items()))
+            tokens, ratio = min(beside["ratios"].items(), key=lambda item: item[1])
+            rows = [row for row in run["rows"] if row["part"] == part and "products" in row]
+            share = f"{rows[-1]['products']['of_dense']:.0%}" if rows else ""
+            cell = f"{beside['geometric_mean']:.2f}x", f"{ratio:.2f}x at {int(tokens):,}", share
+            found.setdefault(f"{part}; {peer}", []).append(cell)
+    rows = [(name, *("; ".join(filter(None, cells)) for cells in zip(*runs))) for name, runs in found.items()]
+    head = ("part; peer", "geometric mean of each run", "its slowest cell", "our products, of the dense rate")
+    note = (
+        "The dense rate is that of a product of 8,192 cubed in turns with ours, at the most tokens of the part; "
+        f"{source(*raced)}"
+    )
+    return table(head, rows, note)
 
 
 def _by_tokens(cells: dict[str, dict[int, str]], note: str) -> str:
@@ -177,8 +198,8 @@ def perplexity() -> str:
             rows.append((what, row["backend"], f"{row['kernels']['perplexity']:.4f}", apart))
         whole = "the whole test set" if found["whole_text"] else "its beginning"
         note = (
-            f"SmolLM2-135M on WikiText-2, {found['tokens']:,} tokens ({whole}), on {found['machine']['device'].split(',')[0]}; "
-            f"{source(name)}"
+            f"SmolLM2-135M on WikiText-2, {found['tokens']:,} tokens ({whole}), on "
+            f"{found['machine']['device'].partition(',')[0]}; {source(name)}"
         )
         parts.append(table(("weights x activations", "backend", "perplexity", "differs by"), rows, note))
     return "\n".join(parts)
