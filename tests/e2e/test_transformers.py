@@ -19,7 +19,7 @@ import tiny  # noqa: E402
 import colibri  # noqa: E402
 from colibri.checkpoint.files import Checkpoint  # noqa: E402
 from colibri.cli.convert import run, target_of  # noqa: E402
-from colibri.errors import CannotEncode, CheckpointProblems, UnsupportedProblem  # noqa: E402
+from colibri.errors import CannotEncode, CheckpointProblems, LaunchError, UnsupportedProblem  # noqa: E402
 from colibri.formats import registry  # noqa: E402
 from colibri.integrations.experts import PackedExperts  # noqa: E402
 from colibri.integrations.live import pack_experts  # noqa: E402
@@ -198,6 +198,23 @@ def test_models_without_the_interface_are_refused(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
     with torch.device("meta"), pytest.raises(UnsupportedProblem, match="experts interface"):
         packed_class(transformers.LlamaForCausalLM)(config)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_calls_that_record_gradients(model_of: Any, ours: bool) -> None:
+    """As everyone calls a model; what cannot be had is the gradient, and it is never silently left out."""
+    folder, ids = model_of("mixtral"), torch.tensor([[1, 2, 3]])
+    if ours:
+        model = colibri.from_pretrained(folder, weights="int4-g32")
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="colibri")
+        for name, tensor in model.named_parameters():
+            tensor.requires_grad_(".experts." in name)
+    recorded = model(ids).logits
+    with torch.no_grad():
+        assert torch.equal(recorded, model(ids).logits)
+    with pytest.raises(LaunchError, match="no gradient"):
+        recorded.sum().backward()
 
 
 def test_missing_tensors_are_not_made_up(model_of: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,33 @@ class PackedExperts(nn.Module):
             raise LaunchError("the experts are not loaded yet", where=f"layer {self.index}")
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         k = top_k_index.shape[-1]
-        out: Tensor = self.experts(rows, topk_ids=top_k_index.reshape(-1, k), topk_weights=top_k_weights.reshape(-1, k))
+        out = forward_only(self.experts, rows, top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k))
         return out.view(hidden_states.shape)
 
     @property
     def report(self) -> LoadReport | None:
         """What loading this layer did."""
         return None if self.experts is None else self.experts.report
+
+
+def forward_only(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *others: Tensor) -> Tensor:
+    """`layer` on these rows. Models are called with gradients recorded as a matter of course; only asking for one
+    that would go through the experts, or to `others`, their weights, is an error."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *others)):
+        return _ForwardOnly.apply(layer, x, ids, weights, *others)  # type: ignore[no-any-return,no-untyped-call]
+    out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
+    return out
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *others: Tensor) -> Tensor:
+        out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise LaunchError("experts of colibri compute forwards only: they have no gradient", hint="torch.no_grad()")
 
 
 def uses_interface(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from colibri import oracle
 from colibri.checkpoint import naming as names
 from colibri.checkpoint.routing_config import activation_for
 from colibri.errors import UnsupportedProblem
+from colibri.integrations.experts import forward_only
 from colibri.layer import RoutedExperts
 from colibri.layout import MatrixShape, Packed, PlainLayout, as_integer
 from colibri.problem import Problem, parse_device
@@ -39,8 +40,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """What transformers calls in place of a module's own forward."""
     source = Source.of(module)
     layer = _layer(module, source, int(top_k_index.shape[-1]))
-    out: Tensor = layer(hidden_states, topk_ids=top_k_index, topk_weights=top_k_weights)
-    return out
+    return forward_only(layer, hidden_states, top_k_index, top_k_weights, *module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
