@@ -33,6 +33,11 @@ def test_every_shard_is_a_slice_of_the_whole(fmt: Format, example: Example) -> N
     conformance.check_shards(example)
 
 
+@pytest.mark.parametrize(("fmt", "example"), CASES)
+def test_nan_scales_are_refused_both_ways(fmt: Format, example: Example) -> None:
+    conformance.check_nan_scales(example)
+
+
 NEW_FORMAT = """
 from colibri.dtypes import E5M2
 from colibri.formats.base import BIAS, Config, Example, Format, Scheme, codes_of, dense, part

@@ -158,10 +158,11 @@ def test_scales_that_are_no_unsigned_numbers_are_rejected(name: str, code: int) 
     data = _legal(block)
     weight = scheme.decode({"codes": data}, N, k)
     data[3, 5, 0] = code
-    with pytest.raises(BadValue, match=f"{code:#x}"):
+    told = "NaN" if code in (0xFF, 0x7F) else f"{code:#x}"
+    with pytest.raises(BadValue, match=told):
         scheme.decode({"codes": data}, N, k)
     weight.scales[0][1, 2] = code
-    with pytest.raises(CannotEncode, match=f"{code:#x}"):
+    with pytest.raises(CannotEncode, match=told):
         scheme.encode(weight)
 
 

@@ -21,7 +21,7 @@ from colibri.dtypes import FLOAT, INTEGER, ZERO16, DType
 from colibri.errors import BadValue, ColibriError
 from colibri.weight import LogicalWeight, expand
 
-OUTER_SCALES = ("global_scale", "scale_2")  # what formats call the part that holds a second level
+OUTER_SCALE = "scale_2"  # what formats call the part that holds a second level
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class _Checker:
 
     def _scale_role(self, level: int) -> str:
         """The part that holds a level of scales; some formats have no part for each."""
-        outer = [role for role in OUTER_SCALES if role in self.projection.sources]
-        return outer[0] if level and outer else "scale"
+        return OUTER_SCALE if level and OUTER_SCALE in self.projection.sources else "scale"
 
     def _where(self, role: str) -> str:
         source = self.projection.sources.get(role)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from colibri.dtypes import E4M3, E8M0, DType
-from colibri.errors import BadValue, CannotEncode, WrongShape
+from colibri.errors import CannotEncode, WrongShape
 from colibri.formats._patterns import runs
 from colibri.formats.base import (
     BIAS,
@@ -35,7 +35,7 @@ from colibri.formats.base import (
     part,
 )
 from colibri.packing import pack_bits, unpack_bits
-from colibri.quant import CHANNEL, MXFP4, TENSOR, Block, Level, Scale
+from colibri.quant import CHANNEL, MXFP4, TENSOR, Block, Level
 from colibri.stored import TORCH_DTYPES
 from colibri.weight import LogicalWeight
 
@@ -53,25 +53,13 @@ class FloatScheme(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes = unpack_bits(stored["codes"].reshape(n, -1), self.spec.dtype.bits, k)
-        scales = []
-        for level, role in zip(self.spec.scales, LEVEL_ROLES):
-            scales.append(place(stored[role], level, n, k))
-            if _has_nan(level, scales[-1]):
-                raise BadValue(f"a NaN among the numbers of '{role}'", expected=f"{level.dtype} numbers")
+        scales = (place(stored[role], level, n, k) for level, role in zip(self.spec.scales, LEVEL_ROLES))
         return LogicalWeight(self.spec, codes, tuple(scales))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        for level, tensor in zip(self.spec.scales, weight.scales):
-            if _has_nan(level, tensor):
-                raise CannotEncode("a scale that is NaN", expected=f"{level.dtype} numbers")
         codes = pack_bits(weight.codes, self.spec.dtype.bits, torch.uint8)
         tensors = {"codes": codes, **dict(zip(LEVEL_ROLES, weight.scales))}
         return {role: put(tensor, self.part(role), weight.n, weight.k) for role, tensor in tensors.items()}
-
-
-def _has_nan(level: Scale, codes: Tensor) -> bool:
-    """Whether a mini-float scale is NaN; wide floats are left to `colibri verify --values`."""
-    return not level.dtype.wide and bool(level.dtype.decode(codes).isnan().any())
 
 
 def place(tensor: Tensor, level: Level, n: int, k: int) -> Tensor:

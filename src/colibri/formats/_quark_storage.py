@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colibri.dtypes import E4M3, E5M2, E8M0, UE5M3, DType
 from colibri.errors import BadValue, CannotEncode
-from colibri.formats._floats import place, put, scale_axes
+from colibri.formats._floats import LEVEL_ROLES, place, put, scale_axes
 from colibri.formats._quark_config import INT_BITS, MX_BLOCK, Plan
 from colibri.formats.base import BIAS, FLOAT_NAMES, SCALAR, Part, Scheme, codes_of, part
 from colibri.packing import pack_awq, pack_bits, unpack_awq, unpack_bits
@@ -49,12 +49,12 @@ class QuarkScheme(Scheme):
 
     def _scales(self, stored: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, ...]:
         inner = stored["scale"].t() if self.plan.transposed else stored["scale"]
-        levels = [inner, stored["outer_scale"]] if self.plan.outer is not None else [inner]
+        levels = [inner, stored["scale_2"]] if self.plan.outer is not None else [inner]
         return tuple(place(tensor, level, n, k).contiguous() for level, tensor in zip(self.spec.scales, levels))
 
     def _stored_scales(self, weight: LogicalWeight) -> dict[str, Tensor]:
         stored = {}
-        for role, scale in zip(("scale", "outer_scale"), weight.scales):
+        for role, scale in zip(LEVEL_ROLES, weight.scales):
             tensor = scale.t() if role == "scale" and self.plan.transposed else scale
             stored[role] = put(tensor.contiguous(), self._part(role), weight.n, weight.k)
         return stored
@@ -181,8 +181,9 @@ class QuarkMx(QuarkScheme):
         return LogicalWeight(self.spec, codes.reshape(n, k), (exponent.to(torch.uint8),))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        if weight.k % MX_BLOCK or bool((weight.scales[0] == 255).any()):
-            raise CannotEncode(f"embedded MX blocks hold {MX_BLOCK} codes and an exponent from -127 to 127")
+        if weight.k % MX_BLOCK:
+            expected = f"a multiple of {MX_BLOCK} columns"
+            raise CannotEncode("embedded MX rows are whole blocks", expected=expected, got=weight.k)
         exponent = (weight.scales[0].to(torch.int16) - 127).to(torch.int8).view(torch.uint8)
         codes = weight.codes.unflatten(-1, (-1, MX_BLOCK))
         if self.spec.dtype.bits == 4:
@@ -210,7 +211,7 @@ def quark_scheme(plan: Plan, spec: QuantSpec, inputs: tuple[Part, ...] = (), *, 
         part("scale", inner, _scale_words(spec.scales[0].dtype), level),
     ]
     if plan.outer is not None:
-        parts.append(part("outer_scale", outer, _scale_words(spec.scales[1].dtype), _level_axes(plan.outer)))
+        parts.append(part("scale_2", outer, _scale_words(spec.scales[1].dtype), _level_axes(plan.outer)))
     if plan.dtype not in INT_BITS:
         return QuarkScheme(spec, (*parts, BIAS, *inputs), plan)
     zero_axes = SCALAR if plan.block == TENSOR else (f"{level[0]}{packed}",)

@@ -144,6 +144,8 @@ class Scheme(ABC):
     def decode(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         """Stored tensors by role to a `LogicalWeight`, bias and activation side included."""
         weight = self.unpack(stored, n, k)
+        if (found := _nan_scales(weight)) is not None:
+            raise BadValue("scales that are NaN", got=found)
         inputs = {role: stored[role] for role in INPUT_ROLES if role in stored}
         return replace(weight, bias=stored.get("bias"), inputs=inputs)
 
@@ -159,6 +161,8 @@ class Scheme(ABC):
     def _check_holds(self, weight: LogicalWeight) -> None:
         if weight.spec != self.spec:
             raise CannotEncode("this scheme holds another spec", expected=self.spec, got=weight.spec)
+        if (found := _nan_scales(weight)) is not None:
+            raise CannotEncode("scales that are NaN", got=found)
         if weight.perm is not None and not self.act_order:
             raise CannotEncode("this scheme has no place for an act-order permutation")
         for role in (*weight.inputs, *(["bias"] if weight.bias is not None else [])):
@@ -173,6 +177,15 @@ class Scheme(ABC):
                     expected=f"{low} to {high}",
                     got=f"{smallest} to {largest}",
                 )
+
+
+def _nan_scales(weight: LogicalWeight) -> str | None:
+    """How many mini-floats of a level are NaN, if any; wide floats are left to `colibri verify --values`."""
+    for level, codes in weight.levels():
+        count = 0 if level.dtype.nan_code is None else int(level.dtype.decode(codes).isnan().sum())
+        if count:
+            return f"{count} of {codes.numel()} {level.dtype} numbers"
+    return None
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class GgufScheme(Scheme):
         inner = len(self.block.scales)
         wrong = self._illegal(levels)
         if wrong is not None:
-            raise BadValue("a scale that is NaN or negative", where=self.block.name, got=wrong)
+            raise BadValue("a negative scale", where=self.block.name, got=wrong)
         scales = levels[:inner]
         if len(self.spec.scales) > inner:
             # Files made without calibration leave the tensor's scale out: it is one.
@@ -68,18 +68,17 @@ class GgufScheme(Scheme):
         levels = [*weight.scales[:inner], *weight.minimum]
         wrong = self._illegal(levels)
         if wrong is not None:
-            raise CannotEncode(f"{self.block.name} has no NaN and no negative scales", got=wrong)
+            raise CannotEncode(f"{self.block.name} has no negative scales", got=wrong)
         packed = {"codes": self.block.join([weight.codes, *levels])}
         if len(weight.scales) > inner:
             packed["scale_2"] = weight.scales[inner].reshape(())
         return packed
 
     def _illegal(self, levels: Sequence[Tensor]) -> str | None:
-        """A mini-float scale (e8m0, unsigned e4m3) must be a number and has no sign."""
+        """A mini-float scale (e8m0, unsigned e4m3) has no sign."""
         for field, codes in zip(self.block.scales, levels):
             if field.dtype.kind == FLOAT and field.dtype.table:
-                values = field.dtype.decode(codes)
-                bad = codes[values.isnan() | values.signbit()]
+                bad = codes[field.dtype.decode(codes).signbit()]
                 if bad.numel():
                     return f"code {int(bad[0]):#x}"
         return None

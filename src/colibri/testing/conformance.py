@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from colibri.checkpoint.load import ExpertWeights, load_expert, plan_layer
 from colibri.checkpoint.naming import DOWN, GATE, UP, Form, Naming
 from colibri.checkpoint.placement import Placement
 from colibri.codec import dequantize
-from colibri.errors import CheckpointError, MissingTensor, WrongDtype, WrongShape
+from colibri.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from colibri.formats import detect, registry
 from colibri.formats.base import Example, Format, Module
 from colibri.layout import PlainLayout
@@ -41,6 +41,7 @@ def check_format(fmt: Format) -> None:
         check_leave_one_out(example)
         check_wrong_headers(example)
         check_shards(example)
+        check_nan_scales(example)
 
 
 def check_round_trip(fmt: Format, example: Example) -> None:
@@ -111,6 +112,30 @@ def check_shards(example: Example) -> None:
             _require(same_bits(a, b), f"{example.name}: {name} at tp {tp} is not the whole")
         columns = torch.cat([dequantize(s.w2) for s in shares], dim=1)
         _require(same_bits(columns, down), f"{example.name}: down at tp {tp} is not the whole")
+
+
+def check_nan_scales(example: Example) -> None:
+    """A NaN among mini-float scales is neither read nor written: it would be every number of its block."""
+    weight = random_example(example, example.n, example.k, seed=1, order_seed=2)
+    for i, level in enumerate(example.scheme.spec.scales):
+        if level.dtype.nan_code is None:
+            continue
+        codes = weight.scales[i].clone()
+        codes[-1, -1] = level.dtype.nan_code
+        broken = replace(weight, scales=(*weight.scales[:i], codes, *weight.scales[i + 1 :]))
+        stored = example.scheme.pack(broken)
+        refused = _raises(CannotEncode, example.scheme.encode, broken)
+        _require(refused, f"{example.name}: a NaN in scale {i + 1} is written")
+        refused = _raises(BadValue, example.scheme.decode, stored, example.n, example.k)
+        _require(refused, f"{example.name}: a NaN in scale {i + 1} is read")
+
+
+def _raises(kind: type[Exception], act: Callable[..., object], *given: object) -> bool:
+    try:
+        act(*given)
+    except kind:
+        return True
+    return False
 
 
 def whole_matrices(
