@@ -66,9 +66,13 @@ def prepare(source: Source, device: int, stream: int, values: Mapping[str, Value
     return Launch(handle, compiled.threads, compiled.shared, stream, [*laid_out, *_SCRATCH], dependent, maps)
 
 
-def set_map(launch: Launch, name: str, matrix: Matrix) -> None:
-    """Point a tensor-map argument at another tensor."""
-    ctypes.memmove(launch.address[name], _tensor_map(matrix, launch.maps[name]), MAP_BYTES)
+def encoded(launch: Launch, name: str, matrix: Matrix) -> bytes:
+    """A tensor-map argument that points at another tensor."""
+    return _tensor_map(matrix, launch.maps[name])
+
+
+def set_map(launch: Launch, name: str, value: bytes) -> None:
+    ctypes.memmove(launch.address[name], value, MAP_BYTES)
 
 
 def _tensor_map(matrix: Matrix, facts: Mapping[str, object]) -> bytes:

@@ -18,12 +18,13 @@ from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
 from colibri.backends.hopper.steps import steps
 from colibri.dispatch import Indexed
 from colibri.jit.driver import Launch, launched, launcher
-from colibri.jit.load import Matrix, prepare, set_map
+from colibri.jit.load import Matrix, encoded, prepare, set_map
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
 from colibri.problem import INDEXED
 
 ALIGNMENT = 16  # bytes: addresses are multiples of it
+_MOST_MAPS = 64
 
 
 class Program:
@@ -52,6 +53,7 @@ class Program:
         self.at: tuple[int, ...] = ()  # addresses of the last call by ids
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
+        self.known_maps: dict[tuple[int, int], list[bytes]] = {}  # by address and number of tokens
         self.launches = [self._bind(step, stream, tensors) for step in steps(plan)]
         self.arguments = [launch.arguments for launch in self.launches]
         self.go = launcher()
@@ -115,8 +117,18 @@ class Program:
                 slot.value = pointer
         if self.mapped and self.mapped_at != (call["x"], tokens):
             self.mapped_at = (call["x"], tokens)
-            for launch, name in self.mapped:
-                set_map(launch, name, Matrix(call["x"], (tokens, self.hidden)))
+            for (launch, name), value in zip(self.mapped, self._maps(call["x"], tokens)):
+                set_map(launch, name, value)
+
+    def _maps(self, x: int, tokens: int) -> list[bytes]:
+        """The tensor maps of an input, kept: allocators give the same addresses again and again."""
+        found = self.known_maps.get((x, tokens))
+        if found is None:
+            if len(self.known_maps) >= _MOST_MAPS:
+                self.known_maps.clear()
+            matrix = Matrix(x, (tokens, self.hidden))
+            found = self.known_maps[x, tokens] = [encoded(launch, name, matrix) for launch, name in self.mapped]
+        return found
 
     def _bind(self, step: Step, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
         """Names to addresses. Every launch may start before its predecessor ends, whoever launched that: kernels
