@@ -72,7 +72,8 @@ def plans() -> Iterator[tuple[Problem, int]]:
             yield from ((pose("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
     yield from ((pose("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
     for bias in (False, True):
-        yield from ((pose("mxfp4", "bf16", activation=function, bias=bias), 90) for function in FUNCTIONS)
+        for tokens in (3, 90):
+            yield from ((pose("mxfp4", "bf16", activation=function, bias=bias), tokens) for function in FUNCTIONS)
 
 
 def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **sizes: Any) -> None:
@@ -130,10 +131,11 @@ def test_routings(kind: str, tokens: int) -> None:
     compare("mxfp4", "bf16", tokens, kind, experts=60, top_k=6)
 
 
+@pytest.mark.parametrize("tokens", [3, 90])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
-def test_activations(activation: Activation, bias: bool) -> None:
-    compare("mxfp4", "bf16", 90, activation=activation, bias=bias)
+def test_activations(activation: Activation, bias: bool, tokens: int) -> None:
+    compare("mxfp4", "bf16", tokens, activation=activation, bias=bias)
 
 
 def test_act_order() -> None:
@@ -142,7 +144,8 @@ def test_act_order() -> None:
 
 
 def test_weight_on_input() -> None:
-    compare("mxfp4", "bf16", 90, top_k=1, weight_on_input=True)
+    for tokens in (3, 90):
+        compare("mxfp4", "bf16", tokens, top_k=1, weight_on_input=True, bias=True)
 
 
 def test_graph_capture_and_streams() -> None:

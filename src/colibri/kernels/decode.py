@@ -1,9 +1,10 @@
 """The same product for a handful of tokens: a tile is one slot, ids are the tile list, nothing is sorted (Gluon).
 
-With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32; the last to
-arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes: the first
-product with the activation, the second with the weighted sum over a token's experts. So a layer is two launches,
-and one more where the inputs are quantised; the hidden rows are quantised by whoever finishes them.
+With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32, every factor
+applied; the last to arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order: for the
+first product those of K, and then the activation, for the second also those of a token's experts. What the last one
+does everyone waits for, so it asks for all parts at once. A layer is two launches, and one more where the inputs are
+quantised; the hidden rows are quantised by whoever finishes them.
 
 Counters go back to zero by the hand that saw them full.
 """
@@ -17,12 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from colibri.kernels import dequant, rows
 from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
+from colibri.kernels.forms import E4M3
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
 from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
 from colibri.kernels.renamed import barrier, copy_tile
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
+
+
+@gluon.constexpr_function
+def sums_layout(form):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32 if form.activations == E4M3 else 16])
 
 
 @gluon.jit
@@ -82,36 +89,60 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
 
 
 @gluon.jit
-def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
-    """Features n of a slot, its parts added in order. Not from L1: other blocks wrote them."""
-    total = gl.load(parts + (slot * SPLIT) * N + n, cache_modifier=".cg")
-    for i in gl.static_range(1, SPLIT):
-        total += gl.load(parts + (slot * SPLIT + i) * N + n, cache_modifier=".cg")
-    return total
+def row_facts(factors, bias, e, unit, units, half: gl.constexpr, MMA: gl.constexpr, BIAS: gl.constexpr):
+    """Factors of a half's rows, and biases where there are; asked for before the product, needed after."""
+    at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    if BIAS:
+        return gl.load(factors + at), gl.load(bias + at)
+    else:
+        return (gl.load(factors + at),)
 
 
 @gluon.jit
-def finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta,
-                SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+def store_part(part, sums, facts, scale, bias_share, mine, BIAS: gl.constexpr):
+    """The one column of an accumulator that is used, finished but for the parts it is to be added to."""
+    MMA: gl.constexpr = sums.type.layout
+    value = sums * (facts[0] * scale).expand_dims(1)
+    if BIAS:
+        value += (facts[1] * bias_share).expand_dims(1)
+    r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
+    only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
+    gl.store(part + r + gl.zeros_like(sums).to(gl.int32), gl.where(mine, value, 0.0), mask=only & (r >= 0))
+
+
+@gluon.jit
+def sum_parts(part, count, stride, PARTS: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH columns of `count` parts, asked for at once and added in one order. Other blocks wrote them: no L1."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1], [1, 32], [1, 4], [1, 0])
+    i = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    return gl.sum(gl.load(part + i * stride + c, mask=(i < count) & (c >= 0), other=0.0, cache_modifier=".cg"), 0)
+
+
+@gluon.jit
+def finish_slot(out, parts, slot, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr, PARTS: gl.constexpr,
+                KIND: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
     """All parts of a slot's unit are there: activation, and the row's columns."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     N = units * 128
-    c = gl.arange(0, WIDTH, LAYOUT)
-    n = unit * 128 + c
-    row = e * N
-    a = sum_parts(parts, slot, n, N, SPLIT) * gl.load(factors + row + n) * scale
-    if BIAS:
-        a += gl.load(bias + row + n)
+    part = parts + slot * SPLIT * N + unit * 128
+    value = sum_parts(part, SPLIT, N, PARTS, WIDTH)
     if KIND == "gated":
-        u = sum_parts(parts, slot, n + 64, N, SPLIT) * gl.load(factors + row + n + 64) * scale
-        if BIAS:
-            u += gl.load(bias + row + n + 64)
-        value = gate(a, u, limit, alpha, beta, ACTIVATION)
+        value = gate(value, sum_parts(part + 64, SPLIT, N, PARTS, WIDTH), limit, alpha, beta, ACTIVATION)
     else:
-        value = squash(a, ACTIVATION)
-    column = unit * WIDTH + c
+        value = squash(value, ACTIVATION)
+    column = unit * WIDTH + gl.arange(0, WIDTH, value.type.layout)
     gl.store(out + slot * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
+
+
+@gluon.jit
+def finish_token(out, parts, token, unit, units, columns, slots_per_token, SPLIT: gl.constexpr, PARTS: gl.constexpr):
+    """All slots of a token's unit are there: their sum."""
+    count = slots_per_token * SPLIT
+    N = units * 128
+    total = sum_parts(parts + token * count * N + unit * 128, count, N, PARTS, 128)
+    n = unit * 128 + gl.arange(0, 128, total.type.layout)
+    gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
 
 
 @gluon.jit
@@ -145,74 +176,48 @@ def quantise_slot(h, narrow, scales, slot, columns):
 
 
 @gluon.jit
-def finish_token(out, parts, factors, bias, token_scales, ids, experts, weights, token, unit, units, columns,
-                 slots_per_token, SPLIT: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr,
-                 WEIGHTED: gl.constexpr):  # fmt: skip
-    """All slots of a token's unit are there: their weighted sum, in slot order."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    N = units * 128
-    n = unit * 128 + gl.arange(0, 128, LAYOUT)
-    total = gl.zeros([128], gl.float32, LAYOUT)
-    for choice in range(slots_per_token):
-        slot = token * slots_per_token + choice
-        e = expert_of(ids, slot, experts)
-        if e >= 0:
-            row = sum_parts(parts, slot, n, N, SPLIT) * gl.load(factors + e * N + n)
-            if NARROW:
-                row *= gl.load(token_scales + slot)
-            if BIAS:
-                row += gl.load(bias + e * N + n)
-            if WEIGHTED:
-                row *= gl.load(weights + slot)
-            total += row
-    gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
-
-
-@gluon.jit
 def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids, experts,
                weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token,
                limit, alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
-               KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-               DEPEND: gl.constexpr, QUANTISE: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+               PARTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+               WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, QUANTISE: gl.constexpr,
+               PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
     NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND:
         wait_for_predecessor()
     let_successor_start()
     blocks = (slices + SLICES - 1) // SLICES
-    N = units * 128
+    MMA: gl.constexpr = sums_layout(form)
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
+        top = row_facts(factors, bias, e, unit, units, 0, MMA, BIAS)
+        bottom = row_facts(factors, bias, e, unit, units, 1, MMA, BIAS)
+        scale = 1.0
+        if WEIGHTED:
+            scale = gl.load(weights + slot)
+        share = gl.where(index % SPLIT == 0, scale if KIND == "rows" else 1.0, 0.0)  # of the bias, in one part of K
+        if NARROW:
+            scale = scale * gl.load(token_scales + slot // slots_per_row)
         sums, step = product_of(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, 1, form, PROMOTE)
-        top = sums[0]
-        bottom = sums[1]
-        MMA: gl.constexpr = top.type.layout
-        r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
-        only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
-        part = parts + (slot * SPLIT + index % SPLIT) * N + unit * 128
-        gl.store(part + r + gl.zeros_like(top).to(gl.int32), top, mask=only & (r >= 0))
-        gl.store(part + 64 + r + gl.zeros_like(top).to(gl.int32), bottom, mask=only & (r >= 0))
+        part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
+        store_part(part, sums[0], top, scale, share, e >= 0, BIAS)
+        store_part(part + 64, sums[1], bottom, scale, share, e >= 0, BIAS)
         barrier()
         if KIND == "rows":
             token = slot // slots_per_token
             counter = counters + token * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == slots_per_token * SPLIT - 1:
                 gl.store(counter, 0)
-                finish_token(out, parts, factors, bias, token_scales, ids, experts, weights, token, unit, units,
-                             columns, slots_per_token, SPLIT, BIAS, NARROW, WEIGHTED)  # fmt: skip
+                finish_token(out, parts, token, unit, units, columns, slots_per_token, SPLIT, PARTS)
         else:
             counter = counters + slot * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
                 gl.store(counter, 0)
                 if e >= 0:
-                    scale = 1.0
-                    if NARROW:
-                        scale = gl.load(token_scales + slot // slots_per_row)
-                    if WEIGHTED:
-                        scale = scale * gl.load(weights + slot)
-                    finish_slot(out, parts, factors, bias, scale, slot, e, unit, units, columns, limit, alpha, beta,
-                                SPLIT, KIND, ACTIVATION, BIAS)  # fmt: skip
+                    finish_slot(out, parts, slot, unit, units, columns, limit, alpha, beta, SPLIT, PARTS, KIND,
+                                ACTIVATION)  # fmt: skip
                     if QUANTISE:
                         barrier()
                         if gl.atomic_add(row_counters + slot, 1, sem="acq_rel") == units - 1:
@@ -225,13 +230,14 @@ def slotwise(
     x_desc, w_desc, s_desc, out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
     weights, experts, total_slots, units, slices, scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha,
     beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
-    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, QUANTISE: gl.constexpr,
-    PROMOTE: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, KIND: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
+    PREFETCH: gl.constexpr, QUANTISE: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x.
 
-    QUANTISE: rows of `out` also go to `narrow` as e4m3, once all their columns are there.
+    PARTS: the most parts that are added up, a power of two. QUANTISE: rows of `out` also go to `narrow` as
+    e4m3, once all their columns are there.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
@@ -250,8 +256,8 @@ def slotwise(
     gl.warp_specialize([
         (work_slots, (out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
                       experts, weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
-                      slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, KIND, ACTIVATION, BIAS,
-                      WEIGHTED, DEPEND, QUANTISE, PROMOTE)),
+                      slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, PARTS, KIND, ACTIVATION,
+                      BIAS, WEIGHTED, DEPEND, QUANTISE, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
                       scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip
