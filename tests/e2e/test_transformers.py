@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ import tiny  # noqa: E402
 import colibri  # noqa: E402
 from colibri.checkpoint.files import Checkpoint  # noqa: E402
 from colibri.cli.convert import run, target_of  # noqa: E402
-from colibri.errors import CannotEncode, CheckpointProblems, LaunchError, UnsupportedProblem  # noqa: E402
+from colibri.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
 from colibri.formats import registry  # noqa: E402
 from colibri.integrations.experts import PackedExperts  # noqa: E402
 from colibri.integrations.live import pack_experts  # noqa: E402
@@ -179,6 +180,25 @@ def test_saved_as_a_standard_checkpoint(model_of: Any, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "requantised" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_keywords_are_honoured_or_refused(model_of: Any, tmp_path: Path) -> None:
+    for name in ("torch_dtype", "device_map", "quantization_config"):
+        with pytest.raises(SpecError, match=name):
+            colibri.from_pretrained(model_of("mixtral"), **{name: "auto"})
+    model = colibri.from_pretrained(model_of("mixtral"))
+    with pytest.raises(SpecError, match="push_to_hub"):
+        model.save_pretrained(tmp_path / "never", push_to_hub=True)
+    model.save_pretrained(tmp_path / "never", is_main_process=False)
+    assert not (tmp_path / "never").exists()
+    model.save_pretrained(tmp_path / "saved", safe_serialization=True, max_shard_size="5GB", push_to_hub=False)
+    assert (tmp_path / "saved").exists()
+
+
+def test_copies_compute_alike(model_of: Any) -> None:
+    model, ids = colibri.from_pretrained(model_of("mixtral"), weights="mxfp4"), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
 
 
 def test_a_changed_model_is_not_saved_as_it_was(model_of: Any, tmp_path: Path) -> None:

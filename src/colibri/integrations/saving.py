@@ -19,10 +19,12 @@ from colibri.checkpoint.convert import convert, prepare
 from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.save import CheckpointWriter
 from colibri.checkpoint.target import choose
-from colibri.errors import CannotEncode
+from colibri.errors import CannotEncode, SpecError
 from colibri.quant import QuantSpec
 from colibri.recipe import Options
 from colibri.rules import weight_targets
+
+_MOOT = ("safe_serialization", "max_shard_size")  # always safe; the shards of the files it came from
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Origin:
 
         layers = tuple(place.index for _, place in packed_experts(model))
         return cls(checkpoint, options, layers, _versions(model))
+
+    def __deepcopy__(self, memo: object) -> Origin:
+        """Copies of a model come from the same files, whose open descriptors cannot be copied."""
+        return self
 
     def check_unchanged(self, model: nn.Module) -> None:
         now = _versions(model)
@@ -69,9 +75,18 @@ def save(
     *,
     format: str | None = None,
     overwrite: bool = False,
-    **_: Any,
+    is_main_process: bool = True,
+    **others: Any,
 ) -> None:
-    """Write the checkpoint; `format` names the one to write where the experts were requantised."""
+    """Write the checkpoint; `format` names the one to write where the experts were requantised.
+
+    Other keywords of transformers' are taken where they change nothing, and refused where they would.
+    """
+    refused = [name for name, value in others.items() if value and name not in _MOOT]
+    if refused:
+        raise SpecError(f"{refused[0]}= is not for packed experts", expected="format=, overwrite=")
+    if not is_main_process:
+        return
     if origin is None:
         raise CannotEncode("this model was not loaded by colibri.from_pretrained")
     origin.check_unchanged(model)

@@ -45,6 +45,15 @@ from colibri.stored import Stored
 
 register()
 
+# Keywords of transformers' `from_pretrained` that have another name here, or no meaning.
+_INSTEAD = {
+    "torch_dtype": "dtype=",
+    "device_map": "device=",
+    "tp_plan": "colibri.parallel",
+    "quantization_config": "weights=",
+    "experts_implementation": "backend=",
+    "gguf_file": "RoutedExperts.from_checkpoint reads GGUF layer by layer",
+}
 _QUANT_KEYS = ("quantization_config", "compression_config")
 
 
@@ -85,6 +94,8 @@ def from_pretrained(
     that of everything but the experts ("auto": as the config says). Other keywords go to
     transformers' `from_pretrained` (attn_implementation, ...).
     """
+    for name in kwargs.keys() & _INSTEAD.keys():
+        raise SpecError(f"from_pretrained of colibri takes no {name}=", hint=_INSTEAD[name])
     folder = _local(path)
     config, wide = _config(folder, dtype)
     target = parse_device(device).torch
