@@ -85,8 +85,8 @@ class Problem:
         return {"w13": self.w13} if self.w2 is None else {"w13": self.w13, "w2": self.w2}
 
     def inputs_of(self, shape: MatrixShape) -> ActivationSpec:
-        """What a matrix is multiplied with."""
-        return self.activations if shape == self.w13 else self.second_activations
+        """What a matrix is multiplied with; of two that are alike, each is known as itself."""
+        return self.second_activations if shape is self.w2 or shape != self.w13 else self.activations
 
     def gates(self, shape: MatrixShape) -> bool:
         """Whether a matrix's rows are gates over ups."""

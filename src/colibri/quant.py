@@ -122,6 +122,11 @@ class QuantSpec:
         """Columns that share their innermost scale; ALL for channel and tensor scales."""
         return self.scales[0].block[1] if self.scales else ALL
 
+    @property
+    def widest(self) -> int:
+        """Columns of the widest block: cuts at its multiples go through none. 1 where none ends inside a row."""
+        return max((level.block[1] for level in self.levels), default=1) or 1
+
     def bits_per_weight(self, n: int, k: int) -> float:
         """Bits of codes and of everything beside them, per weight of an [n, k] matrix."""
         stored = n * k * self.dtype.bits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from colibri.activation import Activation
@@ -24,10 +25,11 @@ class Shape:
     top_k: int
     activation: Activation = field(default_factory=Activation)
     bias: bool = False
+    uneven: bool = False  # as in its family's naming row
 
     def problem(self, weights: QuantSpec, activations: ActivationSpec, *, tp: int = 1) -> Problem:
         """This layer under a spec, on the first of `tp` ranks: the share that loading a checkpoint gives."""
-        cut = Placement(tp_size=tp).cut(self.intermediate)
+        cut = Placement(tp_size=tp).cut(self.intermediate, block=weights.widest, uneven=self.uneven)
         rows, stacked = weights.map_blocks(0, cut.granule), 2 if self.activation.gated else 1
         return Problem(
             MatrixShape(
@@ -47,7 +49,7 @@ NAMED: dict[str, Shape] = {
     shape.name: shape
     for shape in (
         Shape("deepseek-v4-flash", 256, 4096, 2048, 6, Activation("silu", limit=10.0)),
-        Shape("gpt-oss-120b", 128, 2880, 2880, 4, Activation("swigluoai", limit=7.0), bias=True),
+        Shape("gpt-oss-120b", 128, 2880, 2880, 4, Activation("swigluoai", limit=7.0), bias=True, uneven=True),
         Shape("qwen3-30b-a3b", 128, 2048, 768, 8),
         Shape("mixtral-8x7b", 8, 4096, 14336, 2),
     )
@@ -59,7 +61,7 @@ def parse_shape(text: str) -> Shape:
     if text in NAMED:
         return NAMED[text]
     sizes = text.split(",")
-    if len(sizes) != 4 or not all(size.isascii() and size.isdecimal() and int(size) > 0 for size in sizes):
+    if len(sizes) != 4 or not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in sizes):
         raise SpecError(
             f"no shape is called '{text}'",
             expected=f"{', '.join(NAMED)}, or E,H,I,K such as 128,2048,768,8",

@@ -87,7 +87,7 @@ def test_shapes_are_those_of_the_models() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "mixtral", "1,2,3", "8,64,64,0", "8,64,-64,2", "8,64,64,9", "8,64,64,²"])
+@pytest.mark.parametrize("text", ["", "mixtral", "1,2,3", "8,64,64,0", "8,64,-64,2", "8,64,64,9", "8,64,64,²", "9" * 5000 + ",1,1,1"])
 def test_shapes_that_are_none(text: str) -> None:
     with pytest.raises(SpecError):
         parse_shape(text)
@@ -100,6 +100,12 @@ def test_a_shape_poses_the_problem_of_a_checkpoint(model: Path) -> None:
             from_files = parsed(model, "--weights", spec, "--tp", tp)["problem"]
             by_name = parsed("--shape", "4,128,64,2", "--weights", spec, "--tp", tp)["problem"]
             assert from_files == by_name
+
+
+@pytest.mark.parametrize(("tp", "share"), [(1, 2880), (2, 1440), (4, 736), (8, 384)])
+def test_a_family_that_keeps_blocks_whole_does_so_by_name(tp: int, share: int) -> None:
+    down = NAMED["gpt-oss-120b"].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"], tp=tp).w2
+    assert down is not None and (down.k, str(down.spec)) == (share, "mxfp4")
 
 
 def test_a_cut_that_is_not_possible() -> None:

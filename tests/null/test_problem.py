@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from colibri.checkpoint.load import plan_layer
 from colibri.checkpoint.placement import Placement
 from colibri.errors import MissingTensor, SpecError, UnsupportedProblem
 from colibri.formats import registry
-from colibri.grammar import parse_activation, parse_spec
+from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
 from colibri.inputs import represent
 from colibri.layer import RoutedExperts
 from colibri.layout import MatrixShape
@@ -41,6 +42,16 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
             _problem(rows, 48, activation)
     with pytest.raises(SpecError, match="top-1"):
         _problem(96, 48, "silu", weight_on_input=True)
+
+
+def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:
+    shape = MatrixShape(64, 64, parse_spec("int4-g32"))
+    problem = Problem(
+        shape, replace(shape), 1, 1, 1, Activation("relu2_no_mul"),
+        activations=ACTIVATIONS["int8"], activations_w2=ACTIVATIONS["bf16"],
+    )  # fmt: skip
+    inputs = [problem.inputs_of(shape) for shape in problem.matrices.values()]
+    assert inputs == [ACTIVATIONS["int8"], ACTIVATIONS["bf16"]]
 
 
 def test_words_that_mean_nothing() -> None:

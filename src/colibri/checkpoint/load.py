@@ -80,8 +80,7 @@ def plan_layer(
     targets = requantize or {}
     gate, down = layer.sample(GATE), layer.sample(DOWN)
     down_spec = targets.get("w2", down.scheme.spec)
-    block = max((level.block[1] for level in down_spec.levels), default=1) or 1
-    cut = placement.cut(layer.intermediate, block=block, uneven=uneven)
+    cut = placement.cut(layer.intermediate, block=down_spec.widest, uneven=uneven)
     ordered = down.scheme.act_order and "w2" not in targets
     rows = _row_spec(gate, cut.granule, ordered=ordered, target=targets.get("w13"))
     w13 = MatrixShape(
