@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -53,7 +53,10 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """The first line may say `// flags: ...`, or `// flags MACHINE: ...` where it is for one kind of machine."""
+        """The first line may say `// flags: ...`, or `// flags MACHINE: ...` where it is for one kind of machine.
+
+        Without the flags marked `?` the file compiles too, to something slower.
+        """
         with path.open(encoding="utf-8") as file:
             said = re.match(r"// flags ?(\w+)?:(.*)", file.readline())
         return cls(path, said[1], tuple(said[2].split())) if said else cls(path, None, ())
@@ -99,7 +102,8 @@ def _compile_all(cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> 
     mark = folder / "fingerprint.cpp"
     mark.write_text(_MARK.format(fingerprint()))
     openmp = ("-fopenmp",) if _knows(cxx, ("-fopenmp",), folder) else ()
-    todo = [source for source in sources(machine) if _knows(cxx, source.flags, folder)]
+    usable = [replace(source, flags=_usable(cxx, source.flags, folder)) for source in sources(machine)]
+    todo = [source for source in usable if _knows(cxx, source.flags, folder)]
 
     def compile_one(source: Source) -> Path:
         made = folder / f"{source.path.stem}.o"
@@ -108,6 +112,13 @@ def _compile_all(cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> 
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_one, [*todo, Source(mark, None, ())]))
+
+
+def _usable(cxx: str, flags: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+    """All that are needed, and of those marked `?` the ones the compiler knows."""
+    plain = tuple(flag for flag in flags if not flag.startswith("?"))
+    extra = tuple(flag[1:] for flag in flags if flag.startswith("?"))
+    return plain + tuple(flag for flag in extra if _knows(cxx, (flag,), folder))
 
 
 def _knows(cxx: str, flags: tuple[str, ...], folder: Path) -> bool:

@@ -49,7 +49,10 @@ bool machine_has(int level) {
     case COLIBRI_AVX2: return avx2;
     case COLIBRI_AVXVNNI: return avx2 && (seven_one.eax >> 4 & 1);
     case COLIBRI_AVX512: return avx2 && avx512;
-    case COLIBRI_AMX: return avx2 && avx512 && (seven.edx >> 22 & 1) && (seven.edx >> 24 & 1) && tiles_granted();
+    case COLIBRI_AMX: {  // bits of AMX in bf16, of its tiles, and of AVX-512 in fp16
+      constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 23;
+      return avx2 && avx512 && (seven.edx & kNeeded) == kNeeded && tiles_granted();
+    }
     default: return false;
   }
 }

@@ -221,7 +221,7 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
   fill(rows.values + m.columns, p.columns - m.columns, 0);
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
-    if constexpr (V::tiles) V::write_tile_row(p, rows.values, inputs.row(slot));
+    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.row(slot));
   } else if (m.codes == COLIBRI_FLOAT8) {
     write_floats(p, rows.values, inputs.row(slot));
   } else if (m.input == COLIBRI_INPUT_INT8) {

@@ -1,7 +1,7 @@
 // The product at the heart of it: a few row blocks times a few input rows, group by group.
 //
 // Written once over a level's vectors `V`, which have `V::lanes` output rows (16, 8 or 4; a block is then read in parts):
-//   rows                      input rows that are multiplied together, 4 or 2: what registers allow
+//   rows, together            input rows, 4 or 2, and row blocks that are multiplied together: what registers allow
 //   Codes, I32, F32, Table    four codes of each row; one number of each row; 16 bytes to look up
 //   load, table, low, high    codes from memory, looked up by low or high nibble
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kAhead = 2048;      // bytes of codes between reading and prefetching: about a memory latency of them
 constexpr int64_t kScalesAhead = 512;
+constexpr int kCache = 3;             // where prefetches go: 3 is the first level, 2 the second
 
 // Row blocks read together, each a stream of its own, and those that will be read after them: prefetches run into these.
 struct Streams {
@@ -29,7 +30,9 @@ inline Streams streams(const Packed& p, int64_t block, int64_t next) {
   return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
 }
 
-inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t offset, int64_t size) {
+// What is read `distance` bytes after `offset`, in blocks of `size` bytes; short blocks shorten the distance.
+inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t offset, int64_t distance, int64_t size) {
+  offset += least(distance, size);
   const uintptr_t address = reinterpret_cast<uintptr_t>(offset < size ? here : next) + (offset < size ? offset : offset - size);
   return reinterpret_cast<const uint8_t*>(address);
 }
@@ -79,79 +82,122 @@ struct Bytes {
   }
 };
 
+// The sums of one group: `Together` row blocks (part `part` of each, where a block is more than a vector) from `block` on,
+// with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
+template <class V, class Code, int InputPlanes, int Together, int Rows>
+struct GroupSums {
+  using I32 = typename V::I32;
+  static constexpr int kPartBytes = kUnit * V::lanes / kRows;
+  static constexpr int kAtOnce = 2;  // units: every group has an even number
+  I32 sums[Together][Rows][InputPlanes][Code::planes];
+
+  COLIBRI_INLINE void start(const Packed& p, const uint8_t* zeros, int part, const InputGroup* const (&groups)[Rows]) {
+    for (int b = 0; b < Together; b++)
+      for (int r = 0; r < Rows; r++)
+        for (int i = 0; i < InputPlanes; i++) {
+          I32* sum = sums[b][r][i];
+          sum[0] = V::broadcast(groups[r]->start[i]);
+          if (zeros != nullptr) sum[0] = V::multiply(V::zeros(zeros + b * p.zero_block, part), sum[0]);
+          if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
+        }
+  }
+
+  // `unit`, `soon`: codes of the first block that are read, and those that will be; `x`: the inputs of the first row.
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, const uint8_t* soon, const int8_t* x,
+                          int64_t stride) {
+    constexpr int kFours = Code::columns / 4;  // of a unit's columns
+    const int units = p.matrix->group / Code::columns;
+    for (int u = 0; u < units; u += kAtOnce, x += kAtOnce * Code::columns) {
+      typename V::Codes held[Together][kAtOnce * kFours][Code::planes];
+      COLIBRI_UNROLL
+      for (int v = 0; v < kAtOnce; v++) {
+        COLIBRI_UNROLL
+        for (int b = 0; b < Together; b++) {
+          const int64_t place = b * p.code_block + (u + v) * kUnit;
+          if (soon != nullptr) __builtin_prefetch(soon + place, 0, kCache);
+          code.each(unit + place, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
+            held[b][v * kFours + column / 4][plane] = codes;
+          });
+        }
+        if constexpr (!Code::short_sums) {
+          for (int four = v * kFours; four < (v + 1) * kFours; four++)
+            for (int r = 0; r < Rows; r++)
+              for (int i = 0; i < InputPlanes; i++)
+                for (int b = 0; b < Together; b++)
+                  for (int plane = 0; plane < Code::planes; plane++) {
+                    I32& sum = sums[b][r][i][plane];
+                    sum = V::dot(sum, held[b][four][plane], x + r * stride + i * p.columns + 4 * four);
+                  }
+        }
+      }
+      if constexpr (Code::short_sums) {
+        for (int b = 0; b < Together; b++)
+          for (int r = 0; r < Rows; r++)
+            for (int i = 0; i < InputPlanes; i++) {
+              I32& sum = sums[b][r][i][0];
+              sum = V::dot_short(sum, held[b], x + r * stride + i * p.columns);
+            }
+      }
+    }
+  }
+
+  // In units of the input's low plane.
+  COLIBRI_INLINE typename V::F32 value(int b, int r) const {
+    typename V::F32 planes[InputPlanes];
+    for (int i = 0; i < InputPlanes; i++) {
+      const I32* sum = sums[b][r][i];
+      if constexpr (Code::planes == 2) {
+        planes[i] = V::to_float(V::add(sum[0], V::template shift_left<7>(sum[1])));
+      } else {
+        planes[i] = V::to_float(sum[0]);
+      }
+    }
+    if constexpr (InputPlanes == 2) return V::fma(planes[0], V::spread(256.0f), planes[1]);
+    return planes[0];
+  }
+};
+
 // out[block][row][16] = the products of `Blocks` row blocks with `Rows` input rows, before row scales.
 template <class V, class Code, int InputPlanes, int Blocks, int Rows>
 __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride,
                                                float (*out)[Rows][kRows]) {
-  using I32 = typename V::I32;
   using F32 = typename V::F32;
-  constexpr int kParts = kRows / V::lanes, kPartBytes = kUnit / kParts;
-  constexpr int kAtOnce = 2;  // units: every group has an even number
+  constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks);
   const colibri_matrix& m = *p.matrix;
   const Code code(p);
-  const int units = m.group / Code::columns;
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
     for (auto& part : block)
       for (F32& sum : part) sum = V::zero();
 
   for (int32_t g = 0; g < p.groups; g++) {
-    const int64_t first = int64_t{g} * m.group, at = int64_t{g} * units * kUnit;
-    const uint8_t* soon = ahead(s.codes, s.next_codes, at + kAhead, p.code_block);
-    const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row + kScalesAhead, p.scale_block);
+    const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
+    const uint8_t* soon = ahead(s.codes, s.next_codes, at, kAhead, p.code_block);
+    const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
+    const InputGroup* groups[Rows];
+    for (int r = 0; r < Rows; r++) {
+      groups[r] = reinterpret_cast<const InputGroup*>(inputs + r * stride + InputPlanes * p.columns) + g;
+    }
     COLIBRI_UNROLL
-    for (int b = 0; b < Blocks; b++) {
-      if (m.scale != COLIBRI_SCALE_NONE) __builtin_prefetch(soon_scales + b * p.scale_block);
+    for (int b = 0; b < Blocks; b += kTogether) {
+      const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
       for (int part = 0; part < kParts; part++) {
-        const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
-        I32 sums[Rows][InputPlanes][Code::planes];
-        for (int r = 0; r < Rows; r++) {
-          const auto& group = reinterpret_cast<const InputGroup*>(inputs + r * stride + InputPlanes * p.columns)[g];
-          for (int i = 0; i < InputPlanes; i++) {
-            sums[r][i][0] = V::broadcast(group.start[i]);
-            if (m.zero == COLIBRI_ZERO_U8) sums[r][i][0] = V::multiply(V::zeros(zeros, part), sums[r][i][0]);
-            if constexpr (Code::planes == 2) sums[r][i][1] = V::broadcast(0);
+        GroupSums<V, Code, InputPlanes, kTogether, Rows> group;
+        group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
+        group.add(p, code, s.codes + b * p.code_block + at + part * group.kPartBytes,
+                  part == 0 ? soon + b * p.code_block : nullptr, reinterpret_cast<const int8_t*>(inputs) + first, stride);
+        for (int t = 0; t < kTogether; t++) {
+          if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
+            __builtin_prefetch(soon_scales + (b + t) * p.scale_block, 0, kCache);
           }
-        }
-        const uint8_t* unit = s.codes + b * p.code_block + at + part * kPartBytes;
-        for (int u = 0; u < units; u += kAtOnce) {
-          const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first + u * Code::columns;
-          typename V::Codes held[4];
-          COLIBRI_UNROLL
-          for (int v = 0; v < kAtOnce; v++) {
-            if (part == 0) __builtin_prefetch(soon + b * p.code_block + (u + v) * kUnit);
-            code.each(unit + (u + v) * kUnit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
-              column += v * Code::columns;
-              if constexpr (Code::short_sums) {
-                held[column / 4] = codes;
-              } else {
-                for (int r = 0; r < Rows; r++)
-                  for (int i = 0; i < InputPlanes; i++)
-                    sums[r][i][plane] = V::dot(sums[r][i][plane], codes, x + r * stride + i * p.columns + column);
-              }
-            });
-          }
-          if constexpr (Code::short_sums) {
-            for (int r = 0; r < Rows; r++)
-              for (int i = 0; i < InputPlanes; i++)
-                sums[r][i][0] = V::dot_short(sums[r][i][0], held, x + r * stride + i * p.columns);
-          }
-        }
-        const F32 scale = V::scales(m.scale, s.scales + b * p.scale_block + g * p.scale_row, part);
-        for (int r = 0; r < Rows; r++) {
-          const auto& group = reinterpret_cast<const InputGroup*>(inputs + r * stride + InputPlanes * p.columns)[g];
-          F32 value[InputPlanes];
-          for (int i = 0; i < InputPlanes; i++) {
-            if constexpr (Code::planes == 2) {
-              value[i] = V::to_float(V::add(sums[r][i][0], V::template shift_left<7>(sums[r][i][1])));
-            } else {
-              value[i] = V::to_float(sums[r][i][0]);
+          const F32 scale = V::scales(m.scale, s.scales + (b + t) * p.scale_block + g * p.scale_row, part);
+          for (int r = 0; r < Rows; r++) {
+            F32& sum = total[b + t][part][r];
+            sum = V::fma(group.value(t, r), V::mul(scale, V::spread(groups[r]->scale)), sum);
+            if (m.zero == COLIBRI_ZERO_OFFSET_F32) {
+              sum = V::fma(V::floats(zeros + t * p.zero_block, part), V::spread(-groups[r]->sum), sum);
             }
           }
-          if constexpr (InputPlanes == 2) value[0] = V::fma(value[0], V::spread(256.0f), value[1]);
-          F32& sum = total[b][part][r];
-          sum = V::fma(value[0], V::mul(scale, V::spread(group.scale)), sum);
-          if (m.zero == COLIBRI_ZERO_OFFSET_F32) sum = V::fma(V::floats(zeros, part), V::spread(-group.sum), sum);
         }
       }
     }
@@ -176,14 +222,14 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first * kRows;
-    const uint8_t* soon = ahead(s.codes, s.next_codes, at + kAhead, p.code_block);
+    const uint8_t* soon = ahead(s.codes, s.next_codes, at, kAhead, p.code_block);
     for (int b = 0; b < Blocks; b++) {
       for (int part = 0; part < kParts; part++) {
         F32 sums[Rows][2];
         for (auto& pair : sums) pair[0] = pair[1] = V::zero();
         const uint8_t* codes = s.codes + b * p.code_block + at + part * V::lanes;
         for (int k = 0; k < m.group; k += 4) {
-          if (part == 0) __builtin_prefetch(soon + b * p.code_block + k * kRows);
+          if (part == 0) __builtin_prefetch(soon + b * p.code_block + k * kRows, 0, kCache);
           for (int i = 0; i < 4; i++) {
             const F32 weight = minifloat.decode(codes + (k + i) * kRows);
             for (int r = 0; r < Rows; r++) {

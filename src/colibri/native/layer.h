@@ -40,9 +40,12 @@ COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs
 
 template <class V, int Blocks, class Emit>
 void all_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, int64_t end, const Emit& emit) {
+  constexpr int kThree = V::rows > 3 && Blocks == kBlocks ? 3 : 2;  // decode steps have experts with three: one pass
   while (slot < end) {
     if (end - slot >= V::rows) {
       slot += some_rows<V, Blocks, V::rows>(p, s, inputs, slot, emit);
+    } else if (end - slot >= kThree) {
+      slot += some_rows<V, Blocks, kThree>(p, s, inputs, slot, emit);
     } else if (end - slot >= 2) {
       slot += some_rows<V, Blocks, 2>(p, s, inputs, slot, emit);
     } else {

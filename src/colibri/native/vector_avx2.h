@@ -11,6 +11,7 @@ namespace {
 struct Avx2 {
   static constexpr int lanes = 8;
   static constexpr int rows = 4;
+  static constexpr int together = 1;
   static constexpr bool tiles = false;
   using Codes = __m256i;
   using Table = __m256i;
@@ -28,9 +29,9 @@ struct Avx2 {
 
   // Sixteen columns of codes of five bits: 4 * 2 * 31 * 128 fits 16 bits, and one widening serves them all.
   static constexpr bool short_sums = true;
-  static I32 dot_short(I32 sum, const Codes (&codes)[4], const int8_t* x) {
-    const __m256i a = _mm256_maddubs_epi16(codes[0], four(x)), b = _mm256_maddubs_epi16(codes[1], four(x + 4));
-    const __m256i c = _mm256_maddubs_epi16(codes[2], four(x + 8)), d = _mm256_maddubs_epi16(codes[3], four(x + 12));
+  static I32 dot_short(I32 sum, const Codes (&codes)[4][1], const int8_t* x) {
+    const __m256i a = _mm256_maddubs_epi16(codes[0][0], four(x)), b = _mm256_maddubs_epi16(codes[1][0], four(x + 4));
+    const __m256i c = _mm256_maddubs_epi16(codes[2][0], four(x + 8)), d = _mm256_maddubs_epi16(codes[3][0], four(x + 12));
     return widened(sum, _mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_add_epi16(c, d)));
   }
 #endif

@@ -15,6 +15,7 @@ namespace {
 struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
+  static constexpr int together = 2;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool tiles = false;

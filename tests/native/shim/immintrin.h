@@ -7,6 +7,7 @@
 #include <simde/x86/f16c.h>
 #include <simde/x86/fma.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -35,6 +36,46 @@ inline simde__m512 _mm512_cvtepi32_ps(simde__m512i a) { return convert_each<floa
 
 inline simde__m256i _mm256_dpbusd_avx_epi32(simde__m256i sum, simde__m256i a, simde__m256i b) {
   return simde_mm256_dpbusd_epi32(sum, a, b);
+}
+
+// Numbers of 16 bits, in plain loops.
+#define __AVX512FP16__ 1
+using Half = __fp16;
+using __m512h = simde__m512i;
+using __mmask64 = std::uint64_t;
+#define _MM_FROUND_TO_NEAREST_INT 0
+#define _MM_FROUND_NO_EXC 8
+inline __m512h _mm512_castsi512_ph(simde__m512i a) { return a; }
+inline simde__m512i _mm512_castph_si512(__m512h a) { return a; }
+template <class Function>
+__m512h each_half(__m512h a, __m512h b, Function function) {
+  Half left[32], right[32];
+  std::memcpy(left, &a, sizeof left);
+  std::memcpy(right, &b, sizeof right);
+  for (int i = 0; i < 32; i++) left[i] = function(left[i], right[i]);
+  std::memcpy(&a, left, sizeof left);
+  return a;
+}
+inline __m512h _mm512_mul_ph(__m512h a, __m512h b) {
+  return each_half(a, b, [](Half x, Half y) { return static_cast<Half>(x * y); });
+}
+inline __m512h _mm512_sub_ph(__m512h a, __m512h b) {
+  return each_half(a, b, [](Half x, Half y) { return static_cast<Half>(x - y); });
+}
+inline simde__m256i _mm512_cvtps_ph(simde__m512 a, int) { return convert_each<Half, float, simde__m256i>(a); }
+inline simde__m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* p) {
+  unsigned char bytes[64] = {};
+  for (int i = 0; i < 64; i++)
+    if (mask >> i & 1) bytes[i] = static_cast<const unsigned char*>(p)[i];
+  simde__m512i result;
+  std::memcpy(&result, bytes, sizeof result);
+  return result;
+}
+inline float _mm512_reduce_max_ps(simde__m512 a) {
+  float numbers[16], top = -INFINITY;
+  std::memcpy(numbers, &a, sizeof numbers);
+  for (float number : numbers) top = number > top ? number : top;
+  return top;
 }
 
 // The tiles, in plain loops.

@@ -68,11 +68,12 @@ class CpuLayout(Layout):
         return held
 
     def allocate(self, shape: MatrixShape, experts: int, device: torch.device | str = "cpu") -> Packed:
-        """Codes on large pages where the system has them: a layer is read from end to end."""
+        """On large pages where the system has them: a layer is read from end to end."""
         made = super().allocate(shape, experts, device)
         native = library()
         if native is not None and made["codes"].device.type == "cpu":
-            native.huge_pages(made["codes"])
+            for tensor in made.values():
+                native.huge_pages(tensor)
         return made
 
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
