@@ -7,18 +7,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import typer
 from rich.markup import escape
 from rich.rule import Rule
 
 from colibri.cli import console as ui
 from colibri.cli.convert import run, target_of
 from colibri.cli.main import app
-from colibri.demo.package import FILE, PACKAGE, cache_folder, weights_file
+from colibri.demo.package import FILE, PACKAGE, cache_folder, made, weights_file
 from colibri.demo.text import QUESTIONS
 from colibri.errors import CheckpointError
 
 
 def main() -> None:
+    """Build a mixture of experts from a real language model, quantise it, look at it, ask it, measure it."""
     folder = cache_folder()
     with ui.reported(as_json=False):
         if find_spec("transformers") is None:
@@ -36,7 +38,7 @@ def main() -> None:
 
 def prepare(folder: Path) -> tuple[Path, Path]:
     """The mixture of experts and its MXFP4 form, made on the first run."""
-    model, small = folder / "bf16", folder / "mxfp4"
+    model, small = made(folder) / "bf16", folder / "mxfp4"
     _say(f"SmolLM2-135M-Instruct, from the package {PACKAGE}, as a mixture of experts with the same output:")
     _note("each feed-forward matrix cut into 8 experts of 192, all 8 active, nothing rounded on the way")
     if not model.exists():
@@ -133,4 +135,4 @@ def _colibri(*words: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

