@@ -17,7 +17,7 @@ from colibri.codec import requantize
 from colibri.formats import detect
 from colibri.layer import QuantizedLinear, RoutedExperts
 from colibri.layout import MatrixShape
-from colibri.problem import Problem, parse_device
+from colibri.problem import Problem
 from colibri.push import Pusher
 from colibri.quant import QuantSpec
 from colibri.recipe import Options, Recipe, wide_inputs
@@ -73,7 +73,7 @@ def linear_from_checkpoint(
         activations=spec,
         pre_scale=FACTORS in found.sources,
     )
-    choice = oracle.select(problem, parse_device(device), backend)
+    choice = oracle.select(problem, device, backend)
     layout = choice.backend.layout(problem)
     inputs = allocate_inputs(found.sources, spec, shape.k, 1, choice.device.torch, module)
     packed = {**layout.allocate(shape, 1, choice.device.torch), **inputs}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from colibri.backends import registry
 from colibri.backends.base import Backend, Plan, Reason
 from colibri.errors import UnsupportedProblem
-from colibri.problem import Device, Problem
+from colibri.problem import Device, Problem, parse_device
 
 AUTO = "auto"
 TYPICAL_TOKENS = 64  # the batch that estimates are compared at, where none is given
@@ -87,9 +87,13 @@ class Choice:
         }
 
 
-def explain(problem: Problem, device: Device, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
-    """Everyone's verdict and the choice; nothing is raised but for an unknown name."""
+def explain(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
+    """Everyone's verdict and the choice; nothing is raised but for an unknown name.
+
+    `device` may be named: `cpu`, `cuda:0`, or one that is not here, such as `sm_90`.
+    """
     backends = registry()
+    device = parse_device(device) if isinstance(device, str) else device
     if requested != AUTO and requested not in backends:
         raise UnsupportedProblem(
             f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}"
@@ -102,7 +106,7 @@ def explain(problem: Problem, device: Device, requested: str = AUTO, tokens: int
     return Choice(problem, device, requested, verdicts, chosen)
 
 
-def select(problem: Problem, device: Device, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
+def select(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
     """Like `explain`, but no backend is an error that carries the table."""
     choice = explain(problem, device, requested, tokens)
     if choice.chosen is None:

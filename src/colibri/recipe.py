@@ -23,7 +23,7 @@ from colibri.errors import MissingTensor, SpecError
 from colibri.grammar import ACTIVATIONS
 from colibri.layer import RoutedExperts
 from colibri.layout import Packed
-from colibri.problem import FAST, Problem, parse_device
+from colibri.problem import FAST, Problem
 from colibri.quant import ActivationSpec
 from colibri.report import LoadReport
 from colibri.routing import Routing
@@ -71,7 +71,7 @@ class Recipe:
     @classmethod
     def make(cls, manifest: Manifest, index: int, options: Options) -> Recipe:
         plan, declared, problem = pose(manifest, index, options)
-        choice = oracle.select(problem, parse_device(options.device), options.backend)
+        choice = oracle.select(problem, options.device, options.backend)
         return cls(manifest, plan, choice, options, declared)
 
     def allocate(self) -> dict[str, Packed]:

@@ -21,6 +21,7 @@ from colibri.cli.main import app
 from colibri.errors import ShardError, SpecError
 from colibri.grammar import ACTIVATIONS, parse_spec
 from colibri.loading import from_checkpoint
+from colibri.oracle import explain as colibri_explain
 from colibri.problem import Device, Problem
 from colibri.shapes import NAMED, parse_shape
 from colibri.testing import judge
@@ -87,7 +88,9 @@ def test_shapes_are_those_of_the_models() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "mixtral", "1,2,3", "8,64,64,0", "8,64,-64,2", "8,64,64,9", "8,64,64,²", "9" * 5000 + ",1,1,1"])
+@pytest.mark.parametrize(
+    "text", ["", "mixtral", "1,2,3", "8,64,64,0", "8,64,-64,2", "8,64,64,9", "8,64,64,²", "9" * 5000 + ",1,1,1"]
+)
 def test_shapes_that_are_none(text: str) -> None:
     with pytest.raises(SpecError):
         parse_shape(text)
@@ -126,6 +129,8 @@ def test_devices_that_are_not_here(shape: str, device: str) -> None:
     assert [backend["name"] for backend in found["backends"]] == list(backends.registry())
     by_name = {backend["name"]: backend for backend in found["backends"]}
     assert by_name[found["choice"]]["supported"]
+    problem = NAMED[shape].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
+    assert colibri_explain(problem, device).describe()["backends"] == found["backends"]
     for backend in found["backends"]:
         assert backend["supported"] == (not backend["reasons"])
         assert (backend["estimate_us"] is not None) == backend["supported"]

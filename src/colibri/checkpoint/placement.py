@@ -47,9 +47,13 @@ class Placement:
             raise ShardError("unknown placement", expected=f"{LINEAR} or {ROUND_ROBIN}", got=self.strategy)
         for kind, rank, size in (("tp", self.tp_rank, self.tp_size), ("ep", self.ep_rank, self.ep_size)):
             if size < 1 or not 0 <= rank < size:
-                raise ShardError(f"{kind} rank outside its world", expected=f"0 to {size - 1}", got=rank)
+                raise ShardError(f"{kind} rank outside its world", expected=f"0 to {size - 1}", got=f"{rank} of {size}")
         if self.redundant < 0 or self.pad_to < 1:
-            raise ShardError("redundant experts and padding cannot be negative")
+            raise ShardError(
+                "no such padding or number of redundant experts",
+                expected="redundant >= 0, pad_to >= 1",
+                got=f"redundant {self.redundant}, pad_to {self.pad_to}",
+            )
 
     def physical(self, experts: int) -> tuple[int, ...]:
         """The logical expert of every physical one."""

@@ -61,14 +61,13 @@ def explain(
         _check_backend(backend)
     with ui.reported(as_json):
         from colibri import oracle
-        from colibri.problem import parse_device
 
         if path is not None:
             asked = _from_checkpoint(ui.existing(path, as_json), layer, weights, activations, tp)
         else:
             assert shape is not None and weights is not None
             asked = _from_shape(shape, weights, activations, tp)
-        choice = oracle.explain(asked.problem, parse_device(device or _here()), backend, tokens)
+        choice = oracle.explain(asked.problem, device or _here(), backend, tokens)
     if as_json:
         ui.print_json({"source": asked.source, "layer": asked.layer, "tokens": tokens, **choice.describe()})
     else:
