@@ -1,8 +1,7 @@
 """`RoutedExperts`: the layer users hold, and `QuantizedLinear`, its one-matrix sibling.
 
-Weights are registered parameters in integer storage, expert dimension first, laid out as the
-chosen backend wants them. A layer that exists is complete: loading happens before it is made, or
-through `load_weights` and `finish`, which refuse to let an incomplete one compute.
+A layer that exists is complete: loading happens before it is made, or through `load_weights` and
+`finish`, which refuse to let an incomplete one compute.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from colibri import oracle
-from colibri.backends.base import Plan
-from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, localize
+from colibri.dispatch import Contiguous, Dispatch, Indexed, localize
 from colibri.errors import LaunchError, MissingTensor
-from colibri.layout import Layout, Packed
-from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem, parse_device
+from colibri.layout import Packed
+from colibri.module import INPUT_DTYPES, PackedModule
 from colibri.routing import Routed, Routing, route
 
 if TYPE_CHECKING:
@@ -29,136 +27,7 @@ if TYPE_CHECKING:
     from colibri.report import LoadReport
 
 NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
-_FORMS: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
 _ID_DTYPES = (torch.int32, torch.int64)
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_PLANS = 1024  # kept at a time: a server meets batches of every size
-
-
-class PackedModule(nn.Module):
-    """Parameters of one problem in one backend's layout; moves between devices without harm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._choice: oracle.Choice | None = None
-        self._names: dict[str, tuple[str, ...]] = {}
-        self._posed: dict[str, Problem] = {}  # by form; one object each, by which backends know their plans
-        self._plans: dict[tuple[type[Dispatch], int], Plan] = {}  # by form and how many numbers come in
-        self._live: dict[str, Packed] = {}  # parameters by matrix and name
-        self._flat: list[tuple[str, Tensor]] = []  # the same by their own names
-
-    def adopt(self, choice: oracle.Choice, weights: Mapping[str, Packed]) -> None:
-        """Take the packed weights of a problem; replaces what was there."""
-        self._choice = choice
-        self._forget_plans()
-        for matrix in list(self._names):
-            self._drop(matrix)
-        for matrix, tensors in weights.items():
-            self._register(matrix, tensors)
-
-    def _forget_plans(self) -> None:
-        self._posed.clear()
-        self._plans.clear()
-
-    @property
-    def choice(self) -> oracle.Choice:
-        """The backend and why; raises while nothing is loaded."""
-        if self._choice is None:
-            raise MissingTensor("the layer is not loaded yet", hint="call finish() after the last load_weights()")
-        return self._choice
-
-    @property
-    def problem(self) -> Problem:
-        return self.choice.problem
-
-    @property
-    def layout(self) -> Layout:
-        return self.choice.backend.layout(self.problem)
-
-    @property
-    def packed(self) -> dict[str, Packed]:
-        """The live tensors, by matrix and name."""
-        held = dict(self.named_parameters(recurse=False))
-        return {m: {name: held[f"{m}_{name}"].data for name in names} for m, names in self._names.items()}
-
-    def _weights(self) -> dict[str, Packed]:
-        """`packed` for every call: gathered once, and again when a parameter is another object."""
-        held = self._parameters
-        for name, tensor in self._flat:
-            if held.get(name) is not tensor:
-                self._flat.clear()
-                break
-        if not self._flat:
-            known = dict(self.named_parameters(recurse=False))
-            self._live = {m: {name: known[f"{m}_{name}"] for name in names} for m, names in self._names.items()}
-            self._flat.extend(known.items())
-        return self._live
-
-    def _register(self, matrix: str, tensors: Packed) -> None:
-        self._names[matrix] = tuple(tensors)
-        self._flat.clear()
-        for name, tensor in tensors.items():
-            self.register_parameter(f"{matrix}_{name}", nn.Parameter(tensor, requires_grad=False))
-
-    def _drop(self, matrix: str) -> None:
-        self._flat.clear()
-        for name in self._names.pop(matrix):
-            self._parameters.pop(f"{matrix}_{name}")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        """Move, then ask the oracle again: another device may want another layout."""
-        before = self._choice
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        here = _device_of(self) if before is not None else None
-        if before is None or here is None or here == before.device:
-            return self
-        self._choice = oracle.select(before.problem, here, before.requested)
-        self._forget_plans()
-        old = before.backend.layout(before.problem)
-        if self.layout != old:
-            self._repack(old)
-        return self
-
-    def _repack(self, old: Layout) -> None:
-        """Through the canonical form, one expert at a time."""
-        new, packed = self.layout, self.packed
-        for matrix, shape in self.problem.matrices.items():
-            source = packed[matrix]
-            device = next(iter(source.values())).device
-            fresh = new.allocate(shape, self.problem.experts, device)
-            for expert in range(self.problem.experts):
-                rows = {name: t[expert] for name, t in source.items()}
-                new.pack(shape, old.unpack(shape, rows), {name: t[expert] for name, t in fresh.items()})
-            fresh |= {name: t for name, t in source.items() if name not in old.storage(shape)}
-            self._drop(matrix)
-            self._register(matrix, fresh)
-
-    def _device(self) -> torch.device | None:
-        held = next(iter(self._parameters.values()))
-        return None if held is None else held.device
-
-    def _check_input(self, x: Tensor) -> None:
-        shape, hidden = x.shape, self.problem.hidden
-        if len(shape) != 2 or shape[1] != hidden or x.dtype not in _INPUT_DTYPES:
-            raise LaunchError(
-                "the input does not fit the layer",
-                expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",
-                got=f"{list(shape)} in {x.dtype}",
-            )
-        here = self._device() or x.device
-        if x.device != here:
-            raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
-
-    def _run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        key = (type(dispatch), x.numel())
-        plan, choice = self._plans.get(key), self.choice
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            form, tokens = _FORMS[type(dispatch)], x.shape[:-1].numel()  # of a batched input: all rows it has room for
-            problem = self._posed.setdefault(form, replace(choice.problem, dispatch=form))
-            plan = self._plans[key] = choice.backend.plan(problem, tokens, choice.device)
-        return choice.backend.run(plan, x, dispatch, self._weights(), out)
 
 
 class RoutedExperts(PackedModule):
@@ -207,16 +76,31 @@ class RoutedExperts(PackedModule):
 
         Ids are global; those of other ranks, and -1, contribute nothing.
         """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (self.pusher is None or self.pusher.settled) and self._buffers["expert_map"] is None:
+            shortcut = self._shortcuts.get(x.numel())
+            if shortcut is not None:
+                made = torch.empty_like(x) if out is None else out
+                if shortcut(x, topk_ids, topk_weights, made):
+                    return made
         self.check(x, topk_ids, topk_weights)
         if out is not None and (out.shape != x.shape or out.device != x.device):
             got = f"{list(out.shape)} on {out.device}"
             raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
-        if torch.compiler.is_compiling():
+        if compiling:
             live = list(self.parameters(recurse=False))
             result: Tensor = torch.ops.colibri.routed_experts(x, topk_ids, topk_weights, live, self.handle)
             return result if out is None else out.copy_(result)
-        out = torch.empty_like(x) if out is None else out
-        return self.compute(x, topk_ids, topk_weights, out)
+        result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
+        self._shorten(x)
+        return result
+
+    def _shorten(self, x: Tensor) -> None:
+        """The next call like this one may go straight to the kernels."""
+        plan = self._plans.get((Indexed, x.numel()))
+        found = None if plan is None else self.choice.backend.shortcut(plan, x, self._weights())
+        if found is not None:
+            self._shortcuts[x.numel()] = found
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
         """`forward` once everything is checked."""
@@ -242,6 +126,7 @@ class RoutedExperts(PackedModule):
         self._check_ready()
         if self.routing is None:
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
+        self._check_logits(router_logits, self.routing.zero_experts)
         logits = router_logits if self.router_bias is None else router_logits + self.router_bias
         return route(
             self.routing,
@@ -344,23 +229,19 @@ class RoutedExperts(PackedModule):
     def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         """Raise where the layer is incomplete or arguments of `forward` do not fit it."""
         self._check_ready()
-        problem, shape, device = self.problem, x.shape, x.device
-        fits = (
-            len(shape) == 2
-            and shape[1] == problem.hidden
-            and topk_ids.shape == (shape[0], problem.top_k) == topk_weights.shape
-            and x.dtype in _INPUT_DTYPES
-            and topk_ids.dtype in _ID_DTYPES
-            and topk_weights.dtype in _INPUT_DTYPES
-            and topk_ids.device == device == topk_weights.device == self._device()
-        )
-        if not fits:  # all at once first: every layer asks in every call
-            self._check_input(x)
-            self._check_routing(x, topk_ids, topk_weights)
+        self._check_input(x)
+        self._check_routing(x, topk_ids, topk_weights)
+
+    def _check_logits(self, logits: Tensor, zero_experts: int) -> None:
+        """A column too many would route tokens to no one; copies of experts have none of their own."""
+        most, got = self.problem.global_experts + zero_experts, logits.shape[-1] if logits.dim() else 0
+        if got > most or (got < most and self.expert_map is None):
+            expected = f"[tokens, {most}]"
+            raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         shape, device = (x.shape[0], self.problem.top_k), x.device
-        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, _INPUT_DTYPES)):
+        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, INPUT_DTYPES)):
             if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
                 raise LaunchError(
                     f"{name} does not fit",
@@ -387,9 +268,3 @@ class QuantizedLinear(PackedModule):
             offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)  # [0, rows], made there
             self._run(rows, Contiguous(offsets), out)
         return out.view(*x.shape[:-1], -1)
-
-
-def _device_of(module: nn.Module) -> Device | None:
-    """The device parameters ended up on; None for meta tensors, which compute nothing."""
-    where = next(module.parameters()).device
-    return None if where.type == "meta" else parse_device(str(where))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread, get_ident
 from time import sleep
@@ -140,25 +143,98 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("tokens", [1, 100])
-def test_a_layer_adds_no_operation_of_its_own(gpu: FakeDriver, tokens: int) -> None:
-    """Only launches: every small operation would cost the host as much as one."""
+def held(tokens: int) -> tuple[RoutedExperts, torch.Tensor, dict[str, torch.Tensor]]:
+    """A layer as users hold it, and a call."""
     made = make_layer(small(), "hopper", "cpu", distinct=1)
     device = Device("cuda", 90)
     verdict = Verdict(made.backend, (), made.backend.plan(small(), tokens, device))
     layer = RoutedExperts()
     layer.adopt(Choice(small(), device, "hopper", (verdict,), verdict), made.weights)
     x, routed = torch.zeros(tokens, 256, dtype=torch.bfloat16), routing(small(), tokens, 0, "cpu")
-    out = torch.empty_like(x)
-    call = {"topk_ids": routed.ids, "topk_weights": routed.weights, "out": out}
+    return layer, x, {"topk_ids": routed.ids, "topk_weights": routed.weights, "out": torch.empty_like(x)}
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_layer_adds_no_operation_of_its_own(gpu: FakeDriver, tokens: int) -> None:
+    """Only launches: every small operation would cost the host as much as one."""
+    layer, x, call = held(tokens)
     layer(x, **call)
     gpu.launched = 0
     with Operations() as ran:
         layer(x, **call)
     assert gpu.launched > 0 and ran.seen == []
     with Operations() as ran:
-        layer(x, **{**call, "topk_ids": routed.ids.long()})
+        layer(x, **{**call, "topk_ids": call["topk_ids"].long()})
     assert ran.seen  # other ids are made local first
+
+
+def long_ways(layer: RoutedExperts, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows whenever a call of this layer goes the long way."""
+    found: list[int] = []
+    whole = layer.compute
+
+    def compute(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        found.append(x.shape[0])
+        return whole(x, *rest)
+
+    monkeypatch.setattr(layer, "compute", compute)
+    return found
+
+
+def test_a_second_call_takes_the_shortcut(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, call = held(100)
+    slow = long_ways(layer, monkeypatch)
+    layer(x, **call)
+    first, gpu.launched = gpu.launched, 0
+    moved = {name: tensor.clone() for name, tensor in call.items()}
+    assert layer(x.clone(), **moved) is moved["out"] and slow == [100] and gpu.launched == first
+    fewer = {name: tensor[:90] for name, tensor in call.items()}
+    for _ in range(2):
+        layer(x[:90], **fewer)
+    assert slow == [100, 90]
+
+
+@contextmanager
+def made_current(current: list[int], index: int) -> Iterator[None]:
+    before, current[0] = current[0], index
+    yield
+    current[0] = before
+
+
+@pytest.mark.parametrize("what", ["stream", "device", "memory", "parameter", "copy", "map"])
+def test_what_changed_goes_the_long_way(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A shortcut computes with what it was made for, and with nothing else."""
+    layer, x, call = held(100)
+    layer(x, **call)
+    if what == "stream":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    elif what == "device":
+        current = [1]
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: made_current(current, index))
+    elif what == "memory":
+        layer.w13_codes.data = layer.w13_codes.data.clone()
+    elif what == "parameter":
+        layer.w2_factors = torch.nn.Parameter(layer.w2_factors.clone(), requires_grad=False)
+    elif what == "copy":
+        layer = copy.deepcopy(layer)
+    else:
+        layer.expert_map = torch.arange(4)
+    slow, gpu.launched = long_ways(layer, monkeypatch), 0
+    layer(x, **call)
+    assert slow == [100] and gpu.launched > 0
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
+def test_misfits_are_named_after_a_shortcut_too(gpu: FakeDriver, name: str) -> None:
+    layer, x, call = held(100)
+    layer(x, **call)
+    layer(x, **call)
+    gpu.launched, given = 0, {"x": x, **call}
+    given[name] = given[name].t().contiguous()
+    with pytest.raises(LaunchError, match="fit"):
+        layer(given.pop("x"), **given)
+    assert gpu.launched == 0
 
 
 class Slow(FakeDriver):

@@ -42,6 +42,7 @@ ROWS = (
     ("backends", "rules", "shapes"),
     ("oracle",),
     ("report",),
+    ("module",),
     ("layer",),
     ("compiled", "recipe", "parallel"),
     ("push",),

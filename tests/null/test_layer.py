@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri import layer as layers
-from colibri import push
+from colibri import module, push
 from colibri.checkpoint import naming as names
 from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.placement import Placement
@@ -156,7 +155,7 @@ def test_what_a_router_was_given_may_be_overwritten(tmp_path: Path) -> None:
 
 
 def test_plans_of_many_batches_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_MOST_PLANS", 2)
+    monkeypatch.setattr(module, "_MOST_PLANS", 2)
     layer = RoutedExperts.from_checkpoint(save(_make("dense", "bf16"), tmp_path / "m"), layer=0)
     for tokens in range(1, 6):
         x, ids, weights = _inputs(tokens)
@@ -370,6 +369,14 @@ def test_every_format_computes(fmt: object, example: Example) -> None:
     if up is not None and example.scheme.part("pre_quant_scale") is None and not example.bias:
         want = layer.problem.activation(torch.cat([x[0] @ gate.t(), x[0] @ up.t()])) @ down.t()
         torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_logits_of_other_experts_are_refused(tmp_path: Path) -> None:
+    layer = RoutedExperts.from_checkpoint(save(_make("dense", "bf16"), tmp_path / "m"), layer=0)
+    x = _inputs()[0]
+    for columns in (SIZE.experts - 1, SIZE.experts + 1):
+        with pytest.raises(LaunchError, match="logits do not fit"):
+            layer.forward_routed(x, torch.zeros(len(x), columns))
 
 
 def test_a_scale_left_to_the_output_is_applied_there(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from colibri.backends.base import Backend, NoForm, Plan, Reason
+from colibri.backends.base import Backend, NoForm, Plan, Reason, Shortcut
 from colibri.backends.hopper.forms import kernel_form
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import SINGLE, HopperPlan, make_plan
-from colibri.backends.hopper.program import ALIGNMENT, Program
+from colibri.backends.hopper.program import ALIGNMENT, Again, Program, addresses
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
 from colibri.dtypes import BF16, F16
 from colibri.errors import LaunchError
@@ -59,11 +59,8 @@ class Hopper(Backend):
             with torch.cuda.device(index):
                 return self.run(plan, x, dispatch, weights, out)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        second = weights.get("w2")
-        codes = 0 if second is None else second["codes"].data_ptr()
-        key = (id(plan), stream, weights["w13"]["codes"].data_ptr(), codes)
-        program = self._programs.get(key)
-        if program is not None and type(dispatch) is Indexed and program.run_indexed(x, dispatch, out):
+        program = self._program(plan, stream, weights)
+        if program and isinstance(dispatch, Indexed) and program.run_indexed(x, dispatch.ids, dispatch.weights, out):
             return out
         assert isinstance(plan, HopperPlan)
         wide = plan.problem.input.storage
@@ -79,9 +76,20 @@ class Hopper(Backend):
         if tokens == 0:
             return out
         if program is None:
-            program = self._programs[key] = Program(plan, weights, x.device, stream)
+            program = Program(plan, weights, x.device, stream)
+            self._programs[self._key(plan, stream, weights)] = program
         program.run(tokens, call)
         return out if written is out else _copy(written, dispatch, out)
+
+    def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
+        program = self._program(plan, torch._C._cuda_getCurrentRawStream(x.device.index or 0), weights)
+        return None if program is None else Again(program, weights)
+
+    def _program(self, plan: Plan, stream: int, weights: Mapping[str, Packed]) -> Program | None:
+        return self._programs.get(self._key(plan, stream, weights))
+
+    def _key(self, plan: Plan, stream: int, weights: Mapping[str, Packed]) -> tuple[int, ...]:
+        return (id(plan), stream, *addresses(packed["codes"] for packed in weights.values()))
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ that changed and hands each launch to the driver: no allocation, no synchronisat
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
 from colibri.backends.hopper.steps import steps
-from colibri.dispatch import Indexed
 from colibri.jit.driver import Launch, launched, launcher
 from colibri.jit.load import Matrix, encoded, prepare, set_map
 from colibri.jit.load import Value as Bound
@@ -33,7 +32,8 @@ class Program:
     def __init__(self, plan: HopperPlan, weights: Mapping[str, Packed], device: torch.device, stream: int) -> None:
         assert plan.rule is not None
         self.plan, self.overlap = plan, plan.rule.overlap
-        self.device = device.index or 0
+        self.device, self.stream = device.index or 0, stream
+        self.home = self.device if device.type == "cuda" else -1  # as tensors say it
         self.wide, self.hidden, self.top_k = plan.problem.input.storage, plan.problem.hidden, plan.problem.top_k
         self.most = plan.tokens if plan.work == INDEXED else 0  # tokens of a call by ids
         self.lock = workspace.lock(device, stream)
@@ -64,30 +64,32 @@ class Program:
             self._point(tokens, call)
             self._launch()
 
-    def run_indexed(self, x: Tensor, routed: Indexed, out: Tensor) -> bool:
+    def run_indexed(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
         """`run` for tensors that are just as the kernels take them; False, and nothing done, where one is not.
 
         This is the way of every layer's every call, so it is one expression and says nothing; the backend says
         what was wrong.
         """
-        ids, weights, wide = routed.ids, routed.weights, self.wide
-        tokens = x.numel() // self.hidden
-        slots = tokens * self.top_k
+        shape, wide, home = x.shape, self.wide, self.home
+        tokens = shape[0]
+        slots = (tokens, self.top_k)
         at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
         if not (
             0 < tokens <= self.most
+            and shape == (tokens, self.hidden)
+            and out.shape == shape
+            and ids.shape == slots
+            and weights.shape == slots
             and x.dtype is wide
             and out.dtype is wide
             and ids.dtype is torch.int32
             and weights.dtype is torch.float32
-            and out.numel() == tokens * self.hidden
-            and ids.numel() == slots
-            and weights.numel() == slots
             and x.is_contiguous()
             and out.is_contiguous()
             and ids.is_contiguous()
             and weights.is_contiguous()
             and not (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT
+            and x.get_device() == out.get_device() == ids.get_device() == weights.get_device() == home
         ):
             return False
         with self.lock:
@@ -161,6 +163,27 @@ class Program:
             launch.grid(min(x, resident) if resident else x, y)
 
         return resize
+
+
+class Again:
+    """Further calls like the one a program was bound in: on its stream, with the weights where they were."""
+
+    def __init__(self, program: Program, weights: Mapping[str, Packed]) -> None:
+        self.program, self.device, self.stream = program, program.device, program.stream
+        self.codes = tuple(packed["codes"] for packed in weights.values())
+        self.at = addresses(self.codes)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        return (
+            torch._C._cuda_getDevice() == self.device
+            and torch._C._cuda_getCurrentRawStream(self.device) == self.stream
+            and addresses(self.codes) == self.at
+            and self.program.run_indexed(x, ids, weights, out)
+        )
+
+
+def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def _with_factors(product: Product, packed: Packed) -> Packed:
