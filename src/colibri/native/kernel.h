@@ -102,9 +102,10 @@ struct GroupSums {
         }
   }
 
-  // `unit`, `soon`: codes of the first block that are read, and those that will be; `x`: the inputs of the first row.
-  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, const uint8_t* soon, const int8_t* x,
-                          int64_t stride) {
+  // `unit`, `soon`: codes of the first block that are read, and those that will be and are to be fetched if `fetch`;
+  // `x`: the inputs of the first row.
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, const uint8_t* soon, bool fetch,
+                          const int8_t* x, int64_t stride) {
     constexpr int kFours = Code::columns / 4;  // of a unit's columns
     const int units = p.matrix->group / Code::columns;
     for (int u = 0; u < units; u += kAtOnce, x += kAtOnce * Code::columns) {
@@ -114,7 +115,7 @@ struct GroupSums {
         COLIBRI_UNROLL
         for (int b = 0; b < Together; b++) {
           const int64_t place = b * p.code_block + (u + v) * kUnit;
-          if (soon != nullptr) __builtin_prefetch(soon + place, 0, kCache);
+          if (fetch) __builtin_prefetch(soon + place, 0, kCache);
           code.each(unit + place, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
             held[b][v * kFours + column / 4][plane] = codes;
           });
@@ -184,8 +185,9 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
       for (int part = 0; part < kParts; part++) {
         GroupSums<V, Code, InputPlanes, kTogether, Rows> group;
         group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
-        group.add(p, code, s.codes + b * p.code_block + at + part * group.kPartBytes,
-                  part == 0 ? soon + b * p.code_block : nullptr, reinterpret_cast<const int8_t*>(inputs) + first, stride);
+        const uint8_t* unit = s.codes + b * p.code_block + at + part * group.kPartBytes;
+        const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first;
+        group.add(p, code, unit, soon + b * p.code_block, part == 0, x, stride);
         for (int t = 0; t < kTogether; t++) {
           if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
             __builtin_prefetch(soon_scales + (b + t) * p.scale_block, 0, kCache);
