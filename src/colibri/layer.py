@@ -97,10 +97,11 @@ class RoutedExperts(PackedModule):
 
     def _shorten(self, x: Tensor) -> None:
         """The next call like this one may go straight to the kernels."""
-        plan = self._plans.get((Indexed, x.numel()))
-        found = None if plan is None else self.choice.backend.shortcut(plan, x, self._weights())
-        if found is not None:
-            self._shortcuts[x.numel()] = found
+        plan, backend = self._plans.get((Indexed, x.numel())), self.choice.backend
+        if plan is not None and backend.drops_wild_ids:
+            found = backend.shortcut(plan, x, self._weights())
+            if found is not None:
+                self._shortcuts[x.numel()] = found
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
         """`forward` once everything is checked."""
