@@ -98,26 +98,63 @@ inline int64_t expert_of(const Call& call, int64_t slot) {
   return low;
 }
 
+// One row of x as the expert of `slot` takes it.
 template <class V>
-void represent_inputs(const Call& call, const Packed& p) {
+void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expert, bool tiles, int thread) {
+  const colibri_work& work = *call.work;
+  const RowBuffers rows = row_buffers(call, thread);
+  load_row(work.x, work.x_type, call.row_of[slot] * work.x_stride, p.matrix->columns, rows.values);
+  if (work.weight_on_input) {
+    for (int64_t k = 0; k < p.matrix->columns; k++) rows.values[k] *= call.weight_of[slot];
+  }
+  write_input<V>(p, expert, tiles, rows, call.inputs_of(p), slot);
+}
+
+// Whether all experts take a token alike.
+inline bool same_for_experts(const Call& call, const Packed& p) {
+  const colibri_matrix& m = *p.matrix;
+  const bool own = m.pre_scale != nullptr || m.perm != nullptr || m.input_scale != nullptr;
+  return call.work->ids != nullptr && !call.work->weight_on_input && !own;
+}
+
+// The slots of each token: represented once for tiles and once for the other kernels, then copied.
+template <class V>
+void represent_tokens(const Call& call, const Packed& p) {
   const colibri_work& work = *call.work;
   const Inputs& inputs = call.inputs_of(p);
-  const bool from_x = &p == &call.first || !call.two_products;
-  const int64_t slots = call.offsets[call.layer->experts], columns = p.matrix->columns;
-  parallel(work.threads, (slots + kRowsATask - 1) / kRowsATask, [&](int64_t task, int thread) {
-    for (int64_t slot = task * kRowsATask; slot < least((task + 1) * kRowsATask, slots); slot++) {
-      const RowBuffers rows = row_buffers(call, thread);
-      const int64_t expert = expert_of(call, slot);
-      if (from_x) {
-        load_row(work.x, work.x_type, call.row_of[slot] * work.x_stride, columns, rows.values);
-        if (work.weight_on_input) {
-          for (int64_t k = 0; k < columns; k++) rows.values[k] *= call.weight_of[slot];
-        }
+  parallel(work.threads, work.tokens, [&](int64_t token, int thread) {
+    int64_t made[2] = {-1, -1};
+    for (int64_t i = token * work.top_k; i < (token + 1) * work.top_k; i++) {
+      const int64_t expert = work.ids[i], slot = call.slot_of[i];
+      if (slot < 0) continue;
+      const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
+      if (made[tiles] < 0) {
+        represent_row<V>(call, p, slot, expert, tiles, thread);
+        made[tiles] = slot;
       } else {
-        std::memcpy(rows.values, call.hidden + slot * call.hidden_stride(), sizeof(float) * columns);
+        std::memcpy(inputs.row(slot), inputs.row(made[tiles]), tiles ? tile_operand_bytes(p) : operand_bytes(p));
+        inputs.factors[slot] = inputs.factors[made[tiles]];
       }
-      const int64_t count = call.offsets[expert + 1] - call.offsets[expert];
-      write_input<V>(p, expert, takes_tiles<V>(call, p, count), rows, inputs, slot);
+    }
+  });
+}
+
+template <class V>
+void represent_inputs(const Call& call, const Packed& p) {
+  const bool from_x = &p == &call.first || !call.two_products;
+  if (from_x && same_for_experts(call, p)) return represent_tokens<V>(call, p);
+  const int64_t slots = call.offsets[call.layer->experts];
+  parallel(call.work->threads, (slots + kRowsATask - 1) / kRowsATask, [&](int64_t task, int thread) {
+    for (int64_t slot = task * kRowsATask; slot < least((task + 1) * kRowsATask, slots); slot++) {
+      const int64_t expert = expert_of(call, slot);
+      const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
+      if (from_x) {
+        represent_row<V>(call, p, slot, expert, tiles, thread);
+        continue;
+      }
+      const RowBuffers rows = row_buffers(call, thread);
+      std::memcpy(rows.values, call.hidden + slot * call.hidden_stride(), sizeof(float) * p.matrix->columns);
+      write_input<V>(p, expert, tiles, rows, call.inputs_of(p), slot);
     }
   });
 }

@@ -154,6 +154,7 @@ int64_t lay_out(Call& call, uint8_t* memory) {
   carver.take(call.active, call.layer->experts);
   carver.take(call.row_of, call.slots);
   carver.take(call.weight_of, call.slots);
+  carver.take(call.slot_of, call.work->ids == nullptr ? 0 : call.slots);
   if (call.two_products) {
     lay_out_inputs(carver, call, call.first, call.first_inputs);
     carver.take(call.hidden, call.slots * call.hidden_stride());
@@ -186,8 +187,9 @@ int32_t sort_slots(Call& call) {
     for (int32_t e = 0; e < experts; e++) call.offsets[e] = end += call.offsets[e];
     call.offsets[experts] = end;
     for (int64_t i = call.slots; i-- > 0;) {
+      call.slot_of[i] = -1;
       if (work.ids[i] < 0) continue;
-      const int64_t s = --call.offsets[work.ids[i]];
+      const int64_t s = call.slot_of[i] = --call.offsets[work.ids[i]];
       call.row_of[s] = i / work.top_k;
       call.weight_of[s] = work.weights == nullptr ? 1 : work.weights[i];
     }

@@ -63,6 +63,7 @@ struct Call {
   int32_t* active = nullptr;  // experts that have slots, ascending
   int32_t actives = 0;
   int64_t* row_of = nullptr;     // of x and of out
+  int64_t* slot_of = nullptr;    // of each id, in the order of the ids; -1: of none
   float* weight_of = nullptr;    // routing weight
 
   Inputs first_inputs, last_inputs;
