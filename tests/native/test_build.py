@@ -71,6 +71,13 @@ def test_a_compiler_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypat
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+def test_a_flag_that_the_compiler_lacks_is_left_out_where_it_may_be(tmp_path: Path) -> None:
+    cxx = build.compiler()
+    assert cxx is not None
+    assert build._usable(cxx, ("-O1", "?-Wall", "?-mno-such-instructions"), tmp_path) == ("-O1", "-Wall")
+
+
 def test_every_source_says_which_machine_it_is_for() -> None:
     for machine in ("x86_64", "aarch64", "riscv64"):
         for source in build.sources(machine):
