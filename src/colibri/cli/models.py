@@ -13,7 +13,9 @@ from rich.markup import escape
 from colibri.cli import console as ui
 from colibri.errors import UnsupportedProblem
 
-Model = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer.")]
+Model = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer, or a .gguf file.")
+]
 Weights = Annotated[str | None, typer.Option("--weights", help="Requantise the experts, for example to mxfp4.")]
 Activations = Annotated[str | None, typer.Option("--activations", help="bf16, int8, fp8 ..., or 'checkpoint'.")]
 Backend = Annotated[str, typer.Option("--backend", help="The backend of the experts; auto chooses.")]
@@ -34,7 +36,10 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         ) from None
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return from_pretrained(path, **options), AutoTokenizer.from_pretrained(path)
+    model = from_pretrained(path, **options)
+    if path.is_file():
+        return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return model, AutoTokenizer.from_pretrained(path)
 
 
 def announce(path: Path, model: Any, out: Console) -> None:

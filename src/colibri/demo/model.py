@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.gguf import TYPE_IDS, TYPES
 from colibri.checkpoint.save import CheckpointWriter
-from colibri.codec import dequantize
 from colibri.demo.vocabulary import read_metadata, save_tokenizer
-from colibri.formats import detect
-from colibri.formats.base import Module
+from colibri.integrations.gguf import plain
 from colibri.stored import Stored
 
 EXPERTS = 8
@@ -75,18 +72,18 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
 def dense_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model as it is in the file, spelled like Llama."""
     side = metadata["llama.embedding_length"] // metadata["llama.attention.head_count"]
-    yield "model.embed_tokens.weight", plain(checkpoint, "token_embd.weight")
-    yield "model.norm.weight", plain(checkpoint, "output_norm.weight")
+    yield "model.embed_tokens.weight", plain(checkpoint, "token_embd.weight", torch.bfloat16)
+    yield "model.norm.weight", plain(checkpoint, "output_norm.weight", torch.bfloat16)
     for layer in range(metadata["llama.block_count"]):
         old, new = f"blk.{layer}", f"model.layers.{layer}"
         for ours, theirs in _NORMS.items():
-            yield f"{new}.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight")
+            yield f"{new}.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
         for ours, theirs in _ATTENTION.items():
-            matrix = plain(checkpoint, f"{old}.{ours}.weight")
+            matrix = plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
             turned = ours in ("attn_q", "attn_k")
             yield f"{new}.self_attn.{theirs}.weight", _halves_apart(matrix, side) if turned else matrix
         for ours, theirs in _FEED_FORWARD.items():
-            yield f"{new}.mlp.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight")
+            yield f"{new}.mlp.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
 
 
 def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -103,19 +100,6 @@ def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterato
     for layer in range(metadata["llama.block_count"]):
         router = torch.zeros(EXPERTS, metadata["llama.embedding_length"], dtype=torch.bfloat16)
         yield f"model.layers.{layer}.block_sparse_moe.gate.weight", router
-
-
-def plain(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor of the file in bf16, through our own reader of its blocks."""
-    stored = checkpoint.tensors[name].stored
-    tensor = checkpoint.read(name)
-    if stored.dtype != "U8":
-        return tensor.bfloat16()
-    kind = TYPES[TYPE_IDS[checkpoint.config.quant["types"][name]]]
-    n, k = stored.shape[0], stored.shape[1] * kind.elements
-    module = Module(name.removesuffix(".weight"), {".weight": stored})
-    scheme = detect(checkpoint.config).scheme(checkpoint.config, module)
-    return dequantize(scheme.decode({"codes": tensor}, n, k)).bfloat16()
 
 
 def _halves_apart(matrix: Tensor, side: int) -> Tensor:

@@ -20,6 +20,7 @@ from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.save import CheckpointWriter
 from colibri.checkpoint.target import choose
 from colibri.errors import CannotEncode, SpecError
+from colibri.integrations.gguf import check_savable
 from colibri.quant import QuantSpec
 from colibri.recipe import Options
 from colibri.rules import weight_targets
@@ -89,6 +90,7 @@ def save(
         return
     if origin is None:
         raise CannotEncode("this model was not loaded by colibri.from_pretrained")
+    check_savable(origin.checkpoint)
     origin.check_unchanged(model)
     spec = origin.target()
     if spec is None:

@@ -33,7 +33,8 @@ from colibri.errors import (
     UnsupportedProblem,
     WrongShape,
 )
-from colibri.integrations.experts import packed_experts, places, swap
+from colibri.integrations import gguf
+from colibri.integrations.experts import packed_experts, swap
 from colibri.integrations.interface import register
 from colibri.integrations.rest import rest_of
 from colibri.integrations.saving import Origin, save
@@ -52,7 +53,7 @@ _INSTEAD = {
     "tp_plan": "colibri.parallel",
     "quantization_config": "weights=",
     "experts_implementation": "backend=",
-    "gguf_file": "RoutedExperts.from_checkpoint reads GGUF layer by layer",
+    "gguf_file": "the path of the file itself",
 }
 _QUANT_KEYS = ("quantization_config", "compression_config")
 
@@ -88,7 +89,7 @@ def from_pretrained(
     order: str = FAST,
     **kwargs: Any,
 ) -> Any:
-    """The causal language model stored at `path`, its experts packed as they are stored.
+    """The causal language model stored at `path` (a folder or a .gguf file), its experts packed as they are stored.
 
     `weights` and `activations` take a spec or rules as in `RoutedExperts.from_checkpoint`; `dtype` is
     that of everything but the experts ("auto": as the config says). Other keywords go to
@@ -97,16 +98,20 @@ def from_pretrained(
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"from_pretrained of colibri takes no {name}=", hint=_INSTEAD[name])
     folder = _local(path)
-    config, wide = _config(folder, dtype)
     target = parse_device(device).torch
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = _opened(folder)
+    config, wide = _config(checkpoint, dtype)
     headers = {name: info.stored for name, info in checkpoint.tensors.items()}
     manifest = _manifest(config, checkpoint, headers)
     options = Options(device, Placement(), backend, weights, activations, wide, order)
+    if folder.is_file():
+        rest = gguf.rest_of(checkpoint, manifest.expert_tensors, _without_memory(config), wide)
+    else:
+        rest = rest_of(checkpoint, manifest, headers, wide)
     model, info = packed_class(_class_of(config)).from_pretrained(
         None,
         config=config,
-        state_dict=rest_of(checkpoint, manifest, headers, wide),
+        state_dict=rest,
         dtype=wide,
         output_loading_info=True,
         **kwargs,
@@ -170,18 +175,23 @@ def _local(path: str | Path) -> Path:
         raise CheckpointError("no such folder, and no such model to download", where=str(path), got=why) from None
 
 
-def _config(folder: Path, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
-    """The model's config without its quantisation, which is our business, and the dtype of the rest."""
-    if not (folder / "config.json").exists():
-        gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
+def _opened(folder: Path) -> Checkpoint:
+    """A checkpoint that tells transformers what model it is: by its config, or by the metadata of GGUF."""
+    if folder.suffix != gguf.SUFFIX and not (folder / "config.json").exists():
+        files = sorted(file.name for file in folder.glob(f"*{gguf.SUFFIX}"))
         raise UnsupportedFormat(
             "no config.json: not a checkpoint transformers can name",
             where=str(folder),
-            expected="the folder of a checkpoint in safetensors",
-            got="GGUF, whose config is another" if gguf else None,
-            hint="`RoutedExperts.from_checkpoint` reads its experts layer by layer" if gguf else None,
+            expected="the folder of a checkpoint, or a .gguf file",
+            hint=f"give the file: {files[0]}" if files else None,
         )
-    config = AutoConfig.from_pretrained(folder)
+    return Checkpoint.open(folder)
+
+
+def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
+    """The model's config without its quantisation, which is our business, and the dtype of the rest."""
+    path = checkpoint.path
+    config = gguf.config_of(checkpoint) if path.is_file() else AutoConfig.from_pretrained(path)
     for section in (config, config.get_text_config()):
         for key in _QUANT_KEYS:
             vars(section).pop(key, None)
@@ -198,11 +208,16 @@ def _manifest(config: PretrainedConfig, checkpoint: Checkpoint, headers: Mapping
     try:
         manifest = manifests.build(checkpoint.config, headers)
     except UnsupportedFormat:
-        with torch.device("meta"):
-            list(places(_class_of(config)(config)))  # says so, if it is that
+        _without_memory(config)  # says so, if it is that
         raise
     manifest.check(where=str(checkpoint.path))
     return manifest
+
+
+def _without_memory(config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        made: nn.Module = packed_class(_class_of(config))(config)
+    return made
 
 
 def _check_loaded(info: dict[str, Any], folder: Path) -> None:
