@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -83,24 +84,43 @@ def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR) -> Logica
     return _quantize(lambda low, high: values[low:high].float(), values, spec, mx_rule, None)
 
 
-def requantize(weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR) -> tuple[LogicalWeight, Loss]:
+def requantize(
+    weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR, keep_order: bool = True
+) -> tuple[LogicalWeight, Loss]:
     """The same matrix under another spec, exactly where possible, and what it cost.
 
     Where the specs differ only in how scales are stored the codes stay as they are, act-order
-    included; otherwise scales are fitted anew over natural columns. Bias and activation-side tensors
-    travel along.
+    included unless there is no place for it; otherwise scales are fitted anew over natural columns.
+    Bias and activation-side tensors travel along.
     """
-    count = weight.n * weight.k
-    exact = recast(weight, spec)
-    if exact is not None:
-        return exact, Loss(count=count)
-    rows = rows_reader(weight)
-    kept = rescale(weight, spec, _SCALE_ROUNDING)
-    if kept is not None:
-        return kept[0], Loss(count=count) if kept[1] else _loss(rows, kept[0])
+    count, rows = weight.n * weight.k, rows_reader(weight)
+    if weight.perm is None or keep_order:
+        exact = recast(weight, spec)
+        if exact is not None:
+            return exact, Loss(count=count)
+        kept = rescale(weight, spec, _SCALE_ROUNDING)
+        if kept is not None:
+            return kept[0], Loss(count=count) if kept[1] else _loss(rows, kept[0])
     meter = _Meter(spec.dtype)
     result = _quantize(rows, weight.codes, spec, mx_rule, meter)
     return replace(result, bias=weight.bias, inputs=weight.inputs), meter.loss()
+
+
+def recasts(old: QuantSpec, new: QuantSpec) -> bool:
+    """Whether every weight under `old` can be said under `new` with no number changed."""
+    return recast(_probe(old), new) is not None
+
+
+def keeps_codes(old: QuantSpec, new: QuantSpec) -> bool:
+    """Whether `requantize` may leave the codes of a weight under `old` as they are, and round scales at most."""
+    return rescale(_probe(old), new, 0.0) is not None
+
+
+@lru_cache(maxsize=256)
+def _probe(spec: QuantSpec) -> LogicalWeight:
+    """A block of zeros under scales of one, which every type of scale can say."""
+    rows, columns = ([level.block[side] or 1 for level in spec.levels] for side in (0, 1))
+    return quantize(torch.zeros(max(rows, default=1), max(columns, default=1)), spec)
 
 
 def _quantize(rows: Rows, like: Tensor, spec: QuantSpec, rule: str, meter: _Meter | None) -> LogicalWeight:

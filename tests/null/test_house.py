@@ -221,6 +221,7 @@ OWN_MISTAKES = {
     "axes.py": "strings written in formats, cuts computed by the loader",
     "weight.py": "act-order is folded by the loader before it cuts",
     "checkpoint/raw.py": "buffers made two lines earlier",
+    "checkpoint/load.py": "what was loaded is what was planned",
     "tune/hopper.py": "our own table",
     "jit/compile.py": "arguments of our own kernels",
     "jit/load.py": "arguments of our own launchers",

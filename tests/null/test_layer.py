@@ -16,6 +16,7 @@ from colibri.checkpoint import naming as names
 from colibri.checkpoint.files import Checkpoint
 from colibri.checkpoint.placement import Placement
 from colibri.codec import dequantize
+from colibri.dtypes import BF16, F16, F32
 from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
 from colibri.formats import registry
 from colibri.formats.base import Example
@@ -285,6 +286,28 @@ def test_requantising_while_loading_reports_its_cost(tmp_path: Path) -> None:
     near = first(x, topk_ids=ids, topk_weights=weights)
     relative = (near.float() - exact.float()).norm() / exact.float().norm()
     assert 0.01 < relative < 0.4
+
+
+@pytest.mark.parametrize("fmt", sorted({fmt.name for fmt, example in all_examples() if example.scheme.act_order}))
+def test_an_act_order_outlives_a_spec_that_keeps_the_codes(fmt: str, tmp_path: Path) -> None:
+    """Asked for as it is stored, or with wider scales or finer blocks: the same numbers."""
+    example = next(e for e in registry()[fmt].examples() if e.scheme.act_order)
+    folder = save(_make(fmt, example.name), tmp_path / "m")
+    spec = example.scheme.spec
+    x, ids, weights = _inputs()
+
+    def computed(**options: object) -> Tensor:
+        layer = RoutedExperts.from_checkpoint(folder, 0, dtype=torch.float32, backend="reference", **options)
+        return layer(x.float(), topk_ids=ids, topk_weights=weights)
+
+    want = computed()
+    wider = replace(spec, scales=tuple(replace(s, dtype=F32) for s in spec.scales))
+    for target in (spec, wider, spec.map_blocks(1, 16), {"w13": spec}, {"w2": spec}):
+        assert torch.equal(computed(weights=target), want), target
+    rounded = replace(spec, scales=tuple(replace(s, dtype=F16 if s.dtype == BF16 else BF16) for s in spec.scales))
+    for target in ("bf16", rounded, {"w13": "int8-g32"}, {"w2": "int8-g32"}, {"w13": "fp8-block"}):
+        error = (computed(weights=target) - want).norm() / want.norm()
+        assert error < 0.06, target
 
 
 def test_asking_for_eight_bit_activations_gives_them(tmp_path: Path) -> None:

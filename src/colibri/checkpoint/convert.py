@@ -172,10 +172,9 @@ def fit(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -> tuple[Lo
         values = dequantize(weight) * weight.inputs["pre_quant_scale"].float().reshape(1, -1)
         weight = LogicalWeight(DENSE_F32, values, bias=weight.bias)
     weight = replace(weight, inputs={})
-    if weight.perm is None or scheme.act_order:
-        result, cost = requantize(weight, spec, mx_rule=mx_rule)
-        if _zero_fits(result, scheme):
-            return result, cost
+    result, cost = requantize(weight, spec, mx_rule=mx_rule, keep_order=scheme.act_order)
+    if _zero_fits(result, scheme):
+        return result, cost
     source = dequantize(weight)
     result = replace(quantize(source, spec, mx_rule=mx_rule), bias=weight.bias)
     return result, loss(source, result)

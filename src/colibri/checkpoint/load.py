@@ -20,7 +20,7 @@ from colibri.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
 from colibri.checkpoint.manifest import Layer, Projection, Source
 from colibri.checkpoint.naming import DOWN, GATE, UP
 from colibri.checkpoint.placement import Cut, Placement
-from colibri.codec import Loss, requantize
+from colibri.codec import Loss, keeps_codes, requantize
 from colibri.errors import ColibriError, ShardError
 from colibri.layout import Layout, MatrixShape, Packed
 from colibri.quant import ALL, QuantSpec
@@ -43,8 +43,9 @@ class ExpertWeights:
 
     def pack(self, plan: LayerPlan, layout: Layout, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write this expert into its rows of a layer's buffers."""
-        layout.pack(plan.w13, self.w13, rows["w13"])
-        layout.pack(plan.w2, self.w2, rows["w2"])
+        for matrix, shape, weight in (("w13", plan.w13, self.w13), ("w2", plan.w2, self.w2)):
+            assert weight.spec == shape.spec and (weight.perm is None or shape.act_order), "not what was planned"
+            layout.pack(shape, weight, rows[matrix])
         self.inputs13.write(rows["w13"])
         self.inputs2.write(rows["w2"])
 
@@ -60,6 +61,11 @@ class LayerPlan:
     w13: MatrixShape
     w2: MatrixShape
     requantize: Mapping[str, QuantSpec] = field(default_factory=dict)  # target specs, by w13 | w2
+
+    @property
+    def ordered(self) -> bool:
+        """Whether w2's act-order is the order of w13's rows."""
+        return keeps_order(self.layer.sample(DOWN), self.requantize.get("w2"))
 
     def bytes(self, layout: Layout) -> int:
         return len(self.experts) * (layout.bytes(self.w13) + layout.bytes(self.w2))
@@ -81,17 +87,23 @@ def plan_layer(
     gate, down = layer.sample(GATE), layer.sample(DOWN)
     down_spec = targets.get("w2", down.scheme.spec)
     cut = placement.cut(layer.intermediate, block=down_spec.widest, uneven=uneven)
-    ordered = down.scheme.act_order and "w2" not in targets
+    ordered = keeps_order(down, targets.get("w2"))
     rows = _row_spec(gate, cut.granule, ordered=ordered, target=targets.get("w13"))
     w13 = MatrixShape(
         cut.size * (2 if layer.gated else 1),
         layer.hidden,
         rows.stacked(cut.size) if layer.gated else rows,
         "bias" in gate.sources,
-        gate.scheme.act_order and "w13" not in targets,
+        keeps_order(gate, targets.get("w13")),
     )
     w2 = MatrixShape(layer.hidden, cut.size, down_spec.map_blocks(1, cut.granule), "bias" in down.sources)
     return LayerPlan(layer, placement, cut, placement.experts(layer.experts), w13, w2, targets)
+
+
+def keeps_order(projection: Projection, target: QuantSpec | None) -> bool:
+    """Whether columns stay in their act-order: a spec that keeps the codes keeps it, any other is fitted without."""
+    scheme = projection.scheme
+    return scheme.act_order and (target is None or keeps_codes(scheme.spec, target))
 
 
 def _row_spec(
@@ -142,17 +154,13 @@ def _load_target(
     along them: columns are cut in sorted order so that groups stay whole."""
     target = plan.requantize.get(matrix)
     granule = plan.cut.granule
-    spec = (
-        plan.w2.spec
-        if matrix == "w2"
-        else _row_spec(projection, granule, ordered=isinstance(rows, Tensor), target=target)
-    )
     cut_columns = matrix == "w2"
+    spec = plan.w2.spec if cut_columns else _row_spec(projection, granule, ordered=plan.ordered, target=target)
     if target is None and isinstance(rows, tuple) and not (cut_columns and projection.scheme.act_order):
         return _load(read, projection, rows, columns, spec), None
     whole = load_projection(read, projection)
     if target is not None:
-        whole, loss = requantize(whole, target)
+        whole, loss = requantize(whole, target, keep_order=keeps_order(projection, target))
         if losses is not None:
             losses(matrix, loss)
     order = whole.perm if cut_columns else None

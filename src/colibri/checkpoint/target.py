@@ -21,7 +21,7 @@ from colibri.checkpoint.manifest import Layer, Manifest, Projection
 from colibri.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from colibri.checkpoint.others import OtherModule
 from colibri.checkpoint.resolve import is_matrix_like
-from colibri.codec import quantize, recast
+from colibri.codec import quantize, recasts
 from colibri.dtypes import BF16, F16, F32, INV127
 from colibri.errors import CannotEncode, UnsupportedFormat
 from colibri.formats import registry
@@ -255,14 +255,7 @@ def _stays_quantized(module: OtherModule, target: Target) -> bool:
         return False
     if not divides(target.spec, module.k) or "pre_quant_scale" in module.sources:
         return False
-    spec = module.scheme.spec
-    probe = quantize(torch.zeros(_probe_size(spec)), spec)
-    return recast(probe, target.spec) is not None
-
-
-def _probe_size(spec: QuantSpec) -> tuple[int, int]:
-    rows, columns = ([level.block[side] or 1 for level in spec.levels] for side in (0, 1))
-    return max(rows, default=1), max(columns, default=1)
+    return recasts(module.scheme.spec, target.spec)
 
 
 def divides(spec: QuantSpec, k: int) -> bool:
