@@ -1,10 +1,10 @@
 """The same product for a handful of tokens: a tile is one slot, ids are the tile list, nothing is sorted (Gluon).
 
-With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32, every factor
-applied; the last to arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order: for the
-first product those of K, and then the activation, for the second also those of a token's experts. What the last one
-does everyone waits for, so it asks for all parts at once. A layer is two launches, and one more where the inputs are
-quantised; the hidden rows are quantised by whoever finishes them.
+With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32; the last to
+arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes: the first
+product with the activation, the second with the weighted sum over a token's experts. Everyone waits for that last
+one, so it asks for all it needs at once. A layer is two launches, and one more where the inputs are quantised; the
+hidden rows are quantised by whoever finishes them.
 
 Counters go back to zero by the hand that saw them full.
 """
@@ -89,59 +89,73 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
 
 
 @gluon.jit
-def row_facts(factors, bias, e, unit, units, half: gl.constexpr, MMA: gl.constexpr, BIAS: gl.constexpr):
-    """Factors of a half's rows, and biases where there are; asked for before the product, needed after."""
-    at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    if BIAS:
-        return gl.load(factors + at), gl.load(bias + at)
-    else:
-        return (gl.load(factors + at),)
+def row_factors(factors, e, unit, units, half: gl.constexpr, MMA: gl.constexpr):
+    """The factors of a half's rows: asked for before the product, needed after it."""
+    at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half
+    return gl.load(factors + at + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
 
 
 @gluon.jit
-def store_part(part, sums, facts, scale, bias_share, mine, BIAS: gl.constexpr):
-    """The one column of an accumulator that is used, finished but for the parts it is to be added to."""
+def store_part(part, sums, factor):
+    """The one column of an accumulator that is used."""
     MMA: gl.constexpr = sums.type.layout
-    value = sums * (facts[0] * scale).expand_dims(1)
-    if BIAS:
-        value += (facts[1] * bias_share).expand_dims(1)
     r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
     only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
-    gl.store(part + r + gl.zeros_like(sums).to(gl.int32), gl.where(mine, value, 0.0), mask=only & (r >= 0))
+    gl.store(part + r + gl.zeros_like(sums).to(gl.int32), sums * factor.expand_dims(1), mask=only & (r >= 0))
 
 
 @gluon.jit
-def sum_parts(part, count, stride, PARTS: gl.constexpr, WIDTH: gl.constexpr):
-    """WIDTH columns of `count` parts, asked for at once and added in one order. Other blocks wrote them: no L1."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1], [1, 32], [1, 4], [1, 0])
-    i = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    return gl.sum(gl.load(part + i * stride + c, mask=(i < count) & (c >= 0), other=0.0, cache_modifier=".cg"), 0)
+def sum_parts(parts, slot, n, there, N, SPLIT: gl.constexpr):
+    """Features n of a slot, its parts added in order. Not from L1: other blocks wrote them."""
+    total = gl.load(parts + slot * SPLIT * N + n, mask=there, other=0.0, cache_modifier=".cg")
+    for i in gl.static_range(1, SPLIT):
+        total += gl.load(parts + (slot * SPLIT + i) * N + n, mask=there, other=0.0, cache_modifier=".cg")
+    return total
 
 
 @gluon.jit
-def finish_slot(out, parts, slot, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr, PARTS: gl.constexpr,
-                KIND: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
+def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr,
+                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     """All parts of a slot's unit are there: activation, and the row's columns."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     N = units * 128
-    part = parts + slot * SPLIT * N + unit * 128
-    value = sum_parts(part, SPLIT, N, PARTS, WIDTH)
+    c = gl.arange(0, WIDTH, LAYOUT)
+    n = unit * 128 + c
+    value = sum_parts(parts, slot, n, n >= 0, N, SPLIT) * scale
+    if BIAS:
+        value += gl.load(bias + e * N + n)
     if KIND == "gated":
-        value = gate(value, sum_parts(part + 64, SPLIT, N, PARTS, WIDTH), limit, alpha, beta, ACTIVATION)
+        u = sum_parts(parts, slot, n + 64, n >= 0, N, SPLIT) * scale
+        if BIAS:
+            u += gl.load(bias + e * N + n + 64)
+        value = gate(value, u, limit, alpha, beta, ACTIVATION)
     else:
         value = squash(value, ACTIVATION)
-    column = unit * WIDTH + gl.arange(0, WIDTH, value.type.layout)
+    column = unit * WIDTH + c
     gl.store(out + slot * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
 
 
 @gluon.jit
-def finish_token(out, parts, token, unit, units, columns, slots_per_token, SPLIT: gl.constexpr, PARTS: gl.constexpr):
-    """All slots of a token's unit are there: their sum."""
-    count = slots_per_token * SPLIT
+def finish_token(out, parts, bias, token_scales, ids, experts, weights, token, unit, units, columns, slots_per_token,
+                 SPLIT: gl.constexpr, SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr,
+                 WEIGHTED: gl.constexpr):  # fmt: skip
+    """All slots of a token's unit are there: their weighted sum, in slot order; a thread has a column of all."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
+    choice = gl.arange(0, SLOTS, gl.SliceLayout(1, LAYOUT))
+    slot, there = token * slots_per_token + choice, choice < slots_per_token
+    e = gl.load(ids + slot, mask=there, other=-1)
+    mine = ((e >= 0) & (e < experts)).expand_dims(1)
     N = units * 128
-    total = sum_parts(parts + token * count * N + unit * 128, count, N, PARTS, 128)
-    n = unit * 128 + gl.arange(0, 128, total.type.layout)
+    n = unit * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    row = sum_parts(parts, slot.expand_dims(1), n.expand_dims(0), there.expand_dims(1), N, SPLIT)
+    if NARROW:
+        row *= gl.load(token_scales + slot, mask=there, other=0.0).expand_dims(1)
+    if BIAS:
+        row += gl.load(bias + e.expand_dims(1) * N + n.expand_dims(0), mask=mine, other=0.0)
+    if WEIGHTED:
+        row *= gl.load(weights + slot, mask=there, other=0.0).expand_dims(1)
+    total = gl.sum(gl.where(mine, row, 0.0), 0)
     gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
 
 
@@ -179,7 +193,7 @@ def quantise_slot(h, narrow, scales, slot, columns):
 def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids, experts,
                weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token,
                limit, alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
-               PARTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+               SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
                WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, QUANTISE: gl.constexpr,
                PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
@@ -192,32 +206,32 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
-        top = row_facts(factors, bias, e, unit, units, 0, MMA, BIAS)
-        bottom = row_facts(factors, bias, e, unit, units, 1, MMA, BIAS)
-        scale = 1.0
-        if WEIGHTED:
-            scale = gl.load(weights + slot)
-        share = gl.where(index % SPLIT == 0, scale if KIND == "rows" else 1.0, 0.0)  # of the bias, in one part of K
-        if NARROW:
-            scale = scale * gl.load(token_scales + slot // slots_per_row)
+        top = row_factors(factors, e, unit, units, 0, MMA)
+        bottom = row_factors(factors, e, unit, units, 1, MMA)
         sums, step = product_of(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, 1, form, PROMOTE)
         part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
-        store_part(part, sums[0], top, scale, share, e >= 0, BIAS)
-        store_part(part + 64, sums[1], bottom, scale, share, e >= 0, BIAS)
+        store_part(part, sums[0], top)
+        store_part(part + 64, sums[1], bottom)
         barrier()
         if KIND == "rows":
             token = slot // slots_per_token
             counter = counters + token * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == slots_per_token * SPLIT - 1:
                 gl.store(counter, 0)
-                finish_token(out, parts, token, unit, units, columns, slots_per_token, SPLIT, PARTS)
+                finish_token(out, parts, bias, token_scales, ids, experts, weights, token, unit, units, columns,
+                             slots_per_token, SPLIT, SLOTS, BIAS, NARROW, WEIGHTED)  # fmt: skip
         else:
             counter = counters + slot * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
                 gl.store(counter, 0)
                 if e >= 0:
-                    finish_slot(out, parts, slot, unit, units, columns, limit, alpha, beta, SPLIT, PARTS, KIND,
-                                ACTIVATION)  # fmt: skip
+                    scale = 1.0
+                    if NARROW:
+                        scale = gl.load(token_scales + slot // slots_per_row)
+                    if WEIGHTED:
+                        scale = scale * gl.load(weights + slot)
+                    finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
+                                KIND, ACTIVATION, BIAS)  # fmt: skip
                     if QUANTISE:
                         barrier()
                         if gl.atomic_add(row_counters + slot, 1, sem="acq_rel") == units - 1:
@@ -230,14 +244,14 @@ def slotwise(
     x_desc, w_desc, s_desc, out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
     weights, experts, total_slots, units, slices, scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha,
     beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, KIND: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
     ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
     PREFETCH: gl.constexpr, QUANTISE: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x.
 
-    PARTS: the most parts that are added up, a power of two. QUANTISE: rows of `out` also go to `narrow` as
-    e4m3, once all their columns are there.
+    SLOTS: no fewer than a token's, a power of two. QUANTISE: rows of `out` also go to `narrow` as e4m3, once
+    all their columns are there.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
@@ -256,7 +270,7 @@ def slotwise(
     gl.warp_specialize([
         (work_slots, (out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
                       experts, weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
-                      slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, PARTS, KIND, ACTIVATION,
+                      slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, SLOTS, KIND, ACTIVATION,
                       BIAS, WEIGHTED, DEPEND, QUANTISE, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
                       scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),

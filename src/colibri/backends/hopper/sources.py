@@ -55,10 +55,10 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, An
 
 
 def slotwise(
-    form: Form, tile: Tile, split: int, parts: int, out: str, kind: str, activation: str, *, bias: bool,
+    form: Form, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
     weighted: bool, depend: bool, prefetch: bool, quantise: bool, promote: bool,
 ) -> Source:  # fmt: skip
-    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, up to `parts` added up."""
+    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, up to `slots` a token."""
     scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
     integers = (
         "experts", "total_slots", "units", "slices", "scale_blocks", "columns", "slots_per_row", "slots_per_token",
@@ -78,7 +78,7 @@ def slotwise(
     ]
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "PARTS": parts, "KIND": kind,
+        "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "SLOTS": slots, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
         "QUANTISE": quantise, "PROMOTE": promote,
     }  # fmt: skip

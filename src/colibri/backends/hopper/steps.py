@@ -117,9 +117,9 @@ def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, pre
     first, top_k, (tile,) = name == "w13" and not single, problem.top_k, product.tiles
     kind = src.ROWS if not first else src.GATED if activation.gated else src.UNGATED
     quantise = first and plan.w2 is not None and plan.w2.narrow
-    parts = power_of_two(product.split * (1 if first or single else top_k))
+    slots = power_of_two(1 if first else top_k)
     source = src.slotwise(
-        product.form, tile, product.split, parts, problem.input.name, kind, _title(plan) if first else "none",
+        product.form, tile, product.split, slots, problem.input.name, kind, _title(plan) if first else "none",
         bias=shape.bias, weighted=not single and problem.weight_on_input == first, depend=plan.rule.overlap,
         prefetch=prefetch and plan.rule.overlap, quantise=quantise, promote=product.promote,
     )  # fmt: skip
