@@ -28,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hazards import Forms, count, explain
+
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),
     "racecheck": ("--racecheck-report", "all"),
@@ -41,13 +43,6 @@ SPECS = (
     "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
 KEPT_LINES = 120
-# A place in a kernel, as reports of different versions write it: name+0xOFFSET, or 0xOFFSET in name.
-PLACE = re.compile(
-    r"\b(?P<name>\w+)(?:\(.*?\))?\+0x(?P<offset>[0-9a-f]+)|\bat 0x(?P<at>[0-9a-f]+) in (?:\S+:)?(?P<of>\w+)"
-)
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^/\s].*?)\s*;")
-REPORTED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
-BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def matrix() -> Iterator[Case]:
         yield Case("int4-g128", tokens=tokens, act_order=True)
         yield from (Case(activations=act, tokens=tokens, dispatch=form)
                     for act in ("bf16", "fp8") for form in ("contiguous", "batched"))  # fmt: skip
-    wide = Case(tokens=12, experts=2, hidden=2304, intermediate=1152)  # enough tiles that K is not split
+    wide = Case(tokens=16, experts=2, hidden=1664, intermediate=832)  # enough tiles that K is not split
     yield from (wide, replace(wide, activations="fp8"))
     for activations in ("bf16", "fp8"):
         every = Case(activations=activations)
@@ -210,7 +205,9 @@ def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]
         "--print-limit", "100", "--launch-timeout", "60", "--show-backtrace", "no", *TOOLS[tool],
         sys.executable, __file__, "--work", f"{shard}/{shards}",
     ]  # fmt: skip
-    environment = {**os.environ, "COLIBRI_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {
+        **os.environ, "COLIBRI_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
     start = time.perf_counter()
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
@@ -235,47 +232,25 @@ def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]
     }
 
 
-def explain(said: list[str], cases: list[Case]) -> list[str]:
-    """The instructions that a tool's report names by kernel and offset, each between the barriers around it.
-
-    A case launches a kernel in more than one form under the same name: listed are all whose instruction at the offset
-    touches memory or waits.
-    """
+def forms_of(cases: list[Case]) -> Forms:
+    """Disassembled kernels, by case and name."""
     from colibri.backends.hopper.plan import make_plan
     from colibri.backends.hopper.steps import steps
 
-    by_label, label, named = {case.label: case for case in cases}, "", dict[tuple[str, str, int], None]()
-    for line in said:
-        started = re.match(r"case \d+: (.*)", line)
-        label = started[1] if started else label
-        for place in PLACE.finditer(line):
-            named[label, place["name"] or place["of"], int(place["offset"] or place["at"], 16)] = None
-    found = dict[str, None]()
-    for label, kernel, offset in named:
-        launched = steps(make_plan(problem_of(by_label[label]), by_label[label].rows)) if label in by_label else ()
-        for source in dict.fromkeys(step.source for step in launched if step.source.kernel == kernel):
-            constants = dict(source.constants)
-            form = " ".join(
-                f"{name}={constants[name]}" for name in ("KIND", "ACT", "CODE", "T", "U") if name in constants
-            )
-            text = surroundings(disassembled(source), offset)
-            if text:
-                found[f"{kernel}+0x{offset:x} ({form}; {label}): {text}"] = None
-    return list(found)
+    by_label = {case.label: case for case in cases}
+
+    def forms(label: str, kernel: str) -> dict[str, str]:
+        case = by_label.get(label)
+        found = steps(make_plan(problem_of(case), case.rows)) if case else ()
+        return {told(step.source): disassembled(step.source) for step in found if step.source.kernel == kernel}
+
+    return forms
 
 
-def surroundings(disassembly: str, offset: int) -> str | None:
-    """An instruction that tools watch, the last barrier before it and the first one after; None where there is none."""
-    code = {int(place, 16): " ".join(text.split()) for place, text in INSTRUCTION.findall(disassembly)}
-    if not REPORTED.search(code.get(offset, "")):
-        return None
-    barriers = [place for place, text in code.items() if BARRIER.search(text)]
-    around = (
-        max((p for p in barriers if p < offset), default=None),
-        min((p for p in barriers if p > offset), default=None),
-    )
-    before, after = (f"{code[p]} at 0x{p:x}" if p is not None else "nothing" for p in around)
-    return f"{code[offset]} [before it {before}; after it {after}]"
+def told(source: Any) -> str:
+    """What distinguishes forms of a kernel."""
+    constants = dict(source.constants)
+    return " ".join(f"{name}={constants[name]}" for name in ("KIND", "ACT", "CODE", "T", "U") if name in constants)
 
 
 @cache
@@ -291,7 +266,8 @@ def disassembled(source: Any) -> str:
 
 
 def clean(result: dict[str, Any]) -> bool:
-    return bool(result["status"] == 0 and result["finished"])
+    """It finished, and what it found, if anything, is the compiler's hand-over, which barriers order."""
+    return bool(result["finished"] and not result["other"] and result["status"] in (0, FOUND))
 
 
 def main() -> None:
@@ -324,13 +300,17 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         results = list(pool.map(within, tasks))
     results.sort(key=lambda result: (result["tool"], result["shard"]))
+    forms = forms_of(cases)
     for result in results:
+        result["handed_over"], result["other"] = count(result["said"], forms)
         verdict = "clean" if clean(result) else "FOUND" if result["finished"] else "NOT FINISHED"
         print(f"{result['tool']} {result['shard']}: {verdict}, {result['cases']} cases in {result['seconds']} s",
-              *result["summary"])  # fmt: skip
-        result["instructions"] = explain(result["said"], cases)
-        for line in (*result["said"][:KEPT_LINES], *result["instructions"]):
-            print(f"  {line}")
+              *result["summary"],
+              *[f"({result['handed_over']} hand-overs of the compiler at barrier 1)"] * bool(result["handed_over"]),
+              flush=True)  # fmt: skip
+        result["instructions"] = explain(result["said"], forms)
+        shown = [] if clean(result) else result["said"][:KEPT_LINES]
+        print(*(f"  {line}" for line in (*shown, *result["instructions"])), sep="\n", flush=True)
     if arguments.out:
         record = {"cases": [case.label for case in cases], "refused": refused, "results": results}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
