@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -73,6 +77,34 @@ def test_failures_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None
     found = run(url, load)
     assert 1 <= found["failed"] < 6
     assert found["errors"][0].startswith("status 503")
+
+
+def test_stopped_while_requests_are_open() -> None:
+    """Ctrl-C ends the command, whatever the server does: here it never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url, held = f"http://127.0.0.1:{silent.getsockname()[1]}/v1", []
+        listed = threading.Thread(target=_list_and_hang, args=(silent, held), daemon=True)
+        listed.start()
+        command = [sys.executable, "-m", "colibri.cli.main", "bench-serve", url, "--num-prompts", "2"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            listed.join(60)
+            assert not listed.is_alive()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+        assert process.stderr is not None and process.stderr.read().strip() == "stopped"
+
+
+def _list_and_hang(server: socket.socket, held: list[socket.socket]) -> None:
+    """Lists a model, then takes one request and says nothing."""
+    body = json.dumps({"data": [{"id": "silent"}]})
+    with server.accept()[0] as asked:
+        asked.recv(4096)
+        asked.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    held.append(server.accept()[0])
+    held[0].recv(4096)
 
 
 def test_no_server() -> None:

@@ -69,7 +69,8 @@ def run(
             progress(1)
 
     start = time.perf_counter()
-    threads = [threading.Thread(target=work) for _ in range(min(load.concurrency, load.prompts))]
+    # Daemons: whoever stops waiting for them (Ctrl-C) is not held by requests that are still open.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(load.concurrency, load.prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
