@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
         (["generate", "model", "x", "--device", "tpu"], 2, "no device is called"),
         (["generate", "dense", "x"], 1, "has no experts"),
         (["generate", "empty", "x"], 1, "no config.json"),
+        (["generate", "wordless", "x"], 1, "no tokenizer"),
+        (["generate", "unknown", "x"], 1, "does not know the model"),
         (["bench-serve", "http://localhost:port/v1"], 2, "not the address"),
         (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),
     ],
@@ -136,5 +139,9 @@ def test_wrong_use_ends_without_a_traceback(
     if not Path("dense").exists():
         config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=32)
         transformers.LlamaForCausalLM(config).save_pretrained("dense")
+        shutil.copytree("model", "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+        shutil.copytree("model", "unknown")
+        held = json.loads(Path("unknown/config.json").read_text())
+        Path("unknown/config.json").write_text(json.dumps({**held, "model_type": "no_such_model"}))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == code and said in done.output and "Traceback" not in done.output, done.output

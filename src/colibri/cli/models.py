@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from colibri.cli import console as ui
-from colibri.errors import UnsupportedProblem
+from colibri.errors import CheckpointError, UnsupportedProblem
 
 Model = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer, or a .gguf file.")
@@ -37,9 +37,13 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model = from_pretrained(path, **options)
-    if path.is_file():
-        return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return model, AutoTokenizer.from_pretrained(path)
+    try:
+        if path.is_file():
+            return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return model, AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise CheckpointError("transformers finds no tokenizer there", where=str(path), got=why) from None
 
 
 def announce(path: Path, model: Any, out: Console) -> None:

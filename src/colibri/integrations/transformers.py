@@ -190,8 +190,17 @@ def _opened(folder: Path) -> Checkpoint:
 
 def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
     """The model's config without its quantisation, which is our business, and the dtype of the rest."""
-    path = checkpoint.path
-    config = gguf.config_of(checkpoint) if path.is_file() else AutoConfig.from_pretrained(path)
+    try:
+        config = (
+            gguf.config_of(checkpoint) if checkpoint.path.is_file() else AutoConfig.from_pretrained(checkpoint.path)
+        )
+    except ValueError:
+        raise UnsupportedProblem(
+            "this transformers does not know the model",
+            where=str(checkpoint.path),
+            got=checkpoint.config.model.get("model_type"),
+            hint="pip install --upgrade transformers",
+        ) from None
     for section in (config, config.get_text_config()):
         for key in _QUANT_KEYS:
             vars(section).pop(key, None)
