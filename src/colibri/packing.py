@@ -15,29 +15,29 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word holds column AWQ_ORDE
 
 def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
     """Codes along the last axis to a dense bit stream in words of `word`; the tail is zeros."""
-    size = word.itemsize
     if 8 % bits:
         return _pack_straddling(codes, bits, word)
-    per = 8 // bits
-    padded = _pad_last(codes, per * size)
-    packed = padded[..., 0::per]
-    for j in range(1, per):
-        packed = packed | (padded[..., j::per] << (bits * j))
+    packed = _pad_last(codes, 8 // bits * word.itemsize)
+    while bits < 8:  # two bytes into one at a time
+        pairs = _view_last(packed, torch.int16)
+        packed = (pairs | pairs >> (8 - bits)).to(torch.uint8)
+        bits *= 2
     return _view_last(packed, word)
 
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of the bit stream along the last axis."""
     data = as_bytes(words)
-    if bits == 8:
-        return data[..., :count].contiguous()
     if 8 % bits:
         return _unpack_straddling(data, bits, count)
-    codes = data.new_empty(*data.shape, 8 // bits)
-    for j in range(8 // bits):
-        torch.bitwise_right_shift(data, bits * j, out=codes[..., j])  # in place: no scratch beside the codes
-    codes &= (1 << bits) - 1
-    return codes.flatten(-2)[..., :count].contiguous()
+    width = 8
+    while width > bits:  # one byte into two at a time
+        width //= 2
+        pairs = data.to(torch.int16)
+        pairs |= pairs << (8 - width)
+        pairs &= ((1 << width) - 1) * 0x0101
+        data = as_bytes(pairs)
+    return data[..., :count].contiguous()
 
 
 def _pack_straddling(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
