@@ -214,8 +214,8 @@ def questions() -> str:
         score = [f"{row[name]['value']:.1%} ± {row[name]['stderr']:.1%}" for name in ("strict", "flexible")]
         p = row["flexible"].get("p")
         rows.append((row["variant"], *score, "" if p is None else f"{p:.2g}"))
-    options = found["options"]
-    note = f"{options['limit']} questions of GSM8K, {options['shots']} examples shown, SmolLM2-135M; {source('gsm8k')}"
+    asked, shots = found["variants"][0]["strict"]["questions"], found["options"]["shots"]
+    note = f"{asked} questions of GSM8K, {shots} examples shown, SmolLM2-135M; p by McNemar's test; {source('gsm8k')}"
     return table(("variant", "strict", "flexible", "p against the first"), rows, note)
 
 

@@ -131,3 +131,18 @@ def test_variants_are_read() -> None:
     assert Variant.parse("stored") == Variant()
     with pytest.raises(SpecError):
         Variant.parse("a/b/c/d")
+
+
+def test_a_run_cut_short_is_scored_on_what_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from questions import scored  # type: ignore[import-not-found]
+
+    kept = [
+        {"variant": name, "question": str(i), "right": str(i), "answer": f"#### {answer}"}
+        for name, answers in (("stored/16 bit/auto", (0, 1, 2, 9)), ("mxfp4/int8/auto", (0, 9)))
+        for i, answer in enumerate(answers)
+    ]
+    first, second = scored(kept)
+    assert first["strict"]["questions"] == second["strict"]["questions"] == 2
+    assert (first["strict"]["value"], second["strict"]["value"]) == (1.0, 0.5)
+    assert second["strict"]["p"] == 1.0 and second["variant"] == "mxfp4/int8/auto"
