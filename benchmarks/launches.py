@@ -52,8 +52,8 @@ def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) ->
     """Each launch of the program alone, in windows of its own."""
     found = []
     for label, _, launch in bound_steps(layer, b, out, windows):
-        dependent, launch._config.count = launch._config.count, 0
+        dependent, launch.config.count = launch.config.count, 0
         took = windows.measure({label: [lambda launch=launch: launch(torch.cuda.current_stream().cuda_stream)]})
-        launch._config.count = dependent
+        launch.config.count = dependent
         found.append((label, round(took[label].median, 2)))
     return found

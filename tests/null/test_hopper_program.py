@@ -29,13 +29,43 @@ from colibri.testing.layers import layer_problem, make_layer, routing
 
 
 class FakeDriver:
-    """Counts launches."""
+    """Counts launches, alone or in graphs; notes what each node of a graph was told of."""
 
     def __init__(self) -> None:
-        self.launched = 0
+        self.launched, self.repeated, self.capturing = 0, 0, False
+        self.nodes: list[list[tuple[int, int]]] = []  # grid and address of arguments, each time they were told
+        self.order: list[tuple[int, int]] = []
 
     def cuLaunchKernelEx(self, *arguments: object) -> int:
         self.launched += 1
+        return 0
+
+    def cuGraphCreate(self, graph: Any, flags: int) -> int:
+        self.nodes, self.order = [], []
+        return 0
+
+    def cuGraphAddKernelNode_v2(self, node: Any, graph: Any, before: None, count: Any, told: Any) -> int:
+        self.nodes.append([(told._obj.gx, told._obj.parameters)])
+        node._obj.value = len(self.nodes)
+        return 0
+
+    def cuGraphAddDependencies_v2(self, graph: Any, first: Any, then: Any, edge: Any, count: Any) -> int:
+        self.order.append((first._obj.value, then._obj.value))
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: Any) -> int:
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, ready: Any, node: Any, told: Any) -> int:
+        self.nodes[node.value - 1].append((told._obj.gx, told._obj.parameters))
+        return 0
+
+    def cuGraphLaunch(self, ready: Any, stream: Any) -> int:
+        self.launched += len(self.nodes)
+        self.repeated += 1
         return 0
 
 
@@ -59,6 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capturing, raising=False)
     return fake
 
 
@@ -70,7 +101,7 @@ def run(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.P
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
     program = bound.Program(make_plan(problem, tokens), layer.weights, torch.device("cpu"), 0)
     program.run(tokens, addresses(call))
-    assert all(launch._config.gx > 0 for launch in program.launches)
+    assert all(launch.config.gx > 0 for launch in program.launches)
     for name, slots in program.pointers.items():
         assert {slot.value for slot in slots} == {call[name].data_ptr()}
     return program
@@ -255,8 +286,8 @@ def test_calls_of_two_threads_do_not_mix(gpu: FakeDriver, monkeypatch: pytest.Mo
     slow = Slow()
     monkeypatch.setattr(driver, "library", lambda: slow)
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    plan = layer.backend.plan(small(), 100, Device("cuda", 90))
-    x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
+    plan = layer.backend.plan(small(), 300, Device("cuda", 90))
+    x, routed = torch.zeros(300, 256, dtype=torch.bfloat16), routing(small(), 300, 0, "cpu")
     outs = [torch.empty_like(x) for _ in range(2)]
     layer.backend.run(plan, x, routed, layer.weights, outs[0])
     launches, slow.whose = len(slow.whose), []
@@ -327,3 +358,34 @@ def test_tensor_maps_of_known_inputs_are_not_made_again(gpu: FakeDriver, monkeyp
         program.run(1, {**call, "x": x})
     launch, name = program.mapped[0]
     assert made == [16, 160] and ctypes.string_at(launch.address[name], 128) == bytes([9]) * 128
+
+
+def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
+    """In order; told again only of what changed; one by one while the caller captures a graph of its own."""
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
+    call, count = {"x": 16, "out": 32, "ids": 48, "weights": 64}, len(program.launches)
+    program.run(100, call)
+    assert gpu.repeated == 1 and gpu.order == [(i, i + 1) for i in range(1, count)]
+    assert all(
+        told == [(launch.config.gx, launch.arguments[2].value)] for told, launch in zip(gpu.nodes, program.launches)
+    )
+    program.run(100, {**call, "out": 160})
+    assert [len(told) for told in gpu.nodes] == [1 + (i in program.called) for i in range(count)]
+    assert 0 in program.called and count - 1 in program.called and len(program.called) < count
+    program.run(90, call)
+    assert all(told[-1][0] == launch.config.gx for told, launch in zip(gpu.nodes, program.launches))
+    assert gpu.nodes[0][-1][0] == 91  # a block for each token, and one that makes the lists
+    gpu.capturing, gpu.launched = True, 0
+    program.run(80, call)
+    assert gpu.repeated == 3 and gpu.launched == count
+    gpu.capturing = False
+    program.run(80, call)
+    assert gpu.nodes[0][-1][0] == 81
+
+
+def test_many_tokens_are_launched_one_by_one(gpu: FakeDriver) -> None:
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    program = bound.Program(make_plan(small(), 300), layer.weights, torch.device("cpu"), 0)
+    program.run(300, {"x": 16, "out": 32, "ids": 48, "weights": 64})
+    assert gpu.repeated == 0 and gpu.launched == len(program.launches)

@@ -47,7 +47,8 @@ def library() -> ctypes.CDLL:
         raise DriverError("there is no CUDA driver on this machine") from error
 
 
-def _check(code: int, what: str) -> None:
+def check(code: int, what: str) -> None:
+    """Raise unless the driver's answer is 0."""
     if code:
         text = ctypes.c_char_p()
         library().cuGetErrorString(code, ctypes.byref(text))
@@ -58,12 +59,10 @@ def load_function(cubin: bytes, name: str, shared: int) -> int:
     """A function handle in the current context, allowed `shared` bytes of dynamic shared memory."""
     cuda = library()
     handle, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(
-        cuda.cuLibraryLoadData(ctypes.byref(handle), cubin, None, None, 0, None, None, 0), f"loading kernel '{name}'"
-    )
-    _check(cuda.cuLibraryGetKernel(ctypes.byref(kernel), handle, name.encode()), f"finding kernel '{name}'")
-    _check(cuda.cuKernelGetFunction(ctypes.byref(function), kernel), f"finding function '{name}'")
-    _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"reserving shared memory for '{name}'")
+    check(cuda.cuLibraryLoadData(ctypes.byref(handle), cubin, None, None, 0, None, None, 0), f"loading kernel '{name}'")
+    check(cuda.cuLibraryGetKernel(ctypes.byref(kernel), handle, name.encode()), f"finding kernel '{name}'")
+    check(cuda.cuKernelGetFunction(ctypes.byref(function), kernel), f"finding function '{name}'")
+    check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"reserving shared memory for '{name}'")
     assert function.value is not None
     return function.value
 
@@ -87,7 +86,7 @@ def encode_map(
         ctypes.c_void_p(into), _MAP_TYPES[item], rank, ctypes.c_void_p(pointer), sizes, steps, sides, ones, 0, swizzle,
         _L2_PROMOTION_128B, 0,
     )  # fmt: skip
-    _check(code, f"describing a tensor of shape {list(shape)} in boxes of {list(box)}")
+    check(code, f"describing a tensor of shape {list(shape)} in boxes of {list(box)}")
 
 
 class Launch:
@@ -114,9 +113,9 @@ class Launch:
             at += -(-len(value) // 64) * 64
         attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
         self._attribute = attribute
-        self._config = _Config(1, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(dependent))
+        self.config = _Config(1, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(dependent))
         self.arguments: tuple[Any, ...] = (  # of `launch`
-            ctypes.c_void_p(ctypes.addressof(self._config)),
+            ctypes.c_void_p(ctypes.addressof(self.config)),
             ctypes.c_void_p(function),
             ctypes.c_void_p(ctypes.addressof(self._pointers)),
             None,
@@ -130,13 +129,13 @@ class Launch:
         return ctypes.c_int32.from_address(self.address[name])
 
     def grid(self, x: int, y: int = 1) -> None:
-        self._config.gx, self._config.gy = x, y
+        self.config.gx, self.config.gy = x, y
 
     def __call__(self, stream: int) -> None:
         """Launch alone, on any stream."""
-        own, self._config.stream = self._config.stream, stream
+        own, self.config.stream = self.config.stream, stream
         code = launcher()(*self.arguments)
-        self._config.stream = own
+        self.config.stream = own
         if code:
             launched(code)
 
@@ -152,4 +151,4 @@ def launcher() -> Callable[..., int]:
 
 def launched(code: int) -> None:
     """Raise what a launch gave that was not 0."""
-    _check(code, "launching a kernel")
+    check(code, "launching a kernel")

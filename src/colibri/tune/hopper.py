@@ -87,6 +87,11 @@ def decodes(activations: str, slots: int) -> bool:
     return slots <= int(data()["decode_slots"]["8-bit" if activations == E4M3 else "16-bit"])
 
 
+def graphed(tokens: int) -> bool:
+    """Whether a call's launches are handed over as one: with so few tokens it may be the host that is waited for."""
+    return tokens <= int(data()["graph_tokens"])
+
+
 def promotes(form: Form) -> bool:
     """Whether sums are carried to fp32 after every slice: what groups need, and fp8 where the data ask for it."""
     return form.promoted or (form.activations == E4M3 and bool(data()["promote"]))

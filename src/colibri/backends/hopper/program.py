@@ -14,13 +14,15 @@ from torch import Tensor
 
 from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
-from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
+from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from colibri.backends.hopper.steps import steps
 from colibri.jit.driver import Launch, launched, launcher
+from colibri.jit.graph import Graph
 from colibri.jit.load import Matrix, encoded, prepare, set_map
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
 from colibri.problem import INDEXED
+from colibri.tune.hopper import graphed
 
 ALIGNMENT = 16  # bytes: addresses are multiples of it
 _MOST_MAPS = 64
@@ -54,9 +56,14 @@ class Program:
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
         self.known_maps: dict[tuple[int, int], list[bytes]] = {}  # by address and number of tokens
-        self.launches = [self._bind(step, stream, tensors) for step in steps(plan)]
+        found = steps(plan)
+        self.called = {i for i, step in enumerate(found) if any(_called(value) for value in step.values.values())}
+        self.launches = [self._bind(step, stream, tensors) for step in found]
         self.arguments = [launch.arguments for launch in self.launches]
         self.go = launcher()
+        self.graphed = graphed(plan.tokens)
+        self.graph: Graph | None = None
+        self.stale: set[int] = set()  # launches that the graph has with other arguments
 
     def run(self, tokens: int, call: Mapping[str, int]) -> None:
         """Launch for this call's tensors, by their addresses: "x", "out", and "ids" and "weights" or "edges"."""
@@ -100,11 +107,27 @@ class Program:
         return True
 
     def _launch(self) -> None:
+        if self.graphed and not torch._C._cuda_isCurrentStreamCapturing():
+            self._repeat()
+            return
         go = self.go
         for arguments in self.arguments:
             code = go(*arguments)
             if code:
                 launched(code)
+
+    def _repeat(self) -> None:
+        """The same launches as one: the host is done sooner, the device not later."""
+        graph = self.graph
+        if graph is None:
+            graph = self.graph = Graph(self.launches, self.stream, dependent=self.overlap)
+        else:
+            for number in self.stale:
+                graph.renew(number)
+        self.stale.clear()
+        code = graph.go(*graph.arguments)
+        if code:
+            launched(code)
 
     def _point(self, tokens: int, call: Mapping[str, int]) -> None:
         """Sizes and addresses into the launches' arguments."""
@@ -112,6 +135,8 @@ class Program:
             for resize in self.resizers:
                 resize(tokens)
             self.tokens = tokens
+            self.stale.update(range(len(self.launches)))
+        self.stale |= self.called
         self.at = ()
         for name, slots in self.pointers.items():
             pointer = call[name]
@@ -184,6 +209,11 @@ class Again:
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _called(value: Value) -> bool:
+    """Whether an argument is a tensor of the caller's."""
+    return isinstance(value, Ref) and value.owner == CALL
 
 
 def _with_factors(product: Product, packed: Packed) -> Packed:
