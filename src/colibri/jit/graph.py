@@ -54,10 +54,13 @@ class Graph:
         self._renewals = [(ready, node, ctypes.byref(of)) for node, of in zip(nodes, self._described)]
         self.go, self.arguments = cuda.cuGraphLaunch, (ready, ctypes.c_void_p(stream))
 
+    def resize(self) -> None:
+        """Take over all launches' grids; each is to be renewed."""
+        for described, launch in zip(self._described, self.launches):
+            described.gx, described.gy = launch.config.gx, launch.config.gy
+
     def renew(self, number: int) -> None:
-        """Take over the arguments and the grid that a launch has now."""
-        described, config = self._described[number], self.launches[number].config
-        described.gx, described.gy = config.gx, config.gy
+        """Take over the arguments that a launch has now."""
         code = self._set(*self._renewals[number])
         if code:
             check(code, "changing a launch of a graph")

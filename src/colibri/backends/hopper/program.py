@@ -136,6 +136,8 @@ class Program:
                 resize(tokens)
             self.tokens = tokens
             self.stale.update(range(len(self.launches)))
+            if self.graph is not None:
+                self.graph.resize()
         self.stale |= self.called
         self.at = ()
         for name, slots in self.pointers.items():
@@ -195,14 +197,16 @@ class Again:
 
     def __init__(self, program: Program, weights: Mapping[str, Packed]) -> None:
         self.program, self.device, self.stream = program, program.device, program.stream
-        self.codes = tuple(packed["codes"] for packed in weights.values())
-        self.at = addresses(self.codes)
+        codes = [packed["codes"] for packed in weights.values()]
+        self.first, self.last = codes[0], codes[-1]
+        self.first_at, self.last_at = addresses((self.first, self.last))
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
         return (
             torch._C._cuda_getDevice() == self.device
             and torch._C._cuda_getCurrentRawStream(self.device) == self.stream
-            and addresses(self.codes) == self.at
+            and self.first.data_ptr() == self.first_at
+            and self.last.data_ptr() == self.last_at
             and self.program.run_indexed(x, ids, weights, out)
         )
 
