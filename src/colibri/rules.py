@@ -22,20 +22,23 @@ ActivationRules = str | ActivationSpec | Mapping[str, object] | Sequence[tuple[s
 
 def weight_targets(rules: WeightRules, layer: int) -> dict[str, QuantSpec]:
     """Target specs by matrix; empty where the weights are kept as they are."""
-    said = _for_layer(rules, layer)
-    named = {name: said.get(name) for name in MATRICES} if isinstance(said, Mapping) else dict.fromkeys(MATRICES, said)
-    _check_names(said)
-    return {name: _weight(value) for name, value in named.items() if value is not None}
+    return {name: _weight(value) for name, value in _by_matrix(rules, layer).items()}
 
 
 def activation_specs(rules: ActivationRules, layer: int) -> dict[str, ActivationSpec | None]:
     """Per matrix a spec, or None for "as the checkpoint declares"; missing = 16-bit as it comes."""
+    said = _by_matrix(rules, layer)
+    return {name: None if value == CHECKPOINT else _activation(value) for name, value in said.items()}
+
+
+def _by_matrix(rules: object, layer: int) -> dict[str, object]:
+    """What is said of each matrix in this layer, where anything is."""
     said = _for_layer(rules, layer)
-    named = {name: said.get(name) for name in MATRICES} if isinstance(said, Mapping) else dict.fromkeys(MATRICES, said)
-    _check_names(said)
-    return {
-        name: None if value == CHECKPOINT else _activation(value) for name, value in named.items() if value is not None
-    }
+    named = said if isinstance(said, Mapping) else dict.fromkeys(MATRICES, said)
+    unknown = sorted(set(named) - set(MATRICES))
+    if unknown:
+        raise SpecError(f"no matrix is called '{unknown[0]}'", expected=" or ".join(MATRICES))
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _for_layer(rules: object, layer: int) -> object:
@@ -57,12 +60,6 @@ def _matches(pattern: str, layer: int) -> bool:
     if pattern == "*":
         return True
     return int(span[1]) <= layer <= int(span[2] or span[1])
-
-
-def _check_names(said: object) -> None:
-    unknown = sorted(set(said) - set(MATRICES)) if isinstance(said, Mapping) else []
-    if unknown:
-        raise SpecError(f"no matrix is called '{unknown[0]}'", expected=" or ".join(MATRICES))
 
 
 def _weight(value: object) -> QuantSpec:

@@ -72,6 +72,12 @@ def test_a_placement_that_is_not_the_layers_is_refused() -> None:
         ExpertParallel(_load(Placement(ep_size=2)), Mesh(), Placement(ep_size=2))
 
 
+@pytest.mark.parametrize("logical", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 9], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4, -1]])
+def test_a_saved_placement_has_every_expert(logical: list[int]) -> None:
+    with pytest.raises(ShardError, match="another placement"):
+        ExpertParallel(_load(), Mesh()).set_extra_state(torch.tensor(logical))
+
+
 @pytest.mark.parametrize("form", [{"form": "broadcast"}, {"form": GATHER}])
 def test_unknown_forms_are_refused(form: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="form"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from colibri.cli import console as ui
 from colibri.cli.console import Json
 
 PACKAGES = (
-    "colibri-moe", "torch", "triton", "cuda-core", "safetensors", "gguf", "compressed-tensors", "transformers", "vllm",
+    "colibri-moe", "torch", "triton", "transformers", "humming-kernels", "vllm", "gguf", "compressed-tensors",
 )  # fmt: skip
 # What decides how fast integers and 16-bit floats multiply on a CPU.
 FLAGS = (
@@ -36,7 +35,7 @@ def env(as_json: Json = False) -> None:
 
 
 def describe() -> dict[str, Any]:
-    from colibri.formats import registry
+    from colibri import backends, formats
 
     return {
         "python": platform.python_version(),
@@ -45,8 +44,8 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu(),
         "native": _native(),
         "cuda": _cuda(),
-        "formats": list(registry()),
-        "backends": _backends(),
+        "formats": list(formats.registry()),
+        "backends": list(backends.registry()),
     }
 
 
@@ -65,7 +64,7 @@ def show(found: dict[str, Any], out: Console) -> None:
     if not found["cuda"]["devices"]:
         rows.add_row("cuda", f"[dim]{escape(found['cuda']['why_not'])}[/]")
     rows.add_row("formats", ", ".join(found["formats"]))
-    rows.add_row("backends", ", ".join(found["backends"]) or "[dim]none[/]")
+    rows.add_row("backends", ", ".join(found["backends"]))
     out.print(rows)
 
 
@@ -133,11 +132,3 @@ def _device(properties: Any) -> dict[str, Any]:
         "memory": properties.total_memory,
         "processors": properties.multi_processor_count,
     }
-
-
-def _backends() -> list[str]:
-    if find_spec("colibri.backends") is None:
-        return []
-    from colibri.backends import registry
-
-    return list(registry())

@@ -152,11 +152,14 @@ class ExpertParallel(nn.Module):
         return torch.tensor(self.assignment.logical, dtype=torch.int32)
 
     def set_extra_state(self, state: Tensor) -> None:
-        if tuple(state.shape) != (self.assignment.physical,):
+        logical = tuple(state.reshape(-1).tolist())
+        if len(logical) != self.assignment.physical or set(logical) != set(range(self.assignment.experts)):
             raise ShardError(
-                "saved under another placement", expected=[self.assignment.physical], got=list(state.shape)
+                "saved under another placement",
+                expected=f"{self.assignment.physical} places of {self.assignment.experts} experts",
+                got=f"{len(logical)} places of {len(set(logical))}",
             )
-        self._adopt(replace(self.assignment, logical=tuple(state.tolist())))
+        self._adopt(replace(self.assignment, logical=logical))
         self.layer.hold(self.assignment.held[self.mesh.ep.rank])
 
     def _rows(self) -> list[Tensor]:
