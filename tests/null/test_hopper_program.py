@@ -384,8 +384,14 @@ def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
     assert gpu.nodes[0][-1][0] == 81
 
 
-def test_many_tokens_are_launched_one_by_one(gpu: FakeDriver) -> None:
+@pytest.mark.parametrize(("tokens", "old"), [(300, False), (100, True)])
+def test_other_calls_are_launched_one_by_one(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, tokens: int, old: bool
+) -> None:
+    """Many tokens, or a driver that is too old."""
+    if old:
+        monkeypatch.delattr(FakeDriver, "cuGraphAddDependencies_v2")
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), 300), layer.weights, torch.device("cpu"), 0)
-    program.run(300, {"x": 16, "out": 32, "ids": 48, "weights": 64})
+    program = bound.Program(make_plan(small(), tokens), layer.weights, torch.device("cpu"), 0)
+    program.run(tokens, {"x": 16, "out": 32, "ids": 48, "weights": 64})
     assert gpu.repeated == 0 and gpu.launched == len(program.launches)

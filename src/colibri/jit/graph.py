@@ -30,6 +30,14 @@ class _Edge(ctypes.Structure):
     ]
 
 
+def available() -> bool:
+    """Whether this driver has graphs whose kernels may start early: those of CUDA 12.3 and later."""
+    try:
+        return driver.library().cuGraphAddDependencies_v2 is not None
+    except AttributeError:
+        return False
+
+
 class Graph:
     """These launches in this order; `dependent`: each may start before its predecessor ends, as it may by itself."""
 

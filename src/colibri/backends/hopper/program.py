@@ -17,7 +17,7 @@ from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from colibri.backends.hopper.steps import steps
 from colibri.jit.driver import Launch, launched, launcher
-from colibri.jit.graph import Graph
+from colibri.jit.graph import Graph, available
 from colibri.jit.load import Matrix, encoded, prepare, set_map
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
@@ -61,7 +61,7 @@ class Program:
         self.launches = [self._bind(step, stream, tensors) for step in found]
         self.arguments = [launch.arguments for launch in self.launches]
         self.go = launcher()
-        self.graphed = graphed(plan.tokens)
+        self.graphed = graphed(plan.tokens) and available()
         self.graph: Graph | None = None
         self.stale: set[int] = set()  # launches that the graph has with other arguments
 
