@@ -23,6 +23,7 @@ from colibri.module import INPUT_DTYPES, PackedModule
 from colibri.routing import Routed, Routing, route
 
 if TYPE_CHECKING:
+    from colibri.checkpoint.files import Checkpoint
     from colibri.push import Pusher
     from colibri.report import LoadReport
 
@@ -58,8 +59,9 @@ class RoutedExperts(PackedModule):
         return self
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, layer: int, **options: Any) -> RoutedExperts:
-        """The experts of `layer` from files; see `loading.from_checkpoint` for the options."""
+    def from_checkpoint(cls, path: str | Path | Checkpoint, layer: int, **options: Any) -> RoutedExperts:
+        """The experts of `layer` from files, opened once for all layers where `path` is a `Checkpoint`; see
+        `loading.from_checkpoint` for the options."""
         from colibri.loading import from_checkpoint
 
         return from_checkpoint(path, layer, **options)
@@ -255,7 +257,7 @@ class QuantizedLinear(PackedModule):
     """One matrix through the same backends: y = x @ W.T + b."""
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, module: str, **options: Any) -> QuantizedLinear:
+    def from_checkpoint(cls, path: str | Path | Checkpoint, module: str, **options: Any) -> QuantizedLinear:
         """The module called `module` from files; see `loading.linear_from_checkpoint`."""
         from colibri.loading import linear_from_checkpoint
 
