@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ def test_every_command_has_help(words: list[str]) -> None:
     done = CliRunner().invoke(app, [*words, "--help"])
     assert done.exit_code == 0, done.output
     assert "Usage" in done.stdout and "--help" in done.stdout
+
+
+def test_version() -> None:
+    for command in (["--version"], ["env", "--json"]):
+        done = subprocess.run([sys.executable, "-m", "colibri", *command], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith(("colibri ", "{")), done.stderr
 
 
 def call(*words: object) -> Any:

@@ -50,6 +50,7 @@ ROWS = (
     ("integrations", "bench", "evaluate"),
     ("",),  # colibri itself: the public names
     ("cli",),
+    ("__main__",),
     ("testing",),
     ("demo",),
 )

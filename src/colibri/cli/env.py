@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "cpu": _cpu(),
         "native": _native(),
         "cuda": _cuda(),
@@ -68,7 +68,7 @@ def show(found: dict[str, Any], out: Console) -> None:
     out.print(rows)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from colibri.cli.bench import bench
 from colibri.cli.bench_serve import bench_serve
 from colibri.cli.convert import convert
-from colibri.cli.env import env
+from colibri.cli.env import env, version_of
 from colibri.cli.eval import evaluate
 from colibri.cli.explain import explain
 from colibri.cli.generate import generate
@@ -24,6 +26,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Quantised Mixture-of-Experts models: look at checkpoints, check, convert, explain, measure, run.",
 )
+
+
+def say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"colibri {version_of('colibri-moe') or '(not installed: run from its sources)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """What comes before a command."""
+
+
 for command in (inspect, verify, convert, explain, bench, env):
     app.command()(command)
 app.command()(generate)
