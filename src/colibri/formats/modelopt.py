@@ -240,23 +240,18 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _matches(name: str, patterns: Sequence[Any], key: str, source: str) -> bool:
+    """Whether the module or one of its parents is listed, by name or by a wildcard."""
     if not all(isinstance(p, str) for p in patterns):
         raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=list(patterns))
-    return bool(patterns) and _covered(name, tuple(patterns))
-
-
-@lru_cache(maxsize=65536)
-def _covered(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether the module or one of its parents matches a wildcard."""
-    if _wildcards(patterns).match(name):
-        return True
-    parent = name.rpartition(".")[0]
-    return bool(parent) and _covered(parent, patterns)
+    plain, wild = _sorted(tuple(patterns))
+    return any(module in plain or wild.match(module) for module in (name, *_parents(name)))
 
 
 @lru_cache(maxsize=64)
-def _wildcards(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(fnmatch.translate(p) for p in patterns))
+def _sorted(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+    """Names and wildcards; of the hundreds that large models list, few are wildcards."""
+    wild = [p for p in patterns if re.search(r"[*?\[]", p)]
+    return frozenset(patterns), re.compile("|".join(map(fnmatch.translate, wild)) or "(?!)")
 
 
 def _config(algo: str, ignore: Sequence[str] = ()) -> dict[str, Any]:
