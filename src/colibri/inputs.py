@@ -6,6 +6,7 @@ rows it came with.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -20,7 +21,7 @@ def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None =
     """`rows` [M, K] as a kernel with these activations sees them, in fp32.
 
     `static` is the checkpoint's input scale, which divides the input; with a two-level spec (NVFP4)
-    it is the outer level.
+    it is the outer level. A row that is not finite has no scale: it becomes NaN, and no other row does.
     """
     spec = activations.spec
     if rows.shape[0] == 0:
@@ -29,9 +30,11 @@ def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None =
         return rows.to(spec.dtype.storage).float()
     if activations.static and static is None:
         raise LaunchError(f"{activations} activations need an input scale from the checkpoint")
+    lost = ~rows.isfinite().all(dim=1, keepdim=True)
+    rows = rows.masked_fill(lost, 0)
     if static is not None and spec.scales[-1].block == TENSOR:
-        return _with_outer_scale(rows, spec, static)
-    return dequantize(quantize(rows, _per_row(spec)))
+        return _with_outer_scale(rows, spec, static).masked_fill_(lost, math.nan)
+    return dequantize(quantize(rows, _per_row(spec))).masked_fill_(lost, math.nan)
 
 
 def _with_outer_scale(rows: Tensor, spec: QuantSpec, static: Tensor) -> Tensor:

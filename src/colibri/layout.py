@@ -7,6 +7,7 @@ row is complete by itself, so that load balancing moves an expert with one row c
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,13 +64,7 @@ class Layout(ABC):
 
     def bytes(self, shape: MatrixShape) -> int:
         """Bytes of one expert's matrix."""
-        total = 0
-        for size, dtype in self.storage(shape).values():
-            count = dtype.itemsize
-            for side in size:
-                count *= side
-            total += count
-        return total
+        return sum(math.prod(size) * dtype.itemsize for size, dtype in self.storage(shape).values())
 
 
 class PlainLayout(Layout):

@@ -54,6 +54,17 @@ def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:
     assert inputs == [ACTIVATIONS["int8"], ACTIVATIONS["bf16"]]
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "nvfp4", "mxfp8"])
+def test_a_row_that_is_not_finite_is_lost_alone(name: str) -> None:
+    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    activations, static = parse_activation(name), torch.tensor(0.5) if name == "fp8-static" else None
+    want = represent(rows, activations, static)
+    for bad in (torch.inf, torch.nan):
+        rows[1, 7] = bad
+        got = represent(rows, activations, static)
+        assert got[1].isnan().all() and torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
+
+
 def test_words_that_mean_nothing() -> None:
     for key in ("order", "dispatch"):
         with pytest.raises(SpecError, match=f"no {key} is called 'sorted'"):
