@@ -125,7 +125,11 @@ def test_a_layer_is_checked_by_itself(tmp_path: Path) -> None:
     lost = "model.layers.1.mlp.experts.2.up_proj.scales"
     del made.tensors[lost]
     folder = save(made, tmp_path / "m")
-    assert RoutedExperts.from_checkpoint(folder, layer=0).problem.experts == SIZE.experts
+    layer = RoutedExperts.from_checkpoint(folder, layer=0)
+    assert layer.problem.experts == SIZE.experts
+    assert layer.pusher is not None and layer.pusher.recipe is not None
+    kept = layer.pusher.recipe.manifest.tensors
+    assert kept and not any(".layers.1." in name for name in kept), "nor need it remember them"
     with pytest.raises(CheckpointProblems, match=lost):
         RoutedExperts.from_checkpoint(folder, layer=1)
     with pytest.raises(MissingTensor, match="expected one of 0, 1"):

@@ -38,6 +38,10 @@ class Manifest:
     expert_tensors: frozenset[str] = frozenset()
     found: tuple[int, ...] = ()  # layers that have experts, looked at or not
 
+    def __deepcopy__(self, memo: object) -> Manifest:
+        """Nothing changes once it is built: copies of a layer share it."""
+        return self
+
     def check(self, where: str) -> None:
         """Raise everything that is wrong, together."""
         if self.problems:
@@ -61,10 +65,12 @@ def build(
     manifest = Manifest(config, detect(config), row, names.sizes(config.model), tensors)
     form, claims = _claims(row, tensors)
     manifest.problems.extend(_strangers(form, claims, tensors))
-    manifest.expert_tensors = frozenset(
-        n for owned in claims.values() for m in owned.values() for n in m.names.values()
-    )
-    if not claims:
+    manifest.found = tuple(sorted(claims))
+    if layers is not None:  # a layer that keeps its manifest need not keep the others' headers
+        others = _owned({index: claims.pop(index) for index in manifest.found if index not in layers})
+        manifest.tensors = {name: stored for name, stored in tensors.items() if name not in others}
+    manifest.expert_tensors = _owned(claims)
+    if not manifest.found:
         manifest.problems.append(
             MissingTensor(
                 "no tensor is spelled like an expert's",
@@ -73,8 +79,7 @@ def build(
                 got=f"{len(tensors)} other tensors",
             )
         )
-    manifest.found = tuple(sorted(claims))
-    for index in manifest.found if layers is None else (i for i in manifest.found if i in layers):
+    for index in sorted(claims):
         builder = LayerBuilder(config, manifest.format, form, index, claims[index], tensors)
         layer = builder.build(experts)
         manifest.problems.extend(builder.problems)
@@ -104,9 +109,14 @@ def _claims(row: Naming, tensors: Iterable[str]) -> tuple[Form, _Claims]:
     return best[1], best[2]
 
 
+def _owned(claims: _Claims) -> frozenset[str]:
+    """The tensors of all experts of these layers."""
+    return frozenset(name for layer in claims.values() for module in layer.values() for name in module.names.values())
+
+
 def _strangers(form: Form, claims: _Claims, tensors: Iterable[str]) -> Iterable[CheckpointError]:
     """Tensors in the experts' territory that no projection owns, or that are there twice."""
-    owned = {name for layer in claims.values() for module in layer.values() for name in module.names.values()}
+    owned = _owned(claims)
     for name in tensors:
         if name in owned:
             continue
