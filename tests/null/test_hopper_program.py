@@ -26,6 +26,7 @@ from colibri.layer import RoutedExperts
 from colibri.oracle import Choice, Verdict
 from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.testing.layers import layer_problem, make_layer, routing
+from colibri.tune import hopper as tune
 
 
 class FakeDriver:
@@ -54,9 +55,6 @@ class FakeDriver:
         return 0
 
     def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: Any) -> int:
-        return 0
-
-    def cuGraphDestroy(self, graph: Any) -> int:
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, ready: Any, node: Any, told: Any) -> int:
@@ -90,6 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capturing, raising=False)
+    monkeypatch.setitem(tune.data(), "graph_tokens", 256)
     return fake
 
 

@@ -57,8 +57,8 @@ class Graph:
                 check(cuda.cuGraphAddDependencies_v2(graph, *ends, ctypes.byref(edge), one), "ordering a graph")
             nodes.append(node)
         check(cuda.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)), "readying a graph")
-        check(cuda.cuGraphDestroy(graph), "dropping a graph that was readied")
         self._set = cuda.cuGraphExecKernelNodeSetParams_v2
+        self._graph = graph  # kept: its nodes are how launches of the ready one are named
         self._renewals = [(ready, node, ctypes.byref(of)) for node, of in zip(nodes, self._described)]
         self.go, self.arguments = cuda.cuGraphLaunch, (ready, ctypes.c_void_p(stream))
 
