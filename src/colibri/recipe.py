@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from colibri import oracle
-from colibri.checkpoint.inputs import FACTORS, allocate_inputs
+from colibri.checkpoint.inputs import FACTORS, allocate_inputs, check_static
 from colibri.checkpoint.load import LayerPlan, Reader, load_layer, plan_layer
 from colibri.checkpoint.manifest import Layer, Manifest
 from colibri.checkpoint.naming import DOWN, GATE, Naming
@@ -168,7 +168,9 @@ def _problem(manifest: Manifest, plan: LayerPlan, options: Options, declared: Ma
     wide = wide_inputs(options.dtype)
     chosen = {m: (said[m] or declared[m]) if m in said else wide for m in ("w13", "w2")}
     routing = options.routing or _routing(manifest, plan.layer.index)
-    projections = [plan.layer.sample(name) for name in (GATE, DOWN)]
+    projections = {"w13": plan.layer.sample(GATE), "w2": plan.layer.sample(DOWN)}
+    for matrix, projection in projections.items():
+        check_static(projection.sources, chosen[matrix], f"layer {plan.layer.index}, {matrix}")
     return Problem(
         plan.w13,
         plan.w2,
@@ -180,7 +182,7 @@ def _problem(manifest: Manifest, plan: LayerPlan, options: Options, declared: Ma
         activations=chosen["w13"],
         activations_w2=chosen["w2"],
         weight_on_input=routing.weight_on_input,
-        pre_scale=any(FACTORS in p.sources for p in projections),
+        pre_scale=any(FACTORS in p.sources for p in projections.values()),
         order=options.order,
     )
 

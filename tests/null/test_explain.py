@@ -202,6 +202,11 @@ def test_a_layer_without_experts(model: Path) -> None:
     assert "layer 7" in parsed(model, "--layer", 7, code=PROBLEM)["error"]["what"]
 
 
+def test_what_could_not_be_loaded_is_not_promised(model: Path) -> None:
+    told = parsed(model, "--activations", "fp8-static", code=PROBLEM)["error"]
+    assert "input scale" in told["what"] and told["where"] == "layer 0, w13"
+
+
 def test_layers_that_are_quantised_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     plain, mxfp4 = (parse_spec(name) for name in ("bf16", "mxfp4"))
     monkeypatch.setattr(Layer, "spec", lambda layer, name: mxfp4 if layer.index == 1 else plain)

@@ -56,19 +56,28 @@ def product_inputs(projections: Sequence[Mapping[str, Tensor]]) -> ProductInputs
     return ProductInputs(torch.stack(scales).amax() if scales else None, factors[0] if factors else None)
 
 
-def allocate_inputs(
-    roles: Container[str], spec: ActivationSpec, k: int, experts: int, device: torch.device, where: str
-) -> Packed:
-    """Buffers for what the checkpoint stores (`roles`) and a product with these activations needs."""
-    held: Packed = {}
-    if spec.spec.quantized and (DIVISOR in roles or RECIPROCAL in roles):
-        held[SCALE] = torch.empty(experts, dtype=torch.int32, device=device)
-    elif spec.static:
+def check_static(roles: Container[str], spec: ActivationSpec, where: str) -> None:
+    """Raise where activations are static and the checkpoint stores no scale for them."""
+    if spec.static and not _has_scale(roles):
         raise MissingTensor(
             f"{spec} activations need an input scale for every expert",
             where=where,
             hint="use dynamic activations, for example fp8",
         )
+
+
+def _has_scale(roles: Container[str]) -> bool:
+    return DIVISOR in roles or RECIPROCAL in roles
+
+
+def allocate_inputs(
+    roles: Container[str], spec: ActivationSpec, k: int, experts: int, device: torch.device, where: str
+) -> Packed:
+    """Buffers for what the checkpoint stores (`roles`) and a product with these activations needs."""
+    check_static(roles, spec, where)
+    held: Packed = {}
+    if spec.spec.quantized and _has_scale(roles):
+        held[SCALE] = torch.empty(experts, dtype=torch.int32, device=device)
     if FACTORS in roles:
         held[PRE_SCALE] = torch.empty(experts, k, dtype=torch.int32, device=device)
     return held
