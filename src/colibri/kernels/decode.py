@@ -105,11 +105,11 @@ def store_part(part, sums, factor):
 
 
 @gluon.jit
-def sum_parts(parts, slot, n, there, N, SPLIT: gl.constexpr):
+def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
     """Features n of a slot, its parts added in order. Not from L1: other blocks wrote them."""
-    total = gl.load(parts + slot * SPLIT * N + n, mask=there, other=0.0, cache_modifier=".cg")
+    total = gl.load(parts + slot * SPLIT * N + n, cache_modifier=".cg")
     for i in gl.static_range(1, SPLIT):
-        total += gl.load(parts + (slot * SPLIT + i) * N + n, mask=there, other=0.0, cache_modifier=".cg")
+        total += gl.load(parts + (slot * SPLIT + i) * N + n, cache_modifier=".cg")
     return total
 
 
@@ -122,11 +122,11 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
     N = units * 128
     c = gl.arange(0, WIDTH, LAYOUT)
     n = unit * 128 + c
-    value = sum_parts(parts, slot, n, n >= 0, N, SPLIT) * scale
+    value = sum_parts(parts, slot, n, N, SPLIT) * scale
     if BIAS:
         value += gl.load(bias + e * N + n)
     if KIND == "gated":
-        u = sum_parts(parts, slot, n + 64, n >= 0, N, SPLIT) * scale
+        u = sum_parts(parts, slot, n + 64, N, SPLIT) * scale
         if BIAS:
             u += gl.load(bias + e * N + n + 64)
         value = gate(value, u, limit, alpha, beta, ACTIVATION)
@@ -140,22 +140,25 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
 def finish_token(out, parts, bias, token_scales, ids, experts, weights, token, unit, units, columns, slots_per_token,
                  SPLIT: gl.constexpr, SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr,
                  WEIGHTED: gl.constexpr):  # fmt: skip
-    """All slots of a token's unit are there: their weighted sum, in slot order; a thread has a column of all."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
-    choice = gl.arange(0, SLOTS, gl.SliceLayout(1, LAYOUT))
-    slot, there = token * slots_per_token + choice, choice < slots_per_token
-    e = gl.load(ids + slot, mask=there, other=-1)
-    mine = ((e >= 0) & (e < experts)).expand_dims(1)
+    """All slots of a token's unit are there: their weighted sum, in slot order. All are loaded before any is added."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     N = units * 128
-    n = unit * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    row = sum_parts(parts, slot.expand_dims(1), n.expand_dims(0), there.expand_dims(1), N, SPLIT)
-    if NARROW:
-        row *= gl.load(token_scales + slot, mask=there, other=0.0).expand_dims(1)
-    if BIAS:
-        row += gl.load(bias + e.expand_dims(1) * N + n.expand_dims(0), mask=mine, other=0.0)
-    if WEIGHTED:
-        row *= gl.load(weights + slot, mask=there, other=0.0).expand_dims(1)
-    total = gl.sum(gl.where(mine, row, 0.0), 0)
+    n = unit * 128 + gl.arange(0, 128, LAYOUT)
+    rows = ()
+    for i in gl.static_range(SLOTS):
+        slot = token * slots_per_token + gl.minimum(i, slots_per_token - 1)
+        e = gl.where(i < slots_per_token, expert_of(ids, slot, experts), -1)
+        row = sum_parts(parts, slot, n, N, SPLIT)
+        if NARROW:
+            row *= gl.load(token_scales + slot)
+        if BIAS:
+            row += gl.load(bias + gl.maximum(e, 0) * N + n)
+        if WEIGHTED:
+            row *= gl.load(weights + slot)
+        rows += (gl.where(e >= 0, row, 0.0),)
+    total = rows[0]
+    for i in gl.static_range(1, SLOTS):
+        total += rows[i]
     gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
 
 
