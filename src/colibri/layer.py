@@ -241,6 +241,9 @@ class RoutedExperts(PackedModule):
         if got > most or (got < most and self.expert_map is None):
             expected = f"[tokens, {most}]"
             raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
+        bias = self.router_bias
+        if bias is not None and bias.shape != (got,):
+            raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         shape, device = (x.shape[0], self.problem.top_k), x.device

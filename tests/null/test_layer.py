@@ -404,6 +404,9 @@ def test_logits_of_other_experts_are_refused(tmp_path: Path) -> None:
     for columns in (SIZE.experts - 1, SIZE.experts + 1):
         with pytest.raises(LaunchError, match="logits do not fit"):
             layer.forward_routed(x, torch.zeros(len(x), columns))
+    layer.take_router("bias", torch.zeros(1))
+    with pytest.raises(LaunchError, match="bias does not fit"):
+        layer.forward_routed(x, torch.zeros(len(x), SIZE.experts))
 
 
 def test_a_scale_left_to_the_output_is_applied_there(tmp_path: Path) -> None:
