@@ -210,7 +210,8 @@ def routing_for(model: Mapping[str, Any], family: str, layer: int) -> Routing:
     if top_k is None:
         raise UnsupportedFormat("the config does not say how many experts a token has", where=WHERE)
     if row.top_k is not None and top_k != row.top_k:
-        raise UnsupportedFormat(f"{family} routes a token to so many experts", expected=row.top_k, got=top_k)
+        what = f"{family} routes every token to the same number of experts"
+        raise UnsupportedFormat(what, where=WHERE, expected=row.top_k, got=top_k)
     fields = {**row.routing, **_fields(model, row.keys)}
     if row.hash_layers is not None and _hashes(model, row.hash_layers, layer):
         fields |= {"hashed": True, "correction": False}
