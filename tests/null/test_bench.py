@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -257,11 +258,13 @@ class Counting(Clock):
 
 def test_contestants_take_turns_and_batches_rotate() -> None:
     clock = Counting()
-    contestants = {name: [lambda n=name, i=i: f"{n}{i}" for i in range(2)] for name in "AB"}
-    times = measure(clock, contestants, 4)
-    assert clock.log == ["A0", "B0", "B1", "A1", "A0", "B0", "B1", "A1"]
-    assert times["A"].us == (1.0, 4.0, 5.0, 8.0)
-    assert times["B"].median == 4.5
+    contestants = {name: [lambda n=name, i=i: f"{n}{i}" for i in range(2)] for name in "ABC"}
+    times = measure(clock, contestants, 8)
+    rounds = [clock.log[i : i + 3] for i in range(0, 24, 3)]
+    assert [sorted(called) for called in rounds] == [["A0", "B0", "C0"], ["A1", "B1", "C1"]] * 4
+    before = {(one[0], two[0]) for called in rounds for one, two in pairwise(called)}
+    assert len(before) == 6  # everyone came right after everyone else
+    assert times["A"].us == tuple(i + 1.0 for i, name in enumerate(clock.log) if name.startswith("A"))
 
 
 def test_median_and_quartiles() -> None:

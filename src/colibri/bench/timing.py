@@ -7,6 +7,7 @@ turns call by call, so that whatever disturbs the machine disturbs them alike.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -137,14 +138,14 @@ def make_clock(device: Device) -> Clock:
 def measure(clock: Clock, contestants: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, Times]:
     """Median and spread of each, call by call in turns; every contestant has one call for each batch.
 
-    Who starts a round changes from round to round: to come right after someone else is no one's fate.
+    Each round has an order of its own: to come right after someone who leaves the cores hot and slow is no one's fate.
     """
     ready = {name: clock.prepare(calls) for name, calls in contestants.items()}
     taken: dict[str, list[float]] = {name: [] for name in ready}
-    names = list(ready)
+    names, order = list(ready), random.Random(0)
     for turn in range(repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        order.shuffle(names)
+        for name in names:
             calls, _ = ready[name]
             taken[name].append(clock.time(calls[turn % len(calls)]))
     return {name: Times(tuple(us), ready[name][1]) for name, us in taken.items()}
