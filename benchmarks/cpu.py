@@ -56,6 +56,7 @@ SLOW = {Level.PORTABLE, Level.AVX2, Level.AVXVNNI}  # left out of prefill unless
 DISTINCT = 8  # experts whose numbers differ; each has memory of its own
 NEAR = 16 << 20  # bytes that fill the caches which belong to single cores
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # torch listens to
+WITHOUT_AMX = "AVX512_CORE_BF16"  # what ONEDNN_MAX_CPU_ISA says to keep torch from it
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -310,9 +311,16 @@ TARGETS = (
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lowest ratio for each target, over specs, tokens and threads; None where nothing was measured."""
+    """The lowest ratio for each target, over specs, tokens and threads; None where nothing was measured.
+
+    Prefill without AMX is compared with a torch that does without it too, see `WITHOUT_AMX`.
+    """
     found = []
     for what, who, specs, tokens, peer, wanted in TARGETS:
+        if tokens == (512,) and (what == "prefill without AMX") != (
+            os.environ.get("ONEDNN_MAX_CPU_ISA") == WITHOUT_AMX
+        ):
+            continue
         for name in who:
             ratios = [
                 r["faster_than"][peer][kind]

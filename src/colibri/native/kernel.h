@@ -7,6 +7,7 @@
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
 //   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
 //   short_sums, dot_short     small table entries (up to 31): products of sixteen columns are added before they are widened
+//   low_nibbles, high_nibbles with short_sums: codes as numbers, without a table
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
 
@@ -60,6 +61,22 @@ struct Nibbles {
     const typename V::Codes codes = V::load(unit);
     for (int i = 0; i < Planes; i++) use(0, i, V::low(tables[i], codes));
     for (int i = 0; i < Planes; i++) use(4, i, V::high(tables[i], codes));
+  }
+};
+
+// Nibbles that are their own table, of integers of 4 bits: where vectors have no look-up that masks, it is spared.
+template <class V>
+struct PlainNibbles {
+  static constexpr int columns = 8, planes = 1;
+  static constexpr bool short_sums = V::short_sums;
+
+  explicit PlainNibbles(const Packed&) {}
+
+  template <class Use>
+  COLIBRI_INLINE void each(const uint8_t* unit, Use use) const {
+    const typename V::Codes codes = V::load(unit);
+    use(0, 0, V::low_nibbles(codes));
+    use(4, 0, V::high_nibbles(codes));
   }
 };
 
@@ -272,8 +289,14 @@ void product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t s
     by_planes<V, Bytes<V>, Blocks, Rows>(p, s, inputs, stride, out);
   } else if (p.two_planes) {
     by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, inputs, stride, out);
-  } else if (V::short_sums && p.small_entries) {
-    by_planes<V, Nibbles<V, 1, V::short_sums>, Blocks, Rows>(p, s, inputs, stride, out);
+  } else if constexpr (V::short_sums) {
+    if (p.plain_entries) {
+      by_planes<V, PlainNibbles<V>, Blocks, Rows>(p, s, inputs, stride, out);
+    } else if (p.small_entries) {
+      by_planes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, inputs, stride, out);
+    } else {
+      by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, inputs, stride, out);
+    }
   } else {
     by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, inputs, stride, out);
   }

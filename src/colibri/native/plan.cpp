@@ -121,6 +121,8 @@ Packed describe(const colibri_matrix& m, bool gated) {
   const int32_t top = m.codes == COLIBRI_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
   p.two_planes = top >= kPlaneBase;
   p.small_entries = top <= 31;
+  p.plain_entries = m.codes == COLIBRI_TABLE4;
+  for (int i = 0; i < 16; i++) p.plain_entries = p.plain_entries && m.table[i] == i;
   p.unit = m.step * (m.scale == COLIBRI_SCALE_E4M3 ? kE4m3Unit : 1);
   if (m.codes == COLIBRI_FLOAT8) p.minifloat_unit = std::ldexp(1.0f, 15 - minifloat_bias(m.mantissa));  // fp16's is 15
   const int32_t center = m.zero == COLIBRI_ZERO_U8 ? 0 : m.center;

@@ -26,6 +26,7 @@ struct Packed {
   int32_t scale_row = 0, zero_row = 0;                      // bytes of one group of a row block
   bool two_planes = false;     // table entries need two bytes (base 128)
   bool small_entries = false;  // table entries are at most 31: integers of 4 bits, e2m1
+  bool plain_entries = false;  // the table is 0 .. 15: integers of 4 bits
   float unit = 1;              // what one unit of the codes counts: step, times kE4m3Unit with E4M3 scales
   float values[16] = {};       // TABLE4: what a code means, in units
   float minifloats[256] = {};  // FLOAT8: likewise

@@ -38,8 +38,10 @@ struct Avx2 {
 
   static Codes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static Table table(const uint8_t* entries) { return _mm256_broadcastsi128_si256(sixteen(entries)); }
-  static Codes low(Table table, Codes codes) { return _mm256_shuffle_epi8(table, nibbles(codes)); }
-  static Codes high(Table table, Codes codes) { return _mm256_shuffle_epi8(table, nibbles(_mm256_srli_epi16(codes, 4))); }
+  static Codes low(Table table, Codes codes) { return _mm256_shuffle_epi8(table, low_nibbles(codes)); }
+  static Codes high(Table table, Codes codes) { return _mm256_shuffle_epi8(table, high_nibbles(codes)); }
+  static Codes low_nibbles(Codes codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(15)); }
+  static Codes high_nibbles(Codes codes) { return low_nibbles(_mm256_srli_epi16(codes, 4)); }
   static Codes low_bits(Codes codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(127)); }
   static Codes top_bit(Codes codes) { return _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1)); }
 
@@ -88,7 +90,6 @@ struct Avx2 {
   }
   static __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
   static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-  static __m256i nibbles(__m256i codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(15)); }
   static F32 shifted(__m256i bits, int by) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits, by)); }
   static F32 halves(__m128i bytes, int shift, __m128i mask) {  // sign-extended: the sign is already the top bit
     const __m128i wide = _mm_cvtepi8_epi16(bytes);
