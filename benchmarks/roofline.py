@@ -1,6 +1,7 @@
-"""Draw the roofline of every race in benchmarks/results: a PNG beside each JSON that `benchmarks/hopper.py` wrote.
+"""Draw the roofline of the races in benchmarks/results: every cell as the newest run has it, in one picture.
 
-python benchmarks/roofline.py [results.json ...]
+python benchmarks/roofline.py                     benchmarks/results/hopper-h200.png
+python benchmarks/roofline.py results.json ...    a PNG beside each
 """
 
 from __future__ import annotations
@@ -8,23 +9,29 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from tables import RESULTS, newest, races
 
 from colibri.bench import plot
 from colibri.bench.roofline import draw_roofline, is_race
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     plot.require()
     asked = [Path(word) for word in sys.argv[1:]]
-    for file in asked or sorted(RESULTS.glob("hopper-*.json")):
-        record = json.loads(file.read_text())
+    wanted: dict[Path, dict[str, Any]] = {file: json.loads(file.read_text()) for file in asked}
+    if not asked:
+        runs = races()
+        last = list(runs.values())[-1]
+        wanted = {RESULTS / "hopper-h200.json": last | {"rows": newest(runs), "several": True}}
+    for file, record in wanted.items():
+        picture = file.with_suffix(".png")
         if not is_race(record):
             print(f"{file.name}: no cells beside peers")
             continue
-        draw_roofline(record, file.with_suffix(".png"))
-        print(f"{file.with_suffix('.png').name}: {len(record['rows'])} cells")
+        draw_roofline(record, picture)
+        print(f"{picture.name}: {len(record['rows'])} cells")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ block makes its text. Files that a run has not written yet leave their part out.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -76,56 +77,102 @@ def explain() -> str:
 
 
 def hopper() -> str:
-    """Layers beside peers where a run raced them; otherwise ours alone, with the floor of the card."""
+    """Layers beside peers: each cell from the newest run that has it, and what a part comes to over all its sizes."""
+    runs = races()
+    if not runs:
+        return ""
+    rows = newest(runs)
+    parts = [_race(rows), _picture(), _means(rows, runs), _starting(rows)]
+    return "\n".join(part for part in parts if part)
+
+
+def races() -> dict[str, dict[str, Any]]:
+    """Runs that raced ours beside peers, the oldest first."""
     found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("hopper-*.json"))}
     raced = {name: run for name, run in found.items() if run["rows"] and all("against" in row for row in run["rows"])}
-    if raced:
-        first, run = next(iter(raced.items()))
-        return f"{_race(first, run)}\n{_means(raced)}"
-    cells: dict[str, dict[int, str]] = {}
-    for run in found.values():
-        for row in run["rows"]:
-            what = f"{row['shape']}, {row['spec']} x {row['activations']}"
-            cells.setdefault(what, {})[row["tokens"]] = (
-                f"{row['steady_us']:,.0f} ({row['floor_us'] / row['steady_us']:.0%})"
-            )
-    return _by_tokens(cells, f"µs a layer on an H200 (share of the estimated floor); {source(*found)}")
+    return dict(sorted(raced.items(), key=lambda item: str(item[1]["date"])))
 
 
-def _race(name: str, run: dict[str, Any]) -> str:
+def newest(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every cell once, as the newest run has it, with the name of that run."""
+    cells = {(row["part"], row["tokens"]): row | {"run": name} for name, run in runs.items() for row in run["rows"]}
+    order = list(dict.fromkeys(row["part"] for run in runs.values() for row in run["rows"]))
+    return sorted(cells.values(), key=lambda row: (order.index(row["part"]), row["tokens"]))
+
+
+def _race(rows: list[dict[str, Any]]) -> str:
     """Ours in microseconds, and how much longer the first peer takes."""
     cells: dict[str, dict[int, str]] = {}
-    for row in run["rows"]:
+    for row in rows:
         peer, beside = next(iter(row["against"].items()))
         what = f"{row['shape']}, {row['spec']} x {row['activations']}; {peer}"
         cells.setdefault(what, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({beside['ratio']:.2f}x)"
     note = (
         "µs of a whole layer on an H200, from ids to the combined output, and how many times longer the peer takes in "
-        f"the same run (the faster variant of humming, its routing sort not counted); {source(name)} has every peer"
+        "the same run (the faster variant of humming, its routing sort not counted). Each cell is of the newest run "
+        f"that has it: {source(*dict.fromkeys(row['run'] for row in rows))}"
     )
-    picture = RESULTS / f"{name}.png"
-    shown = f"\n![share of the floor, ours and peers](benchmarks/results/{picture.name})\n" if picture.exists() else ""
-    return _by_tokens(cells, note) + shown
+    return _by_tokens(cells, note)
 
 
-def _means(raced: dict[str, dict[str, Any]]) -> str:
-    """How many times longer each peer takes over all sizes, run by run: what differs between runs is noise."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
-    for run in raced.values():
-        for part, summary in run["summary"].items():
-            peer, beside = next(iter(summary["against"].items()))
-            tokens, ratio = min(beside["ratios"].items(), key=lambda item: item[1])
-            rows = [row for row in run["rows"] if row["part"] == part and "products" in row]
-            share = f"{rows[-1]['products']['of_dense']:.0%}" if rows else ""
-            cell = f"{beside['geometric_mean']:.2f}x", f"{ratio:.2f}x at {int(tokens):,}", share
-            found.setdefault(f"{part}; {peer}", []).append(cell)
-    rows = [(name, *("; ".join(filter(None, cells)) for cells in zip(*runs))) for name, runs in found.items()]
-    head = ("part; peer", "geometric mean of each run", "its slowest cell", "our products, of the dense rate")
+def _picture() -> str:
+    picture = RESULTS / "hopper-h200.png"
+    return f"![share of the floor, ours and peers](benchmarks/results/{picture.name})\n" if picture.exists() else ""
+
+
+def _means(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
+    """How many times longer each part's first peer takes, over all sizes; what repeated runs differ by."""
+    found = []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        mine = [row for row in rows if row["part"] == part]
+        peer = next(iter(mine[0]["against"]))
+        ratios = {row["tokens"]: row["against"][peer]["ratio"] for row in mine}
+        slowest = min(ratios, key=lambda tokens: ratios[tokens])
+        shares = [f"{row['products']['of_dense']:.0%} at {row['tokens']:,}" for row in mine if "products" in row]
+        cells = f"{geometric_mean(ratios.values()):.2f}x", f"{ratios[slowest]:.2f}x at {slowest:,}"
+        found.append((f"{part}; {peer}", *cells, _apart(part, peer, runs), (shares or [""])[-1]))
+    head = ("part; peer", "mean", "slowest cell", "between runs", "our products, of dense")
     note = (
-        "The dense rate is that of a product of 8,192 cubed in turns with ours, at the most tokens of the part; "
-        f"{source(*raced)}"
+        "mean: geometric, over the sizes above. between runs: the most by which a cell's ratio differs between two "
+        "runs of one commit. The dense rate is that of a product of 8,192 cubed, in turns with our products alone."
     )
-    return table(head, rows, note)
+    return table(head, found, note)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def _apart(part: str, peer: str, runs: dict[str, dict[str, Any]]) -> str:
+    """Cells that two runs of one commit have."""
+    cells: dict[tuple[str, int], list[float]] = {}
+    for run in runs.values():
+        for row in run["rows"]:
+            if row["part"] == part and peer in row["against"]:
+                cells.setdefault((run["commit"], row["tokens"]), []).append(row["against"][peer]["ratio"])
+    apart = [max(ratios) / min(ratios) - 1 for ratios in cells.values() if len(ratios) > 1]
+    return f"{max(apart):.1%}" if apart else ""
+
+
+def _starting(rows: list[dict[str, Any]]) -> str:
+    """What the host does: a first result, and every call after it."""
+    lines = []
+    first = record("first-forward")
+    if first is not None:
+        seconds = [run["seconds"] for run in first["first_forward"]]
+        compiled = max(run["compiled"] for run in first["first_forward"])
+        lines.append(
+            "A first result of a fresh process with the shipped kernels comes "
+            f"{min(seconds):.2f} to {max(seconds):.2f} s after `import torch`, {compiled} kernels compiled "
+            f"({source('first-forward')})."
+        )
+    for part in ("deepseek-mxfp4-bf16", "deepseek-mxfp4-fp8"):
+        took = {row["tokens"]: row["host_us"] for row in rows if row["part"] == part and row["host_us"]}
+        if took:
+            sizes, us = ", ".join(map(str, took)), ", ".join(f"{value:.0f}" for value in took.values())
+            lines.append(f"Host time of an eager call of {part} at {sizes} tokens: {us} µs.")
+    return "\n".join(lines) + "\n"
 
 
 def _by_tokens(cells: dict[str, dict[int, str]], note: str) -> str:
