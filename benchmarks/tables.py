@@ -128,9 +128,8 @@ def _means(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
         peer = next(iter(mine[0]["against"]))
         ratios = {row["tokens"]: row["against"][peer]["ratio"] for row in mine}
         slowest = min(ratios, key=lambda tokens: ratios[tokens])
-        shares = [f"{row['products']['of_dense']:.0%} at {row['tokens']:,}" for row in mine if "products" in row]
         cells = f"{geometric_mean(ratios.values()):.2f}x", f"{ratios[slowest]:.2f}x at {slowest:,}"
-        found.append((f"{part}; {peer}", *cells, _apart(part, peer, runs), (shares or [""])[-1]))
+        found.append((f"{part}; {peer}", *cells, _apart(part, peer, runs), _products(mine[-1], runs)))
     head = ("part; peer", "mean", "slowest cell", "between runs", "our products, of dense")
     note = (
         "mean: geometric, over the sizes above. between runs: the most by which a cell's ratio differs between two "
@@ -153,6 +152,17 @@ def _apart(part: str, peer: str, runs: dict[str, dict[str, Any]]) -> str:
                 cells.setdefault((run["commit"], row["tokens"]), []).append(row["against"][peer]["ratio"])
     apart = [max(ratios) / min(ratios) - 1 for ratios in cells.values() if len(ratios) > 1]
     return f"{max(apart):.1%}" if apart else ""
+
+
+def _products(last: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
+    """What our products reach of the dense rate at the most tokens, in each run that timed them."""
+    shares = [
+        f"{row['products']['of_dense']:.0%}"
+        for run in runs.values()
+        for row in run["rows"]
+        if (row["part"], row["tokens"]) == (last["part"], last["tokens"]) and "products" in row
+    ]
+    return f"{', '.join(shares)} at {last['tokens']:,}" if shares else ""
 
 
 def _starting(rows: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,7 @@ class FakeDriver:
     """Counts launches, alone or in graphs; notes what each node of a graph was told of."""
 
     def __init__(self) -> None:
-        self.launched, self.repeated, self.capturing = 0, 0, False
+        self.launched, self.repeated, self.dropped, self.capturing = 0, 0, 0, False
         self.nodes: list[list[tuple[int, int]]] = []  # grid and address of arguments, each time they were told
         self.order: list[tuple[int, int]] = []
 
@@ -55,6 +56,14 @@ class FakeDriver:
         return 0
 
     def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: Any) -> int:
+        return 0
+
+    def cuGraphExecDestroy(self, ready: Any) -> int:
+        self.dropped += 1
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        self.dropped += 1
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, ready: Any, node: Any, told: Any) -> int:
@@ -380,7 +389,10 @@ def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
     assert gpu.repeated == 3 and gpu.launched == count
     gpu.capturing = False
     program.run(80, call)
-    assert gpu.nodes[0][-1][0] == 81
+    assert gpu.nodes[0][-1][0] == 81 and gpu.dropped == 0
+    del program
+    gc.collect()
+    assert gpu.dropped == 2
 
 
 @pytest.mark.parametrize(("tokens", "old"), [(300, False), (100, True)])

@@ -7,6 +7,7 @@ a launch whose arguments changed is set again before the next repetition.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 
 from colibri.jit import driver
@@ -58,7 +59,8 @@ class Graph:
             nodes.append(node)
         check(cuda.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)), "readying a graph")
         self._set = cuda.cuGraphExecKernelNodeSetParams_v2
-        self._graph = graph  # kept: its nodes are how launches of the ready one are named
+        # The first stays as long as the ready one: its nodes are how launches of that are named.
+        weakref.finalize(self, _destroy, graph, ready).atexit = False
         self._renewals = [(ready, node, ctypes.byref(of)) for node, of in zip(nodes, self._described)]
         self.go, self.arguments = cuda.cuGraphLaunch, (ready, ctypes.c_void_p(stream))
 
@@ -72,6 +74,12 @@ class Graph:
         code = self._set(*self._renewals[number])
         if code:
             check(code, "changing a launch of a graph")
+
+
+def _destroy(graph: ctypes.c_void_p, ready: ctypes.c_void_p) -> None:
+    """What is still running is waited for by the driver."""
+    driver.library().cuGraphExecDestroy(ready)
+    driver.library().cuGraphDestroy(graph)
 
 
 def _described(launch: Launch) -> _Node:
