@@ -9,14 +9,16 @@ import torch
 
 from colibri.activation import Activation
 from colibri.backends import registry
-from colibri.backends.hopper import _copy
+from colibri.backends.hopper import Hopper, _call, _copy
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import make_plan, scratch
 from colibri.backends.hopper.refs import CALL, SCRATCH, Ref
 from colibri.backends.hopper.steps import steps
+from colibri.backends.hopper.workspace import SECOND
 from colibri.codec import dequantize
 from colibri.dispatch import Batched, Contiguous, Indexed
 from colibri.dtypes import F32
+from colibri.errors import LaunchError
 from colibri.kernels import compat
 from colibri.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.testing.layers import layer_problem, plausible_weight
@@ -130,6 +132,9 @@ def test_reasons() -> None:
     assert "spec" in codes(problem("int8", "fp8")) and "spec" in codes(problem("nvfp4", "fp8"))
     assert "spec" in codes(problem("int4-zp", "fp8"))
     assert codes(problem("fp8-block", "fp8-static")) == set()
+    layer = problem()
+    assert layer.w2 is not None
+    assert codes(replace(layer, w2=replace(layer.w2, act_order=True))) == {"act-order"}
 
 
 def test_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +192,38 @@ def test_batch_invariant_plans_never_split_k() -> None:
     assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode
 
 
+def test_decoding_needs_a_counter_for_every_tile() -> None:
+    for hidden, intermediate in ((65536, 64), (64, 1 << 17)):
+        layer = problem(hidden=hidden, intermediate=intermediate, experts=32, top_k=8)
+        assert make_plan(layer, 1).decode
+        many = make_plan(layer, 4)
+        assert many.decode == (32 * max(many.first.units, many.product("w2").units) <= SECOND)
+
+
+def test_arguments_the_kernels_cannot_take_are_refused() -> None:
+    plan = make_plan(problem(), 3)
+    x, ids, weights = torch.zeros(3, 256).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+    assert set(_call(plan, x, Indexed(ids, weights), x)) == {"x", "out", "ids", "weights"}
+    for match, given in (
+        ("ids is on another device", (x, Indexed(ids.to("meta"), weights), x)),
+        ("out is on another device", (x, Indexed(ids, weights), x.to("meta"))),
+        ("x does not fit", (x.view(6, 128), Indexed(ids, weights), x)),
+        ("out does not fit", (x, Indexed(ids, weights), x[:2])),
+        ("weights has another dtype", (x, Indexed(ids, weights.double()), x)),
+    ):
+        with pytest.raises(LaunchError, match=match):
+            _call(plan, *given)
+
+
+def test_programs_are_found_by_every_address_they_hold() -> None:
+    """An allocator gives memory again: codes may lie where others lay, and their scales elsewhere."""
+    backend, plan, codes = Hopper(), make_plan(problem(), 3), torch.zeros(4)
+    before, after = ({"w13": {"codes": codes, "scales": torch.zeros(4)}} for _ in range(2))
+    assert backend._key(plan, 0, before) == backend._key(plan, 0, before)
+    assert before["w13"]["scales"].data_ptr() != after["w13"]["scales"].data_ptr()
+    assert backend._key(plan, 0, before) != backend._key(plan, 0, after)
+
+
 def test_rows_into_another_dtype() -> None:
     """Only rows that are somebody's are written."""
     result = torch.ones(2, 3, 4, dtype=torch.bfloat16)
@@ -194,6 +231,8 @@ def test_rows_into_another_dtype() -> None:
     assert out[:, :, 0].tolist() == [[1, 0, 0], [1, 1, 1]]
     out = _copy(result.flatten(0, 1), Contiguous(torch.tensor([0, 1, 4])), torch.zeros(6, 4))
     assert out[:, 0].tolist() == [1, 1, 1, 1, 0, 0]
+    out = _copy(result.flatten(0, 1), Contiguous(torch.tensor([2, 3, 4])), torch.zeros(6, 4))
+    assert out[:, 0].tolist() == [0, 0, 1, 1, 0, 0]
     ids = torch.zeros(6, 1, dtype=torch.int32)
     assert bool((_copy(result.flatten(0, 1), Indexed(ids, ids.float()), torch.zeros(6, 4)) == 1).all())
 

@@ -46,11 +46,8 @@ class Hopper(Backend):
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
         key = (id(problem), bucket(max(tokens, 1)))
         known = self._plans.get(key)
-        if known is None:
-            known = self._plans[key] = (
-                problem,
-                make_plan(problem, tokens),
-            )  # the problem is kept: its id stays its own
+        if known is None:  # the problem is kept: its id stays its own
+            known = self._plans[key] = (problem, make_plan(problem, tokens))
         return known[1]
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
@@ -89,7 +86,8 @@ class Hopper(Backend):
         return self._programs.get(self._key(plan, stream, weights))
 
     def _key(self, plan: Plan, stream: int, weights: Mapping[str, Packed]) -> tuple[int, ...]:
-        return (id(plan), stream, *addresses(packed["codes"] for packed in weights.values()))
+        """All addresses a program holds: codes may come to lie where others lay, and their scales elsewhere."""
+        return (id(plan), stream, *addresses(tensor for packed in weights.values() for tensor in packed.values()))
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -106,21 +104,28 @@ def _copy(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
     """Rows that were computed elsewhere into an output of any dtype and form; nobody's rows stay as they are."""
     if isinstance(dispatch, Indexed):
         return out.copy_(result)
+    places = torch.arange(out.shape[-2], device=out.device)
     if isinstance(dispatch, Contiguous):
-        places, end = torch.arange(out.shape[0], device=out.device), dispatch.offsets[-1:]
+        owned = (places >= dispatch.offsets[:1]) & (places < dispatch.offsets[-1:])
     else:
-        places, end = torch.arange(out.shape[1], device=out.device), dispatch.counts.unsqueeze(1)
-    return out.copy_(torch.where((places < end).unsqueeze(-1), result.to(out.dtype), out))
+        owned = places < dispatch.counts.unsqueeze(1)
+    return out.copy_(torch.where(owned.unsqueeze(-1), result.to(out.dtype), out))
 
 
 def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[str, int]:
     """Addresses of the caller's tensors; raises where they are not what the kernels take for granted."""
-    wide = plan.problem.input.storage
+    problem, wide = plan.problem, plan.problem.input.storage
+    columns = problem.w13.n if problem.w2 is None else problem.w2.n
+    for name, tensor, shape in (("x", x, (*x.shape[:-1], problem.hidden)), ("out", out, (*x.shape[:-1], columns))):
+        if tensor.shape != shape:
+            raise LaunchError(f"{name} does not fit", expected=list(shape), got=list(tensor.shape))
     call: dict[str, int] = {}
     for name, tensor, dtype in (("x", x, wide), ("out", out, wide), *_dispatched(plan, x, dispatch)):
         call[name] = tensor.data_ptr()
         if tensor.dtype != dtype:
             raise LaunchError(f"{name} has another dtype", expected=dtype, got=tensor.dtype)
+        if tensor.device != x.device:
+            raise LaunchError(f"{name} is on another device", expected=x.device, got=tensor.device)
         if not tensor.is_contiguous():
             raise LaunchError("the kernels take contiguous tensors", got=name)
     return call
@@ -150,6 +155,8 @@ def _unsupported(problem: Problem) -> Iterator[Reason]:
         yield Reason("input", f"{problem.input} inputs", "bf16 and fp16 have kernels")
     if problem.experts > _MOST_EXPERTS:
         yield Reason("experts", f"{problem.experts} local experts", f"up to {_MOST_EXPERTS}")
+    if problem.w2 is not None and problem.w2.act_order:
+        yield Reason("act-order", "an order of w2's columns", "it can be the order of w13's rows")
     for shape, activations in _matrices(problem):
         dense = {DENSE_BF16: BF16, DENSE_F16: F16}.get(activations.spec)
         if dense is not None and dense != problem.input:

@@ -118,7 +118,7 @@ def _decodes(plan: HopperPlan, layout: HopperLayout, form: Form) -> bool:
     problem = plan.problem
     if plan.work not in (INDEXED, SINGLE) or problem.order != FAST or not tune.decodes(form.activations, plan.slots):
         return False
-    if plan.work == SINGLE and plan.slots * layout.padded(problem.w13)[0] // ROWS > SECOND:
+    if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
         return False  # more tiles than counters
     own = problem.w13.act_order or problem.pre_scale
     return not (own or problem.activations.static or problem.second_activations.static)

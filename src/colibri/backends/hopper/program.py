@@ -145,9 +145,9 @@ class Program:
             for slot in slots:
                 slot.value = pointer
         if self.mapped and self.mapped_at != (call["x"], tokens):
-            self.mapped_at = (call["x"], tokens)
             for (launch, name), value in zip(self.mapped, self._maps(call["x"], tokens)):
                 set_map(launch, name, value)
+            self.mapped_at = (call["x"], tokens)
 
     def _maps(self, x: int, tokens: int) -> list[bytes]:
         """The tensor maps of an input, kept: allocators give the same addresses again and again."""
