@@ -177,6 +177,10 @@ FORMS = [
     ("int4-g128-zp", "fp8", {"hidden": 128, "intermediate": 128}),
     ("mxfp4", "bf16", {"pre_scale": True}),
     ("mxfp4", "fp8", {"pre_scale": True}),
+    # fp8 rows of whole slices: wider than the matrix, narrower than a power of two
+    ("mxfp4", "fp8", {"hidden": 288, "intermediate": 160}),
+    ("mxfp4", "fp8-static", {"hidden": 288, "intermediate": 320, "pre_scale": True}),
+    ("int4-g128", "fp8", {"hidden": 384, "intermediate": 128, "act_order": True}),
     ("mxfp4", "fp8-static", {"pre_scale": True, "top_k": 1, "weight_on_input": True}),
 ]
 
@@ -209,6 +213,23 @@ def test_indexed(
     call = {"x": x, "out": out, "ids": ids, "weights": routed.weights}
     Machine(plan, packed(problem, "hopper"), call).run(tokens)
     check(out, judge(problem, x, routed, torch.empty(x.shape)), activations)
+
+
+@pytest.mark.parametrize("launches", [1, 3])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_a_smaller_batch_after_a_larger_one(activations: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan and its scratch memory serve all batches of a bucket: what the larger one left is nobody's."""
+    if launches == 3:
+        monkeypatch.setattr(rowwise, "SMALL", 8)
+    problem = make("mxfp4", activations, {})
+    plan = make_plan(problem, 12)
+    machine = Machine(plan, packed(problem, "hopper"), {})
+    for tokens, kind in ((12, "uniform"), (11, "holes"), (1, "one")):
+        x, routed = torch.randn(tokens, problem.hidden).bfloat16(), routing(problem, tokens, tokens, "cpu", kind)
+        out = torch.full_like(x, float("nan"))
+        machine.tensors[CALL] = {"x": x, "out": out, "ids": routed.ids, "weights": routed.weights}
+        machine.run(tokens)
+        check(out, judge(problem, x, routed, torch.empty(x.shape)), activations)
 
 
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS[:-1])
