@@ -2,8 +2,8 @@
 
 Two tiers. Exact: small integers and power-of-two scales, where any order of summation gives the
 same number, so results must be equal bit for bit. Tight: random data, bounded at the worst row, for
-a whole-tensor measure cannot see one token sent to the wrong expert. Outputs start as NaN, rows
-past a batched count are NaN, and guard rows around the output must survive.
+a whole-tensor measure cannot see one token sent to the wrong expert. Outputs start as NaN, inputs past
+a batched count are NaN, and rows past it, like the guard rows around the output, must survive.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from colibri.weight import LogicalWeight
 
 EXACT, TIGHT = "exact", "tight"
 GUARD = 4  # rows before and after the output that nothing may touch
+KEPT = 8.0  # where nothing is to be written
 
 
 class Misjudged(AssertionError):
@@ -143,6 +144,8 @@ def compute(backend: Backend, case: Case, packed: dict[str, Packed], device: Dev
         x, dispatch, groups = to_batched(x, indexed, problem.experts, capacity=indexed.ids.numel() + 3)
     plan = backend.plan(problem, case.x.shape[0], device)
     buffer = torch.full((x.shape[0] + 2 * GUARD, *x.shape[1:]), float("nan"), dtype=x.dtype, device=here)
+    for tail in _tails(buffer[GUARD:-GUARD], groups, problem):
+        tail.fill_(KEPT)
     out = backend.run(plan, x, dispatch, packed, buffer[GUARD:-GUARD])
     guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
     if not guards.isnan().all():
@@ -150,14 +153,19 @@ def compute(backend: Backend, case: Case, packed: dict[str, Packed], device: Dev
     return out if groups is None else _combine(out, groups, indexed, problem)
 
 
+def _tails(out: Tensor, groups: Sorted | None, problem: Problem) -> list[Tensor]:
+    """Rows past each expert's count: what lies there is NaN, and so would be what is made of it."""
+    if groups is None or problem.dispatch != BATCHED:
+        return []
+    return [out[e, count:] for e, count in enumerate(groups.offsets.diff().tolist())]
+
+
 def _combine(out: Tensor, groups: Sorted, routed: Indexed, problem: Problem) -> Tensor:
     """Finished forms give rows; the caller weights and sums them."""
     rows = out
     if problem.dispatch == BATCHED:
-        counts = groups.offsets.diff().tolist()
-        rows = torch.cat([out[e, :c] for e, c in enumerate(counts)])
-        tails = [out[e, c:] for e, c in enumerate(counts)]
-        if not all(bool(t.isnan().all()) for t in tails):
+        rows = torch.cat([out[e, :c] for e, c in enumerate(groups.offsets.diff().tolist())])
+        if not all(bool((tail == KEPT).all()) for tail in _tails(out, groups, problem)):
             raise Misjudged("rows past a count were written")
     total = torch.zeros(routed.tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
     weights = routed.weights.reshape(-1)[groups.slots].double()
