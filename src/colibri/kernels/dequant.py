@@ -85,7 +85,7 @@ def scale_mask(form):
 
 @gluon.constexpr_function
 def asm_tensors(form):
-    """The output tensors: one for each four elements, all of the activations' type."""
+    """The types of the output tensors: each has an element for every packed word."""
     unpacked = Unpack(form)
     kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv}
     registers = unpacked.pack // 4 if form.activations == E4M3 else 2
@@ -103,7 +103,7 @@ def word_layout(rows):
 
 @gluon.constexpr_function
 def scale_layout(words):
-    """[32 * words]: a pair of rows for eight lanes' worth of threads, the four of a row sharing."""
+    """[32 * words]: the words of a pair of rows for each four lanes, which share them."""
     inner = [[1], [2]][: words.bit_length() - 1]
     return gl.DistributedLinearLayout(
         inner, [[0], [0], [words], [2 * words], [4 * words]], [[8 * words], [16 * words]], [], [32 * words]

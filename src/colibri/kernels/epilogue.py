@@ -5,9 +5,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# What a product's rows become.
-GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"
-
 
 @gluon.jit
 def _reciprocal(x):
@@ -109,8 +106,8 @@ def store_rows(
 ):  # fmt: skip
     """Accumulators to rows of `out`, transposed through shared memory, CHUNK tokens at a time.
 
-    GATED writes 64 columns a unit, the others 128. ROWS sends each row to the slot (token, choice) it
-    came from, so that combining reads a token's rows side by side; KEPT leaves rows where their inputs were.
+    "gated" writes 64 columns a unit, the others 128. "rows" sends each row to the slot (token, choice) it
+    came from, so that combining reads a token's rows side by side; the others leave rows where their inputs were.
     """
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if WIDTH == 64 else [2, 16], [4, 1], [1, 0])

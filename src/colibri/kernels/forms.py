@@ -20,7 +20,7 @@ from dataclasses import dataclass
 BF16, F16, E4M3 = "bf16", "fp16", "e4m3"  # activations as the tensor cores see them
 ROWS = 128  # output features of a unit
 HALF = 64  # output features of one accumulator
-WORDS = 32  # 32-bit words in a 128-byte row of shared memory
+BOX = 256  # 32-bit words that one copy of scales brings at most
 
 # Codes.
 E2M1_CODE, INT4_CODE, INT8_CODE, E4M3_CODE = "e2m1", "int4", "int8", "e4m3"
@@ -114,3 +114,11 @@ class Form:
         if self.scale in (E8M0_G32, E4M3_G16):
             return self.slice_columns
         return max(self.group, self.slice_columns) if self.group else 0
+
+    def stage_blocks(self, slices: int) -> int:
+        """Blocks of scales in a pipeline stage of so many slices; a group wider than the stage is loaded again."""
+        return max(1, slices * self.slice_columns // self.block_columns) if self.block_columns else 1
+
+    def stage_scale_words(self, slices: int) -> int:
+        """32-bit words of one unit's scales in such a stage."""
+        return HALF * self.scale_words * self.stage_blocks(slices)

@@ -3,7 +3,7 @@
 Codes: per unit (128 features) and slice, `slice_rows` rows of 128 bytes; inside, each thread of the
 warpgroup finds its own words in 16-byte reads without bank conflicts. Scales: per unit and block of
 columns, `scale_words` words for each pair of rows (r, r + 8). Both directions run over the same
-table of bit places (`ptx.places`), so that one cannot drift from the other.
+table of bit places (`ptx.places`, `ptx_narrow.places_e4m3`), so that one cannot drift from the other.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _thread_shape(form: Form, n: int, k: int) -> tuple[int, ...]:
 def pack_bytes(form: Form, values: Tensor) -> Tensor:
     """One byte for each (row, group of 16 or 32 columns), int32 [n, groups], to words.
 
-    A word holds rows r, r + 8 and two neighbouring groups, so that a thread reads what its own
-    fragment needs and nothing else. It is rotated to where the kernel wants its bits.
+    A word holds rows r, r + 8 and two neighbouring groups. With 16-bit activations a thread needs all of it, and it is
+    rotated to where the kernel wants its bits; with fp8 a lane has one group and reads its half of a word.
     """
     view = _byte_view(form, values)
     words = sum((view[..., i >> 1, i & 1] & 255) << (8 * i) for i in range(4))

@@ -3,7 +3,7 @@
     out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
 
 The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, tokens
-are B in swizzled shared memory. So a tile may have 8 tokens or 256, and one kernel serves decode and
+are B in swizzled shared memory. So a tile may have 8 tokens or 160, and one kernel serves decode and
 prefill. A CTA is one warpgroup that multiplies and one warp that feeds it through a ring of stages;
 two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tiles
 p, p + grid, ... of a list made on the device (`rows`), so the host never learns the routing.
@@ -25,8 +25,8 @@ from colibri.kernels.epilogue import scale_rows, store_rows
 from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
 from colibri.kernels.renamed import copy_tile
 
-# When a kernel waits for the one before it (programmatic dependent launch).
-ALONE, FIRST, LATER = 0, 1, 2
+# DEPEND says when a kernel waits for the one before it (programmatic dependent launch): 0 not at all, it starts after
+# that; 1 before it reads; 2, for further lists of a product, only at its end: what it reads is older.
 
 
 @gluon.jit

@@ -8,15 +8,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from colibri.kernels import dequant
 from colibri.kernels.dequant import dequantise, load_codes, load_scales
+from colibri.kernels.forms import BOX
 from colibri.kernels.renamed import copy_tile
 
 
 @gluon.constexpr_function
 def stage_blocks(form, SLICES):
-    """Scale blocks in a stage of SLICES slices; a group wider than the stage is loaded again."""
-    if form.scale_words == 0 or form.block_columns == 0:
-        return min(form.scale_words, 1)
-    return max(1, SLICES * form.slice_columns // form.block_columns)
+    return form.stage_blocks(SLICES)
 
 
 @gluon.constexpr_function
@@ -24,7 +22,7 @@ def block_of(form, SLICES, slice):
     """The stage's scale block that a slice belongs to."""
     if form.block_columns == 0:
         return 0
-    return min(slice * form.slice_columns // form.block_columns, stage_blocks(form, SLICES) - 1)
+    return min(slice * form.slice_columns // form.block_columns, form.stage_blocks(SLICES) - 1)
 
 
 @gluon.constexpr_function
@@ -35,20 +33,19 @@ def stages_per_block(form, SLICES):
 
 @gluon.constexpr_function
 def stage_scale_words(form, SLICES):
-    """32-bit words of scales in a stage."""
-    return 64 * form.scale_words * stage_blocks(form, SLICES)
+    return form.stage_scale_words(SLICES)
 
 
 @gluon.constexpr_function
 def scale_box(form, SLICES):
     """Words one copy of scales brings."""
-    return min(stage_scale_words(form, SLICES), 256)
+    return min(form.stage_scale_words(SLICES), BOX)
 
 
 @gluon.constexpr_function
 def scale_copies(form, SLICES):
     """Copies that bring a stage's scales."""
-    return -(-stage_scale_words(form, SLICES) // 256)
+    return -(-form.stage_scale_words(SLICES) // BOX)
 
 
 @gluon.jit
@@ -205,6 +202,7 @@ def multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexp
 @gluon.jit
 def product_of(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
                SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+    """The product of one tile. PROMOTE: sums are carried to fp32 after every slice."""
     if PROMOTE:
         gl.static_assert(UNITS == 1)
         return multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form)

@@ -8,11 +8,11 @@ the column k within the slice name a register and its half:
     k2 k1: lane % 4    k0: half of the register    k5 k4: wgmma's k16 step    k3: its upper 8 columns
 
 Every generator returns the statements that fill registers of one (n3, k3, k4, k5), k0 being the two
-halves. `PLACES` says where the packer puts each bit so that the statements find it; tests run the
+halves. `places` says where the packer puts each bit so that the statements find it; tests run the
 statements in an emulator on packed words and compare with the canonical numbers.
 
 Numbers come out as `value * 2**-shift` with the shift a constant of the form: cheap placements of
-exponent bits are off by a power of two, which is put right once a row (`ROW_SHIFT`) or in the group's
+exponent bits are off by a power of two, which is put right once a row (`row_shift`) or in the group's
 factor, never by an instruction of its own.
 """
 
@@ -59,7 +59,6 @@ class Unpack:
         self.text, self.outputs, self.metas = (
             narrow_statements(form) if form.activations == f.E4M3 else _statements(form)
         )
-
         self.pack = 8 if self.outputs == 16 and form.activations == f.E4M3 else 4
 
     @property
@@ -264,7 +263,7 @@ def scale_turn(form: Form) -> int:
 
 
 def _e4m3_factors(pair: str, activations: str) -> list[str]:
-    """Scale bytes in the upper bytes of both halves to factors; what exponents lack is in `ROW_SHIFT`."""
+    """Scale bytes in the upper bytes of both halves to factors; what exponents lack is in `row_shift`."""
     down = 4 if activations == f.BF16 else 1
     lines = [
         f"and.b32 t, {pair}, 0x7f007f00;",

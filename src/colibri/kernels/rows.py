@@ -2,7 +2,7 @@
 
 Dispatch turns ids into lists of tiles on the device. Rows of an expert lie together and in slot
 order (slot = token * top_k + choice), so equal inputs give equal places. Full tiles have T0 rows; what
-remains of an expert goes to the smallest class that holds it, one list a class. Ids below zero (other
+remains of an expert goes to the smallest class that holds it, one list a class. Ids that are no expert's here (other
 ranks', padding) get no place.
 
 Every kernel waits for its predecessor before it touches memory and lets its successor start at
@@ -91,8 +91,8 @@ def list_tiles(
     """The lists of work that comes dispatched: rows lie by expert already and stay where they are.
 
     `edges` are each expert's first row and the end of the last ("contiguous"), or how many of its `each` rows
-    are real ("batched"); "single": all rows are expert 0's. Edges past the rows
-    are cut off. The last program writes the lists, the others, if there are any, who owns P rows.
+    are real ("batched"); "single": all rows are expert 0's. Edges past the rows are cut off. The last program writes
+    the lists, the others, if there are any, who owns P rows.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -302,7 +302,7 @@ def prepare_rows(
     x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, NARROW: tl.constexpr,
     ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Rows that stay where they are, as the next product takes them; a row a program, no expert's rows left out.
+    """Rows that stay where they are, as the next product takes them: a row a program, but for those that are nobody's.
 
     OWNED: `owners` says whose a row is; it is the only expert's otherwise, or it does not matter.
     """

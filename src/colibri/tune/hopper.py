@@ -106,8 +106,7 @@ def fitting(sizes: tuple[int, ...], forms: Iterable[Form]) -> tuple[int, ...]:
 
 def stage_bytes(form: Form, tokens: int, slices: int, units: int = 1) -> int:
     """Shared memory of one pipeline stage."""
-    blocks = max(1, slices * form.slice_columns // form.block_columns) if form.block_columns else 1
-    return slices * (tokens + units * form.slice_rows) * 128 + units * 256 * form.scale_words * blocks
+    return slices * (tokens + units * form.slice_rows) * 128 + units * 4 * form.stage_scale_words(slices)
 
 
 @cache

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from colibri.jit.compile import Desc, Source
-from colibri.kernels.forms import BF16, E4M3, F16, Form
-from colibri.tune.hopper import Tile, stage_bytes
+from colibri.kernels.forms import BF16, BOX, E4M3, F16, Form
+from colibri.tune.hopper import Tile
 
 GEMM, DECODE, ROWS_MODULE = "colibri.kernels.gemm", "colibri.kernels.decode", "colibri.kernels.rows"
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
-GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"
-ALONE, FIRST, LATER = 0, 1, 2
-_BOX = 256
+GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what a product's rows become
+ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for the one before it
+_REGISTERS = 65536  # of an SM
 
 
 def product(
@@ -22,12 +22,11 @@ def product(
 ) -> Source:  # fmt: skip
     """One product over one class of tiles."""
     element = ELEMENT[form.activations]
-    scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc(element, (tile.t, form.slice_columns), 128)),
         ("x2_desc", Desc(element, (tile.u or tile.t, form.slice_columns), 128)),
         ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
-        ("s_desc", Desc("i32", (min(scale_words, _BOX) or _BOX,), 0)),
+        ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         ("out", f"*{out}"),
         *((name, "*i32" if name in ("slots", "tiles", "tile_count") else "*fp32")
           for name in ("slots", "factors", "bias", "token_scales", "tiles", "tile_count")),
@@ -45,12 +44,18 @@ def product(
     return Source(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
 
 
+def _scale_box(form: Form, tile: Tile) -> int:
+    """Words that one copy of scales brings; a form that has none is never asked for any."""
+    return min(form.stage_scale_words(tile.slices), BOX) or BOX
+
+
 def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int) -> Source:
     """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16."""
     aligned = tuple(
         a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
     )
-    options = (("num_warps", warps), ("maxnreg", 255))  # with no number the assembler may spill for occupancy's sake
+    # With no number the assembler may spill for occupancy's sake; with one it does not look how many threads there are.
+    options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps))))
     return Source(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
@@ -59,7 +64,6 @@ def slotwise(
     weighted: bool, depend: bool, prefetch: bool, quantise: bool, promote: bool,
 ) -> Source:  # fmt: skip
     """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, up to `slots` a token."""
-    scale_words = stage_bytes(form, 0, tile.slices) // 4 - tile.slices * form.slice_rows * 32
     integers = (
         "experts", "total_slots", "units", "slices", "scale_blocks", "columns", "slots_per_row", "slots_per_token",
     )  # fmt: skip
@@ -71,7 +75,7 @@ def slotwise(
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc(ELEMENT[form.activations], (8, form.slice_columns), 128)),
         ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
-        ("s_desc", Desc("i32", (min(scale_words, _BOX) or _BOX,), 0)),
+        ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         *((name, f"*{element}") for name, element in pointers.items()),
         *((name, "i32") for name in integers),
         *((name, "fp32") for name in ("limit", "alpha", "beta")),
