@@ -132,6 +132,11 @@ def test_reasons() -> None:
     assert "spec" in codes(problem("int8", "fp8")) and "spec" in codes(problem("nvfp4", "fp8"))
     assert "spec" in codes(problem("int4-zp", "fp8"))
     assert codes(problem("fp8-block", "fp8-static")) == set()
+    for intermediate, own in ((1 << 15, False), (1 << 14, True)):
+        for wider, found in ((0, set()), (32, {"sizes"})):
+            layer = problem("mxfp4", "fp8", intermediate=intermediate + wider)
+            assert codes(replace(layer, pre_scale=own)) == found
+    assert codes(problem("mxfp4", "bf16", intermediate=1 << 16)) == set()
     layer = problem()
     assert layer.w2 is not None
     assert codes(replace(layer, w2=replace(layer.w2, act_order=True))) == {"act-order"}

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from colibri.backends import registry
 from colibri.errors import CompileError
 from colibri.jit import compile as compiler
 from colibri.jit.build import binary, build_all
 from colibri.jit.cache import Cache
 from colibri.jit.compile import Binary
+from colibri.problem import Device
 from colibri.testing.layers import layer_problem
 
 pytest.importorskip("triton")
@@ -51,6 +54,19 @@ def test_forms_outside_the_shipped_set_compile(
     assert set(kernels) <= set(first)
     for kernel in kernels:
         check(binary(first[kernel].source), first[kernel].persistent)
+
+
+@pytest.mark.parametrize(("columns", "own"), [(1 << 15, False), (1 << 14, True)])
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_the_widest_rows_have_kernels(columns: int, own: bool, tokens: int) -> None:
+    """A row is a program's, all of it in registers: whatever `check` lets pass compiles, and an SM has room for it."""
+    layer = layer_problem("mxfp4", "fp8", hidden=columns, intermediate=columns, experts=8, top_k=2)
+    layer = replace(layer, pre_scale=own)
+    assert not list(registry()["hopper"].check(layer, Device("cuda", 90)))
+    found = [step for step in steps(make_plan(layer, tokens)) if step.source.module.endswith("rows")]
+    assert {"prepare_rows", "send_rows" if tokens > 256 else "dispatch_small"} <= {step.source.kernel for step in found}
+    for step in found:
+        check(binary(step.source), 1)
 
 
 def test_the_shipped_set_compiles() -> None:

@@ -16,12 +16,15 @@ from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
 from colibri.dtypes import BF16, F16
 from colibri.errors import LaunchError
 from colibri.kernels import compat
+from colibri.kernels.forms import E4M3
 from colibri.layout import Layout, MatrixShape, Packed
 from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.quant import DENSE_BF16, DENSE_F16, ActivationSpec
 from colibri.tune.hopper import bucket
 
 _MOST_EXPERTS = 1024
+# Of rows that are prepared, by whether they are both treated as their expert says and made narrow: what registers hold.
+_MOST_COLUMNS = {False: 1 << 15, True: 1 << 14}
 
 
 class Hopper(Backend):
@@ -162,9 +165,14 @@ def _unsupported(problem: Problem) -> Iterator[Reason]:
         if dense is not None and dense != problem.input:
             yield Reason("input", f"{activations} activations from {problem.input} inputs")
         try:
-            kernel_form(shape, activations)
+            form = kernel_form(shape, activations)
         except NoForm as why:
             yield why.reason
+            continue
+        own, narrow = problem.pre_scale or shape.act_order, form.activations == E4M3
+        most = _MOST_COLUMNS[own and narrow]
+        if shape.k > most and (own or narrow):
+            yield Reason("sizes", f"rows of {shape.k} columns", f"up to {most} are prepared in one piece")
 
 
 def _matrices(problem: Problem) -> Iterator[tuple[MatrixShape, ActivationSpec]]:

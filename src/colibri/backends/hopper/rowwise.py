@@ -41,8 +41,8 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
         _rows(plan, "place_ids", "ids counted slots places tiles counts total_slots capacity experts",
               {"CHUNKS": 64, "CHUNK": width, "P": 128, "E": experts, **_sizes(plan)}, 8,
               lambda m: (chunks(plan, m * top_k) + 1, 1)),
-        _rows(plan, "send_rows", "x weights perm pre_scale given ids places owners out scales hidden", row, 4,
-              lambda m: (m, 1)),
+        _rows(plan, "send_rows", "x weights perm pre_scale given ids places owners out scales hidden", row,
+              _warps(row["H"]), lambda m: (m, 1)),
     ]  # fmt: skip
 
 
@@ -129,8 +129,14 @@ def prepare(plan: HopperPlan, name: str, rows: Ref, into: tuple[str, str], per_t
         "width": ("i32", width),
     }
     constants = {"W": power_of_two(row_width(product, width)), **_treatment(product), "OWNED": owned}
-    source = src.rows_kernel("prepare_rows", {name: kind for name, (kind, _) in table.items()}, constants, 4)
+    kinds = {name: kind for name, (kind, _) in table.items()}
+    source = src.rows_kernel("prepare_rows", kinds, constants, _warps(constants["W"]))
     return Step(source, {name: value for name, (_, value) in table.items()}, lambda m: (m * per_token, 1))
+
+
+def _warps(width: int) -> int:
+    """Of a program that holds a row: 64 numbers a thread are as many as always fit its registers."""
+    return max(4, width // 2048)
 
 
 def combine(plan: HopperPlan) -> Step:
