@@ -257,7 +257,7 @@ def test_stages_fit() -> None:
                 assert type(error).__name__ == "NoForm"
                 continue
             assert plan.w13 is not None
-            for size in (8, 16, 24, 32, 48, 64, 96, 128, 160):
+            for size in tune._SHAPES:
                 tile = tune.tile(plan.w13.form, size, False)
                 used = tile.stages * tune.stage_bytes(plan.w13.form, size, tile.slices)
                 assert tile.blocks * (used + 1024) <= tune.SHARED_PER_SM
