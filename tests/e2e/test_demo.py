@@ -15,7 +15,7 @@ gguf = pytest.importorskip("gguf")
 
 import colibri  # noqa: E402
 from colibri.demo.model import build  # noqa: E402
-from colibri.demo.package import SHA256, made, weights_file  # noqa: E402
+from colibri.demo.package import made, weights_file  # noqa: E402
 from colibri.errors import CheckpointError  # noqa: E402
 
 HIDDEN, INTER, LAYERS, HEADS, WORDS = 64, 256, 2, 4, 40
@@ -108,4 +108,3 @@ def test_other_weights_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"other")
     with pytest.raises(CheckpointError, match="could not be downloaded"):
         weights_file(tmp_path)
-    assert len(SHA256) == 64

@@ -75,8 +75,9 @@ def test_failures_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None
     load = Load(input_len=3, output_len=2, prompts=5, concurrency=2)
     monkeypatch.setattr(Answers, "refused", (load.prompt(0).split()[0],))
     found = run(url, load)
-    assert 1 <= found["failed"] < 6
-    assert found["errors"][0].startswith("status 503")
+    assert (found["requests"], found["failed"]) == (5, 1)  # no other prompt starts with that word
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(8)
+    assert len(found["errors"]) == 1 and found["errors"][0].startswith("status 503")
 
 
 def test_stopped_while_requests_are_open() -> None:

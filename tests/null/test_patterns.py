@@ -73,10 +73,10 @@ def test_bounded_matching_is_what_re_says(seed: int) -> None:
 
 @pytest.mark.parametrize("pattern", HOSTILE)
 def test_no_pattern_takes_for_ever(pattern: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     found = compiled(pattern, "key", "source")
     assert not found.match(NAME) and not found.search(NAME)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
