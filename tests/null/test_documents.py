@@ -30,6 +30,22 @@ def test_commands_that_are_spoken_of_exist() -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_commands_that_are_shown_have_these_options(path: Path) -> None:
+    """Lines of code blocks that call `colibri` or a script of the benchmarks."""
+    commands = vars(typer.main.get_command(app))["commands"]
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"^ *(?:\$ )?((?:colibri|python benchmarks/).*)", "\n".join(blocks), re.MULTILINE):
+        caller, name, *words = line.split()
+        options = set(re.findall(r"(?<=[\[ ])--[a-z-]+", " ".join(["", *words])))
+        if caller == "colibri":
+            assert name in commands, f"{path.name} shows `{line}`"
+            known = {option for parameter in commands[name].params for option in parameter.opts}
+        else:
+            known = set(re.findall(r"\"(--[a-z-]+)\"", (ROOT / name).read_text(encoding="utf-8")))
+        assert options <= known, f"{path.name} shows `{line}`, which has no {options - known}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_files_that_are_spoken_of_exist(path: Path) -> None:
     """Every `src/...`, `tests/...`, `docs/...` and every module path in the documents."""
     text = path.read_text(encoding="utf-8")
