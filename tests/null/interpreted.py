@@ -7,6 +7,7 @@ Triton is imported. Scratch memory starts poisoned, so whatever a launch reads s
 from __future__ import annotations
 
 import builtins
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as interpreting
@@ -28,7 +30,7 @@ from colibri.backends.hopper.steps import steps
 from colibri.codec import dequantize
 from colibri.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from colibri.grammar import parse_activation
-from colibri.kernels import rows
+from colibri.kernels import decode, rows
 from colibri.layout import Packed, as_integer
 from colibri.problem import BATCHED, CONTIGUOUS, Device, Problem
 from colibri.testing.layers import layer_problem, plausible_weight, routing, worst_row
@@ -273,6 +275,67 @@ def test_single(spec: str, activations: str, options: dict[str, object], tokens:
 def check(got: Tensor, want: Tensor, activations: str) -> None:
     """A hidden number that rounds to another e4m3 number moves a result of so few columns by a few hundredths."""
     assert worst_row(got.float().nan_to_num(nan=1e9), want.float()) < (0.1 if activations.startswith("fp8") else 8e-3)
+
+
+class Gluon:
+    """Gluon's language on Triton's interpreter: the same functions, layouts left out."""
+
+    def __getattr__(self, name: str) -> object:
+        return vars(tl)[name]
+
+    def arange(self, start: int, end: int, layout: object) -> tl.tensor:
+        return tl.arange(start, end)
+
+    def BlockedLayout(self, *sizes: object) -> None:
+        return None
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decoding does around its products, in the interpreter too."""
+    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
+        monkeypatch.setattr(decode, name, stand_in, raising=False)
+    for name in ("load_columns", "sum_parts", "expert_of"):
+        monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize("columns", [96, 288, 2048, 2080, 4128])
+def test_decoding_quantises_as_rows_are_prepared(columns: int) -> None:
+    """Whoever finishes a hidden row writes all of its slices, and the numbers that `prepare_rows` writes."""
+    length = -(-columns // 128) * 128
+    h = (torch.randn(3, columns) * torch.tensor([[1.0], [1e-3], [0.0]])).bfloat16()
+    fresh = [(torch.full((3, length), 0xFF, dtype=torch.uint8), torch.full((3,), float("nan"))) for _ in range(2)]
+    (ours, scales), (wanted, wanted_scales) = [(codes.view(torch.float8_e4m3fn), found) for codes, found in fresh]
+    quantise = triton.jit(decode.quantise_slot.fn)
+    for slot in range(3):
+        quantise[(1,)](h, ours, scales, slot, columns)
+    prepare, w = rows.prepare_rows[(3,)], rowwise.power_of_two(length)
+    prepare(h, scales, scales, scales, scales, wanted, wanted_scales, columns, w, True, False, False, False, False)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8)) and not ours.float().isnan().any()
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize(("split", "narrow"), [(1, False), (2, True)])
+def test_decoding_sums_a_tokens_slots(split: int, narrow: bool) -> None:
+    """In slot order, whatever the slots hold that are no expert's."""
+    tokens, top_k, units, columns = 3, 3, 2, 240
+    ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
+    mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
+    parts, bias = torch.randn(tokens, top_k, split, units * 128), torch.randn(5, units * 128)
+    scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1)
+    rows_ = (parts.sum(2) * (scales if narrow else 1) + bias[ids.clamp(0, 4).long()]) * weights
+    want = torch.where(mine, rows_, 0.0).sum(1)[:, :columns]
+    for tensor in (parts.view(tokens, top_k, -1), scales, weights):
+        tensor.masked_fill_(~mine, float("nan"))
+    out = torch.full((tokens, columns), float("nan"), dtype=torch.bfloat16)
+    finish = triton.jit(decode.finish_token.fn)
+    for token, unit in itertools.product(range(tokens), range(units)):
+        tensors = (out, parts, bias, scales, ids, 5, weights)
+        constants = map(tl.constexpr, (split, 4, True, narrow, True))
+        finish[(1,)](*tensors, token, unit, units, columns, top_k, *constants)
+    assert worst_row(out, want) < 8e-3 and not out[1].any()
 
 
 assert planning.SMALL == rowwise.SMALL
