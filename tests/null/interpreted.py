@@ -212,7 +212,8 @@ def test_indexed(
         torch.tensor([-1, problem.experts, -9, 255, 1 << 20]).repeat(tokens)[: routed.ids.numel()].view_as(routed.ids)
     )
     ids = torch.where(routed.ids < 0, wild, routed.ids).to(torch.int32)  # what is no expert's contributes nothing
-    call = {"x": x, "out": out, "ids": ids, "weights": routed.weights}
+    weights = routed.weights if problem.weight_on_input else routed.weights.masked_fill(routed.ids < 0, float("nan"))
+    call = {"x": x, "out": out, "ids": ids, "weights": weights}
     Machine(plan, packed(problem, "hopper"), call).run(tokens)
     check(out, judge(problem, x, routed, torch.empty(x.shape)), activations)
 

@@ -338,6 +338,6 @@ def combine_rows(y, weights, ids, out, hidden, experts, BLOCK: tl.constexpr, TOP
         mine = (e >= 0) & (e < experts)
         row = tl.load(y + slot * hidden + c, mask=inside & mine, other=0.0).to(tl.float32)
         if WEIGHTED:
-            row *= tl.load(weights + slot)
+            row *= tl.load(weights + slot, mask=mine, other=0.0)  # a slot of no expert may have any weight
         total += row
     tl.store(out + token * hidden + c, total.to(out.dtype.element_ty), mask=inside)
