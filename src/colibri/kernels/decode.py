@@ -89,7 +89,7 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
 
 
 @gluon.jit
-def row_factors(factors, e, unit, units, half: gl.constexpr, MMA: gl.constexpr):
+def load_factors(factors, e, unit, units, half: gl.constexpr, MMA: gl.constexpr):
     """The factors of a half's rows: asked for before the product, needed after it."""
     at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half
     return gl.load(factors + at + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
@@ -209,8 +209,8 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
-        top = row_factors(factors, e, unit, units, 0, MMA)
-        bottom = row_factors(factors, e, unit, units, 1, MMA)
+        top = load_factors(factors, e, unit, units, 0, MMA)
+        bottom = load_factors(factors, e, unit, units, 1, MMA)
         sums, step = product_of(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, 1, form, PROMOTE)
         part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
         store_part(part, sums[0], top)

@@ -88,8 +88,7 @@ def asm_tensors(form):
     """The types of the output tensors: each has an element for every packed word."""
     unpacked = Unpack(form)
     kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv}
-    registers = unpacked.pack // 4 if form.activations == E4M3 else 2
-    return (kinds[form.activations],) * (unpacked.outputs // registers)
+    return (kinds[form.activations],) * (unpacked.outputs * unpacked.each // unpacked.pack)
 
 
 @gluon.constexpr_function

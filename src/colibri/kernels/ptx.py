@@ -59,7 +59,8 @@ class Unpack:
         self.text, self.outputs, self.metas = (
             narrow_statements(form) if form.activations == f.E4M3 else _statements(form)
         )
-        self.pack = 8 if self.outputs == 16 and form.activations == f.E4M3 else 4
+        self.each = 4 if form.activations == f.E4M3 else 2  # numbers in a register
+        self.pack = self.outputs * self.each * form.bits // 32
 
     @property
     def constraints(self) -> str:

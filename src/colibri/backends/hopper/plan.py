@@ -16,7 +16,7 @@ from colibri.tune.hopper import Rule, Tile
 
 SINGLE = "single"
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again, and counted at load"
-SMALL = 256  # up to here one launch dispatches
+SMALL, _MANY = 256, 4096  # tokens: up to the first one launch dispatches, above the second chunks are larger
 _CHUNK = {False: 256, True: 1024}  # slots a program counts, by whether there are many
 _READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops in a microsecond
 
@@ -198,7 +198,7 @@ def list_capacity(plan: HopperPlan) -> int:
 
 
 def chunk(plan: HopperPlan) -> int:
-    return _CHUNK[plan.tokens > 16 * SMALL]
+    return _CHUNK[plan.tokens > _MANY]
 
 
 def chunks(plan: HopperPlan, slots: int) -> int:
