@@ -83,9 +83,8 @@ def perplexity(
     losses = []
     for together in batches(windows(tokens.numel(), window, stride), batch):
         fed = torch.stack([tokens[begin:end] for begin, end, _ in together]).to(model.device)
-        kept = (
-            together[0][1] - together[0][2]
-        )  # logits that predict a scored token; the last one predicts nothing we know
+        _, end, first = together[0]
+        kept = end - first  # logits that predict a scored token; the last one predicts nothing we know
         logits = model(fed, logits_to_keep=kept + 1).logits[:, -kept - 1 : -1]
         wanted = fed[:, -kept:].flatten()
         losses.append(F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none").double().cpu())

@@ -18,7 +18,6 @@ from colibri.checkpoint.load import load_projection
 from colibri.checkpoint.manifest import Manifest
 from colibri.checkpoint.others import OtherModule, quantized_modules, row_chunks
 from colibri.codec import dequantize
-from colibri.stored import Stored
 
 WEIGHT, BIAS = ".weight", ".bias"
 
@@ -33,15 +32,13 @@ class Lazy:
         return self.read()
 
 
-def rest_of(
-    checkpoint: Checkpoint, manifest: Manifest, headers: dict[str, Stored], dtype: torch.dtype
-) -> dict[str, Lazy]:
+def rest_of(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype) -> dict[str, Lazy]:
     """Tensors by the names of the checkpoint; dequantised ones in `dtype`."""
-    modules = quantized_modules(manifest, headers, checkpoint.read)
+    modules = quantized_modules(manifest, checkpoint.headers, checkpoint.read)
     spent = {source.tensor for module in modules for source in module.sources.values()}
     found = {
         name: Lazy(lambda name=name: checkpoint.read(name))  # type: ignore[misc]
-        for name in headers
+        for name in checkpoint.headers
         if name not in manifest.expert_tensors and name not in spent
     }
     for module in modules:

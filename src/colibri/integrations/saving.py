@@ -101,12 +101,11 @@ def save(
 
 
 def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
-    headers = {name: info.stored for name, info in source.tensors.items()}
-    with CheckpointWriter(folder, headers, source=source.path, overwrite=overwrite) as out:
+    with CheckpointWriter(folder, source.headers, source=source.path, overwrite=overwrite) as out:
         for file in (*source.other_files(), *(source.path / name for name in CONFIG_FILES)):
             if file.exists():
                 out.copy_file(file)
-        for name in headers:
+        for name in source.headers:
             out.write(name, source.read(name))
 
 

@@ -10,7 +10,6 @@ other tensors of the checkpoint, dequantised where a format quantised them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ from colibri.problem import FAST, parse_device
 from colibri.recipe import WIDE, Options, Recipe
 from colibri.report import LoadReport
 from colibri.rules import ActivationRules, WeightRules
-from colibri.stored import Stored
 
 register()
 
@@ -101,13 +99,12 @@ def from_pretrained(
     target = parse_device(device).torch
     checkpoint = _opened(folder)
     config, wide = _config(checkpoint, dtype)
-    headers = {name: info.stored for name, info in checkpoint.tensors.items()}
-    manifest = _manifest(config, checkpoint, headers)
+    manifest = _manifest(config, checkpoint)
     options = Options(device, Placement(), backend, weights, activations, wide, order)
     if folder.is_file():
         rest = gguf.rest_of(checkpoint, manifest.expert_tensors, _without_memory(config), wide)
     else:
-        rest = rest_of(checkpoint, manifest, headers, wide)
+        rest = rest_of(checkpoint, manifest, wide)
     model, info = packed_class(_class_of(config)).from_pretrained(
         None,
         config=config,
@@ -130,9 +127,9 @@ def refill(model: Any, **changes: Any) -> None:
     """Load the experts of a model of ours again, with other options (weights, activations, backend)."""
     origin: Origin = model.colibri_origin
     options = replace(origin.options, **changes)
-    headers = {name: info.stored for name, info in origin.checkpoint.tensors.items()}
-    fill(model, origin.checkpoint, manifests.build(origin.checkpoint.config, headers), options)
-    model.colibri_origin = Origin.of(model, origin.checkpoint, options)
+    checkpoint = origin.checkpoint
+    fill(model, checkpoint, manifests.build(checkpoint.config, checkpoint.headers), options)
+    model.colibri_origin = Origin.of(model, checkpoint, options)
 
 
 def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: Options) -> None:
@@ -212,10 +209,10 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
     return config, found
 
 
-def _manifest(config: PretrainedConfig, checkpoint: Checkpoint, headers: Mapping[str, Stored]) -> Manifest:
+def _manifest(config: PretrainedConfig, checkpoint: Checkpoint) -> Manifest:
     """What the checkpoint holds, complete. One whose names are unknown may be no mixture of experts at all."""
     try:
-        manifest = manifests.build(checkpoint.config, headers)
+        manifest = manifests.build(checkpoint.config, checkpoint.headers)
     except UnsupportedFormat:
         _without_memory(config)  # says so, if it is that
         raise
