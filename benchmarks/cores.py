@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -32,3 +33,13 @@ def keep_to(cpus: list[int]) -> None:
     """Every thread of this process, those of the pool included."""
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), cpus)
+
+
+def keep_apart(cpus: list[int]) -> None:
+    """The thread that calls on the first, its helpers on the others: two that once share a core may go on doing so.
+
+    Only once pools have all their threads: new ones would start on the first core as well.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        caller = int(thread.name) == threading.get_native_id()
+        os.sched_setaffinity(int(thread.name), cpus[:1] if caller else cpus[1:] or cpus)

