@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 # A place in a kernel, as reports of different versions write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (
@@ -101,6 +102,7 @@ def around(disassembly: str, offset: int) -> tuple[int | None, int | None]:
     return before, min((place for place in barriers if place > offset), default=None)
 
 
+@cache
 def instructions(disassembly: str) -> tuple[dict[int, str], list[int]]:
     """Code by address, and the addresses of barriers."""
     code = {int(place, 16): " ".join(text.split()) for place, text in INSTRUCTION.findall(disassembly)}

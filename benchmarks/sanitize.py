@@ -1,12 +1,12 @@
 """Every branch of the Hopper kernels under compute-sanitizer, on shapes so small that it ends in minutes.
 
-    python benchmarks/sanitize.py [--tools memcheck,racecheck] [--out sanitize.json] [--limit 60] [--jobs 8]
+    python benchmarks/sanitize.py [--tools memcheck,racecheck] [--out sanitize.json] [--total 230] [--jobs 12]
     python benchmarks/sanitize.py --list              the matrix, and what the backend refuses of it; no GPU
 
-The matrix is cut into shards; each (tool, shard) is a process of its own under the sanitizer, several at once, each
-with a time limit. Kernels are compiled before, without it. Data are made on the CPU and copied, so that
-the sanitizer meets hardly a kernel but ours; every tensor is an allocation of its own, so that memcheck sees where
-it ends. Exits with 1 if any tool found anything or did not finish.
+Several processes run under each tool at once and take cases off its list one by one, the largest first: so they end
+together, whatever a case costs. Kernels are compiled before, without a tool. Data are made on the CPU and copied, so
+that the sanitizer meets hardly a kernel but ours; every tensor is an allocation of its own, so that memcheck sees where
+it ends. Exits with 1 if any tool found anything or did not come to the end of its list.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hazards import Forms, count, explain
+from hazards import Forms, count, explain, findings
 
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),
-    "racecheck": ("--racecheck-report", "all"),
+    "racecheck": ("--racecheck-report", "analysis"),  # a pair of instructions once, not once for each byte
     "synccheck": (),
     "initcheck": (),
 }
+SHARES = {"memcheck": 3, "racecheck": 5, "synccheck": 2, "initcheck": 2}  # of the processes; races take longest to find
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 FOUND = 9  # the exit status that means: the tool reported something
 SPECS = (
@@ -43,6 +44,10 @@ SPECS = (
     "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
 KEPT_LINES = 120
+START = 20  # seconds a process takes to come to its first case: with less time it would be of no help
+MOST_FINDINGS = "10000"  # printed by one process
+DONE = "all cases done"
+LOST = ("Maximum number of hazards", "print limit")  # the tool says that it kept something to itself
 
 
 @dataclass(frozen=True)
@@ -137,15 +142,28 @@ def accepted() -> tuple[list[Case], dict[str, str]]:
     return taken, refused
 
 
-def work(shard: int, shards: int) -> None:
-    """What runs under the sanitizer: each case once, its result looked at."""
+def work(tool: str, taken: Path) -> None:
+    """What runs under a tool: cases that no other process of it has, each once, its result looked at."""
     import torch
 
-    for number, case in enumerate(accepted()[0][shard::shards]):
+    for number, case in reversed(list(enumerate(accepted()[0]))):
+        if not take(taken / f"{tool}-{number}"):
+            continue
         print(f"case {number}: {case.label}", flush=True)
+        start = time.perf_counter()
         result = compute(case)
         assert not torch.isnan(result).any(), f"NaN in the result of {case.label}"
-    print("all cases done", flush=True)
+        print(f"took {time.perf_counter() - start:.2f} s", flush=True)
+    print(DONE, flush=True)
+
+
+def take(mark: Path) -> bool:
+    """Whether this process is the one that made the mark."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def compute(case: Case) -> Any:
@@ -198,12 +216,12 @@ def compile_all(cases: list[Case]) -> int:
     return len(sources)
 
 
-def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]:
-    """One shard under one tool."""
+def sanitize(tool: str, taken: Path, limit: float) -> dict[str, Any]:
+    """One process under one tool."""
     command = [
         SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
-        "--print-limit", "100", "--launch-timeout", "60", "--show-backtrace", "no", *TOOLS[tool],
-        sys.executable, __file__, "--work", f"{shard}/{shards}",
+        "--print-limit", MOST_FINDINGS, "--launch-timeout", "60", "--show-backtrace", "no", *TOOLS[tool],
+        sys.executable, __file__, "--work", tool, "--taken", str(taken),
     ]  # fmt: skip
     environment = {
         **os.environ, "COLIBRI_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
@@ -217,33 +235,42 @@ def sanitize(tool: str, shard: int, shards: int, limit: float) -> dict[str, Any]
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         output, _ = child.communicate()
+    begun = re.findall(r"^case \d+: (.*)", output, re.MULTILINE)
+    took = [float(seconds) for seconds in re.findall(r"^took (.*) s", output, re.MULTILINE)]
+    kept = ("=====", "case", "Traceback", "colibri")
     return {
         "tool": tool,
-        "shard": shard,
         "seconds": round(time.perf_counter() - start, 1),
         "status": child.returncode,
-        "finished": "all cases done" in output,
-        "cases": len(re.findall(r"^case ", output, re.MULTILINE)),
+        "finished": DONE in output,
+        "cases": dict(zip(begun, took)),
+        "not_ended": begun[len(took) :],
         "summary": re.findall(r"=========\s+(.*SUMMARY.*)", output),
-        "said": [line for line in output.splitlines() if line.startswith(("=====", "case", "Traceback", "colibri"))]
-        if child.returncode
-        else [],
+        "lost": [line for line in output.splitlines() if any(words in line for words in LOST)],
+        "said": [line for line in output.splitlines() if line.startswith(kept)] if child.returncode else [],
         "tail": output.splitlines()[-12:] if child.returncode else [],
     }
 
 
-def forms_of(cases: list[Case]) -> Forms:
-    """Disassembled kernels, by case and name."""
+def forms_of(cases: list[Case], said: list[str]) -> Forms:
+    """Disassembled kernels by case and name; those that a report names are disassembled side by side."""
     from colibri.backends.hopper.plan import make_plan
     from colibri.backends.hopper.steps import steps
 
     by_label = {case.label: case for case in cases}
 
-    def forms(label: str, kernel: str) -> dict[str, str]:
+    def sources(label: str, kernel: str) -> list[Any]:
         case = by_label.get(label)
         found = steps(make_plan(problem_of(case), case.rows)) if case else ()
-        return {told(step.source): disassembled(step.source) for step in found if step.source.kernel == kernel}
+        return [step.source for step in found if step.source.kernel == kernel]
 
+    @cache
+    def forms(label: str, kernel: str) -> dict[str, str]:
+        return {told(source): disassembled(source) for source in sources(label, kernel)}
+
+    named = {(label, place.kernel) for label, places in findings(said) for place in places}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(disassembled, {source for pair in named for source in sources(*pair)}))
     return forms
 
 
@@ -266,23 +293,79 @@ def disassembled(source: Any) -> str:
 
 
 def clean(result: dict[str, Any]) -> bool:
-    """It finished, and what it found, if anything, is the compiler's hand-over, which barriers order."""
-    return bool(result["finished"] and not result["other"] and result["status"] in (0, FOUND))
+    """It finished, and all it reported, if anything, is the compiler's hand-over, which barriers order."""
+    if not result["finished"] or result["lost"] or result["other"]:
+        return False
+    counts = [int(number) for line in result["summary"] for number in re.findall(r"SUMMARY: (\d+)", line)]
+    return result["status"] == 0 or (result["status"] == FOUND and sum(counts) == result["handed_over"] > 0)
+
+
+def judged(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[str, Any]:
+    """What the processes of a tool come to."""
+    ended = {label: seconds for result in results for label, seconds in result["cases"].items()}
+    missing = [case.label for case in cases if case.label not in ended]
+    found = any(result["other"] or (result["finished"] and not clean(result)) for result in results)
+    slowest = sorted(ended.items(), key=lambda item: -item[1])[:5]
+    return {
+        "tool": tool,
+        "verdict": "FOUND" if found else "clean" if results and not missing else "NOT FINISHED",
+        "ended": len(ended),
+        "missing": missing,
+        "hand_overs": sum(result["handed_over"] for result in results),
+        "others": sum(result["other"] for result in results),
+        "slowest": dict(slowest),
+    }
+
+
+def run(tools: list[str], cases: list[Case], jobs: int, limit: float, total: float) -> list[dict[str, Any]]:
+    """As many processes as asked for at a time; when one ends, another helps whoever has cases left."""
+    first = [tool for tool in tools for _ in range(max(1, jobs * SHARES[tool] // sum(SHARES[t] for t in tools)))]
+    helping = sorted(tools, key=lambda tool: -SHARES[tool]) * jobs
+    end = time.perf_counter() + total
+    with tempfile.TemporaryDirectory() as folder:
+        taken = Path(folder)
+
+        def within(task: tuple[int, str]) -> dict[str, Any] | None:
+            number, tool = task
+            cases_left = len(cases) - len(list(taken.glob(f"{tool}-*")))
+            time_left = min(limit, end - time.perf_counter())
+            if number >= len(first) and (cases_left < 2 * SHARES[tool] or time_left < START):
+                return None
+            return sanitize(tool, taken, time_left)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            results = list(pool.map(within, enumerate([*first, *helping])))
+    return [result for result in results if result is not None]
+
+
+def report(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[str, Any]:
+    """Every process of a tool in a line, what it found, and what they come to."""
+    forms = forms_of(cases, [line for result in results for line in result["said"]])
+    for result in results:
+        result["handed_over"], result["other"] = count(result["said"], forms)
+        result["instructions"] = [] if clean(result) else explain(result["said"], forms)
+        print(f"{tool}: {'clean' if clean(result) else 'NOT CLEAN' if result['finished'] else 'NOT FINISHED'},",
+              f"{len(result['cases'])} cases in {result['seconds']} s", *result["summary"],
+              *[f"({result['handed_over']} hand-overs of the compiler at barrier 1)"] * bool(result["handed_over"]),
+              *[f"not ended: {label}" for label in result["not_ended"]], flush=True)  # fmt: skip
+        shown = [] if clean(result) else [*result["said"][:KEPT_LINES], *result["tail"]]
+        print(*(f"  {line}" for line in (*shown, *result["instructions"])), sep="\n", flush=True)
+    return judged(tool, results, cases)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--limit", type=float, default=60, help="seconds for each (tool, shard)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each process")
     parser.add_argument("--total", type=float, default=3600, help="seconds for all of them: none runs on after that")
-    parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--jobs", type=int, default=8, help="sanitizers at once")
+    parser.add_argument("--jobs", type=int, default=12, help="processes at once")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--work", metavar="I/N", help="run shard I of N here (what the sanitizer starts)")
+    parser.add_argument("--work", metavar="TOOL", help="compute cases here (what the sanitizer starts)")
+    parser.add_argument("--taken", type=Path, help="the folder where processes mark the cases they took")
     arguments = parser.parse_args()
     if arguments.work:
-        work(*map(int, arguments.work.split("/")))
+        work(arguments.work, arguments.taken)
         return
     cases, refused = accepted()
     for label, reason in refused.items():
@@ -291,30 +374,17 @@ def main() -> None:
         print(*(f"case: {case.label}" for case in cases), sep="\n")
         return
     print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
-    tasks = [(tool, shard) for shard in range(arguments.shards) for tool in arguments.tools.split(",")]
-    end = time.perf_counter() + arguments.total
-
-    def within(task: tuple[str, int]) -> dict[str, Any]:
-        return sanitize(*task, arguments.shards, min(arguments.limit, end - time.perf_counter()))
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(within, tasks))
-    results.sort(key=lambda result: (result["tool"], result["shard"]))
-    forms = forms_of(cases)
-    for result in results:
-        result["handed_over"], result["other"] = count(result["said"], forms)
-        verdict = "clean" if clean(result) else "FOUND" if result["finished"] else "NOT FINISHED"
-        print(f"{result['tool']} {result['shard']}: {verdict}, {result['cases']} cases in {result['seconds']} s",
-              *result["summary"],
-              *[f"({result['handed_over']} hand-overs of the compiler at barrier 1)"] * bool(result["handed_over"]),
-              flush=True)  # fmt: skip
-        result["instructions"] = explain(result["said"], forms)
-        shown = [] if clean(result) else result["said"][:KEPT_LINES]
-        print(*(f"  {line}" for line in (*shown, *result["instructions"])), sep="\n", flush=True)
-    if arguments.out:
-        record = {"cases": [case.label for case in cases], "refused": refused, "results": results}
+    tools = arguments.tools.split(",")
+    results = run(tools, cases, arguments.jobs, arguments.limit, arguments.total)
+    record: dict[str, Any] = {"cases": [case.label for case in cases], "refused": refused, "results": results}
+    if arguments.out:  # before they are explained, which takes a while where much was found
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    sys.exit(0 if all(map(clean, results)) else 1)
+    record["verdicts"] = [report(tool, [r for r in results if r["tool"] == tool], cases) for tool in tools]
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    for verdict in record["verdicts"]:
+        print(", ".join(f"{name} {value}" for name, value in verdict.items()))
+    sys.exit(0 if all(verdict["verdict"] == "clean" for verdict in record["verdicts"]) else 1)
 
 
 if __name__ == "__main__":
