@@ -24,7 +24,7 @@ def bound_steps(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> 
     found = []
     for step, launch in zip(steps(program.plan), program.launches):
         constants = dict(step.source.constants)
-        size = constants.get("T", 0) + constants.get("U", 0)
+        size = constants.get("TOKENS")
         label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
         found.append((label, "KIND" in constants, launch))
     return found

@@ -120,7 +120,7 @@ class Machine:
         name, width = refs["w_desc"].owner, refs["x_desc"].mapped
         x, out = self.tensor(refs["x_desc"]).view(-1, width), self.tensor(refs["out"]).view(-1, values["columns"])
         tiles, count = self.tensor(refs["tiles"]).view(-1, 4), int(self.tensor(refs["tile_count"])[0])
-        size = dict(step.source.constants)["T"] + dict(step.source.constants)["U"]
+        size = dict(step.source.constants)["TOKENS"]
         for expert, row, packed, _ in tiles[:count].tolist():
             number = packed & 511
             assert 0 < number <= size

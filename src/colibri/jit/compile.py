@@ -20,6 +20,7 @@ from threading import get_ident
 from typing import Any
 
 from colibri.errors import CompileError
+from colibri.jit.join import join
 
 # Serialised wgmma and ignored register limits: a kernel that compiles with one of these is broken.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
@@ -89,7 +90,8 @@ class Binary:
 @cache
 def _own_digest() -> str:
     """How we compile decides too."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    files = (Path(__file__), Path(__file__).with_name("join.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 @cache
@@ -190,10 +192,17 @@ def _fresh_compiles() -> Iterator[None]:
     """
     from triton import knobs
 
-    with knobs.compilation.scope(), knobs.nvidia.scope():
+    with knobs.compilation.scope(), knobs.nvidia.scope(), knobs.runtime.scope():
         knobs.compilation.always_compile, knobs.compilation.disable_line_info = True, True
         knobs.nvidia.dump_ptxas_log = True
+        knobs.runtime.add_stages_inspection_hook = _join_products
         yield
+
+
+def _join_products(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    """Triton's way to its assembler, with one more step."""
+    made = stages["ptx"]
+    stages["ptx"] = lambda source, metadata: join(made(source, metadata))
 
 
 def _ast(source: Source) -> Any:

@@ -18,18 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from colibri.kernels import dequant, rows
 from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
-from colibri.kernels.forms import E4M3
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
-from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
+from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words, sums_of
 from colibri.kernels.renamed import barrier, copy_tile
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
-
-
-@gluon.constexpr_function
-def sums_layout(form):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32 if form.activations == E4M3 else 16])
 
 
 @gluon.jit
@@ -205,13 +199,13 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
         wait_for_predecessor()
     let_successor_start()
     blocks = (slices + SLICES - 1) // SLICES
-    MMA: gl.constexpr = sums_layout(form)
+    MMA: gl.constexpr = sums_of(T, 0, form)
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
-        sums, step = product_of(xb, xb, wb, sb, empty, full, step, count, T, 0, STAGES, SLICES, 1, form, PROMOTE)
+        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE)
         part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
         store_part(part, sums[0], top)
         store_part(part + 64, sums[1], bottom)

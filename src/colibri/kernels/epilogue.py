@@ -99,18 +99,37 @@ def split_tokens(x, PIECES: gl.constexpr):
     return parts
 
 
+@gluon.constexpr_function
+def row_layout(KIND):
+    """How finished rows leave: "gated" has 64 columns a unit, the others 128."""
+    return gl.BlockedLayout([1, 8], [4, 8] if KIND == "gated" else [2, 16], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_targets(slots, row, rows, T: gl.constexpr, CHUNK: gl.constexpr, KIND: gl.constexpr):
+    """Where each of T rows goes, CHUNK by CHUNK; all asked for before any is needed.
+
+    "rows" sends each row to the slot (token, choice) it came from, so that combining reads a token's rows side by
+    side; the others leave rows where their inputs were.
+    """
+    targets = ()
+    for i in gl.static_range(T // CHUNK):
+        r = i * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, row_layout(KIND)))
+        if KIND == "rows":
+            targets += (gl.load(slots + row + r, mask=r < rows, other=0),)
+        else:
+            targets += (row + r,)
+    return targets
+
+
 @gluon.jit
 def store_rows(
-    out, slots, staging, top, bottom, row, rows, column, columns, limit, alpha, beta,
+    out, targets, staging, top, bottom, rows, column, columns, limit, alpha, beta,
     CHUNK: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Accumulators to rows of `out`, transposed through shared memory, CHUNK tokens at a time.
-
-    "gated" writes 64 columns a unit, the others 128. "rows" sends each row to the slot (token, choice) it
-    came from, so that combining reads a token's rows side by side; the others leave rows where their inputs were.
-    """
+    """Accumulators to rows of `out`, transposed through shared memory, CHUNK tokens at a time."""
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if WIDTH == 64 else [2, 16], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = row_layout(KIND)
     TYPE: gl.constexpr = out.dtype.element_ty
     PIECES: gl.constexpr = top.shape[1] // CHUNK
     tops = split_tokens(top, PIECES)
@@ -128,10 +147,5 @@ def store_rows(
             staging.slice(64, 64, 1).permute((1, 0)).store(bottoms[i].to(TYPE))
         value = staging.load(LAYOUT)
         r = i * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
-        valid = r < rows
-        if KIND == "rows":
-            target = gl.load(slots + row + r, mask=valid, other=0)
-        else:
-            target = row + r
-        at = out + target.to(gl.int64).expand_dims(1) * columns + c.expand_dims(0)
-        gl.store(at, value, mask=valid.expand_dims(1) & inside)
+        at = out + targets[i].to(gl.int64).expand_dims(1) * columns + c.expand_dims(0)
+        gl.store(at, value, mask=(r < rows).expand_dims(1) & inside)

@@ -8,9 +8,9 @@ prefill. A CTA is one warpgroup that multiplies and one warp that feeds it throu
 two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tiles
 p, p + grid, ... of a list made on the device (`rows`), so the host never learns the routing.
 
-A tile is one unit (128 features) or two by one token tile of T or, as T + U, two accumulator widths (96 =
-64 + 32), since widths are powers of two. Two units share the tokens they read: with few tokens a tile the
-way from the L2 is what is narrow, and accumulators are small.
+A tile is one unit (128 features) or two by some tokens, any multiple of 8. Tensors have powers of two of columns, so
+96 tokens are accumulators for 64 and for 32 (`multiply.widths`). Two units share the tokens they read: with few
+tokens a tile the way from the L2 is what is narrow, and accumulators are small.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from colibri.kernels import dequant
 from colibri.kernels.dequant import form_of
-from colibri.kernels.epilogue import scale_rows, store_rows
-from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words
+from colibri.kernels.epilogue import load_targets, scale_rows, store_rows
+from colibri.kernels.multiply import (
+    before,
+    copy_weights,
+    product_of,
+    scale_copies,
+    stage_scale_words,
+    tokens_at,
+    width_at,
+    width_count,
+)
 from colibri.kernels.renamed import copy_tile
 
 # DEPEND says when a kernel waits for the one before it (programmatic dependent launch): 0 not at all, it starts after
@@ -61,9 +70,9 @@ def tile_at(tiles, index, units, TOKENS_INNER: gl.constexpr):
 
 
 @gluon.jit
-def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices, scale_blocks,
-         T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
-         form: gl.constexpr, TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+def feed(x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, units, slices, scale_blocks,
+         TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr,
+         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
 
     PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
@@ -71,7 +80,8 @@ def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, em
     """
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     WEIGHTS: gl.constexpr = UNITS * (w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES))
-    BYTES: gl.constexpr = SLICES * (T + U) * 128 + WEIGHTS
+    BYTES: gl.constexpr = SLICES * TOKENS * 128 + WEIGHTS
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
     blocks = (slices + SLICES - 1) // SLICES
     if DEPEND == 1 and not PREFETCH:
         wait_for_predecessor()
@@ -102,9 +112,8 @@ def feed(x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, em
                                  slices, scale_blocks, SLICES, form)  # fmt: skip
             for j in gl.static_range(SLICES):
                 k = (block * SLICES + j) * COLUMNS
-                copy_tile(x_desc, [row, k], bar, xb.index(stage * SLICES + j))
-                if U > 0:
-                    copy_tile(x2_desc, [row + T, k], bar, x2b.index(stage * SLICES + j))
+                for first in gl.static_range(0, TOKENS, BOX):
+                    copy_tile(x_desc, [row + first, k], bar, tokens_at(xb, stage * SLICES + j, first, BOX, TOKENS))
             step += 1
 
 
@@ -115,18 +124,18 @@ def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, r
     """A unit's accumulators to T rows of `out`."""
     CHUNK: gl.constexpr = min(T, staging.shape[0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    targets = load_targets(slots, row, rows, T, CHUNK, KIND)
     top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, NARROW)
     bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, NARROW)
-    store_rows(out, slots, staging.slice(0, CHUNK, 0), top, bottom, row, rows, unit * WIDTH, columns, limit, alpha,
-               beta, CHUNK, KIND, ACTIVATION)  # fmt: skip
+    store_rows(out, targets, staging.slice(0, CHUNK, 0), top, bottom, rows, unit * WIDTH, columns, limit, alpha, beta,
+               CHUNK, KIND, ACTIVATION)  # fmt: skip
 
 
 @gluon.jit
-def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full, units,
-         slices, columns, limit, alpha, beta, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-         SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr,
-         ACTIVATION: gl.constexpr, BIAS: gl.constexpr, TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr,
-         PROMOTE: gl.constexpr):  # fmt: skip
+def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, units,
+         slices, columns, limit, alpha, beta, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+         UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup: product and epilogue of every tile."""
     NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND == 1:
@@ -138,37 +147,32 @@ def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb
     count = gl.load(tile_count) * groups
     step = 0
     for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        sums, step = product_of(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, UNITS, form, PROMOTE)
+        sums, step = product_of(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, PROMOTE)
         e, group, row, rows = tile_at(tiles, index, groups, TOKENS_INNER)
         for u in gl.static_range(UNITS):
             unit = group * UNITS + u
             at = (e * units + unit) * 128
-            finish_unit(out, slots, staging, sums[2 * u], sums[2 * u + 1], factors + at, bias + at, token_scales, row,
-                        rows, unit, columns, limit, alpha, beta, T, KIND, ACTIVATION, BIAS, NARROW)  # fmt: skip
-            if U > 0:
-                finish_unit(out, slots, staging, sums[2 * UNITS + 2 * u], sums[2 * UNITS + 2 * u + 1], factors + at,
-                            bias + at, token_scales, row + T, rows - T, unit, columns, limit, alpha, beta, U, KIND,
-                            ACTIVATION, BIAS, NARROW)  # fmt: skip
+            for i in gl.static_range(width_count(TOKENS) - 1, -1, -1):  # the small ones first: that frees registers
+                top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
+                finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales,
+                            row + before(TOKENS, i), rows - before(TOKENS, i), unit, columns, limit, alpha, beta,
+                            width_at(TOKENS, i), KIND, ACTIVATION, BIAS, NARROW)  # fmt: skip
     if DEPEND == 2:
         wait_for_predecessor()
 
 
 @gluon.jit
 def grouped(
-    x_desc, x2_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, units, slices,
-    scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
-    ACT: gl.constexpr, ZERO: gl.constexpr, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-    SLICES: gl.constexpr, UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-    TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+    x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, units, slices, scale_blocks,
+    columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
+    ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
+    KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, TOKENS_INNER: gl.constexpr,
+    DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
-    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, COLUMNS], x_desc.layout)
-    if U > 0:
-        x2b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, U, COLUMNS], x2_desc.layout)
-    else:
-        x2b = xb
+    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (TOKENS // 8), 8, COLUMNS], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(
@@ -176,7 +180,7 @@ def grouped(
         )
     else:
         sb = wb
-    CHUNK: gl.constexpr = min(T, 32)
+    CHUNK: gl.constexpr = min(width_at(TOKENS, 0), 32)
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     STAGING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], out.dtype.element_ty)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
@@ -186,9 +190,9 @@ def grouped(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, x2b, wb, sb, staging, empty, full,
-                units, slices, columns, limit, alpha, beta, T, U, STAGES, SLICES, UNITS, form, KIND, ACTIVATION,
+        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full,
+                units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND, ACTIVATION,
                 BIAS, TOKENS_INNER, DEPEND, PROMOTE)),
-        (feed, (x_desc, x2_desc, w_desc, s_desc, tiles, tile_count, xb, x2b, wb, sb, empty, full, units, slices,
-                scale_blocks, T, U, STAGES, SLICES, UNITS, form, TOKENS_INNER, DEPEND, PREFETCH)),
+        (feed, (x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, units, slices, scale_blocks,
+                TOKENS, STAGES, SLICES, UNITS, form, TOKENS_INNER, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

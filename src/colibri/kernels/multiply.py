@@ -66,6 +66,41 @@ def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_
             copy_tile(s_desc, [at], bar, sb.index(stage * COPIES + i))
 
 
+@gluon.constexpr_function
+def widths(TOKENS):
+    """A tile's tokens as powers of two, which tensors have: 112 is 64 + 32 + 16. The last is a copy's box."""
+    return [1 << bit for bit in reversed(range(TOKENS.bit_length())) if TOKENS >> bit & 1]
+
+
+@gluon.constexpr_function
+def width_at(TOKENS, number):
+    return widths(TOKENS)[number]
+
+
+@gluon.constexpr_function
+def before(TOKENS, number):
+    """Tokens of the widths before this one."""
+    return sum(widths(TOKENS)[:number])
+
+
+@gluon.constexpr_function
+def width_count(TOKENS):
+    return len(widths(TOKENS))
+
+
+@gluon.constexpr_function
+def sums_of(TOKENS, number, form):
+    """The layout of a width's accumulators."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, widths(TOKENS)[number], 32 if dequant.narrow(form) else 16])
+
+
+@gluon.jit
+def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.constexpr):
+    """Tokens `first` and following of a tile's slice. Widths lie together, so their products are one (`jit.join`)."""
+    rows = xb.index(slice * (TOKENS // 8) + first // 8)
+    return rows._reinterpret(xb.dtype, [COUNT, xb.shape[2]], xb.layout)
+
+
 @gluon.jit
 def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
     """Packed words of a half of a slice, and their scales (the words again where there are none)."""
@@ -87,33 +122,48 @@ def load_slice(wb, sb, stage, turn: gl.constexpr, SLICES: gl.constexpr, UNITS: g
 
 
 @gluon.jit
-def add_half(sums, half: gl.constexpr, a, x):
-    """One half's product into its accumulator, without waiting."""
-    return sums[:half] + (warpgroup_mma(a, x, sums[half], is_async=True),) + sums[half + 1 :]
+def no_sums(TOKENS: gl.constexpr, HALVES: gl.constexpr, form: gl.constexpr):
+    """Accumulators of HALVES halves, width after width: [64, width] each."""
+    sums = ()
+    for i in gl.static_range(width_count(TOKENS)):
+        for _ in gl.static_range(HALVES):
+            sums += (gl.zeros([64, width_at(TOKENS, i)], gl.float32, sums_of(TOKENS, i, form)),)
+    return sums
 
 
 @gluon.jit
-def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
-             SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr):  # fmt: skip
-    """The product of one tile: accumulators of every half of its units, [64, T] each and [64, U] each.
+def start_width(sums, a, xb, slice, number: gl.constexpr, TOKENS: gl.constexpr, form: gl.constexpr,
+                ADD: gl.constexpr):  # fmt: skip
+    """A product of one width, without waiting."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4 if dequant.narrow(form) else 2)
+    x = tokens_at(xb, slice, before(TOKENS, number), width_at(TOKENS, number), TOKENS)
+    a = gl.convert_layout(a, OPERAND, assert_trivial=True)
+    return warpgroup_mma(a, x.permute((1, 0)), sums, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def start_half(sums, half: gl.constexpr, a, xb, slice, TOKENS: gl.constexpr, HALVES: gl.constexpr, form: gl.constexpr,
+               ADD: gl.constexpr):  # fmt: skip
+    """One half's products into its accumulators: as many as there are widths, one in the end."""
+    for i in gl.static_range(width_count(TOKENS)):
+        started = start_width(sums[i * HALVES + half], a, xb, slice, i, TOKENS, form, ADD)
+        sums = sums[: i * HALVES + half] + (started,) + sums[i * HALVES + half + 1 :]
+    return sums
+
+
+@gluon.jit
+def multiply(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+             UNITS: gl.constexpr, form: gl.constexpr):  # fmt: skip
+    """The product of one tile: accumulators of every half of its units, for each width.
 
     While one half's wgmma runs, the next is dequantised: registers an outstanding wgmma reads are never
     written, because each dequantisation waits for the wgmma before the last. Packed words of the next turn are
     read from shared memory while this one is multiplied. A stage goes back to the feeder once the first
     wgmma of the next stage has followed it.
     """
-    DEPTH: gl.constexpr = 32 if dequant.narrow(form) else 16
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, DEPTH])
-    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, U if U > 0 else 8, DEPTH])
-    KWIDTH: gl.constexpr = 4 if dequant.narrow(form) else 2
     HALVES: gl.constexpr = 2 * UNITS
     TURNS: gl.constexpr = SLICES * UNITS
-    sums = ()
-    for _ in gl.static_range(HALVES):
-        sums += (gl.zeros([64, T], gl.float32, WIDE),)
-    if U > 0:
-        for _ in gl.static_range(HALVES):
-            sums += (gl.zeros([64, U], gl.float32, THIN),)
+    sums = no_sums(TOKENS, HALVES, form)
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -122,14 +172,11 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
             held = ahead
             if turn + 1 < TURNS:
                 ahead = load_slice(wb, sb, stage, turn + 1, SLICES, UNITS, form)
-            at = stage * SLICES + turn // UNITS
+            slice = stage * SLICES + turn // UNITS
             for half in gl.static_range(2):
-                a = dequantise(held[half][0], held[half][1], WIDE, form)
-                sums = add_half(sums, turn % UNITS * 2 + half, a, xb.index(at).permute((1, 0)))
-                if U > 0:
-                    a = gl.convert_layout(a, gl.DotOperandLayout(0, THIN, KWIDTH), assert_trivial=True)
-                    sums = add_half(sums, HALVES + turn % UNITS * 2 + half, a, x2b.index(at).permute((1, 0)))
-                sums = warpgroup_mma_wait(2 if U > 0 else 1, deps=sums)
+                a = dequantise(held[half][0], held[half][1], sums_of(TOKENS, 0, form), form)
+                sums = start_half(sums, turn % UNITS * 2 + half, a, xb, slice, TOKENS, HALVES, form, True)
+                sums = warpgroup_mma_wait(1, deps=sums)
                 if turn == 0 and half == 0:
                     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
         step += 1
@@ -139,72 +186,53 @@ def multiply(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.
 
 
 @gluon.jit
-def carry(total, sums, scales, form: gl.constexpr):
-    """Sums of a slice into the total, times their rows' factors where the form has such."""
-    if dequant.promoted(form):
-        MMA: gl.constexpr = total.type.layout
-        return total + sums * dequant.row_factors(scales, MMA, form).expand_dims(1)
-    else:
-        return total + sums
+def carry(totals, half: gl.constexpr, sums, scales, TOKENS: gl.constexpr, form: gl.constexpr):
+    """A half's sums of a slice into its totals, times their rows' factors where the form has such."""
+    for i in gl.static_range(width_count(TOKENS)):
+        more = sums[i]
+        if dequant.promoted(form):
+            more = more * dequant.row_factors(scales, sums_of(TOKENS, i, form), form).expand_dims(1)
+        totals = totals[: 2 * i + half] + (totals[2 * i + half] + more,) + totals[2 * i + half + 1 :]
+    return totals
 
 
 @gluon.jit
-def multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr,
-                      STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):  # fmt: skip
+def multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+                      SLICES: gl.constexpr, form: gl.constexpr):  # fmt: skip
     """`multiply` where every slice is summed by itself and carried over in fp32.
 
     The tensor cores add products of fp8 numbers in about 14 bits, so long sums lose what short ones keep; and a
     group's scale can wait until its own columns are summed. Both halves share one further set of accumulators:
     two do not fit. What waits here is hidden by the other blocks of the SM.
     """
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 32])
-    THIN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, U if U > 0 else 8, 32])
-    top = gl.zeros([64, T], gl.float32, WIDE)
-    bottom = gl.zeros([64, T], gl.float32, WIDE)
-    p = gl.zeros([64, T], gl.float32, WIDE)
-    if U > 0:
-        top2 = gl.zeros([64, U], gl.float32, THIN)
-        bottom2 = gl.zeros([64, U], gl.float32, THIN)
-        p2 = gl.zeros([64, U], gl.float32, THIN)
+    WIDE: gl.constexpr = sums_of(TOKENS, 0, form)
+    totals = no_sums(TOKENS, 2, form)
+    sums = no_sums(TOKENS, 1, form)
     for _ in range(blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         for j in gl.static_range(SLICES):
             held = load_half(wb, sb, stage, j, 0, SLICES, form), load_half(wb, sb, stage, j, 1, SLICES, form)
-            x = xb.index(stage * SLICES + j).permute((1, 0))
-            x2 = x2b.index(stage * SLICES + j).permute((1, 0))
+            slice = stage * SLICES + j
             a = dequantise(held[0][0], held[0][1], WIDE, form)
-            p = warpgroup_mma(a, x, p, use_acc=False, is_async=True)
-            if U > 0:
-                a2 = gl.convert_layout(a, gl.DotOperandLayout(0, THIN, 4), assert_trivial=True)
-                p2 = warpgroup_mma(a2, x2, p2, use_acc=False, is_async=True)
+            sums = start_half(sums, 0, a, xb, slice, TOKENS, 1, form, False)
             b = dequantise(held[1][0], held[1][1], WIDE, form)  # while the first half is multiplied
-            p = warpgroup_mma_wait(0, deps=[p])
-            top = carry(top, p, held[0][1], form)
-            p = warpgroup_mma(b, x, p, use_acc=False, is_async=True)
-            if U > 0:
-                p2 = warpgroup_mma_wait(1, deps=[p2])
-                top2 = carry(top2, p2, held[0][1], form)
-                b2 = gl.convert_layout(b, gl.DotOperandLayout(0, THIN, 4), assert_trivial=True)
-                p2 = warpgroup_mma(b2, x2, p2, use_acc=False, is_async=True)
-                p2 = warpgroup_mma_wait(0, deps=[p2])
-                bottom2 = carry(bottom2, p2, held[1][1], form)
-            p = warpgroup_mma_wait(0, deps=[p])
-            bottom = carry(bottom, p, held[1][1], form)
+            sums = warpgroup_mma_wait(0, deps=sums)
+            totals = carry(totals, 0, sums, held[0][1], TOKENS, form)
+            sums = start_half(sums, 0, b, xb, slice, TOKENS, 1, form, False)
+            sums = warpgroup_mma_wait(0, deps=sums)
+            totals = carry(totals, 1, sums, held[1][1], TOKENS, form)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
-    if U > 0:
-        return (top, bottom, top2, bottom2), step
-    else:
-        return (top, bottom), step
+    return totals, step
 
 
 @gluon.jit
-def product_of(xb, x2b, wb, sb, empty, full, step, blocks, T: gl.constexpr, U: gl.constexpr, STAGES: gl.constexpr,
+def product_of(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
                SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The product of one tile. PROMOTE: sums are carried to fp32 after every slice."""
     if PROMOTE:
         gl.static_assert(UNITS == 1)
-        return multiply_promoted(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, form)
+        return multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, form)
     else:
-        return multiply(xb, x2b, wb, sb, empty, full, step, blocks, T, U, STAGES, SLICES, UNITS, form)
+        return multiply(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form)

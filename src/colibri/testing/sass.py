@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?)\s*;")
+_LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?)\s*;")
 _OPERANDS = 4  # registers of A in one instruction
 # Instructions whose first register is not a result.
 _NO_RESULT = ("ST", "RED", "BRA", "BAR", "SYNCS", "UTMA", "WARPGROUP", "WARPSYNC", "EXIT", "NOP", "MEMBAR", "FENCE")
@@ -24,12 +24,17 @@ Instruction = tuple[str, str]
 
 def overwritten(cubin: bytes) -> list[str]:
     """Every instruction that writes a register of a wgmma in flight; the loop is read twice, for its way back."""
-    listing = list(_instructions(_disassemble(cubin)))
+    listing = instructions(cubin)
     places = [i for i, (opcode, _) in enumerate(listing) if "GMMA" in opcode]
     if not places:
         return []
     end = next(i for i in range(places[-1], len(listing)) if listing[i][0].startswith(_WAIT))
     return _conflicts(listing[: end + 1] * 2)
+
+
+def instructions(cubin: bytes) -> list[Instruction]:
+    """A kernel's code: (opcode, operands) in order."""
+    return list(_instructions(_disassemble(cubin)))
 
 
 def _disassemble(cubin: bytes) -> str:

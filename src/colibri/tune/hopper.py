@@ -21,18 +21,21 @@ RESERVED = 1024  # the driver's share of each block's shared memory
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 MOST_PROMOTED = 96
-# Token tile: (wgmma widths, slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
+# Token tile: (slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {
-    8: ((8, 0), (4, 2), 4),
-    16: ((16, 0), (4, 1), 4),
-    24: ((16, 8), (4, 1), 3),
-    32: ((32, 0), (4, 2), 2),
-    48: ((32, 16), (2, 1), 2),
-    64: ((64, 0), (2, 1), 2),
-    96: ((64, 32), (2, 1), 2),
-    128: ((128, 0), (2, 2), 2),
-    144: ((128, 16), (1, 1), 2),
-    160: ((128, 32), (1, 1), 2),
+    8: ((4, 2), 4),
+    16: ((4, 1), 4),
+    24: ((4, 1), 3),
+    32: ((4, 2), 2),
+    40: ((2, 1), 2),
+    48: ((2, 1), 2),
+    64: ((2, 1), 2),
+    80: ((2, 1), 2),
+    96: ((2, 1), 2),
+    112: ((2, 1), 2),
+    128: ((2, 2), 2),
+    144: ((1, 1), 2),
+    160: ((1, 1), 2),
 }
 # Tiles that may take two units: (slices in a stage as above, blocks on an SM).
 _PAIRED = {8: ((2, 1), 3), 16: ((2, 1), 3), 24: ((2, 1), 2), 32: ((2, 1), 2)}
@@ -41,10 +44,9 @@ _REGISTERS = {4: 64, 3: 80, 2: 128}  # a thread's share of 65536 with blocks of 
 
 @dataclass(frozen=True)
 class Tile:
-    """One class of token tiles: T + U tokens, and the pipeline that suits it."""
+    """One class of token tiles, and the pipeline that suits it."""
 
-    t: int
-    u: int
+    tokens: int
     stages: int
     slices: int
     blocks: int  # resident on an SM
@@ -52,8 +54,9 @@ class Tile:
     units: int = 1
 
     @property
-    def tokens(self) -> int:
-        return self.t + self.u
+    def box(self) -> int:
+        """Tokens one copy brings: the most that all copies of a tile can have."""
+        return self.tokens & -self.tokens
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def stage_bytes(form: Form, tokens: int, slices: int, units: int = 1) -> int:
 @cache
 def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
     """The pipeline of a tile size: as many stages as fit beside the other blocks of the SM."""
-    (t, u), (wide, narrow), blocks = _SHAPES[tokens]
+    (wide, narrow), blocks = _SHAPES[tokens]
     together = 2 if paired and tokens in _PAIRED and form.bits == 4 and not promotes(form) else 1
     if together == 2:
         (wide, narrow), blocks = _PAIRED[tokens]
@@ -120,12 +123,12 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
         # More words in flight: more registers a thread.
         blocks = min(blocks, 3)
     slices = narrow if form.activations == E4M3 else wide
-    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(t, 32) * (64 if gated else 128) * 2
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(tokens, 32) * (64 if gated else 128) * 2
     while slices > 1 and room // stage_bytes(form, tokens, slices, together) < 2:
         slices //= 2
     stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices, together))
     assert stages >= 2, (form, tokens)
-    return Tile(t, u, stages, slices, blocks, _REGISTERS[blocks], together)
+    return Tile(tokens, stages, slices, blocks, _REGISTERS[blocks], together)
 
 
 @cache
@@ -134,7 +137,7 @@ def decode_tile(form: Form) -> Tile:
     slices = (2 if form.activations == E4M3 else 4) * 4 // form.bits
     blocks = 3
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS
-    return Tile(8, 0, min(_MOST_STAGES, room // stage_bytes(form, 8, slices)), slices, blocks, _REGISTERS[blocks])
+    return Tile(8, min(_MOST_STAGES, room // stage_bytes(form, 8, slices)), slices, blocks, _REGISTERS[blocks])
 
 
 def split(slots: int, units: int) -> int:

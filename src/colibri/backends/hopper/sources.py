@@ -23,8 +23,7 @@ def product(
     """One product over one class of tiles."""
     element = ELEMENT[form.activations]
     arguments: list[tuple[str, str | Desc]] = [
-        ("x_desc", Desc(element, (tile.t, form.slice_columns), 128)),
-        ("x2_desc", Desc(element, (tile.u or tile.t, form.slice_columns), 128)),
+        ("x_desc", Desc(element, (tile.box, form.slice_columns), 128)),
         ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
         ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         ("out", f"*{out}"),
@@ -35,7 +34,7 @@ def product(
     ]  # fmt: skip
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "T": tile.t, "U": tile.u, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
+        "TOKENS": tile.tokens, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "TOKENS_INNER": tokens_inner, "DEPEND": depend, "PREFETCH": prefetch,
         "PROMOTE": promote,
     }  # fmt: skip

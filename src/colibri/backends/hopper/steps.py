@@ -55,7 +55,6 @@ def _products(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kin
         )  # fmt: skip
         values: dict[str, Value] = {
             "x_desc": rows,
-            "x2_desc": rows,
             "w_desc": Ref(name, "codes", mapped=32),
             "s_desc": Ref(name, "scales" if product.form.scale_words else "codes", mapped=0),
             "out": out,
