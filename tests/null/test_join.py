@@ -55,7 +55,7 @@ def test_two_and_three_become_one() -> None:
         ["$L__BB0_1:", *SECOND],
         ["\t@%p1 bra $L__BB0_1;", *SECOND],
         ["\tmov.b32 %r5, %r2;", *SECOND],  # reads a sum in flight
-        ["\tmov.b32 %r3, %r5;", *SECOND],  # sets one that was already read
+        [*SECOND[:2], "\tmov.b32 %r5, %r3;", *SECOND[2:]],
     ],
 )
 def test_others_stay_as_they_are(second: list[str]) -> None:
@@ -66,8 +66,19 @@ def test_a_program_without_products_is_left_alone() -> None:
     assert join("\tadd.s32 %r1, %r2, %r3;\n") == "\tadd.s32 %r1, %r2, %r3;\n"
 
 
-@pytest.mark.parametrize(("activations", "tokens"), [("fp8", 96), ("bf16", 112), ("bf16", 24)])
-def test_kernels_multiply_all_their_tokens_at_once(activations: str, tokens: int) -> None:
+def test_sums_may_be_readied_in_between() -> None:
+    """The joined product comes after that."""
+    ready = "\tmov.b32 %r3, %r5;"
+    joined = join(text(FIRST, [ready], SECOND)).split("\n")
+    assert joined.index(ready) < joined.index(product(96, "%r1,%r2,%r3", "%r7,%r8"))
+    assert len(products_of("\n".join(joined))) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "activations", "tokens"),
+    [("mxfp4", "fp8", 96), ("mxfp4", "bf16", 112), ("mxfp4", "bf16", 24), ("int4-g128", "fp8", 48)],
+)
+def test_kernels_multiply_all_their_tokens_at_once(spec: str, activations: str, tokens: int) -> None:
     """In the assembler's own code there is no product of a part of a tile."""
     pytest.importorskip("triton")
     from colibri.backends.hopper.plan import make_plan
@@ -77,7 +88,7 @@ def test_kernels_multiply_all_their_tokens_at_once(activations: str, tokens: int
     from colibri.testing.layers import layer_problem
     from colibri.tune.hopper import Rule
 
-    problem = layer_problem("mxfp4", activations, hidden=256, intermediate=256, experts=4, top_k=2)
+    problem = layer_problem(spec, activations, hidden=256, intermediate=256, experts=4, top_k=2)
     plan = make_plan(problem, 400, Rule((tokens,), False, False), decode=False)
     found = set()
     for source in {step.source for step in steps(plan) if step.source.kernel == "grouped"}:

@@ -27,6 +27,7 @@ class _Group:
     commit: int
     lines: tuple[int, ...]
     said: tuple[re.Match[str], ...]
+    tiles: tuple[str, ...]  # the first tile of each product
     sums: tuple[str, ...]  # lists of accumulators, joined so far
     width: int
 
@@ -40,24 +41,23 @@ class _Group:
 
 
 def join(ptx: str) -> str:
-    """The same program with such groups joined."""
+    """The same program with such groups joined, where the last of them was: what it needs is ready there."""
     lines = ptx.split("\n")
-    groups = _groups(lines)
     done: list[_Group] = []
-    for group in groups:
-        before = done[-1] if done else None
-        if before is not None and group.follows(before) and _straight(lines, before, group):
-            done[-1] = replace(before, sums=before.sums + group.sums, width=before.width + group.width)
-            for i in (group.fence, group.commit, *group.lines):
+    for group in _groups(lines):
+        first = done[-1] if done else None
+        if first is not None and group.follows(first) and _straight(lines, first, group):
+            for i in (first.fence, first.commit, *first.lines):
                 lines[i] = ""
+            tiles, sums, width = first.tiles, first.sums + group.sums, first.width + group.width
+            done[-1] = replace(group, tiles=tiles, sums=sums, width=width)
         else:
             done.append(group)
     for group in done:
-        for i, product in zip(group.lines, group.said):
-            sums = ",".join(group.sums)
+        every = ",".join(group.sums)
+        for i, tile, said in zip(group.lines, group.tiles, group.said):
             lines[i] = (
-                f"{product['op']}{group.width}{product['kind']} {{{sums}}}, {{{product['held']}}}, {product['tile']}, "
-                f"{product['rest']}"
+                f"{said['op']}{group.width}{said['kind']} {{{every}}}, {{{said['held']}}}, {tile}, {said['rest']}"
             )
     return "\n".join(lines)
 
@@ -73,19 +73,20 @@ def _groups(lines: list[str]) -> list[_Group]:
             held.append((i, product))
         elif line.strip() == _COMMIT and held and len({product["sums"] for _, product in held}) == 1:
             numbers, said = zip(*held)
-            found.append(_Group(fence, i, numbers, said, (said[0]["sums"],), int(said[0]["width"])))
+            tiles = tuple(product["tile"] for product in said)
+            found.append(_Group(fence, i, numbers, said, tiles, (said[0]["sums"],), int(said[0]["width"])))
     return found
 
 
 def _straight(lines: list[str], first: _Group, second: _Group) -> bool:
-    """Whether nothing between them branches, waits, or touches a sum."""
-    sums = {register for held in (*first.sums, *second.sums) for register in held.split(",")}
+    """Whether nothing from the first product on branches, waits, or touches a sum that is being added to."""
     own = {*first.lines, *second.lines}
-    for i in range(first.fence, second.commit):
+    for i in range(first.lines[0], second.commit):
         line = lines[i]
-        if i in own or not line.strip() or line.strip().startswith("//"):
+        if i in own or line.strip().startswith("//"):
             continue
-        words = set(re.findall(r"%\w+", line))
-        if words & sums or re.search(r"\bbra\b|^\S+:|wait|bar\.|mbarrier", line):
+        busy = first.sums if i < second.lines[0] else first.sums + second.sums
+        touched = {*re.findall(r"%\w+", line)} & {register for held in busy for register in held.split(",")}
+        if touched or re.search(r"\bbra\b|^\S+:|wait|bar\.|mbarrier", line):
             return False
     return True

@@ -3,8 +3,8 @@
 With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32; the last to
 arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes: the first
 product with the activation, the second with the weighted sum over a token's experts. Everyone waits for that last
-one, so it asks for all it needs at once. A layer is two launches, and one more where the inputs are quantised; the
-hidden rows are quantised by whoever finishes them.
+one, so it asks for all it needs at once. A layer is two launches. Where products take fp8 inputs each block quantises
+the row it multiplies, while its first weights are on their way: nobody waits for a row that another block quantises.
 
 Counters go back to zero by the hand that saw them full.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from colibri.kernels import dequant, rows
+from colibri.kernels import dequant, forms, rows
 from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
@@ -24,6 +24,7 @@ from colibri.kernels.renamed import barrier, copy_tile
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
+HELD = gl.constexpr(forms.DECODE_HELD)
 
 
 @gluon.jit
@@ -49,8 +50,13 @@ def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
 def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
                scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr,
                SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
-    """The feeding warp. PREFETCH: ids are older than the predecessor, so weights may start before it ends."""
-    BYTES: gl.constexpr = SLICES * T * 128 + w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    """The feeding warp: weights, and rows that are multiplied as they are.
+
+    PREFETCH: ids are older than the predecessor, so weights may start before it ends.
+    """
+    NARROW: gl.constexpr = dequant.narrow(form)
+    WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    BYTES: gl.constexpr = WEIGHTS if NARROW else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
     total = total_slots * units * SPLIT
     if DEPEND and not PREFETCH:
@@ -76,10 +82,49 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
                 mbarrier.expect(bar, BYTES)
                 copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
                              form)  # fmt: skip
-            for j in gl.static_range(SLICES):
-                k = (block * SLICES + j) * dequant.slice_columns(form)
-                copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
+            if not NARROW:
+                for j in gl.static_range(SLICES):
+                    k = (block * SLICES + j) * dequant.slice_columns(form)
+                    copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
             step += 1
+
+
+@gluon.constexpr_function
+def held_layout():
+    """[HELD, T, 128]: 16 places of a slice a thread, the same for every token."""
+    return gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def narrow_part(x, row, first, width):
+    """HELD slices of a row from `first` on as e4m3 [HELD, 128], and its scale, as `rows.prepare_rows` makes them."""
+    PART: gl.constexpr = gl.SliceLayout(1, held_layout())
+    s = first + gl.arange(0, HELD, gl.SliceLayout(1, PART)).expand_dims(1)
+    k = s * 128 + column_at(gl.arange(0, 128, gl.SliceLayout(0, PART))).expand_dims(0)
+    k = gl.max_contiguous(gl.multiple_of(k, [1, 4]), [1, 4])
+    x += row.to(gl.int64) * width
+    part = gl.load(x + k, mask=k < width, other=0.0, cache_modifier=".cg").to(gl.float32)
+    STEP: gl.constexpr = 4096
+    c = gl.arange(0, STEP, gl.BlockedLayout([8], [32], [4], [0]))
+    largest = 0.0
+    for start in range(0, width, STEP):
+        value = gl.load(x + start + c, mask=start + c < width, other=0.0, cache_modifier=".cg")
+        largest = gl.maximum(largest, gl.max(gl.abs(value.to(gl.float32)), 0))
+    scale = gl.div_rn(largest, 448.0)
+    scale = gl.where(scale > 0, scale, 1.0)
+    return gl.div_rn(part, scale).to(gl.float8e4nv), scale
+
+
+@gluon.jit
+def narrow_row(x, xb, row, first, width):
+    """What a block multiplies of a row to `xb`; the row's scale. All 8 tokens of the product are this one."""
+    part, scale = narrow_part(x, row, first, width)
+    tokens = part.to(gl.int8, bitcast=True).expand_dims(1) + gl.zeros([HELD, T, 128], gl.int8, held_layout())
+    target = xb.index(0)._reinterpret(gl.float8e4nv, [HELD * T, 128], xb.layout)
+    target.store(tokens.reshape([HELD * T, 128]).to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    barrier()
+    return scale
 
 
 @gluon.jit
@@ -131,20 +176,17 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
 
 
 @gluon.jit
-def finish_token(out, parts, bias, token_scales, ids, experts, weights, token, unit, units, columns, slots_per_token,
-                 SPLIT: gl.constexpr, SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr,
-                 WEIGHTED: gl.constexpr):  # fmt: skip
+def finish_token(out, parts, bias, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
+                 SLOTS: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
     """All slots of a token's unit are there: their weighted sum, in slot order. All are loaded before any is added."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     N = units * 128
     n = unit * 128 + gl.arange(0, 128, LAYOUT)
     rows = ()
     for i in gl.static_range(SLOTS):
-        slot = token * slots_per_token + gl.minimum(i, slots_per_token - 1)
-        e = gl.where(i < slots_per_token, expert_of(ids, slot, experts), -1)
+        slot = token * SLOTS + i
+        e = expert_of(ids, slot, experts)
         row = sum_parts(parts, slot, n, N, SPLIT)
-        if NARROW:
-            row *= gl.load(token_scales + slot)
         if BIAS:
             row += gl.load(bias + gl.maximum(e, 0) * N + n)
         if WEIGHTED:
@@ -157,41 +199,10 @@ def finish_token(out, parts, bias, token_scales, ids, experts, weights, token, u
 
 
 @gluon.jit
-def load_columns(row, c, columns):
-    """Columns of a row that other blocks wrote."""
-    return gl.load(row + c, mask=c < columns, other=0.0, cache_modifier=".cg").to(gl.float32)
-
-
-@gluon.jit
-def quantise_slot(h, narrow, scales, slot, columns):
-    """A finished hidden row as e4m3 with one scale, as `rows.prepare_rows` does it.
-
-    All the others wait for this one block, so the first 2048 columns, mostly all there are, are read only once.
-    """
-    WIDTH: gl.constexpr = 2048
-    place = gl.arange(0, WIDTH, gl.BlockedLayout([4], [32], [4], [0]))
-    c = gl.max_contiguous(gl.multiple_of(column_at(place), 4), 4)
-    length = (columns + 127) // 128 * 128
-    row, out = h + slot * columns, narrow + slot * length
-    first = load_columns(row, c, columns)
-    largest = gl.abs(first)
-    for start in range(WIDTH, columns, WIDTH):
-        largest = gl.maximum(largest, gl.abs(load_columns(row, start + c, columns)))
-    scale = gl.div_rn(gl.max(largest, 0), 448.0)
-    scale = gl.where(scale > 0, scale, 1.0)
-    gl.store(out + place, gl.div_rn(first, scale).to(gl.float8e4nv), mask=place < length)
-    for start in range(WIDTH, columns, WIDTH):
-        more = gl.div_rn(load_columns(row, start + c, columns), scale)
-        gl.store(out + start + place, more.to(gl.float8e4nv), mask=start + place < length)
-    gl.store(scales + slot, scale)
-
-
-@gluon.jit
-def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids, experts,
-               weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row, slots_per_token,
-               limit, alpha, beta, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr,
-               SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-               WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, QUANTISE: gl.constexpr,
+def work_slots(x, out, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty, full,
+               units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
+               SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
+               ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
                PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
     NARROW: gl.constexpr = dequant.narrow(form)
@@ -202,56 +213,55 @@ def work_slots(out, narrow, narrow_scales, parts, counters, row_counters, factor
     MMA: gl.constexpr = sums_of(T, 0, form)
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
-        slot, e, unit, _, count = part_at(ids, experts, index, units, blocks, SPLIT)
+        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
-        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE)
+        if NARROW:
+            scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width)
+            top *= scale
+            bottom *= scale
+        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, NARROW)
         part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
         store_part(part, sums[0], top)
         store_part(part + 64, sums[1], bottom)
         barrier()
         if KIND == "rows":
-            token = slot // slots_per_token
+            token = slot // SLOTS
             counter = counters + token * units + unit
-            if gl.atomic_add(counter, 1, sem="acq_rel") == slots_per_token * SPLIT - 1:
+            if gl.atomic_add(counter, 1, sem="acq_rel") == SLOTS * SPLIT - 1:
                 gl.store(counter, 0)
-                finish_token(out, parts, bias, token_scales, ids, experts, weights, token, unit, units, columns,
-                             slots_per_token, SPLIT, SLOTS, BIAS, NARROW, WEIGHTED)  # fmt: skip
+                finish_token(out, parts, bias, ids, experts, weights, token, unit, units, columns, SPLIT, SLOTS, BIAS,
+                             WEIGHTED)  # fmt: skip
         else:
             counter = counters + slot * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
                 gl.store(counter, 0)
                 if e >= 0:
-                    scale = 1.0
-                    if NARROW:
-                        scale = gl.load(token_scales + slot // slots_per_row)
+                    weight = 1.0
                     if WEIGHTED:
-                        scale = scale * gl.load(weights + slot)
-                    finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
+                        weight = gl.load(weights + slot)
+                    finish_slot(out, parts, bias, weight, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
                                 KIND, ACTIVATION, BIAS)  # fmt: skip
-                    if QUANTISE:
-                        barrier()
-                        if gl.atomic_add(row_counters + slot, 1, sem="acq_rel") == units - 1:
-                            gl.store(row_counters + slot, 0)
-                            quantise_slot(out, narrow, narrow_scales, slot, columns)
 
 
 @gluon.jit
 def slotwise(
-    x_desc, w_desc, s_desc, out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
-    weights, experts, total_slots, units, slices, scale_blocks, columns, slots_per_row, slots_per_token, limit, alpha,
-    beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
-    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
-    PREFETCH: gl.constexpr, QUANTISE: gl.constexpr, PROMOTE: gl.constexpr,
+    x_desc, w_desc, s_desc, x, out, parts, counters, factors, bias, ids, weights, experts, total_slots, units, slices,
+    scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
+    GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x.
+    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
 
-    SLOTS: no fewer than a token's, a power of two. QUANTISE: rows of `out` also go to `narrow` as e4m3, once
-    all their columns are there.
+    Rows come through `x_desc` where they are multiplied as they are, from `x` (of `width` columns) where they are not.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
+    if dequant.narrow(form):
+        NARROW: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+        xb = gl.allocate_shared_memory(gl.float8e4nv, [HELD, T, 128], NARROW)
+    else:
+        xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(
@@ -265,10 +275,9 @@ def slotwise(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work_slots, (out, narrow, narrow_scales, parts, counters, row_counters, factors, bias, token_scales, ids,
-                      experts, weights, total_slots, xb, wb, sb, empty, full, units, slices, columns, slots_per_row,
-                      slots_per_token, limit, alpha, beta, STAGES, SLICES, form, SPLIT, SLOTS, KIND, ACTIVATION,
-                      BIAS, WEIGHTED, DEPEND, QUANTISE, PROMOTE)),
+        (work_slots, (x, out, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
+                      full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES, form,
+                      SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
                       scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

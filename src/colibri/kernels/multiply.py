@@ -153,7 +153,7 @@ def start_half(sums, half: gl.constexpr, a, xb, slice, TOKENS: gl.constexpr, HAL
 
 @gluon.jit
 def multiply(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-             UNITS: gl.constexpr, form: gl.constexpr):  # fmt: skip
+             UNITS: gl.constexpr, form: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
     """The product of one tile: accumulators of every half of its units, for each width.
 
     While one half's wgmma runs, the next is dequantised: registers an outstanding wgmma reads are never
@@ -172,7 +172,7 @@ def multiply(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES
             held = ahead
             if turn + 1 < TURNS:
                 ahead = load_slice(wb, sb, stage, turn + 1, SLICES, UNITS, form)
-            slice = stage * SLICES + turn // UNITS
+            slice = (block if WHOLE else stage) * SLICES + turn // UNITS
             for half in gl.static_range(2):
                 a = dequantise(held[half][0], held[half][1], sums_of(TOKENS, 0, form), form)
                 sums = start_half(sums, turn % UNITS * 2 + half, a, xb, slice, TOKENS, HALVES, form, True)
@@ -186,19 +186,34 @@ def multiply(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES
 
 
 @gluon.jit
+def now(x):
+    """x, computed before whatever follows: left alone, the compiler puts it off and keeps what it is made of."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def carry(totals, half: gl.constexpr, sums, scales, TOKENS: gl.constexpr, form: gl.constexpr):
     """A half's sums of a slice into its totals, times their rows' factors where the form has such."""
     for i in gl.static_range(width_count(TOKENS)):
         more = sums[i]
         if dequant.promoted(form):
             more = more * dequant.row_factors(scales, sums_of(TOKENS, i, form), form).expand_dims(1)
-        totals = totals[: 2 * i + half] + (totals[2 * i + half] + more,) + totals[2 * i + half + 1 :]
+        totals = totals[: 2 * i + half] + (now(totals[2 * i + half] + more),) + totals[2 * i + half + 1 :]
     return totals
 
 
 @gluon.jit
+def wait_for(sums):
+    """All of them; a wait for one gives that one alone."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(0, deps=sums),)
+    else:
+        return warpgroup_mma_wait(0, deps=sums)
+
+
+@gluon.jit
 def multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-                      SLICES: gl.constexpr, form: gl.constexpr):  # fmt: skip
+                      SLICES: gl.constexpr, form: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
     """`multiply` where every slice is summed by itself and carried over in fp32.
 
     The tensor cores add products of fp8 numbers in about 14 bits, so long sums lose what short ones keep; and a
@@ -208,19 +223,19 @@ def multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexp
     WIDE: gl.constexpr = sums_of(TOKENS, 0, form)
     totals = no_sums(TOKENS, 2, form)
     sums = no_sums(TOKENS, 1, form)
-    for _ in range(blocks):
+    for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         for j in gl.static_range(SLICES):
             held = load_half(wb, sb, stage, j, 0, SLICES, form), load_half(wb, sb, stage, j, 1, SLICES, form)
-            slice = stage * SLICES + j
+            slice = (block if WHOLE else stage) * SLICES + j
             a = dequantise(held[0][0], held[0][1], WIDE, form)
             sums = start_half(sums, 0, a, xb, slice, TOKENS, 1, form, False)
             b = dequantise(held[1][0], held[1][1], WIDE, form)  # while the first half is multiplied
-            sums = warpgroup_mma_wait(0, deps=sums)
+            sums = wait_for(sums)
             totals = carry(totals, 0, sums, held[0][1], TOKENS, form)
             sums = start_half(sums, 0, b, xb, slice, TOKENS, 1, form, False)
-            sums = warpgroup_mma_wait(0, deps=sums)
+            sums = wait_for(sums)
             totals = carry(totals, 1, sums, held[1][1], TOKENS, form)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
@@ -229,10 +244,14 @@ def multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexp
 
 @gluon.jit
 def product_of(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
-    """The product of one tile. PROMOTE: sums are carried to fp32 after every slice."""
+               SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr,
+               WHOLE: gl.constexpr = False):  # fmt: skip
+    """The product of one tile. PROMOTE: sums are carried to fp32 after every slice.
+
+    WHOLE: all slices of the tokens lie in `xb`, which then is no part of the ring.
+    """
     if PROMOTE:
         gl.static_assert(UNITS == 1)
-        return multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, form)
+        return multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, form, WHOLE)
     else:
-        return multiply(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form)
+        return multiply(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, WHOLE)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from colibri.kernels.forms import E4M3, Form
+from colibri.kernels.forms import DECODE_HELD, E4M3, Form
 
 SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory
@@ -133,16 +133,19 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
 
 @cache
 def decode_tile(form: Form) -> Tile:
-    """The pipeline of a slot: long stages, three blocks on an SM."""
-    slices = (2 if form.activations == E4M3 else 4) * 4 // form.bits
+    """The pipeline of a slot: long stages, three blocks on an SM; beside it what a block needs of an fp8 row."""
+    narrow = form.activations == E4M3
+    slices = (2 if narrow else 4) * 4 // form.bits
     blocks = 3
-    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS
-    return Tile(8, min(_MOST_STAGES, room // stage_bytes(form, 8, slices)), slices, blocks, _REGISTERS[blocks])
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - (DECODE_HELD * 8 * 128 if narrow else 0)
+    stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if narrow else 8, slices))
+    return Tile(8, stages, slices, blocks, _REGISTERS[blocks])
 
 
-def split(slots: int, units: int) -> int:
-    """Parts of K: two where tiles would leave SMs without work."""
-    return 2 if slots * units < 3 * 132 else 1
+def split(form: Form, slots: int, units: int, slices: int) -> int:
+    """Parts of K: two where tiles would leave SMs without work, and as many as make an fp8 row's part fit."""
+    least = -(-slices // DECODE_HELD) if form.activations == E4M3 else 1
+    return max(least, 2 if slots * units < 3 * 132 else 1)
 
 
 def bucket(tokens: int) -> int:

@@ -135,7 +135,7 @@ def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...]
         tune.decode_tile(form),
     )
     activations = problem.activations if name == "w13" else problem.second_activations
-    split = 1 if sizes else tune.split(slots, units)
+    split = 1 if sizes else tune.split(form, slots, units, slices)
     return Product(
         form,
         units,

@@ -60,19 +60,16 @@ def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, An
 
 def slotwise(
     form: Form, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
-    weighted: bool, depend: bool, prefetch: bool, quantise: bool, promote: bool,
+    weighted: bool, depend: bool, prefetch: bool, promote: bool,
 ) -> Source:  # fmt: skip
-    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, up to `slots` a token."""
-    integers = (
-        "experts", "total_slots", "units", "slices", "scale_blocks", "columns", "slots_per_row", "slots_per_token",
-    )  # fmt: skip
+    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, `slots` a token."""
+    integers = ("experts", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row")
     pointers = {
-        "out": out, "narrow": ELEMENT[E4M3], "narrow_scales": "fp32", "parts": "fp32", "counters": "i32",
-        "row_counters": "i32", "factors": "fp32", "bias": "fp32", "token_scales": "fp32", "ids": "i32",
+        "x": out, "out": out, "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32", "ids": "i32",
         "weights": "fp32",
     }  # fmt: skip
     arguments: list[tuple[str, str | Desc]] = [
-        ("x_desc", Desc(ELEMENT[form.activations], (8, form.slice_columns), 128)),
+        ("x_desc", Desc("i32", (8, 32), 128) if form.activations == E4M3 else Desc(out, (8, form.slice_columns), 128)),
         ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
         ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         *((name, f"*{element}") for name, element in pointers.items()),
@@ -83,7 +80,7 @@ def slotwise(
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "SLOTS": slots, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
-        "QUANTISE": quantise, "PROMOTE": promote,
+        "PROMOTE": promote,
     }  # fmt: skip
-    options = (("num_warps", 4), ("maxnreg", tile.registers))
-    return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), (*pointers, "columns"), options)
+    options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "width", "columns")
+    return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), aligned, options)

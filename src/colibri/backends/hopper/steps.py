@@ -13,7 +13,7 @@ from colibri.backends.hopper import sources as src
 from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, row_width
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
-from colibri.backends.hopper.rowwise import combine, dispatch_finished, dispatch_indexed, power_of_two, prepare
+from colibri.backends.hopper.rowwise import combine, dispatch_finished, dispatch_indexed, prepare
 from colibri.problem import INDEXED
 
 
@@ -90,62 +90,50 @@ def _title(plan: HopperPlan) -> str:
 
 def _decode(plan: HopperPlan) -> tuple[Step, ...]:
     """Few slots: both products take the ids as they are; the second sums over a token's experts."""
-    problem = plan.problem
-    found: list[Step] = []
-    x = Ref(CALL, "x", mapped=problem.hidden)
-    if plan.first.narrow:
-        found.append(prepare(plan, "w13", Ref(CALL, "x"), ("x", "x_scales")))
-        x = Ref(SCRATCH, "x", mapped=row_width(plan.first, problem.hidden))
-    # Weights may be fetched before the predecessor ends where that is a launch of ours: the ids are older.
-    early = bool(found)
     if plan.w2 is None:
-        return (*found, _slotwise(plan, "w13", x, "x_scales", Ref(CALL, "out"), prefetch=early))
-    h, h_scales = Ref(SCRATCH, "h", mapped=problem.intermediate), "x_scales"
-    if plan.w2.narrow:
-        h, h_scales = Ref(SCRATCH, "h8", mapped=row_width(plan.w2, problem.intermediate)), "h_scales"
-    found.append(_slotwise(plan, "w13", x, "x_scales", scratch_ref("h"), prefetch=early))
-    found.append(_slotwise(plan, "w2", h, h_scales, Ref(CALL, "out"), prefetch=True))
-    return tuple(found)
+        return (_slotwise(plan, "w13", CALL, "x", Ref(CALL, "out")),)
+    return (
+        _slotwise(plan, "w13", CALL, "x", scratch_ref("h")),
+        _slotwise(plan, "w2", SCRATCH, "h", Ref(CALL, "out")),
+    )
 
 
-def _slotwise(plan: HopperPlan, name: str, x: Ref, scales: str, out: Ref, *, prefetch: bool) -> Step:
-    """One product, a slot a tile; the first also quantises the hidden rows where the second wants them narrow."""
+def _slotwise(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -> Step:
+    """One product, a slot a tile."""
     assert plan.rule is not None
     product, single = plan.product(name), plan.work == SINGLE
     problem, activation, shape = plan.problem, plan.problem.activation, plan.problem.matrices[name]
     first, top_k, (tile,) = name == "w13" and not single, problem.top_k, product.tiles
     kind = src.ROWS if not first else src.GATED if activation.gated else src.UNGATED
-    quantise = first and plan.w2 is not None and plan.w2.narrow
-    slots = power_of_two(1 if first else top_k)
     source = src.slotwise(
-        product.form, tile, product.split, slots, problem.input.name, kind, _title(plan) if first else "none",
-        bias=shape.bias, weighted=not single and problem.weight_on_input == first, depend=plan.rule.overlap,
-        prefetch=prefetch and plan.rule.overlap, quantise=quantise, promote=product.promote,
+        product.form, tile, product.split, 1 if first else top_k, problem.input.name, kind,
+        _title(plan) if first else "none", bias=shape.bias, weighted=not single and problem.weight_on_input == first,
+        depend=plan.rule.overlap, promote=product.promote,
+        # Weights may be fetched before the predecessor ends where that is a launch of ours: the ids are older.
+        prefetch=name == "w2" and plan.rule.overlap,
     )  # fmt: skip
-    zeros = Ref(COUNTERS, "all", 4 * workspace.SECOND)  # the only expert's number, from counters nobody uses
+    codes = Ref(name, "codes", mapped=32)
     values: dict[str, Value] = {
-        "x_desc": x,
-        "w_desc": Ref(name, "codes", mapped=32),
+        "x_desc": codes if product.narrow else Ref(owner, rows, mapped=shape.k),
+        "w_desc": codes,
         "s_desc": Ref(name, "scales" if product.form.scale_words else "codes", mapped=0),
+        "x": Ref(owner, rows),
         "out": out,
-        "narrow": scratch_ref("h8" if quantise else "counts"),
-        "narrow_scales": scratch_ref("h_scales" if quantise else "x_scales"),
         "parts": scratch_ref("parts13" if name == "w13" else "parts2"),
         "counters": Ref(COUNTERS, "all", 4 * (workspace.FIRST if name == "w13" else workspace.SECOND)),
-        "row_counters": Ref(COUNTERS, "all", 4 * workspace.OF_ROWS),
         "factors": Ref(name, "factors"),
         "bias": Ref(name, "bias" if shape.bias else "factors"),
-        "token_scales": scratch_ref(scales),
-        "ids": zeros if single else Ref(CALL, "ids"),
+        # The only expert's number is a zero among counters that nobody uses.
+        "ids": Ref(COUNTERS, "all", 4 * workspace.SECOND) if single else Ref(CALL, "ids"),
         "weights": scratch_ref("x_scales") if single else Ref(CALL, "weights"),
         "experts": problem.experts,
         "total_slots": lambda m: m * top_k,
         "units": product.units,
         "slices": product.slices,
         "scale_blocks": product.scale_blocks,
+        "width": shape.k,
         "columns": problem.intermediate if first else shape.n,
         "slots_per_row": top_k if first else 1,
-        "slots_per_token": top_k,
         "limit": math.inf if activation.limit is None else activation.limit,
         "alpha": activation.alpha,
         "beta": activation.beta,

@@ -10,8 +10,7 @@ from torch import Tensor
 from colibri.errors import LaunchError
 
 _ALIGN = 256
-# Arrivals are counted apart for the first product's tiles, the second's, and whole rows of the first.
-FIRST, SECOND, OF_ROWS, COUNTERS = 0, 1 << 15, 1 << 16, (1 << 16) + (1 << 10)
+FIRST, SECOND, COUNTERS = 0, 1 << 15, 1 << 16  # arrivals at the first product's tiles and at the second's
 _buffers: dict[tuple[int, int], Tensor] = {}
 _counters: dict[tuple[int, int], Tensor] = {}
 _locks: dict[tuple[int, int], Lock] = {}
