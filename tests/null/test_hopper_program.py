@@ -369,11 +369,13 @@ def test_tensor_maps_of_known_inputs_are_not_made_again(gpu: FakeDriver, monkeyp
 
 
 def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
-    """In order; told again only of what changed; one by one while the caller captures a graph of its own."""
+    """In order; told again only of what changed; one by one where all did, and while the caller captures a graph."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
     program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
     call, count = {"x": 16, "out": 32, "ids": 48, "weights": 64}, len(program.launches)
     program.run(100, call)
+    assert gpu.repeated == 0 and gpu.launched == count
+    program.run(100, {**call, "out": 80})
     assert gpu.repeated == 1 and gpu.order == [(i, i + 1) for i in range(1, count)]
     assert all(
         told == [(launch.config.gx, launch.arguments[2].value)] for told, launch in zip(gpu.nodes, program.launches)
@@ -382,11 +384,15 @@ def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
     assert [len(told) for told in gpu.nodes] == [1 + (i in program.called) for i in range(count)]
     assert 0 in program.called and count - 1 in program.called and len(program.called) < count
     program.run(90, call)
+    assert gpu.repeated == 2
+    program.run(90, call)
+    assert gpu.repeated == 3
     assert all(told[-1][0] == launch.config.gx for told, launch in zip(gpu.nodes, program.launches))
     assert gpu.nodes[0][-1][0] == 91  # a block for each token, and one that makes the lists
     gpu.capturing, gpu.launched = True, 0
     program.run(80, call)
-    assert gpu.repeated == 3 and gpu.launched == count
+    program.run(80, call)
+    assert gpu.repeated == 3 and gpu.launched == 2 * count
     gpu.capturing = False
     program.run(80, call)
     assert gpu.nodes[0][-1][0] == 81 and gpu.dropped == 0

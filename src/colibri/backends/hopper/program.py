@@ -64,6 +64,7 @@ class Program:
         self.graphed = graphed(plan.tokens) and available()
         self.graph: Graph | None = None
         self.stale: set[int] = set()  # launches that the graph has with other arguments
+        self.anew = False  # whether this call changes all launches
 
     def run(self, tokens: int, call: Mapping[str, int]) -> None:
         """Launch for this call's tensors, by their addresses: "x", "out", and "ids" and "weights" or "edges"."""
@@ -107,7 +108,9 @@ class Program:
         return True
 
     def _launch(self) -> None:
-        if self.graphed and not torch._C._cuda_isCurrentStreamCapturing():
+        anew, self.anew = self.anew, False
+        # To change a launch of a graph costs nearly what a launch costs.
+        if self.graphed and not anew and not torch._C._cuda_isCurrentStreamCapturing():
             self._repeat()
             return
         go = self.go
@@ -134,11 +137,13 @@ class Program:
         if tokens != self.tokens:
             for resize in self.resizers:
                 resize(tokens)
-            self.tokens = tokens
+            self.tokens, self.anew = tokens, True
             self.stale.update(range(len(self.launches)))
             if self.graph is not None:
                 self.graph.resize()
-        self.stale |= self.called
+        else:
+            self.stale |= self.called
+            self.anew = len(self.called) == len(self.launches)
         self.at = ()
         for name, slots in self.pointers.items():
             pointer = call[name]
