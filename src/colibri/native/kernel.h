@@ -1,12 +1,13 @@
 // The product at the heart of it: a few row blocks times a few input rows, group by group.
 //
-// Written once over a level's vectors `V`, which have `V::lanes` output rows (16, 8 or 4; a block is then read in parts):
+// Written once over a level's vectors `V`, which have `V::lanes` output rows (16, or 4: a block is then read in parts):
 //   rows, together            input rows, 4 or 2, and row blocks that are multiplied together: what registers allow
 //   Codes, I32, F32, Table    four codes of each row; one number of each row; 16 bytes to look up
 //   load, table, low, high    codes from memory, looked up by low or high nibble
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
 //   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
-//   short_sums, dot_short     small table entries (up to 31): products of sixteen columns are added before they are widened
+//   short_sums, dot_short     small table entries (up to 31): products of sixteen columns are added before they are
+//                             widened, which multiplies them by a factor: both planes of an input go to one sum
 //   low_nibbles, high_nibbles with short_sums: codes as numbers, without a table
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
@@ -20,6 +21,8 @@ namespace {
 constexpr int64_t kAhead = 2048;      // bytes of codes between reading and prefetching: about a memory latency of them
 constexpr int64_t kScalesAhead = 512;
 constexpr int kCache = 3;             // where prefetches go: 3 is the first level, 2 the second
+
+constexpr int kPlane = 256;           // what the high plane of an input counts
 
 // Row blocks read together, each a stream of its own, and those that will be read after them: prefetches run into these.
 struct Streams {
@@ -106,14 +109,16 @@ struct GroupSums {
   using I32 = typename V::I32;
   static constexpr int kPartBytes = kUnit * V::lanes / kRows;
   static constexpr int kAtOnce = 2;  // units: every group has an even number
-  I32 sums[Together][Rows][InputPlanes][Code::planes];
+  static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening short sums brings the planes together
+  I32 sums[Together][Rows][kSums][Code::planes];
 
   COLIBRI_INLINE void start(const Packed& p, const uint8_t* zeros, int part, const InputGroup* const (&groups)[Rows]) {
     for (int b = 0; b < Together; b++)
       for (int r = 0; r < Rows; r++)
-        for (int i = 0; i < InputPlanes; i++) {
+        for (int i = 0; i < kSums; i++) {
           I32* sum = sums[b][r][i];
-          sum[0] = V::broadcast(groups[r]->start[i]);
+          const int32_t* planes = groups[r]->start;
+          sum[0] = V::broadcast(kSums == InputPlanes ? planes[i] : kPlane * planes[0] + planes[1]);
           if (zeros != nullptr) sum[0] = V::multiply(V::zeros(zeros + b * p.zero_block, part), sum[0]);
           if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
         }
@@ -152,8 +157,8 @@ struct GroupSums {
         for (int b = 0; b < Together; b++)
           for (int r = 0; r < Rows; r++)
             for (int i = 0; i < InputPlanes; i++) {
-              I32& sum = sums[b][r][i][0];
-              sum = V::dot_short(sum, held[b], x + r * stride + i * p.columns);
+              I32& sum = sums[b][r][0][0];
+              sum = V::dot_short(sum, held[b], x + r * stride + i * p.columns, i + 1 < InputPlanes ? kPlane : 1);
             }
       }
     }
@@ -161,8 +166,8 @@ struct GroupSums {
 
   // In units of the input's low plane.
   COLIBRI_INLINE typename V::F32 value(int b, int r) const {
-    typename V::F32 planes[InputPlanes];
-    for (int i = 0; i < InputPlanes; i++) {
+    typename V::F32 planes[kSums];
+    for (int i = 0; i < kSums; i++) {
       const I32* sum = sums[b][r][i];
       if constexpr (Code::planes == 2) {
         planes[i] = V::to_float(V::add(sum[0], V::template shift_left<7>(sum[1])));
@@ -170,7 +175,7 @@ struct GroupSums {
         planes[i] = V::to_float(sum[0]);
       }
     }
-    if constexpr (InputPlanes == 2) return V::fma(planes[0], V::spread(256.0f), planes[1]);
+    if constexpr (kSums == 2) return V::fma(planes[0], V::spread(kPlane), planes[1]);
     return planes[0];
   }
 };

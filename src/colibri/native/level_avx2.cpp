@@ -1,4 +1,5 @@
-// flags x86_64: -mavx2 -mfma -mf16c
+// flags x86_64: -mavx2 -mfma -mf16c ?-fno-tree-ter ?-fno-tree-reassoc
+// GCC would put off additions until all their products are there, which no longer fit the registers.
 #include "layer.h"
 #include "plan.h"
 #include "vector_avx2.h"
