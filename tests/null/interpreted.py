@@ -311,7 +311,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_part(x: tl.tensor, out: tl.tensor, scales: tl.tensor, row: int, first: int, width: int) -> None:
     """A part where the test can see it."""
-    part, scale = decode.narrow_part(x, row, first, width)
+    part, scale = decode.narrow_part(x, row, first, width, 16)
     place = tl.arange(0, 16).expand_dims(1) * 128 + tl.arange(0, 128).expand_dims(0)
     tl.store(out + place, part)
     tl.store(scales + row, scale)

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from colibri.kernels import dequant, forms, rows
+from colibri.kernels import dequant, rows
 from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
@@ -24,7 +24,6 @@ from colibri.kernels.renamed import barrier, copy_tile
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
-HELD = gl.constexpr(forms.DECODE_HELD)
 
 
 @gluon.jit
@@ -91,12 +90,12 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
 
 @gluon.constexpr_function
 def held_layout():
-    """[HELD, T, 128]: 16 places of a slice a thread, the same for every token."""
+    """[slices, T, 128]: 16 places of a slice a thread, the same for every token."""
     return gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
-def narrow_part(x, row, first, width):
+def narrow_part(x, row, first, width, HELD: gl.constexpr):
     """HELD slices of a row from `first` on as e4m3 [HELD, 128], and its scale, as `rows.prepare_rows` makes them."""
     PART: gl.constexpr = gl.SliceLayout(1, held_layout())
     s = first + gl.arange(0, HELD, gl.SliceLayout(1, PART)).expand_dims(1)
@@ -116,9 +115,9 @@ def narrow_part(x, row, first, width):
 
 
 @gluon.jit
-def narrow_row(x, xb, row, first, width):
+def narrow_row(x, xb, row, first, width, HELD: gl.constexpr):
     """What a block multiplies of a row to `xb`; the row's scale. All 8 tokens of the product are this one."""
-    part, scale = narrow_part(x, row, first, width)
+    part, scale = narrow_part(x, row, first, width, HELD)
     tokens = part.to(gl.int8, bitcast=True).expand_dims(1) + gl.zeros([HELD, T, 128], gl.int8, held_layout())
     target = xb.index(0)._reinterpret(gl.float8e4nv, [HELD * T, 128], xb.layout)
     target.store(tokens.reshape([HELD * T, 128]).to(gl.float8e4nv, bitcast=True))
@@ -201,9 +200,9 @@ def finish_token(out, parts, bias, ids, experts, weights, token, unit, units, co
 @gluon.jit
 def work_slots(x, out, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty, full,
                units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
-               ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr,
-               PROMOTE: gl.constexpr):  # fmt: skip
+               SLICES: gl.constexpr, HELD: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
+               KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+               DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
     NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND:
@@ -217,7 +216,7 @@ def work_slots(x, out, parts, counters, factors, bias, ids, experts, weights, to
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
         if NARROW:
-            scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width)
+            scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
             top *= scale
             bottom *= scale
         sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, NARROW)
@@ -249,12 +248,13 @@ def slotwise(
     x_desc, w_desc, s_desc, x, out, parts, counters, factors, bias, ids, weights, experts, total_slots, units, slices,
     scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
     GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+    HELD: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
 
-    Rows come through `x_desc` where they are multiplied as they are, from `x` (of `width` columns) where they are not.
+    Rows come through `x_desc` where they are multiplied as they are. Where they are not, they come from `x` (of `width`
+    columns), and a block keeps HELD slices of one: all of its part of K.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     if dequant.narrow(form):
@@ -276,8 +276,8 @@ def slotwise(
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
         (work_slots, (x, out, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
-                      full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES, form,
-                      SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
+                      full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES, HELD,
+                      form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
                       scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -21,7 +21,6 @@ BF16, F16, E4M3 = "bf16", "fp16", "e4m3"  # activations as the tensor cores see 
 ROWS = 128  # output features of a unit
 HALF = 64  # output features of one accumulator
 BOX = 256  # 32-bit words that one copy of scales brings at most
-DECODE_HELD = 16  # slices of an fp8 row that a block of few tokens keeps
 
 # Codes.
 E2M1_CODE, INT4_CODE, INT8_CODE, E4M3_CODE = "e2m1", "int4", "int8", "e4m3"

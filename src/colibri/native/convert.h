@@ -15,6 +15,7 @@
 #else
 #define COLIBRI_UNROLL _Pragma("GCC unroll 8")
 #endif
+#define COLIBRI_EACH(i, count) COLIBRI_UNROLL for (int i = 0; i < (count); i++)
 
 namespace colibri {
 namespace {

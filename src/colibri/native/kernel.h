@@ -113,9 +113,9 @@ struct GroupSums {
   I32 sums[Together][Rows][kSums][Code::planes];
 
   COLIBRI_INLINE void start(const Packed& p, const uint8_t* zeros, int part, const InputGroup* const (&groups)[Rows]) {
-    for (int b = 0; b < Together; b++)
-      for (int r = 0; r < Rows; r++)
-        for (int i = 0; i < kSums; i++) {
+    COLIBRI_EACH(b, Together)
+      COLIBRI_EACH(r, Rows)
+        COLIBRI_EACH(i, kSums) {
           I32* sum = sums[b][r][i];
           const int32_t* planes = groups[r]->start;
           sum[0] = V::broadcast(kSums == InputPlanes ? planes[i] : kPlane * planes[0] + planes[1]);
@@ -132,10 +132,8 @@ struct GroupSums {
     const int units = p.matrix->group / Code::columns;
     for (int u = 0; u < units; u += kAtOnce, x += kAtOnce * Code::columns) {
       typename V::Codes held[Together][kAtOnce * kFours][Code::planes];
-      COLIBRI_UNROLL
-      for (int v = 0; v < kAtOnce; v++) {
-        COLIBRI_UNROLL
-        for (int b = 0; b < Together; b++) {
+      COLIBRI_EACH(v, kAtOnce) {
+        COLIBRI_EACH(b, Together) {
           const int64_t place = b * p.code_block + (u + v) * kUnit;
           if (fetch) __builtin_prefetch(soon + place, 0, kCache);
           code.each(unit + place, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
@@ -143,20 +141,21 @@ struct GroupSums {
           });
         }
         if constexpr (!Code::short_sums) {
-          for (int four = v * kFours; four < (v + 1) * kFours; four++)
-            for (int r = 0; r < Rows; r++)
-              for (int i = 0; i < InputPlanes; i++)
-                for (int b = 0; b < Together; b++)
-                  for (int plane = 0; plane < Code::planes; plane++) {
+          const int8_t* at = x + v * Code::columns;
+          COLIBRI_EACH(four, kFours)
+            COLIBRI_EACH(r, Rows)
+              COLIBRI_EACH(i, InputPlanes)
+                COLIBRI_EACH(b, Together)
+                  COLIBRI_EACH(plane, Code::planes) {
                     I32& sum = sums[b][r][i][plane];
-                    sum = V::dot(sum, held[b][four][plane], x + r * stride + i * p.columns + 4 * four);
+                    sum = V::dot(sum, held[b][v * kFours + four][plane], at + r * stride + i * p.columns + 4 * four);
                   }
         }
       }
       if constexpr (Code::short_sums) {
-        for (int b = 0; b < Together; b++)
-          for (int r = 0; r < Rows; r++)
-            for (int i = 0; i < InputPlanes; i++) {
+        COLIBRI_EACH(b, Together)
+          COLIBRI_EACH(r, Rows)
+            COLIBRI_EACH(i, InputPlanes) {
               I32& sum = sums[b][r][0][0];
               sum = V::dot_short(sum, held[b], x + r * stride + i * p.columns, i + 1 < InputPlanes ? kPlane : 1);
             }
@@ -167,7 +166,7 @@ struct GroupSums {
   // In units of the input's low plane.
   COLIBRI_INLINE typename V::F32 value(int b, int r) const {
     typename V::F32 planes[kSums];
-    for (int i = 0; i < kSums; i++) {
+    COLIBRI_EACH(i, kSums) {
       const I32* sum = sums[b][r][i];
       if constexpr (Code::planes == 2) {
         planes[i] = V::to_float(V::add(sum[0], V::template shift_left<7>(sum[1])));
@@ -210,12 +209,12 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
         const uint8_t* unit = s.codes + b * p.code_block + at + part * group.kPartBytes;
         const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first;
         group.add(p, code, unit, soon + b * p.code_block, part == 0, x, stride);
-        for (int t = 0; t < kTogether; t++) {
+        COLIBRI_EACH(t, kTogether) {
           if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
             __builtin_prefetch(soon_scales + (b + t) * p.scale_block, 0, kCache);
           }
           const F32 scale = V::scales(m.scale, s.scales + (b + t) * p.scale_block + g * p.scale_row, part);
-          for (int r = 0; r < Rows; r++) {
+          COLIBRI_EACH(r, Rows) {
             F32& sum = total[b + t][part][r];
             sum = V::fma(group.value(t, r), V::mul(scale, V::spread(groups[r]->scale)), sum);
             if (m.zero == COLIBRI_ZERO_OFFSET_F32) {

@@ -14,12 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from colibri.kernels.forms import DECODE_HELD, E4M3, Form
+from colibri.kernels.forms import E4M3, Form
 
 SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
+_MOST_HELD = 32  # slices of an fp8 row that a block of few tokens keeps
 MOST_PROMOTED = 96
 # Token tile: (slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {
@@ -52,6 +53,7 @@ class Tile:
     blocks: int  # resident on an SM
     registers: int
     units: int = 1
+    held: int = 0  # slices of a row that stay, when decoding
 
     @property
     def box(self) -> int:
@@ -132,20 +134,25 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
 
 
 @cache
-def decode_tile(form: Form) -> Tile:
-    """The pipeline of a slot: long stages, three blocks on an SM; beside it what a block needs of an fp8 row."""
+def decode_tile(form: Form, slices: int, split: int) -> Tile:
+    """The pipeline of a slot: long stages, three blocks on an SM; beside it a block's part of an fp8 row."""
     narrow = form.activations == E4M3
-    slices = (2 if narrow else 4) * 4 // form.bits
+    together = (2 if narrow else 4) * 4 // form.bits
     blocks = 3
-    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - (DECODE_HELD * 8 * 128 if narrow else 0)
-    stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if narrow else 8, slices))
-    return Tile(8, stages, slices, blocks, _REGISTERS[blocks])
+    held = _power_of_two(-(-slices // (split * together)) * together) if narrow else 0
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - held * 8 * 128
+    stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if narrow else 8, together))
+    return Tile(8, stages, together, blocks, _REGISTERS[blocks], held=held)
 
 
 def split(form: Form, slots: int, units: int, slices: int) -> int:
     """Parts of K: two where tiles would leave SMs without work, and as many as make an fp8 row's part fit."""
-    least = -(-slices // DECODE_HELD) if form.activations == E4M3 else 1
+    least = -(-slices // _MOST_HELD) if form.activations == E4M3 else 1
     return max(least, 2 if slots * units < 3 * 132 else 1)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def bucket(tokens: int) -> int:

@@ -131,11 +131,11 @@ def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...]
     n, k = layout.padded(shape)
     units, slices = n // ROWS, k // form.slice_columns
     blocks = k // form.block_columns if form.block_columns else 1
+    split = 1 if sizes else tune.split(form, slots, units, slices)
     tiles = tuple(tune.tile(form, size, problem.gates(shape), paired and units % 2 == 0) for size in sizes) or (
-        tune.decode_tile(form),
+        tune.decode_tile(form, slices, split),
     )
     activations = problem.activations if name == "w13" else problem.second_activations
-    split = 1 if sizes else tune.split(form, slots, units, slices)
     return Product(
         form,
         units,

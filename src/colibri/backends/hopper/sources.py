@@ -78,7 +78,7 @@ def slotwise(
     ]
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "STAGES": tile.stages, "SLICES": tile.slices, "SPLIT": split, "SLOTS": slots, "KIND": kind,
+        "STAGES": tile.stages, "SLICES": tile.slices, "HELD": tile.held, "SPLIT": split, "SLOTS": slots, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
         "PROMOTE": promote,
     }  # fmt: skip
