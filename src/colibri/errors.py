@@ -151,3 +151,7 @@ class CacheError(ColibriError):
 
 class DriverError(ColibriError):
     """The CUDA driver is missing or refused a call."""
+
+
+class ContextError(DriverError):
+    """The calling thread has not used the GPU yet."""

@@ -137,7 +137,8 @@ class Machine:
         refs = {name: value for name, value in step.values.items() if isinstance(value, Ref)}
         ids, out = self.tensor(refs["ids"])[:tokens], self.tensor(refs["out"]).view(tokens, -1)
         assert not ids.any()
-        x, scales = self.tensor(refs["x"]).view(-1, step.values["width"])[:tokens], torch.ones(tokens)
+        rows_ = refs["x" if self.plan.first.narrow else "x_desc"]
+        x, scales = self.tensor(rows_).view(-1, step.values["width"])[:tokens], torch.ones(tokens)
         if self.plan.first.narrow:  # as the kernel does: a scale for the row, whole slices in their own order
             scales = x.float().abs().amax(1) / 448
             scales = torch.where(scales > 0, scales, 1.0)
@@ -338,23 +339,23 @@ def test_decoding_quantises_as_rows_are_prepared(columns: int) -> None:
 
 
 @pytest.mark.usefixtures("decoding")
-@pytest.mark.parametrize("split", [1, 2])
-def test_decoding_sums_a_tokens_slots(split: int) -> None:
+@pytest.mark.parametrize(("split", "narrow"), [(1, False), (2, True)])
+def test_decoding_sums_a_tokens_slots(split: int, narrow: bool) -> None:
     """In slot order, whatever the slots hold that are no expert's."""
     tokens, top_k, units, columns = 3, 3, 2, 240
     ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
     mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
     parts, bias = torch.randn(tokens, top_k, split, units * 128), torch.randn(5, units * 128)
-    weights = torch.rand(tokens, top_k, 1)
-    rows_ = (parts.sum(2) + bias[ids.clamp(0, 4).long()]) * weights
+    scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1)
+    rows_ = (parts.sum(2) * (scales if narrow else 1) + bias[ids.clamp(0, 4).long()]) * weights
     want = torch.where(mine, rows_, 0.0).sum(1)[:, :columns]
-    for tensor in (parts.view(tokens, top_k, -1), weights):
+    for tensor in (parts.view(tokens, top_k, -1), scales, weights):
         tensor.masked_fill_(~mine, float("nan"))
     out = torch.full((tokens, columns), float("nan"), dtype=torch.bfloat16)
     finish = triton.jit(decode.finish_token.fn)
     for token, unit in itertools.product(range(tokens), range(units)):
-        constants = map(tl.constexpr, (split, top_k, True, True))
-        finish[(1,)](out, parts, bias, ids, 5, weights, token, unit, units, columns, *constants)
+        constants = map(tl.constexpr, (split, top_k, True, narrow, True))
+        finish[(1,)](out, parts, bias, scales, ids, 5, weights, token, unit, units, columns, *constants)
     assert worst_row(out, want) < 8e-3 and not out[1].any()
 
 

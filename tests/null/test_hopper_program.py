@@ -20,7 +20,7 @@ from colibri.backends.hopper import program as bound
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.steps import steps
 from colibri.dispatch import Indexed
-from colibri.errors import LaunchError
+from colibri.errors import ContextError, DriverError, LaunchError
 from colibri.jit import driver, load
 from colibri.jit.compile import Binary, Desc, Source
 from colibri.layer import RoutedExperts
@@ -40,6 +40,9 @@ class FakeDriver:
 
     def cuLaunchKernelEx(self, *arguments: object) -> int:
         self.launched += 1
+        return 0
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:
         return 0
 
     def cuGraphCreate(self, graph: Any, flags: int) -> int:
@@ -399,6 +402,35 @@ def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
     del program
     gc.collect()
     assert gpu.dropped == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 300])
+def test_a_thread_that_has_not_used_the_gpu_gets_its_context(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """Whichever way launches go; nothing is launched twice, and what else fails is said."""
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    program = bound.Program(make_plan(small(), tokens), layer.weights, torch.device("cpu"), 0)
+    call, count, used = {"x": 16, "out": 32, "ids": 48, "weights": 64}, len(program.launches), list[int]()
+    monkeypatch.setattr(bound, "use_context", used.append)
+    for name in ("cuLaunchKernelEx", "cuGraphLaunch"):
+
+        def refuse(*arguments: object, name: str = name) -> int:
+            return vars(FakeDriver)[name](gpu, *arguments) if used else 201
+
+        monkeypatch.setattr(gpu, name, refuse)
+    program.go = gpu.cuLaunchKernelEx
+    program.run(tokens, call)
+    assert used == [0] and gpu.launched == count
+    used.clear()
+    program.run(tokens, call)
+    assert used == [0] and gpu.launched == 2 * count
+    monkeypatch.setattr(program, "go", lambda *arguments: 700)
+    with pytest.raises(DriverError, match="700"):
+        program.run(tokens - 1 or 2, call)
+    program.graph = None
+    with pytest.raises(ContextError, match="201"):
+        driver.check(201, "computing")
 
 
 @pytest.mark.parametrize(("tokens", "old"), [(300, False), (100, True)])

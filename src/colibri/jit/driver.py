@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from colibri.errors import DriverError
+from colibri.errors import ContextError, DriverError
 
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 # Tensor-map element types by their bytes: only the size matters for copies without reduction.
@@ -52,7 +53,25 @@ def check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
         library().cuGetErrorString(code, ctypes.byref(text))
-        raise DriverError(f"{what} failed: {(text.value or b'?').decode()} (error {code})")
+        said = f"{what} failed: {(text.value or b'?').decode()} (error {code})"
+        if code == _INVALID_CONTEXT:
+            raise ContextError(said)
+        raise DriverError(said)
+
+
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The context that everyone in this process shares."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    check(library().cuInit(0), "starting the driver")
+    check(library().cuDeviceGet(ctypes.byref(handle), device), f"finding GPU {device}")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"finding the context of GPU {device}")
+    return context
+
+
+def use_context(device: int) -> None:
+    """For a thread that has not used the GPU yet; torch does the same when such a thread first computes something."""
+    check(library().cuCtxSetCurrent(_context(device)), f"using GPU {device}")
 
 
 def load_function(cubin: bytes, name: str, shared: int) -> int:
@@ -124,6 +143,10 @@ class Launch:
     def pointer_slot(self, name: str) -> ctypes.c_uint64:
         """A view of a 64-bit argument: assigning its `value` changes the argument."""
         return ctypes.c_uint64.from_address(self.address[name])
+
+    def map_slot(self, name: str) -> ctypes.Array[ctypes.c_char]:
+        """A view of a tensor map: assigning its `raw` changes it."""
+        return (ctypes.c_char * MAP_BYTES).from_address(self.address[name])
 
     def integer_slot(self, name: str) -> ctypes.c_int32:
         return ctypes.c_int32.from_address(self.address[name])

@@ -71,10 +71,6 @@ def encoded(launch: Launch, name: str, matrix: Matrix) -> bytes:
     return _tensor_map(matrix, launch.maps[name])
 
 
-def set_map(launch: Launch, name: str, value: bytes) -> None:
-    ctypes.memmove(launch.address[name], value, MAP_BYTES)
-
-
 def _tensor_map(matrix: Matrix, facts: Mapping[str, object]) -> bytes:
     room = ctypes.create_string_buffer(MAP_BYTES + 64)
     at = -(-ctypes.addressof(room) // 64) * 64

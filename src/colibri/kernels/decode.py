@@ -175,8 +175,8 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
 
 
 @gluon.jit
-def finish_token(out, parts, bias, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
-                 SLOTS: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
+                 SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
     """All slots of a token's unit are there: their weighted sum, in slot order. All are loaded before any is added."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     N = units * 128
@@ -186,6 +186,8 @@ def finish_token(out, parts, bias, ids, experts, weights, token, unit, units, co
         slot = token * SLOTS + i
         e = expert_of(ids, slot, experts)
         row = sum_parts(parts, slot, n, N, SPLIT)
+        if NARROW:
+            row *= gl.load(scales + slot, cache_modifier=".cg")
         if BIAS:
             row += gl.load(bias + gl.maximum(e, 0) * N + n)
         if WEIGHTED:
@@ -198,8 +200,8 @@ def finish_token(out, parts, bias, ids, experts, weights, token, unit, units, co
 
 
 @gluon.jit
-def work_slots(x, out, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty, full,
-               units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
+def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
+               full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
                SLICES: gl.constexpr, HELD: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
                DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
@@ -215,10 +217,10 @@ def work_slots(x, out, parts, counters, factors, bias, ids, experts, weights, to
         slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
+        scale = 1.0
         if NARROW:
             scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
-            top *= scale
-            bottom *= scale
+            gl.store(scales + slot, scale)  # the same by every block of the slot
         sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, NARROW)
         part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
         store_part(part, sums[0], top)
@@ -229,24 +231,23 @@ def work_slots(x, out, parts, counters, factors, bias, ids, experts, weights, to
             counter = counters + token * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SLOTS * SPLIT - 1:
                 gl.store(counter, 0)
-                finish_token(out, parts, bias, ids, experts, weights, token, unit, units, columns, SPLIT, SLOTS, BIAS,
-                             WEIGHTED)  # fmt: skip
+                finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT,
+                             SLOTS, BIAS, NARROW, WEIGHTED)  # fmt: skip
         else:
             counter = counters + slot * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
                 gl.store(counter, 0)
                 if e >= 0:
-                    weight = 1.0
                     if WEIGHTED:
-                        weight = gl.load(weights + slot)
-                    finish_slot(out, parts, bias, weight, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
+                        scale = scale * gl.load(weights + slot)
+                    finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
                                 KIND, ACTIVATION, BIAS)  # fmt: skip
 
 
 @gluon.jit
 def slotwise(
-    x_desc, w_desc, s_desc, x, out, parts, counters, factors, bias, ids, weights, experts, total_slots, units, slices,
-    scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
+    x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, weights, experts, total_slots, units,
+    slices, scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
     GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
     HELD: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
@@ -254,7 +255,7 @@ def slotwise(
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
 
     Rows come through `x_desc` where they are multiplied as they are. Where they are not, they come from `x` (of `width`
-    columns), and a block keeps HELD slices of one: all of its part of K.
+    columns), a block keeps HELD slices of one, all of its part of K, and tells the scale to whoever finishes the slot.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     if dequant.narrow(form):
@@ -275,9 +276,9 @@ def slotwise(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work_slots, (x, out, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
-                      full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES, HELD,
-                      form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
+        (work_slots, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb,
+                      empty, full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES,
+                      HELD, form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
                       scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -16,9 +16,10 @@ from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from colibri.backends.hopper.steps import steps
-from colibri.jit.driver import Launch, launched, launcher
+from colibri.errors import ContextError
+from colibri.jit.driver import Launch, launched, launcher, use_context
 from colibri.jit.graph import Graph, available
-from colibri.jit.load import Matrix, encoded, prepare, set_map
+from colibri.jit.load import Matrix, encoded, prepare
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
 from colibri.problem import INDEXED
@@ -35,6 +36,8 @@ class Program:
         assert plan.rule is not None
         self.plan, self.overlap = plan, plan.rule.overlap
         self.device, self.stream = device.index or 0, stream
+        if device.type == "cuda":
+            use_context(self.device)
         self.home = self.device if device.type == "cuda" else -1  # as tensors say it
         self.wide, self.hidden, self.top_k = plan.problem.input.storage, plan.problem.hidden, plan.problem.top_k
         self.most = plan.tokens if plan.work == INDEXED else 0  # tokens of a call by ids
@@ -60,6 +63,7 @@ class Program:
         self.called = {i for i, step in enumerate(found) if any(_called(value) for value in step.values.values())}
         self.launches = [self._bind(step, stream, tensors) for step in found]
         self.arguments = [launch.arguments for launch in self.launches]
+        self.map_slots = [launch.map_slot(name) for launch, name in self.mapped]
         self.go = launcher()
         self.graphed = graphed(plan.tokens) and available()
         self.graph: Graph | None = None
@@ -108,9 +112,15 @@ class Program:
         return True
 
     def _launch(self) -> None:
-        anew, self.anew = self.anew, False
+        try:
+            self._hand_over()
+        except ContextError:
+            use_context(self.device)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
         # To change a launch of a graph costs nearly what a launch costs.
-        if self.graphed and not anew and not torch._C._cuda_isCurrentStreamCapturing():
+        if self.graphed and not self.anew and not torch._C._cuda_isCurrentStreamCapturing():
             self._repeat()
             return
         go = self.go
@@ -118,6 +128,7 @@ class Program:
             code = go(*arguments)
             if code:
                 launched(code)
+        self.anew = False
 
     def _repeat(self) -> None:
         """The same launches as one: the host is done sooner, the device not later."""
@@ -150,8 +161,8 @@ class Program:
             for slot in slots:
                 slot.value = pointer
         if self.mapped and self.mapped_at != (call["x"], tokens):
-            for (launch, name), value in zip(self.mapped, self._maps(call["x"], tokens)):
-                set_map(launch, name, value)
+            for map_slot, value in zip(self.map_slots, self._maps(call["x"], tokens)):
+                map_slot.raw = value
             self.mapped_at = (call["x"], tokens)
 
     def _maps(self, x: int, tokens: int) -> list[bytes]:

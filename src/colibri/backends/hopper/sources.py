@@ -65,8 +65,8 @@ def slotwise(
     """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, `slots` a token."""
     integers = ("experts", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row")
     pointers = {
-        "x": out, "out": out, "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32", "ids": "i32",
-        "weights": "fp32",
+        "x": out, "out": out, "scales": "fp32", "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32",
+        "ids": "i32", "weights": "fp32",
     }  # fmt: skip
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc("i32", (8, 32), 128) if form.activations == E4M3 else Desc(out, (8, form.slice_columns), 128)),
