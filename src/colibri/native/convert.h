@@ -10,7 +10,9 @@
 
 // For what is called in the innermost loops: arrays of vectors must become registers there.
 #define COLIBRI_INLINE inline __attribute__((always_inline))
-#ifdef __clang__
+#ifdef COLIBRI_PLAIN_LOOPS
+#define COLIBRI_UNROLL
+#elif defined(__clang__)
 #define COLIBRI_UNROLL _Pragma("unroll")
 #else
 #define COLIBRI_UNROLL _Pragma("GCC unroll 8")
