@@ -134,7 +134,8 @@ def _second(h: Tensor, w2: Tensor, narrow: bool) -> Tensor:
     """The second product, fp32; fp8 rows have a scale of their own, as the kernels make it."""
     if not narrow:
         return (h.double() @ w2.t()).float()
-    scale = h.float().abs().amax(1, keepdim=True) / LARGEST
+    largest = h.float().abs().amax(1, keepdim=True)
+    scale = largest / torch.full_like(largest, LARGEST)  # by a number torch would multiply with its reciprocal on a GPU
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = (h.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return (codes.double() @ w2.t()).float() * scale
