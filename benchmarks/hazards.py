@@ -7,9 +7,11 @@ brings `forms`, which gives the disassembled forms by case and kernel.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+
+from phases import meetings
 
 # A place in a kernel, as reports of different versions write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (
@@ -19,7 +21,8 @@ PLACES = (
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^/\s].*?)\s*;")
 WATCHED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
 BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
-HAND_OVER = re.compile(r"\bBAR\.SYNC\S* 0x1$")
+SHARED = re.compile(r"\b(LDS|STS|ATOMS|LDGSTS|UTMA|UBLK|SYNCS|[HQI]GMMA|(LD|ST|ATOM)\b)")  # may touch shared memory
+ACCESS = {"Write": re.compile(r"\bSTSM?\b"), "Read": re.compile(r"\bLDSM?\b")}  # by a thread, not by the copy engine
 
 Forms = Callable[[str, str], dict[str, str]]  # case, kernel -> disassembly by what distinguishes the form
 
@@ -59,32 +62,33 @@ def explain(said: list[str], forms: Forms) -> list[str]:
 
 
 def count(said: list[str], forms: Forms) -> tuple[int, int]:
-    """How many findings are the compiler's own way to tell its other warps what to do, and how many are not.
+    """How many findings are of accesses that the compiler's barrier for all threads orders, and how many are not.
 
-    Those warps wait at barrier 1, read from shared memory and jump; the first warps write there, then arrive at barrier
-    1. That orders them; the tool does not see it where warps reach a barrier in different places of a kernel.
+    The first warps write tasks for the others to shared memory and arrive at barrier 1; those wait there, read and
+    jump. The tool does not see that this orders them, because warps reach the barrier in different places of a kernel.
     """
-    known = other = 0
-    for label, places in findings(said):
-        roles = {place.role: place for place in places}
-        write, read = roles.get("Write"), roles.get("Read")
-        pair = write is not None and read is not None and write.kernel == read.kernel and len(places) == 2
-        texts = forms(label, write.kernel).values() if pair and write is not None else ()
-        if read is not None and write is not None and any(handed_over(t, write.offset, read.offset) for t in texts):
-            known += 1
-        else:
-            other += 1
-    return known, other
+    known = [handed_over(places, forms(label, places[0].kernel).values()) for label, places in findings(said)]
+    return sum(known), len(known) - sum(known)
 
 
-def handed_over(disassembly: str, write: int, read: int) -> bool:
-    """Whether barrier 1, and no other, stands between a write and a read of shared memory, in either order."""
-    code, _ = instructions(disassembly)
-    if "STS" not in code.get(write, "") or "LDS" not in code.get(read, ""):
+def handed_over(places: list[Place], texts: Iterable[str]) -> bool:
+    """Whether a finding's writes and reads are in order, in every form of the kernel that it can be of."""
+    if {place.role for place in places} != {"Write", "Read"} or len({place.kernel for place in places}) > 1:
         return False
-    (before_write, after_write), (before_read, after_read) = around(disassembly, write), around(disassembly, read)
-    orders = (after_write, before_read), (after_read, before_write)
-    return any(all(place is not None and HAND_OVER.search(code[place]) for place in order) for order in orders)
+    fitting = [text for text in texts if all(SHARED.search(instructions(text)[0].get(p.offset, "")) for p in places)]
+    return bool(fitting) and all(in_order(text, places) for text in fitting)
+
+
+def in_order(disassembly: str, places: list[Place]) -> bool:
+    """Whether threads store and load shared memory here, and all of them meet between any store and any load."""
+    code, _ = instructions(disassembly)
+    met = {"Write": set[int](), "Read": set[int]()}
+    for place in places:
+        before = meetings(disassembly).get(place.offset)
+        if not before or not ACCESS[place.role].search(code[place.offset]):
+            return False
+        met[place.role] |= before
+    return not met["Write"] & met["Read"]
 
 
 def surroundings(disassembly: str, offset: int) -> str | None:

@@ -2,6 +2,7 @@
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck] [--out sanitize.json] [--total 230] [--jobs 12]
     python benchmarks/sanitize.py --list              the matrix, and what the backend refuses of it; no GPU
+    python benchmarks/sanitize.py --judge FILE        what was saved, judged again: by the same kernels; no GPU
 
 Several processes run under each tool at once and take cases off its list one by one, the largest first: so they end
 together, whatever a case costs. Kernels are compiled before, without a tool. Data are made on the CPU and copied, so
@@ -266,7 +267,7 @@ def forms_of(cases: list[Case], said: list[str]) -> Forms:
 
     @cache
     def forms(label: str, kernel: str) -> dict[str, str]:
-        return {told(source): disassembled(source) for source in sources(label, kernel)}
+        return {f"{n}: {told(source)}": disassembled(source) for n, source in enumerate(sources(label, kernel))}
 
     named = {(label, place.kernel) for label, places in findings(said) for place in places}
     with ThreadPoolExecutor() as pool:
@@ -275,9 +276,9 @@ def forms_of(cases: list[Case], said: list[str]) -> Forms:
 
 
 def told(source: Any) -> str:
-    """What distinguishes forms of a kernel."""
-    constants = dict(source.constants)
-    return " ".join(f"{name}={constants[name]}" for name in ("KIND", "ACT", "CODE", "T", "U") if name in constants)
+    """What mostly distinguishes forms of a kernel."""
+    names = "KIND", "ACT", "CODE", "TOKENS", "UNITS"
+    return " ".join(f"{name}={value}" for name, value in source.constants if name in names)
 
 
 @cache
@@ -296,8 +297,10 @@ def clean(result: dict[str, Any]) -> bool:
     """It finished, and all it reported, if anything, is the compiler's hand-over, which barriers order."""
     if not result["finished"] or result["lost"] or result["other"]:
         return False
+    if not result["cases"] and not result["not_ended"]:  # every case was taken: a tool calls it an error to do nothing
+        return True
     counts = [int(number) for line in result["summary"] for number in re.findall(r"SUMMARY: (\d+)", line)]
-    return result["status"] == 0 or (result["status"] == FOUND and sum(counts) == result["handed_over"] > 0)
+    return bool(result["status"] == 0 or (result["status"] == FOUND and sum(counts) == result["handed_over"] > 0))
 
 
 def judged(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[str, Any]:
@@ -361,6 +364,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=3600, help="seconds for all of them: none runs on after that")
     parser.add_argument("--jobs", type=int, default=12, help="processes at once")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--judge", type=Path, metavar="FILE", help="what an earlier run saved")
     parser.add_argument("--work", metavar="TOOL", help="compute cases here (what the sanitizer starts)")
     parser.add_argument("--taken", type=Path, help="the folder where processes mark the cases they took")
     arguments = parser.parse_args()
@@ -373,13 +377,17 @@ def main() -> None:
     if arguments.list:
         print(*(f"case: {case.label}" for case in cases), sep="\n")
         return
-    print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
     tools = arguments.tools.split(",")
-    results = run(tools, cases, arguments.jobs, arguments.limit, arguments.total)
-    record: dict[str, Any] = {"cases": [case.label for case in cases], "refused": refused, "results": results}
-    if arguments.out:  # before they are explained, which takes a while where much was found
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    record["verdicts"] = [report(tool, [r for r in results if r["tool"] == tool], cases) for tool in tools]
+    if arguments.judge:
+        record: dict[str, Any] = json.loads(arguments.judge.read_text())
+    else:
+        print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
+        results = run(tools, cases, arguments.jobs, arguments.limit, arguments.total)
+        record = {"cases": [case.label for case in cases], "refused": refused, "results": results}
+        if arguments.out:  # before they are explained, which takes a while where much was found
+            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    of_tools = {tool: [result for result in record["results"] if result["tool"] == tool] for tool in tools}
+    record["verdicts"] = [report(tool, results, cases) for tool, results in of_tools.items()]
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     for verdict in record["verdicts"]:

@@ -4,52 +4,159 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from hazards import Place, count, explain, findings
+from phases import meetings
+from sanitize import Case, clean, judged
 
+# What the assembler made of a decode kernel, less what neither branches nor touches shared memory.
 CODE = """
+        /*0070*/              @!P0 BRA `(.L_x_0) ;
+.L_x_1:
         /*0110*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
-        /*0140*/                   LDS.U8 R2, [R2+UR41+0xfcc4] ;
+        /*0140*/                   LDS.U8 R2, [R2+UR27+0xeca4] ;
+        /*0150*/                   ISETP.GT.U32.AND P0, PT, R2, 0x3, PT ;
         /*0160*/               @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;
-        /*0200*/                   BAR.SYNC.DEFER_BLOCKING 0x0, 0x80 ;
-        /*0210*/                   LDS.U8 R2, [R2] ;
-        /*1220*/                   STS [UR7+0xfcc8], R2 ;
-        /*1230*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
-        /*1240*/                   IADD3 R1, R1, R2, RZ ;
+        /*0170*/               @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0180*/               @P0 BRA `(.L_x_1) ;
+        /*01c0*/                   BRX R2 -0x1d0                     (*"BRANCH_TARGETS .L_x_2,.L_x_15,.L_x_80"*);
+.L_x_2:
+        /*0260*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+.L_x_9:
+        /*0cc0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR9+0xec70], R3 ;
+        /*0db0*/                   UTMALDG.2D [UR20], [UR36] ;
+        /*0e70*/              @!P0 BRA `(.L_x_9) ;
+        /*0ee0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0f30*/                   BRA `(.L_x_1) ;
+.L_x_15:
+        /*1030*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*1040*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*1090*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*1350*/              @!UP5 SYNCS.EXCH.64 URZ, [UR8+0xeca0], UR4 ;
+        /*1360*/                   STS [UR8+0xeca8], R2 ;
+        /*1370*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*13c0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+.L_x_60:
+        /*20f0*/                   BAR.SYNC.DEFER_BLOCKING 0x0, 0x80 ;
+        /*2330*/                   CALL.REL.NOINC `($divide) ;
+        /*23b0*/              @!P2 STS [R5+0xec00], R18 ;
+        /*2450*/                   LDS R12, [UR8+0xec00] ;
+        /*50a0*/                   BSSY B0, `(.L_x_57) ;
+        /*51b0*/                   BSYNC B0 ;
+.L_x_57:
+        /*5660*/              @!P4 BRA `(.L_x_60) ;
+        /*5670*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*5700*/                   STS [UR4+0xeca8], R0 ;
+        /*5710*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+.L_x_80:
+        /*5720*/                   EXIT ;
+$divide:
+        /*5790*/                   FADD.FTZ R48, R12, R112 ;
+        /*5e10*/                   RET.REL.NODEC R64 `(slotwise) ;
 """
 HAND_OVER = [
+    "========= Error: Race reported between Read access at slotwise+0x140",
+    "=========     and Write access at slotwise+0x1360 [367 hazards]",
+    "=========     and Write access at slotwise+0x5700 [463 hazards]",
+    "========= ",
+]
+OLDER = [
     "========= Error: Potential RAW hazard detected at __shared__ 0x100c9 in block (18,0,0) :",
-    "=========     Write Thread (31,0,0) at slotwise+0x1220",
+    "=========     Write Thread (31,0,0) at slotwise+0x1360",
     "=========     Read Thread (160,0,0) at slotwise+0x140",
 ]
-OTHER = [
-    "========= Error: Race reported between Write access at 0x00001220 in slotwise",
-    "=========     and Read access at 0x00000210 in slotwise [16 hazards]",
+# Made up: a row's maximum is written while others still read the one before.
+RACE = [
+    "========= Error: Race reported between Write access at 0x000023b0 in slotwise",
+    "=========     and Read access at 0x00002450 in slotwise [16 hazards]",
 ]
-SAID = ["case 0: plain", *HAND_OVER, *OTHER]
+LABEL = "case 3: plain"
 
 
 def forms(label: str, kernel: str) -> dict[str, str]:
     return {"KIND=gated": CODE} if (label, kernel) == ("plain", "slotwise") else {}
 
 
-def test_places_are_read_in_both_spellings() -> None:
-    assert list(findings(SAID)) == [
-        ("plain", [Place("Write", "slotwise", 0x1220), Place("Read", "slotwise", 0x140)]),
-        ("plain", [Place("Write", "slotwise", 0x1220), Place("Read", "slotwise", 0x210)]),
+def race(read: int, *writes: int) -> list[str]:
+    places = [f"and Write access at slotwise+0x{write:x} [2 hazards]" for write in writes]
+    return [LABEL, f"Error: Race reported between Read access at slotwise+0x{read:x}", *places]
+
+
+def test_places_are_read_in_all_spellings() -> None:
+    read, first, last = (Place(*p) for p in (("Read", "slotwise", 0x140), ("Write", "slotwise", 0x1360),
+                                             ("Write", "slotwise", 0x5700)))  # fmt: skip
+    assert list(findings([LABEL, *HAND_OVER, *OLDER, *RACE])) == [
+        ("plain", [read, first, last]),
+        ("plain", [first, read]),
+        ("plain", [Place("Write", "slotwise", 0x23B0), Place("Read", "slotwise", 0x2450)]),
     ]
 
 
-def test_only_what_barrier_1_orders_is_a_hand_over() -> None:
-    assert count(SAID, forms) == (1, 1)
-    assert count(["case 0: plain", "Error: Invalid __global__ read", "    at slotwise+0x140"], forms) == (0, 1)
+def test_meetings_are_counted_on_every_way_through_a_kernel() -> None:
+    met = meetings(CODE)
+    tasks_read, tasks_written, work = met[0x140], met[0x1360] | met[0x5700], met[0xDB0] | met[0x23B0] | met[0x2450]
+    assert (tasks_written, tasks_read, work) == ({0}, {1}, {2})
+    assert met[0x5720] == {1}  # the end, for those who read that there is no more, and for those who wrote it
+
+
+@pytest.mark.parametrize("unclear", ["BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "BAR.SYNC.DEFER_BLOCKING R5", "BRXU UR4"])
+def test_code_that_cannot_be_followed_proves_nothing(unclear: str) -> None:
+    code = CODE.replace("FADD.FTZ R48, R12, R112", unclear)
+    assert not meetings(code)
+    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"": code}) == (0, 1)
+
+
+def test_only_what_a_barrier_for_all_threads_orders_is_a_hand_over() -> None:
+    assert count([LABEL, *HAND_OVER, *OLDER, *RACE], forms) == (2, 1)
+    assert count([LABEL, "Error: Invalid __global__ read", "    at slotwise+0x140"], forms) == (0, 1)
     assert count(["case 0: another", *HAND_OVER], forms) == (0, 1)
+    assert count(race(0x140, 0x1360, 0xDB0), forms) == (0, 1)  # the copy engine's writes are not a thread's
+    assert count(race(0x2450, 0x1360), forms) == (1, 0)
+    assert count(race(0x2450, 0x1360, 0x23B0), forms) == (0, 1)  # one of two is enough
+
+
+def without(*barriers: str) -> str:
+    return "\n".join(
+        "" if line.strip().startswith(tuple(f"/*{b}*/" for b in barriers)) else line for line in CODE.split("\n")
+    )
+
+
+@pytest.mark.parametrize("barriers", [("0110",), ("0260",), ("0170",), ("13c0", "5670")])
+def test_a_hand_over_without_its_barriers_is_a_race(barriers: tuple[str, ...]) -> None:
+    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"": without(*barriers)}) == (0, 1)
+
+
+def test_a_finding_is_in_order_in_every_form_that_it_can_be_of() -> None:
+    elsewhere = "        /*0140*/                   IADD3 R1, R1, R2, RZ ;"
+    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": elsewhere}) == (1, 0)
+    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": without("0110")}) == (0, 1)
 
 
 def test_instructions_are_shown_between_their_barriers() -> None:
-    lines = explain(["case 0: plain", *HAND_OVER, "    at slotwise+0x1240"], forms)
-    assert lines[0].startswith("slotwise+0x1220 (KIND=gated; plain): STS [UR7+0xfcc8], R2 [before it BAR.SYNC")
+    lines = explain([LABEL, *OLDER, "    at slotwise+0x5790"], forms)
+    assert lines[0].startswith("slotwise+0x1360 (KIND=gated; plain): STS [UR8+0xeca8], R2 [before it @!UP5 SYNCS.EXCH")
     assert lines[1].endswith("after it @P0 BAR.SYNC.DEFER_BLOCKING 0x1 at 0x160]")
     assert len(lines) == 2  # additions are nothing that tools watch
+
+
+def process(**said: Any) -> dict[str, Any]:
+    """A process that came when every case was taken, as the tool told it, unless said otherwise."""
+    nothing: dict[str, Any] = {"cases": {}, "not_ended": [], "summary": [], "lost": [], "handed_over": 0, "other": 0}
+    return {**nothing, "status": 255, "finished": True, **said}
+
+
+def test_a_process_that_got_no_case_does_not_count() -> None:
+    found = ["RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)"]
+    ran = process(cases={"plain": 0.5}, status=9, summary=found, handed_over=1)
+    late, crashed = process(), process(finished=False, status=1)
+    assert judged("racecheck", [ran, late], [Case()])["verdict"] == "clean"
+    assert judged("racecheck", [late], [Case()])["verdict"] == "NOT FINISHED"
+    assert judged("racecheck", [crashed], [Case()])["verdict"] == "NOT FINISHED"
+    assert judged("racecheck", [{**ran, "handed_over": 0, "other": 1}, late], [Case()])["verdict"] == "FOUND"
+    assert not clean(crashed) and not clean({**ran, "handed_over": 0})
