@@ -22,7 +22,8 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^/\s].*?)\s*;")
 WATCHED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
 BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
 SHARED = re.compile(r"\b(LDS|STS|ATOMS|LDGSTS|UTMA|UBLK|SYNCS|[HQI]GMMA|(LD|ST|ATOM)\b)")  # may touch shared memory
-ACCESS = {"Write": re.compile(r"\bSTSM?\b"), "Read": re.compile(r"\bLDSM?\b")}  # by a thread, not by the copy engine
+# By a thread, which barriers order, not by the copy engine; EXCH is how a thread makes an mbarrier.
+ACCESS = {"Write": re.compile(r"\b(STSM?|SYNCS\.EXCH)\b"), "Read": re.compile(r"\bLDSM?\b")}
 
 Forms = Callable[[str, str], dict[str, str]]  # case, kernel -> disassembly by what distinguishes the form
 

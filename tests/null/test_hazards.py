@@ -118,6 +118,8 @@ def test_only_what_a_barrier_for_all_threads_orders_is_a_hand_over() -> None:
     assert count(["case 0: another", *HAND_OVER], forms) == (0, 1)
     assert count(race(0x140, 0x1360, 0xDB0), forms) == (0, 1)  # the copy engine's writes are not a thread's
     assert count(race(0x2450, 0x1360), forms) == (1, 0)
+    assert count(race(0x140, 0x1350, 0x23B0), forms) == (1, 0)  # an mbarrier is made by a thread
+    assert count(race(0x140, 0xCC0), forms) == (0, 1)  # and waited for in other ways
     assert count(race(0x2450, 0x1360, 0x23B0), forms) == (0, 1)  # one of two is enough
 
 
