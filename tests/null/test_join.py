@@ -74,6 +74,17 @@ def test_sums_may_be_readied_in_between() -> None:
     assert len(products_of("\n".join(joined))) == 2
 
 
+def test_copies_of_an_operand_are_the_operand() -> None:
+    """Unless they are of another, or are set more than once."""
+
+    def copied(*copies: str) -> str:
+        return text(FIRST, [f"\tmov.b32 {copy};" for copy in copies], [line.replace("%r8", "%r6") for line in SECOND])
+
+    assert len(products_of(join(copied("%r6, %r8")))) == 2
+    assert len(products_of(join(copied("%r6, %r5")))) == 4
+    assert len(products_of(join(copied("%r6, %r5", "%r6, %r8")))) == 4
+
+
 @pytest.mark.parametrize(
     ("spec", "activations", "tokens"),
     [("mxfp4", "fp8", 96), ("mxfp4", "bf16", 112), ("mxfp4", "bf16", 24), ("int4-g128", "fp8", 48)],

@@ -9,12 +9,14 @@ lies right behind the first's in shared memory, and that it waits for groups as 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 
 _PRODUCT = re.compile(
     r"(?P<op>\s*wgmma\.mma_async\.sync\.aligned\.m64n)(?P<width>\d+)(?P<kind>k\S+) "
     r"\{(?P<sums>[^}]*)\}, \{(?P<held>[^}]*)\}, (?P<tile>%\w+), (?P<rest>.*;)$"
 )
+_COPY = re.compile(r"\s*mov\.b32\s+(%\w+), (%\w+);$")
 _FENCE, _COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
 _WIDEST = 256
 
@@ -27,15 +29,15 @@ class _Group:
     commit: int
     lines: tuple[int, ...]
     said: tuple[re.Match[str], ...]
+    held: tuple[tuple[str, ...], ...]  # first operands, by the registers they were copied from
     tiles: tuple[str, ...]  # the first tile of each product
     sums: tuple[str, ...]  # lists of accumulators, joined so far
     width: int
 
     def follows(self, first: _Group) -> bool:
         """Whether it multiplies what `first` does, each register in turn, into sums of its own."""
-        alike = len(self.said) == len(first.said) and all(
-            (a["kind"], a["held"], a["rest"]) == (b["kind"], b["held"], b["rest"])
-            for a, b in zip(self.said, first.said)
+        alike = self.held == first.held and all(
+            (a["kind"], a["rest"]) == (b["kind"], b["rest"]) for a, b in zip(self.said, first.said)
         )
         return alike and self.width + first.width <= _WIDEST and not {*self.sums} & {*first.sums}
 
@@ -62,8 +64,16 @@ def join(ptx: str) -> str:
     return "\n".join(lines)
 
 
+def _copies(lines: list[str]) -> dict[str, str]:
+    """Registers that are set once, to another; newer compilers copy a first operand for each product."""
+    found = [copy for copy in map(_COPY.match, lines) if copy]
+    times = Counter(copy[1] for copy in found)
+    return {copy[1]: copy[2] for copy in found if times[copy[1]] == 1}
+
+
 def _groups(lines: list[str]) -> list[_Group]:
     found: list[_Group] = []
+    copies = _copies(lines)
     fence, held = -1, list[tuple[int, re.Match[str]]]()
     for i, line in enumerate(lines):
         product = _PRODUCT.match(line)
@@ -73,8 +83,9 @@ def _groups(lines: list[str]) -> list[_Group]:
             held.append((i, product))
         elif line.strip() == _COMMIT and held and len({product["sums"] for _, product in held}) == 1:
             numbers, said = zip(*held)
-            tiles = tuple(product["tile"] for product in said)
-            found.append(_Group(fence, i, numbers, said, tiles, (said[0]["sums"],), int(said[0]["width"])))
+            operands = tuple(tuple(copies.get(r, r) for r in product["held"].split(",")) for product in said)
+            tiles, sums = tuple(product["tile"] for product in said), (said[0]["sums"],)
+            found.append(_Group(fence, i, numbers, said, operands, tiles, sums, int(said[0]["width"])))
     return found
 
 

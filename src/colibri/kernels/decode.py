@@ -20,7 +20,7 @@ from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
 from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words, sums_of
-from colibri.kernels.renamed import barrier, copy_tile
+from colibri.kernels.renamed import barrier, copy_tile, view
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
@@ -127,7 +127,7 @@ def narrow_row(x, xb, row, first, width, HELD: gl.constexpr):
     """What a block multiplies of a row to `xb`; the row's scale. All 8 tokens of the product are this one."""
     part, scale = narrow_part(x, row, first, width, HELD)
     tokens = part.to(gl.int8, bitcast=True).expand_dims(1) + gl.zeros([HELD, T, 128], gl.int8, held_layout())
-    target = xb.index(0)._reinterpret(gl.float8e4nv, [HELD * T, 128], xb.layout)
+    target = view(xb, gl.float8e4nv, [HELD * T, 128], xb.layout)
     target.store(tokens.reshape([HELD * T, 128]).to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     barrier()

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from colibri.kernels.forms import BF16, E4M3, E8M0_G32, F16, Form
 from colibri.kernels.ptx import Unpack
 from colibri.kernels.ptx_narrow import ZERO_BITS
+from colibri.kernels.renamed import view
 
 
 @gluon.constexpr_function
@@ -124,16 +125,16 @@ def load_codes(stage, slice: gl.constexpr, half: gl.constexpr, form: gl.constexp
 
 
 @gluon.jit
-def load_scales(stage, block: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
-    """The scale words that go with them."""
+def load_scales(sb, box, block: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
+    """The scale words that go with them, from one of the boxes they were copied in."""
     COUNT: gl.constexpr = 32 * scale_words(form)
-    words = stage.slice((2 * block + half) * COUNT, COUNT, 0)
     if byte_scales(form):
         EACH: gl.constexpr = lane_layout()
-        return words._reinterpret(gl.uint16, [2 * COUNT], words.layout).load(EACH).to(gl.int32)
+        halves = view(sb, gl.uint16, [sb.shape[0], 2 * sb.shape[1]], sb.layout)
+        return halves.index(box).slice(2 * (2 * block + half) * COUNT, 2 * COUNT, 0).load(EACH).to(gl.int32)
     else:
         LAYOUT: gl.constexpr = scale_layout(scale_words(form))
-        return words.load(LAYOUT)
+        return sb.index(box).slice((2 * block + half) * COUNT, COUNT, 0).load(LAYOUT)
 
 
 @gluon.jit

@@ -172,7 +172,8 @@ def grouped(
     """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
-    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (TOKENS // 8), 8, COLUMNS], x_desc.layout)
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
+    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (TOKENS // BOX), BOX, COLUMNS], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from colibri.kernels import dequant
 from colibri.kernels.dequant import dequantise, load_codes, load_scales
 from colibri.kernels.forms import BOX
-from colibri.kernels.renamed import copy_tile
+from colibri.kernels.renamed import LARGER_VIEWS, copy_tile, view
 
 
 @gluon.constexpr_function
@@ -69,7 +69,8 @@ def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_
 @gluon.constexpr_function
 def widths(TOKENS):
     """A tile's tokens as powers of two, which tensors have: 112 is 64 + 32 + 16. The last is a copy's box."""
-    return [1 << bit for bit in reversed(range(TOKENS.bit_length())) if TOKENS >> bit & 1]
+    found = [1 << bit for bit in reversed(range(TOKENS.bit_length())) if TOKENS >> bit & 1]
+    return found if LARGER_VIEWS else found[-1:] * (TOKENS // found[-1])
 
 
 @gluon.constexpr_function
@@ -97,8 +98,12 @@ def sums_of(TOKENS, number, form):
 @gluon.jit
 def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.constexpr):
     """Tokens `first` and following of a tile's slice. Widths lie together, so their products are one (`jit.join`)."""
-    rows = xb.index(slice * (TOKENS // 8) + first // 8)
-    return rows._reinterpret(xb.dtype, [COUNT, xb.shape[2]], xb.layout)
+    BOX: gl.constexpr = xb.shape[1]
+    box = xb.index(slice * (TOKENS // BOX) + first // BOX)
+    if COUNT == BOX:
+        return box
+    else:
+        return view(box, xb.dtype, [COUNT, xb.shape[2]], xb.layout)
 
 
 @gluon.jit
@@ -108,8 +113,8 @@ def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl
     if dequant.scale_words(form) > 0:
         BLOCK: gl.constexpr = block_of(form, SLICES, slice)
         PER_BOX: gl.constexpr = scale_box(form, SLICES) // (64 * dequant.scale_words(form))
-        box = sb.index(stage * scale_copies(form, SLICES) + BLOCK // PER_BOX)
-        return codes, load_scales(box, BLOCK % PER_BOX, half, form)
+        box = stage * scale_copies(form, SLICES) + BLOCK // PER_BOX
+        return codes, load_scales(sb, box, BLOCK % PER_BOX, half, form)
     else:
         return codes, codes
 
