@@ -34,23 +34,15 @@ def expert_of(ids, slot, experts):
 
 
 @gluon.jit
-def work_of_block(total):
-    """The numbers of a block's work: neighbours, because they multiply the same part of the same row."""
-    block, blocks = gl.program_id(0), gl.num_programs(0)
-    return total * block // blocks, total * (block + 1) // blocks
-
-
-@gluon.jit
 def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
-    """Work number to (slot, expert, unit, part, first stage, stages): none where the slot is not ours."""
-    row = index // units
-    slot = row // SPLIT
-    part = row % SPLIT
+    """Work number to (slot, expert, unit, first stage, stages): none where the slot is not ours."""
+    tile = index // SPLIT
+    slot = tile // units
     e = expert_of(ids, slot, experts)
     each = (blocks + SPLIT - 1) // SPLIT
-    first = gl.minimum(part * each, blocks)
+    first = gl.minimum((index % SPLIT) * each, blocks)
     count = gl.minimum(each, blocks - first)
-    return slot, e, index % units, part, first, gl.where(e >= 0, count, 0)
+    return slot, e, tile % units, first, gl.where(e >= 0, count, 0)
 
 
 @gluon.jit
@@ -65,13 +57,13 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
     WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
     BYTES: gl.constexpr = WEIGHTS if NARROW else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
-    start, end = work_of_block(total_slots * units * SPLIT)
+    total = total_slots * units * SPLIT
     if DEPEND and not PREFETCH:
         wait_for_predecessor()
     ahead = 0
     if PREFETCH:
-        if start < end:
-            _, e, unit, _, first, count = part_at(ids, experts, start, units, blocks, SPLIT)
+        if gl.program_id(0) < total:
+            _, e, unit, first, count = part_at(ids, experts, gl.program_id(0), units, blocks, SPLIT)
             ahead = gl.minimum(count, STAGES)
             for i in range(ahead):
                 mbarrier.expect(full.index(i), BYTES)
@@ -79,8 +71,8 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
                              scale_blocks, SLICES, form)  # fmt: skip
         wait_for_predecessor()
     step = 0
-    for index in range(start, end):
-        slot, e, unit, _, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         for block in range(first, first + count):
             stage = step % STAGES
             bar = full.index(stage)
@@ -221,18 +213,16 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
     blocks = (slices + SLICES - 1) // SLICES
     MMA: gl.constexpr = sums_of(T, 0, form)
     step = 0
-    scale = 1.0
-    start, end = work_of_block(total_slots * units * SPLIT)
-    for index in range(start, end):
-        slot, e, unit, number, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
+    for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
+        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
+        scale = 1.0
         if NARROW:
-            if (index == start) | (unit == 0):  # another row than before, or another part of it
-                scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
+            scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
             gl.store(scales + slot, scale)  # the same by every block of the slot
         sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, NARROW)
-        part = parts + (slot * SPLIT + number) * (units * 128) + unit * 128
+        part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
         store_part(part, sums[0], top)
         store_part(part + 64, sums[1], bottom)
         barrier()
@@ -248,10 +238,9 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
                 gl.store(counter, 0)
                 if e >= 0:
-                    factor = scale
                     if WEIGHTED:
-                        factor = scale * gl.load(weights + slot)
-                    finish_slot(out, parts, bias, factor, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
+                        scale = scale * gl.load(weights + slot)
+                    finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
                                 KIND, ACTIVATION, BIAS)  # fmt: skip
 
 

@@ -20,7 +20,7 @@ SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
-_MOST_HELD = 32  # slices of an fp8 row that a block of few tokens keeps
+_MOST_HELD = 16  # slices of an fp8 row that a block of few tokens keeps
 MOST_PROMOTED = 96
 # Token tile: (slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {
