@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -32,7 +33,12 @@ def cpu_list(text: str) -> set[int]:
 def keep_to(cpus: list[int]) -> None:
     """Every thread of this process, those of the pool included."""
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cpus)
+        _keep(int(thread.name), cpus)
+
+
+def _keep(thread: int, cpus: list[int]) -> None:
+    with suppress(ProcessLookupError):  # it has ended since
+        os.sched_setaffinity(thread, cpus)
 
 
 def keep_apart(cpus: list[int]) -> None:
@@ -42,4 +48,4 @@ def keep_apart(cpus: list[int]) -> None:
     """
     for thread in Path("/proc/self/task").iterdir():
         caller = int(thread.name) == threading.get_native_id()
-        os.sched_setaffinity(int(thread.name), cpus[:1] if caller else cpus[1:] or cpus)
+        _keep(int(thread.name), cpus[:1] if caller else cpus[1:] or cpus)

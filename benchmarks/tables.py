@@ -86,7 +86,7 @@ def hopper() -> str:
     if not runs:
         return ""
     rows = newest(runs)
-    parts = [_means(rows, runs), _missed(rows, runs), _race(rows), _picture(), _starting(rows)]
+    parts = [_means(rows, runs), _missed(rows, runs), _race(rows), _picture(), _starting()]
     return "\n".join(part for part in parts if part)
 
 
@@ -157,7 +157,7 @@ def _missed(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
             found.append(f"{part} products at {share:.0%} of dense ({min(shares):.0%} in the slower run)")
     slower = [row for row in rows if next(iter(row["against"].values()))["ratio"] < 1]
     found += [f"{row['part']} the time of its peer at {row['tokens']:,} tokens" for row in slower]
-    worst = max((row["host_us"] or 0 for row in rows), default=0)
+    worst = max((row["host_us"] or 0 for row in (record("host-time") or {"rows": rows})["rows"]), default=0)
     if worst > ASKED_HOST_US:
         found.append(f"{ASKED_HOST_US} µs of host time of an eager call (up to {worst:.0f} µs)")
     return f"Not reached: {'; '.join(found)}.\n" if found else ""
@@ -186,16 +186,20 @@ def _products(last: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
 
 
 def _shares(last: dict[str, Any], runs: dict[str, dict[str, Any]]) -> list[float]:
+    """In all runs of the commit that the cell is of."""
+    commit = runs[last["run"]]["commit"]
     return [
         row["products"]["of_dense"]
         for run in runs.values()
         for row in run["rows"]
-        if (row["part"], row["tokens"]) == (last["part"], last["tokens"]) and "products" in row
+        if run["commit"] == commit
+        and (row["part"], row["tokens"]) == (last["part"], last["tokens"])
+        and "products" in row
     ]
 
 
-def _starting(rows: list[dict[str, Any]]) -> str:
-    """What the host does: a first result, and every call after it."""
+def _starting() -> str:
+    """What the host does: a first result, and every call after it; and what the sanitizers say."""
     lines = []
     first = record("first-forward")
     if first is not None:
@@ -206,11 +210,21 @@ def _starting(rows: list[dict[str, Any]]) -> str:
             f"{min(seconds):.2f} to {max(seconds):.2f} s after `import torch`, {compiled} kernels compiled "
             f"({source('first-forward')})."
         )
-    for part in ("deepseek-mxfp4-bf16", "deepseek-mxfp4-fp8"):
-        took = {row["tokens"]: row["host_us"] for row in rows if row["part"] == part and row["host_us"]}
-        if took:
-            sizes, us = ", ".join(map(str, took)), ", ".join(f"{value:.0f}" for value in took.values())
-            lines.append(f"Host time of an eager call of {part} at {sizes} tokens: {us} µs.")
+    host = record("host-time")
+    if host is not None:
+        took: dict[str, dict[int, float]] = {}
+        for row in host["rows"]:
+            took.setdefault(f"{row['weights']} x {row['activations']}", {})[row["tokens"]] = row["host_us"]
+        for what, by_tokens in took.items():
+            sizes, us = ", ".join(map(str, by_tokens)), ", ".join(f"{value:.0f}" for value in by_tokens.values())
+            lines.append(f"Host time of an eager call of {what} at {sizes} tokens: {us} µs ({source('host-time')}).")
+    checked = record("sanitize")
+    if checked is not None:
+        clean = [verdict["tool"] for verdict in checked["verdicts"] if verdict["verdict"] == "clean"]
+        lines.append(
+            f"compute-sanitizer on {len(checked['cases'])} small layers that reach every branch of the kernels: "
+            f"{', '.join(clean) or 'no tool'} clean ({source('sanitize')})."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -236,12 +250,14 @@ def cpu() -> str:
             if row["threads"] == threads and level == run["levels"][-1]:
                 peer, beside = next(iter(row["faster_than"].items()))
                 what = f"{row['spec']}, {bits}, {threads} threads; {peer}"
-                cells.setdefault(what, {})[row["tokens"]] = f"{row['min_us'] / 1e3:.2f} ({beside['min']:.2f}x)"
+                found = f"{row['min_us'] / 1e3:.2f} ({beside['min']:.2f}x, {beside['median']:.2f}x)"
+                cells.setdefault(what, {})[row["tokens"]] = found
     if not cells:
         return ""
     note = (
         f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and "
-        f"how many times longer the peer takes; {source(*names)} have every level of instructions and peer"
+        f"how many times longer the peer takes (fastest call, median); {source(*names)} have every level of "
+        "instructions and peer"
     )
     return _by_tokens(cells, note)
 
