@@ -1,7 +1,8 @@
 """The one place that knows which Triton this is.
 
-Built and measured with 3.6; 3.7, 3.8 and 3.9 compile the same sources through `renamed`, but for one: the assembler of
-3.9 spills registers in the product of 128 tokens with fp8 inputs, which is refused. Older ones lack Gluon's Hopper layouts.
+Built and measured with 3.6; 3.7, 3.8 and 3.9 compile the same sources through `renamed`, but for one: the assembler
+of 3.9 spills registers in the product of 128 tokens with fp8 inputs, which is refused. Older ones lack Gluon's Hopper
+layouts.
 """
 
 from __future__ import annotations
