@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from phases import meetings
+from phases import meetings, read
 
 # A place in a kernel, as reports of different versions write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (
     re.compile(r"(?:\b(?P<role>Write|Read)\b.*? at )?\b(?P<kernel>\w+)(?:\(.*?\))?\+0x(?P<offset>[0-9a-f]+)"),
     re.compile(r"\b(?P<role>Write|Read) access at 0x(?P<offset>[0-9a-f]+) in (?:\S+:)?(?P<kernel>\w+)"),
 )
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^/\s].*?)\s*;")
 WATCHED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
 BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
 SHARED = re.compile(r"\b(LDS|STS|ATOMS|LDGSTS|UTMA|UBLK|SYNCS|[HQI]GMMA|(LD|ST|ATOM)\b)")  # may touch shared memory
@@ -110,5 +109,6 @@ def around(disassembly: str, offset: int) -> tuple[int | None, int | None]:
 @cache
 def instructions(disassembly: str) -> tuple[dict[int, str], list[int]]:
     """Code by address, and the addresses of barriers."""
-    code = {int(place, 16): " ".join(text.split()) for place, text in INSTRUCTION.findall(disassembly)}
+    found = read(disassembly)
+    code = dict(zip(found.places, found.texts))
     return code, [place for place, text in code.items() if BARRIER.search(text)]

@@ -283,14 +283,10 @@ def told(source: Any) -> str:
 
 @cache
 def disassembled(source: Any) -> str:
-    from triton import knobs
-
     from colibri.jit.build import binary
+    from colibri.testing.sass import disassemble
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary(source).cubin)
-        file.flush()
-        return subprocess.run([knobs.nvidia.nvdisasm.path, file.name], capture_output=True, text=True).stdout
+    return disassemble(binary(source).cubin)
 
 
 def clean(result: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from colibri.errors import ContextError, DriverError
@@ -40,7 +40,7 @@ class _Config(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=1)
+@cache
 def library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")

@@ -34,10 +34,11 @@ def overwritten(cubin: bytes) -> list[str]:
 
 def instructions(cubin: bytes) -> list[Instruction]:
     """A kernel's code: (opcode, operands) in order."""
-    return list(_instructions(_disassemble(cubin)))
+    return list(_instructions(disassemble(cubin)))
 
 
-def _disassemble(cubin: bytes) -> str:
+def disassemble(cubin: bytes) -> str:
+    """As the tool of the assembler's makers writes it."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:

@@ -139,7 +139,7 @@ def decode_tile(form: Form, slices: int, split: int) -> Tile:
     narrow = form.activations == E4M3
     together = (2 if narrow else 4) * 4 // form.bits
     blocks = 3
-    held = _power_of_two(-(-slices // (split * together)) * together) if narrow else 0
+    held = power_of_two(-(-slices // (split * together)) * together) if narrow else 0
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - held * 8 * 128
     stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if narrow else 8, together))
     return Tile(8, stages, together, blocks, _REGISTERS[blocks], held=held)
@@ -151,7 +151,7 @@ def split(form: Form, slots: int, units: int, slices: int) -> int:
     return max(least, 2 if slots * units < 3 * 132 else 1)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 

@@ -188,7 +188,7 @@ def row_width(product: Product, columns: int) -> int:
 
 def experts_padded(problem: Problem) -> int:
     """A power of two, and at least one for each of a block's 256 threads: Triton's scan traps on fewer."""
-    return max(256, 1 << (problem.experts - 1).bit_length())
+    return max(256, tune.power_of_two(problem.experts))
 
 
 def list_capacity(plan: HopperPlan) -> int:

@@ -16,6 +16,7 @@ from colibri.backends.hopper.plan import (
     row_width,
 )
 from colibri.backends.hopper.refs import CALL, Grid, Ref, Step, Value, scratch_ref
+from colibri.tune.hopper import power_of_two
 
 _OWNERS = 1024  # rows a program finds the owners of
 
@@ -158,7 +159,3 @@ def combine(plan: HopperPlan) -> Step:
     constants = {"BLOCK": block, "TOP_K": problem.top_k, "WEIGHTED": not problem.weight_on_input}
     source = src.rows_kernel("combine_rows", kinds, constants, 4 if block <= 1024 else 8)
     return Step(source, values, lambda m: (m, -(-width // block)))
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
