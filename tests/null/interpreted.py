@@ -304,15 +304,18 @@ class Gluon:
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decoding does around its products, in the interpreter too."""
-    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
+    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars)):
         monkeypatch.setattr(decode, name, stand_in, raising=False)
-    for name in ("sum_parts", "expert_of", "narrow_part", "held_layout"):
+    for name in ("column_at", "divided"):
+        monkeypatch.setattr(decode, name, vars(rows)[name].fn)
+    for name in ("sum_parts", "expert_of", "load_slices", "row_scale", "narrow", "held_layout"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
 
 
 def keep_part(x: tl.tensor, out: tl.tensor, scales: tl.tensor, row: int, first: int, width: int) -> None:
     """A part where the test can see it."""
-    part, scale = decode.narrow_part(x, row, first, width, 16)
+    scale = decode.row_scale(x + row * width, width)
+    part = decode.narrow(decode.load_slices(x + row * width, first, width, 16), scale)
     place = tl.arange(0, 16).expand_dims(1) * 128 + tl.arange(0, 128).expand_dims(0)
     tl.store(out + place, part)
     tl.store(scales + row, scale)

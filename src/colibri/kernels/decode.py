@@ -20,9 +20,9 @@ from colibri.kernels.dequant import form_of
 from colibri.kernels.epilogue import gate, squash
 from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
 from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words, sums_of
-from colibri.kernels.renamed import barrier, copy_tile, view
+from colibri.kernels.renamed import LARGER_VIEWS, barrier, copy_tile, view
 
-column_at = gluon.jit(rows.column_at.fn)
+column_at, divided = gluon.jit(rows.column_at.fn), gluon.jit(rows.divided.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
 
 
@@ -47,15 +47,14 @@ def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
 
 @gluon.jit
 def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
-               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr,
-               SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
-    """The feeding warp: weights, and rows that are multiplied as they are.
+               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, HELD: gl.constexpr,
+               form: gl.constexpr, SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    """The feeding warp: weights, and rows unless they are HELD.
 
     PREFETCH: ids are older than the predecessor, so weights may start before it ends.
     """
-    NARROW: gl.constexpr = dequant.narrow(form)
     WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
-    BYTES: gl.constexpr = WEIGHTS if NARROW else WEIGHTS + SLICES * T * 128
+    BYTES: gl.constexpr = WEIGHTS if HELD > 0 else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
     total = total_slots * units * SPLIT
     if DEPEND and not PREFETCH:
@@ -81,7 +80,7 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
                 mbarrier.expect(bar, BYTES)
                 copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
                              form)  # fmt: skip
-            if not NARROW:
+            if HELD == 0:
                 for j in gl.static_range(SLICES):
                     k = (block * SLICES + j) * dequant.slice_columns(form)
                     copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
@@ -89,41 +88,77 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
 
 
 @gluon.constexpr_function
-def held_layout():
-    """[slices, T, 128]: 16 places of a slice a thread, the same for every token."""
-    return gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
+def held_shape(HELD):
+    """Slices of a row in shared memory. wgmma wants eight tokens, of which one is used: the others may be anything, so
+    they are the slices that follow, where a part of a buffer may be seen as a larger one."""
+    return [HELD + T.value, 1, 128] if LARGER_VIEWS else [HELD, T.value, 128]
 
 
 @gluon.jit
-def narrow_part(x, row, first, width, HELD: gl.constexpr):
-    """HELD slices of a row from `first` on as e4m3 [HELD, 128], and its scale, as `rows.prepare_rows` makes them."""
-    PART: gl.constexpr = gl.SliceLayout(1, held_layout())
-    s = first + gl.arange(0, HELD, gl.SliceLayout(1, PART)).expand_dims(1)
-    k = s * 128 + column_at(gl.arange(0, 128, gl.SliceLayout(0, PART))).expand_dims(0)
-    k = gl.max_contiguous(gl.multiple_of(k, [1, 4]), [1, 4])
-    x += row.to(gl.int64) * width
-    part = gl.load(x + k, mask=k < width, other=0.0, cache_modifier=".cg").to(gl.float32)
+def row_scale(x, width):
+    """What a row is divided by so that its largest number is e4m3's largest."""
     STEP: gl.constexpr = 4096
     c = gl.arange(0, STEP, gl.BlockedLayout([8], [32], [4], [0]))
     largest = 0.0
     for start in range(0, width, STEP):
-        value = gl.load(x + start + c, mask=start + c < width, other=0.0, cache_modifier=".cg")
+        value = gl.load(x + start + c, mask=start + c < width, other=0.0)
         largest = gl.maximum(largest, gl.max(gl.abs(value.to(gl.float32)), 0))
     scale = gl.div_rn(largest, 448.0)
-    scale = gl.where(scale > 0, scale, 1.0)
-    return gl.div_rn(part, scale).to(gl.float8e4nv), scale
+    return gl.where(scale > 0, scale, 1.0)
+
+
+@gluon.constexpr_function
+def held_layout(SLICES):
+    """[slices, 128] of a row: neighbours a thread, all threads at work where there are enough."""
+    if SLICES < 16:
+        return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.jit
-def narrow_row(x, xb, row, first, width, HELD: gl.constexpr):
-    """What a block multiplies of a row to `xb`; the row's scale. All 8 tokens of the product are this one."""
-    part, scale = narrow_part(x, row, first, width, HELD)
-    tokens = part.to(gl.int8, bitcast=True).expand_dims(1) + gl.zeros([HELD, T, 128], gl.int8, held_layout())
-    target = view(xb, gl.float8e4nv, [HELD * T, 128], xb.layout)
-    target.store(tokens.reshape([HELD * T, 128]).to(gl.float8e4nv, bitcast=True))
+def load_slices(x, first, width, SLICES: gl.constexpr):
+    """Slices of a row, [SLICES, 128], in the order of `rows.prepare_rows`."""
+    PART: gl.constexpr = held_layout(SLICES)
+    s = first + gl.arange(0, SLICES, gl.SliceLayout(1, PART)).expand_dims(1)
+    k = s * 128 + column_at(gl.arange(0, 128, gl.SliceLayout(0, PART))).expand_dims(0)
+    k = gl.max_contiguous(gl.multiple_of(k, [1, 4]), [1, 4])
+    return gl.load(x + k, mask=k < width, other=0.0)
+
+
+@gluon.jit
+def narrow(part, scale):
+    return divided(part.to(gl.float32), scale).to(gl.float8e4nv)
+
+
+@gluon.jit
+def hold_row(x, xb, row, first, width, HELD: gl.constexpr):
+    """What a block multiplies of a row to `xb`; the row's scale. The first slices are asked for before the scale."""
+    TOGETHER: gl.constexpr = min(HELD, 16)
+    x += row.to(gl.int64) * width
+    ahead = load_slices(x, first, width, TOGETHER)
+    scale = row_scale(x, width)
+    for i in gl.static_range(0, HELD, TOGETHER):
+        part = ahead
+        if i + TOGETHER < HELD:
+            ahead = load_slices(x, first + i + TOGETHER, width, TOGETHER)
+        store_slices(xb, narrow(part, scale), i, HELD)
     fence_async_shared()
     barrier()
     return scale
+
+
+@gluon.jit
+def store_slices(xb, part, first: gl.constexpr, HELD: gl.constexpr):
+    """Slices to their rows of `xb`. Where rows overlap (`held_shape`), each is one row; else it is all eight."""
+    COUNT: gl.constexpr = part.shape[0]
+    if xb.shape[1] == 1:
+        view(xb.index(0), xb.dtype, [HELD, 128], xb.layout).slice(first, COUNT, 0).store(part)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
+        part = gl.convert_layout(part.to(gl.int8, bitcast=True), gl.SliceLayout(1, LAYOUT))
+        tokens = part.expand_dims(1) + gl.zeros([COUNT, T, 128], gl.int8, LAYOUT)
+        target = view(xb, xb.dtype, [HELD * T, 128], xb.layout).slice(first * T, COUNT * T, 0)
+        target.store(tokens.reshape([COUNT * T, 128]).to(gl.float8e4nv, bitcast=True))
 
 
 @gluon.jit
@@ -175,6 +210,31 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
 
 
 @gluon.jit
+def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, e, unit, units, columns, limit, alpha,
+                beta, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """`finish_slot` where there is one part: it does not leave the registers before it is finished."""
+    MMA: gl.constexpr = top.type.layout
+    r = gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    only = (gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0) & (r >= 0).expand_dims(1)
+    top = top * top_factor.expand_dims(1) * scale
+    bottom = bottom * bottom_factor.expand_dims(1) * scale
+    if BIAS:
+        n = (e * units + unit) * 128 + r
+        top += gl.load(bias + n).expand_dims(1)
+        bottom += gl.load(bias + n + 64).expand_dims(1)
+    at = out + slot * columns + gl.zeros_like(top).to(gl.int32)
+    if KIND == "gated":
+        column = (unit * 64 + r).expand_dims(1)
+        value = gate(top, bottom, limit, alpha, beta, ACTIVATION)
+        gl.store(at + column, value.to(out.dtype.element_ty), mask=only & (column < columns))
+    else:
+        column = (unit * 128 + r).expand_dims(1)
+        top, bottom = squash(top, ACTIVATION), squash(bottom, ACTIVATION)
+        gl.store(at + column, top.to(out.dtype.element_ty), mask=only & (column < columns))
+        gl.store(at + column + 64, bottom.to(out.dtype.element_ty), mask=only & (column + 64 < columns))
+
+
+@gluon.jit
 def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
                  SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
     """All slots of a token's unit are there: their weighted sum, in slot order. All are loaded before any is added."""
@@ -218,14 +278,19 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
         scale = 1.0
-        if NARROW:
-            scale = narrow_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
-            gl.store(scales + slot, scale)  # the same by every block of the slot
-        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, NARROW)
-        part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
-        store_part(part, sums[0], top)
-        store_part(part + 64, sums[1], bottom)
-        barrier()
+        if HELD > 0:
+            scale = hold_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
+            if KIND == "rows":
+                gl.store(scales + slot, scale)  # the same by every block of the slot
+        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, HELD > 0)
+        WHOLE: gl.constexpr = SPLIT == 1 and KIND != "rows"
+        if WEIGHTED and KIND != "rows":
+            scale = scale * gl.load(weights + slot)
+        if not WHOLE:
+            part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
+            store_part(part, sums[0], top)
+            store_part(part + 64, sums[1], bottom)
+            barrier()
         if KIND == "rows":
             token = slot // SLOTS
             counter = counters + token * units + unit
@@ -233,13 +298,15 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
                 gl.store(counter, 0)
                 finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT,
                              SLOTS, BIAS, NARROW, WEIGHTED)  # fmt: skip
+        elif WHOLE:
+            if e >= 0:
+                finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
+                            alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
         else:
             counter = counters + slot * units + unit
             if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
                 gl.store(counter, 0)
                 if e >= 0:
-                    if WEIGHTED:
-                        scale = scale * gl.load(weights + slot)
                     finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
                                 KIND, ACTIVATION, BIAS)  # fmt: skip
 
@@ -254,13 +321,13 @@ def slotwise(
 ):  # fmt: skip
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
 
-    Rows come through `x_desc` where they are multiplied as they are. Where they are not, they come from `x` (of `width`
-    columns), a block keeps HELD slices of one, all of its part of K, and tells the scale to whoever finishes the slot.
+    Rows come through `x_desc` as they are multiplied. HELD: they come from `x` (of `width` columns), a block quantises
+    and keeps so many slices of one, all of its part of K, and tells the scale to whoever finishes the slot.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    if dequant.narrow(form):
+    if HELD > 0:
         NARROW: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-        xb = gl.allocate_shared_memory(gl.float8e4nv, [HELD, T, 128], NARROW)
+        xb = gl.allocate_shared_memory(gl.float8e4nv, held_shape(HELD), NARROW)
     else:
         xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -280,5 +347,5 @@ def slotwise(
                       empty, full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES,
                       HELD, form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
         (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
-                      scale_blocks, slots_per_row, STAGES, SLICES, form, SPLIT, DEPEND, PREFETCH)),
+                      scale_blocks, slots_per_row, STAGES, SLICES, HELD, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

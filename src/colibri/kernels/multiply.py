@@ -97,8 +97,13 @@ def sums_of(TOKENS, number, form):
 
 @gluon.jit
 def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.constexpr):
-    """Tokens `first` and following of a tile's slice. Widths lie together, so their products are one (`jit.join`)."""
+    """Tokens `first` and following of a tile's slice. Widths lie together, so their products are one (`jit.join`).
+
+    Boxes of one token are slices of one row: the tokens that follow are the slices that follow, and nobody's.
+    """
     BOX: gl.constexpr = xb.shape[1]
+    if BOX == 1:
+        return view(xb.index(slice), xb.dtype, [COUNT, xb.shape[2]], xb.layout)
     box = xb.index(slice * (TOKENS // BOX) + first // BOX)
     if COUNT == BOX:
         return box

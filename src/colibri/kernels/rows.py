@@ -149,10 +149,28 @@ def _columns(width, W: tl.constexpr, NARROW: tl.constexpr):
     """(column, place, length) of a row as it is stored: narrow ones are in the order of their slices, whole slices."""
     place = tl.arange(0, W)
     if NARROW:
-        k = tl.max_contiguous(tl.multiple_of(column_at(place), 4), 4)
+        k = (place & -128) + column_at(place & 127)  # what is said of a sum holds; of a call it would be forgotten
+        k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
         return k, place, (width + 127) // 128 * 128
     else:
         return place, place, width
+
+
+@triton.jit
+def divided(x, by):
+    """x / by, rounded once: a reciprocal, and what it misses put right twice, in half the time that divisions take.
+
+    The reciprocal is the nearest number; then the first correction ends at a neighbour of x / by at most, and the
+    second at the nearest (Markstein's theorem), as long as nothing of what is missed is too small a number.
+    """
+    if (by > 2.0**-60) & (by < 2.0**60):
+        reciprocal = tl.div_rn(1.0, by)
+        q = x * reciprocal
+        q = tl.fma(tl.fma(-q, by, x), reciprocal, q)
+        q = tl.fma(tl.fma(-q, by, x), reciprocal, q)
+    else:
+        q = tl.div_rn(x, by)
+    return q
 
 
 @triton.jit
@@ -180,7 +198,7 @@ def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARRO
         else:
             scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
             scale = tl.where(scale > 0, scale, 1.0)
-        row = tl.div_rn(value, scale)
+        row = divided(value, scale)
     return row, scale
 
 
@@ -200,9 +218,11 @@ def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
         row, scale = _prepared(source, token, weight, perm, pre_scale, given, k, inside, hidden, NARROW, WEIGHTED,
                                ORDERED, SCALED, STATIC)  # fmt: skip
         row = row.to(out.dtype.element_ty)
+    found = ()
+    for choice in tl.static_range(TOP_K):  # all asked for before any is needed
+        found += (tl.load(places + token * TOP_K + choice),)
     for choice in tl.static_range(TOP_K):
-        slot = token * TOP_K + choice
-        place = tl.load(places + slot)
+        slot, place = token * TOP_K + choice, found[choice]
         if place >= 0:
             target = out + place.to(tl.int64) * length + at
             if ALIKE:

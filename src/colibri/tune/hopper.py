@@ -20,7 +20,8 @@ SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory
 _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
-_MOST_HELD = 16  # slices of an fp8 row that a block of few tokens keeps
+_DECODE_BLOCKS = 3  # on an SM, with few tokens
+_RESIDENT = _DECODE_BLOCKS * 132
 MOST_PROMOTED = 96
 # Token tile: (slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {
@@ -138,17 +139,21 @@ def decode_tile(form: Form, slices: int, split: int) -> Tile:
     """The pipeline of a slot: long stages, three blocks on an SM; beside it a block's part of an fp8 row."""
     narrow = form.activations == E4M3
     together = (2 if narrow else 4) * 4 // form.bits
-    blocks = 3
-    held = power_of_two(-(-slices // (split * together)) * together) if narrow else 0
-    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - held * 8 * 128
+    blocks = _DECODE_BLOCKS
+    held = max(8, power_of_two(-(-slices // (split * together)) * together)) if narrow else 0
+    room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - (held + 8) * 128 * narrow
     stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if narrow else 8, together))
     return Tile(8, stages, together, blocks, _REGISTERS[blocks], held=held)
 
 
-def split(form: Form, slots: int, units: int, slices: int) -> int:
-    """Parts of K: two where tiles would leave SMs without work, and as many as make an fp8 row's part fit."""
-    least = -(-slices // _MOST_HELD) if form.activations == E4M3 else 1
-    return max(least, 2 if slots * units < 3 * 132 else 1)
+def split(tiles: int) -> int:
+    """Parts of K for so many tiles: two where one would leave many blocks without work in their last turn."""
+    return 2 if _busy(2 * tiles) > 1.25 * _busy(tiles) else 1
+
+
+def _busy(pieces: int) -> float:
+    """The share of blocks that have work, on average over their turns."""
+    return pieces / (-(-pieces // _RESIDENT) * _RESIDENT)
 
 
 def power_of_two(n: int) -> int:
@@ -159,3 +164,11 @@ def bucket(tokens: int) -> int:
     """Token counts share a plan: four to an octave, rounded up."""
     step = max(1, 1 << max(0, (tokens - 1).bit_length() - 3))
     return -(-tokens // step) * step
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """All of them up to `most` tokens."""
+    found = [1]
+    while found[-1] < most:
+        found.append(bucket(found[-1] + 1))
+    return tuple(found)

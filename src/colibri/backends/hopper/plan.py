@@ -16,8 +16,9 @@ from colibri.tune.hopper import Rule, Tile
 
 SINGLE = "single"
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again, and counted at load"
-SMALL, _MANY = 256, 4096  # tokens: up to the first one launch dispatches, above the second chunks are larger
-_CHUNK = {False: 256, True: 1024}  # slots a program counts, by whether there are many
+SMALL = 256  # tokens that one launch dispatches
+_CHUNKS = {1024: 128, 4096: 256}  # up to so many tokens: slots that a program counts; more above
+_MOST_COUNTED = 1024
 _READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops in a microsecond
 
 
@@ -96,7 +97,9 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
     decode = _decodes(plan, layout, forms[0]) if decode is None else decode
     sizes = () if decode else rule.sizes
-    products = [_product(layout, name, form, sizes, rule.paired, slots) for name, form in zip(problem.matrices, forms)]
+    products = [_product(layout, name, form, sizes, rule.paired) for name, form in zip(problem.matrices, forms)]
+    if decode:
+        products = [_slotwise(product, slots) for product in products]
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
@@ -124,30 +127,31 @@ def _decodes(plan: HopperPlan, layout: HopperLayout, form: Form) -> bool:
     return not (own or problem.activations.static or problem.second_activations.static)
 
 
-def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...], paired: bool, slots: int) -> Product:
-    """Tiles for each size; none: a tile for each slot."""
+def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...], paired: bool) -> Product:
+    """Tiles for each size."""
     problem = layout.problem
     shape = problem.matrices[name]
     n, k = layout.padded(shape)
-    units, slices = n // ROWS, k // form.slice_columns
+    units = n // ROWS
     blocks = k // form.block_columns if form.block_columns else 1
-    split = 1 if sizes else tune.split(form, slots, units, slices)
-    tiles = tuple(tune.tile(form, size, problem.gates(shape), paired and units % 2 == 0) for size in sizes) or (
-        tune.decode_tile(form, slices, split),
-    )
     activations = problem.activations if name == "w13" else problem.second_activations
     return Product(
         form,
         units,
-        slices,
+        k // form.slice_columns,
         blocks,
-        tiles,
-        split,
-        shape.act_order,
-        problem.pre_scale,
-        activations.static,
-        tune.promotes(form),
+        tuple(tune.tile(form, size, problem.gates(shape), paired and units % 2 == 0) for size in sizes),
+        ordered=shape.act_order,
+        scaled=problem.pre_scale,
+        static=activations.static,
+        promote=tune.promotes(form),
     )
+
+
+def _slotwise(product: Product, slots: int) -> Product:
+    """A tile for each slot."""
+    split = tune.split(slots * product.units)
+    return replace(product, split=split, tiles=(tune.decode_tile(product.form, product.slices, split),))
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -198,7 +202,7 @@ def list_capacity(plan: HopperPlan) -> int:
 
 
 def chunk(plan: HopperPlan) -> int:
-    return _CHUNK[plan.tokens > _MANY]
+    return next((slots for tokens, slots in _CHUNKS.items() if plan.tokens <= tokens), _MOST_COUNTED)
 
 
 def chunks(plan: HopperPlan, slots: int) -> int:

@@ -18,6 +18,7 @@ from colibri.backends.hopper.plan import (
 from colibri.backends.hopper.refs import CALL, Grid, Ref, Step, Value, scratch_ref
 from colibri.tune.hopper import power_of_two
 
+_FEW_IDS = 256, 512  # that every program of a dispatch looks at, where there are no more
 _OWNERS = 1024  # rows a program finds the owners of
 
 
@@ -30,11 +31,12 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
         "OWNED": plan.owned, "WEIGHTED": problem.weight_on_input,
     }  # fmt: skip
     if plan.tokens <= SMALL:
-        ids = max(1024, power_of_two(SMALL * top_k))
+        ids = next((few for few in _FEW_IDS if plan.slots <= few), max(1024, power_of_two(SMALL * top_k)))
         constants = {"R": ids, "P": max(16, power_of_two(top_k)), "E": experts, **row}
         names = ("ids x weights perm pre_scale given slots places owners out scales tiles counts tokens hidden "
                  "capacity experts")  # fmt: skip
-        return [_rows(plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (m + 1, 1))]
+        blocks = 2 if row["H"] <= 8192 else 1  # on an SM: then none of the programs waits for another to end
+        return [_rows(plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (m + 1, 1), blocks)]
     width = chunk(plan)
     return [
         _rows(plan, "count_ids", "ids counted total_slots experts", {"CHUNK": width, "E": experts}, 4,
@@ -72,7 +74,9 @@ def _treatment(product: Product) -> dict[str, bool]:
     }
 
 
-def _rows(plan: HopperPlan, kernel: str, names: str, constants: Mapping[str, object], warps: int, grid: Grid) -> Step:
+def _rows(
+    plan: HopperPlan, kernel: str, names: str, constants: Mapping[str, object], warps: int, grid: Grid, blocks: int = 1
+) -> Step:
     """A dispatch kernel; its arguments all come from one table."""
     problem, element = plan.problem, plan.problem.input.name
     table: dict[str, tuple[str, Value]] = {
@@ -98,7 +102,7 @@ def _rows(plan: HopperPlan, kernel: str, names: str, constants: Mapping[str, obj
         "capacity": ("i32", list_capacity(plan)),
     }
     picked = {name: table[name] for name in names.split()}
-    source = src.rows_kernel(kernel, {name: kind for name, (kind, _) in picked.items()}, constants, warps)
+    source = src.rows_kernel(kernel, {name: kind for name, (kind, _) in picked.items()}, constants, warps, blocks)
     return Step(source, {name: value for name, (_, value) in picked.items()}, grid)
 
 

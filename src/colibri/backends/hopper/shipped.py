@@ -10,10 +10,11 @@ from colibri.grammar import parse_activation, parse_spec
 from colibri.jit.compile import Source
 from colibri.layout import MatrixShape
 from colibri.problem import Problem
+from colibri.tune.hopper import buckets
 
 SPECS = (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"))  # weights, activations
 SHAPES = ((4096, 2048, 256, 6), (2880, 2880, 128, 4), (2048, 768, 128, 8))  # hidden, intermediate, experts, top-k
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+TOKENS = buckets(16384)
 
 
 def shipped() -> Iterator[Source]:

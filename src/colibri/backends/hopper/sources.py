@@ -48,13 +48,18 @@ def _scale_box(form: Form, tile: Tile) -> int:
     return min(form.stage_scale_words(tile.slices), BOX) or BOX
 
 
-def rows_kernel(name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int) -> Source:
-    """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16."""
+def rows_kernel(
+    name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int, blocks: int = 1
+) -> Source:
+    """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16.
+
+    `blocks`: programs that an SM has registers for.
+    """
     aligned = tuple(
         a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
     )
     # With no number the assembler may spill for occupancy's sake; with one it does not look how many threads there are.
-    options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps))))
+    options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
     return Source(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
