@@ -22,7 +22,7 @@ from colibri.kernels.gemm import let_successor_start, wait_for_predecessor
 from colibri.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words, sums_of
 from colibri.kernels.renamed import LARGER_VIEWS, barrier, copy_tile, view
 
-column_at, divided = gluon.jit(rows.column_at.fn), gluon.jit(rows.divided.fn)
+column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
 
 
@@ -127,7 +127,7 @@ def load_slices(x, first, width, SLICES: gl.constexpr):
 
 @gluon.jit
 def narrow(part, scale):
-    return divided(part.to(gl.float32), scale).to(gl.float8e4nv)
+    return gl.div_rn(part.to(gl.float32), scale).to(gl.float8e4nv)
 
 
 @gluon.jit
