@@ -304,10 +304,8 @@ class Gluon:
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decoding does around its products, in the interpreter too."""
-    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars)):
+    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
         monkeypatch.setattr(decode, name, stand_in, raising=False)
-    for name in ("column_at", "divided"):
-        monkeypatch.setattr(decode, name, vars(rows)[name].fn)
     for name in ("sum_parts", "expert_of", "load_slices", "row_scale", "narrow", "held_layout"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
 
