@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from colibri.bench.workload import Weights, batches
 from colibri.dispatch import Contiguous, Indexed
 from colibri.dtypes import CODEBOOK
 from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
+from colibri.layer import RoutedExperts
 from colibri.layout import MatrixShape
 from colibri.native.abi import Level
 from colibri.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
@@ -165,6 +167,104 @@ def test_linears(level: Level, activations: str) -> None:
         results.append(backend.run(plan, x, Contiguous(torch.tensor([0, 7])), packed, torch.empty(7, 200)))
     tiles = level == Level.AMX and activations == "bf16"  # scaled weights rounded to bf16
     assert ((results[0] - results[1]).norm(dim=1) / results[1].norm(dim=1)).max() <= (2e-3 if tiles else 1e-4)
+
+
+def module(made: Work) -> RoutedExperts:
+    layer = RoutedExperts()
+    layer.adopt(oracle.select(made.problem, CPU, "cpu"), made.packed)
+    return layer
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the calls that went the long way."""
+    found: list[int] = []
+    whole = RoutedExperts.compute
+
+    def compute(layer: RoutedExperts, x: Tensor, *rest: Tensor) -> Tensor:
+        found.append(x.shape[0])
+        return whole(layer, x, *rest)
+
+    monkeypatch.setattr(RoutedExperts, "compute", compute)
+    return found
+
+
+@pytest.mark.parametrize("activations", BOUNDS)
+def test_a_second_call_is_short_and_gives_the_same_bits(slow: list[int], activations: str) -> None:
+    """With other tensors, and other numbers of threads, too."""
+    made, before = work("int4-g32", activations, 5), torch.get_num_threads()
+    layer, batch = module(made), made.batch
+    results = [layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)]
+    try:
+        for threads in (before, 1, 2):
+            torch.set_num_threads(threads)
+            out = torch.full_like(batch.x, torch.nan)
+            layer(batch.x.clone(), topk_ids=batch.ids.clone(), topk_weights=batch.weights.clone(), out=out)
+            results.append(out)
+    finally:
+        torch.set_num_threads(before)
+    assert slow == [5] and all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("what", ["int64 ids", "ids apart", "fp16 weights", "rows apart", "fp32 out", "memory", "copy"])
+def test_what_does_not_fit_the_short_way_goes_the_long_one(slow: list[int], what: str) -> None:
+    made = work("int4-g32", "bf16", 5)
+    layer, batch, out = module(made), made.batch, torch.empty_like(made.batch.x)
+    want = layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)
+    x, ids, weights = batch.x, batch.ids, batch.weights
+    if what == "int64 ids":
+        ids = ids.long()
+    elif what == "ids apart":
+        ids = ids.t().contiguous().t()
+    elif what == "fp16 weights":
+        want = layer(x, topk_ids=ids, topk_weights=weights.half().float())
+        weights = weights.half()
+    elif what == "rows apart":
+        x = torch.cat([x, x], 1)[:, : x.shape[1]]
+    elif what == "fp32 out":
+        out = out.float()
+    elif what == "memory":
+        layer.w13_codes.data = layer.w13_codes.data.clone()
+    else:
+        layer = copy.deepcopy(layer)
+    slow.clear()
+    got = layer(x, topk_ids=ids, topk_weights=weights, out=out)
+    assert slow == [5] and torch.equal(got.to(want.dtype), want)
+
+
+def test_one_layer_from_two_threads_at_once(slow: list[int]) -> None:
+    """Each call has its own struct: a shortcut is shared."""
+    made = work("int4-g32", "bf16", 5)
+    layer, ids, weights = module(made), made.batch.ids, made.batch.weights
+    inputs = [made.batch.x, made.batch.x.flip(0).contiguous()]
+    alone = [layer(x, topk_ids=ids, topk_weights=weights) for x in inputs]
+    together: list[list[Tensor]] = [[], []]
+
+    def repeat(which: int) -> None:
+        for _ in range(40):
+            together[which].append(layer(inputs[which], topk_ids=ids, topk_weights=weights))
+
+    threads = [threading.Thread(target=repeat, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which in (0, 1):
+        assert len(together[which]) == 40
+        assert all(torch.equal(result, alone[which]) for result in together[which])
+    assert slow == [5]
+
+
+def test_ids_of_nobody_contribute_nothing() -> None:
+    made = work("mxfp4", "bf16", 5)
+    layer, ids = module(made), made.batch.ids.clone()
+    ids[:, 1] = -1
+    want = layer(made.batch.x, topk_ids=ids, topk_weights=made.batch.weights)
+    ids[:, 1] = torch.tensor([6, 7, -9, 1 << 20, -(1 << 31)], dtype=torch.int32)
+    for _ in range(2):
+        assert torch.equal(layer(made.batch.x, topk_ids=ids, topk_weights=made.batch.weights), want)
+    ids[:] = 6
+    assert not layer(made.batch.x, topk_ids=ids, topk_weights=made.batch.weights).any()
 
 
 def test_rows_may_lie_apart() -> None:

@@ -13,6 +13,7 @@ from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -58,17 +59,24 @@ class Library:
         """Whether it shares its work among threads."""
         return bool(self.calls.colibri_has_openmp())
 
-    def run(self, layer: abi.Layer, work: abi.Work) -> None:
+    def scratch_bytes(self, layer: abi.Layer, work: abi.Work) -> int:
+        """What a call needs: the same for all with as many rows and threads."""
+        need: int = self.calls.colibri_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
+        if need < 0:
+            self._refuse(-need)
+        return need
+
+    def run(self, layer: abi.Layer, work: abi.Work, need: int) -> None:
         """One layer. A thread keeps the scratch memory of its largest call, up to a limit: new pages are slow."""
-        need = self.calls.colibri_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
-        status = -need
-        if need >= 0:
-            scratch = _scratch.at_least(need)
-            work.scratch = scratch.data_ptr()
-            status = self.calls.colibri_run(ctypes.byref(layer), ctypes.byref(work))
+        scratch = _scratch.at_least(need)
+        work.scratch = scratch.data_ptr()
+        status = self.calls.colibri_run(ctypes.byref(layer), ctypes.byref(work))
         if status:
-            text: bytes = self.calls.colibri_status_text(status)
-            raise LaunchError(f"the CPU kernels refuse: {text.decode()}")
+            self._refuse(status)
+
+    def _refuse(self, status: int) -> NoReturn:
+        text: bytes = self.calls.colibri_status_text(status)
+        raise LaunchError(f"the CPU kernels refuse: {text.decode()}")
 
     def read(self, memory: Tensor, threads: int) -> None:
         """Read a buffer as the kernels read weights."""

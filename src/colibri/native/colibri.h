@@ -135,7 +135,7 @@ typedef struct colibri_work {
   int32_t x_type, out_type;      /* enum colibri_float */
 
   int32_t tokens, top_k;         /* indexed */
-  const int32_t *ids;            /* [tokens][top_k] local experts; negative: skipped */
+  const int32_t *ids;            /* [tokens][top_k] local experts; others are skipped */
   const float *weights;          /* [tokens][top_k]; NULL: ones */
   int32_t weight_on_input;       /* the weight multiplies x instead of the result */
 
@@ -162,7 +162,7 @@ enum colibri_status {
   COLIBRI_OK = 0,
   COLIBRI_BAD_MATRIX = 1,  /* sizes, kinds or pointers of a matrix that contradict each other */
   COLIBRI_BAD_LAYER = 2,   /* w13, w2 and the activation disagree about the intermediate size */
-  COLIBRI_BAD_WORK = 3,    /* neither ids nor offsets, no threads, an id past the last expert ... */
+  COLIBRI_BAD_WORK = 3,    /* neither ids nor offsets, no threads, offsets that fall ... */
   COLIBRI_NO_LEVEL = 4,    /* this machine or this build does not have that level */
   COLIBRI_NO_MEMORY = 5
 };

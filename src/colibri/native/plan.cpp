@@ -181,16 +181,16 @@ int32_t sort_slots(Call& call) {
       call.weight_of[s] = 1;
     }
   } else {
+    const auto ours = [&](int32_t id) { return id >= 0 && id < experts; };
     for (int64_t i = 0; i < call.slots; i++) {
-      if (work.ids[i] >= experts) return COLIBRI_BAD_WORK;
-      if (work.ids[i] >= 0) call.offsets[work.ids[i]]++;
+      if (ours(work.ids[i])) call.offsets[work.ids[i]]++;
     }
     int64_t end = 0;  // counts become ends, and each expert's slots are filled from its end backwards: in order
     for (int32_t e = 0; e < experts; e++) call.offsets[e] = end += call.offsets[e];
     call.offsets[experts] = end;
     for (int64_t i = call.slots; i-- > 0;) {
       call.slot_of[i] = -1;
-      if (work.ids[i] < 0) continue;
+      if (!ours(work.ids[i])) continue;
       const int64_t s = call.slot_of[i] = --call.offsets[work.ids[i]];
       call.row_of[s] = i / work.top_k;
       call.weight_of[s] = work.weights == nullptr ? 1 : work.weights[i];

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from colibri import native
-from colibri.backends.base import Backend, NoForm, Plan, Reason
+from colibri.backends.base import Backend, NoForm, Plan, Reason, Shortcut
 from colibri.backends.cpu import call
 from colibri.backends.cpu.form import matrix_form
 from colibri.backends.cpu.layout import CpuLayout
@@ -28,6 +28,7 @@ class Cpu(Backend):
     """With `level`, kept to that set of instructions; else the best there is."""
 
     name = "cpu"
+    drops_wild_ids = True
 
     def __init__(self, level: Level | None = None) -> None:
         self._level = level
@@ -64,6 +65,10 @@ class Cpu(Backend):
             return out
         call.run(_library(), plan, x, dispatch, weights, out)
         return out
+
+    def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
+        assert isinstance(plan, CpuPlan)
+        return call.Again(_library(), plan, x, weights) if x.numel() and x.dtype in call.FLOAT else None
 
 
 def _library() -> native.Library:

@@ -20,7 +20,7 @@ from colibri.layout import MatrixShape, Packed
 from colibri.native import Library, abi
 from colibri.problem import Problem
 
-_FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
+FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
 _MOST_KEPT = 64  # layers of one plan: more means that tensors keep moving
 
 
@@ -28,7 +28,7 @@ def run(
     native: Library, plan: CpuPlan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor
 ) -> None:
     """One call of the library; tensors it reads are held here until it returns."""
-    layer = _layer(plan, weights)
+    layer, _ = _structs(plan, weights)
     source, result = _rows(x), _rows(out)
     pointers: tuple[int | None, ...]
     if isinstance(dispatch, Indexed):
@@ -43,20 +43,69 @@ def run(
         source.data_ptr(), result.data_ptr(), source.stride(0), result.stride(0), _float(source), _float(result),
         tokens, top_k, *pointers, torch.get_num_threads(), int(plan.level), 0 if plan.tiles else -1,
     )  # fmt: skip
-    native.run(layer, work)
+    native.run(layer, work, native.scratch_bytes(layer, work))
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.view(out.shape))
 
 
-def _layer(plan: CpuPlan, weights: Mapping[str, Packed]) -> abi.Layer:
-    """The layer's struct; it keeps those of its matrices alive."""
+class Again:
+    """Further calls by ids like one before: as many rows of the same type, the weights where they were.
+
+    Between two layers of a model everything else has left the caches, the interpreter's own data too: what a call
+    looks at is what it waits for. So this looks at little, and each call has a copy of the struct of the first.
+    """
+
+    def __init__(self, native: Library, plan: CpuPlan, x: Tensor, weights: Mapping[str, Packed]) -> None:
+        problem = plan.problem
+        self.native, (self.layer, self.matrices) = native, _structs(plan, weights)
+        self.tokens = x.numel() // problem.hidden
+        self.shape, self.slots, self.dtype = (self.tokens, problem.hidden), (self.tokens, problem.top_k), x.dtype
+        codes = [packed["codes"] for packed in weights.values()]
+        self.first, self.last = codes[0], codes[-1]
+        self.at = self.first.data_ptr(), self.last.data_ptr()
+        self.work = abi.Work(
+            0, 0, problem.hidden, problem.hidden, _float(x), _float(x), self.tokens, problem.top_k, 0, 0,
+            problem.weight_on_input, None, None, 1, int(plan.level), 0 if plan.tiles else -1,
+        )  # fmt: skip
+        self.needs: dict[int, int] = {}  # scratch memory by number of threads
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        if not (
+            x.shape == out.shape == self.shape
+            and ids.shape == weights.shape == self.slots
+            and x.dtype is out.dtype is self.dtype
+            and ids.dtype is torch.int32
+            and weights.dtype is torch.float32
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and ids.is_contiguous()
+            and weights.is_contiguous()
+            and x.is_cpu
+            and out.is_cpu
+            and ids.is_cpu
+            and weights.is_cpu
+            and (self.first.data_ptr(), self.last.data_ptr()) == self.at
+        ):
+            return False
+        work, threads = abi.Work.from_buffer_copy(self.work), torch.get_num_threads()
+        work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), threads
+        work.ids, work.weights = ids.data_ptr(), weights.data_ptr()
+        need = self.needs.get(threads)
+        if need is None:
+            need = self.needs[threads] = self.native.scratch_bytes(self.layer, work)
+        self.native.run(self.layer, work, need)
+        return True
+
+
+def _structs(plan: CpuPlan, weights: Mapping[str, Packed]) -> tuple[abi.Layer, list[abi.Matrix]]:
+    """The layer's struct, and those of its matrices, which it points to."""
     key = tuple(tensor.data_ptr() for packed in weights.values() for tensor in packed.values())
     known = plan.layers.get(key)
     if known is None:
         if len(plan.layers) >= _MOST_KEPT:
             plan.layers.clear()
         known = plan.layers[key] = _make_layer(plan.problem, plan.forms, weights)
-    return known[0]
+    return known
 
 
 def _make_layer(
@@ -117,6 +166,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _float(tensor: Tensor) -> int:
-    if tensor.dtype not in _FLOAT:
+    if tensor.dtype not in FLOAT:
         raise LaunchError("the CPU kernels take floats", expected="bfloat16, float16 or float32", got=tensor.dtype)
-    return _FLOAT[tensor.dtype]
+    return FLOAT[tensor.dtype]
