@@ -51,15 +51,19 @@ def forward_only(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, 
     that would go through the experts, or to `others`, their weights, is an error."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *others)):
         return _ForwardOnly.apply(layer, x, ids, weights, *others)  # type: ignore[no-any-return,no-untyped-call]
-    out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
+    return _compute(layer, x, ids, weights)
+
+
+def _compute(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """A model's router gives 64-bit ids and weights of its own type; with those of the kernels calls are short."""
+    out: Tensor = layer(x, topk_ids=ids.to(torch.int32), topk_weights=weights.to(torch.float32))
     return out
 
 
 class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, *others: Tensor) -> Tensor:
-        out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
-        return out
+        return _compute(layer, x, ids, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
