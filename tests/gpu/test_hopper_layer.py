@@ -138,6 +138,14 @@ def test_activations(activation: Activation, bias: bool, tokens: int) -> None:
     compare("mxfp4", "bf16", tokens, activation=activation, bias=bias)
 
 
+@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
+@pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
+def test_activations_of_whole_sums(activation: Activation, inputs: str) -> None:
+    """So many tiles that K is not split."""
+    intermediate = 2048 if activation.gated else 4096
+    compare("mxfp4", inputs, 5, activation=activation, bias=True, intermediate=intermediate)
+
+
 def test_act_order() -> None:
     compare("int4-g128", "bf16", 90, act_order=True)
     compare("int4-g128", "bf16", 1500, act_order=True)
@@ -146,6 +154,7 @@ def test_act_order() -> None:
 def test_weight_on_input() -> None:
     for tokens in (3, 90):
         compare("mxfp4", "bf16", tokens, top_k=1, weight_on_input=True, bias=True)
+    compare("mxfp4", "bf16", 8, top_k=1, weight_on_input=True, bias=True, intermediate=2048)
 
 
 def test_graph_capture_and_streams() -> None:

@@ -31,7 +31,7 @@ from colibri.backends.hopper.steps import steps
 from colibri.codec import dequantize
 from colibri.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from colibri.grammar import parse_activation
-from colibri.kernels import decode, rows
+from colibri.kernels import decode, epilogue, rows
 from colibri.layout import Packed, as_integer
 from colibri.problem import BATCHED, CONTIGUOUS, Device, Problem
 from colibri.testing.layers import layer_problem, plausible_weight, routing, worst_row
@@ -306,37 +306,94 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decoding does around its products, in the interpreter too."""
     for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
         monkeypatch.setattr(decode, name, stand_in, raising=False)
-    for name in ("sum_parts", "expert_of", "load_slices", "row_scale", "narrow", "held_layout"):
+    for name in ("sum_parts", "expert_of", "load_slices", "row_scale", "over_scale", "held_layout"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
 
 
-def keep_part(x: tl.tensor, out: tl.tensor, scales: tl.tensor, row: int, first: int, width: int) -> None:
+def keep_part(
+    x: tl.tensor, out: tl.tensor, scales: tl.tensor, row: int, first: int, width: int, SLICES: tl.constexpr
+) -> None:
     """A part where the test can see it."""
     scale = decode.row_scale(x + row * width, width)
-    part = decode.narrow(decode.load_slices(x + row * width, first, width, 16), scale)
-    place = tl.arange(0, 16).expand_dims(1) * 128 + tl.arange(0, 128).expand_dims(0)
+    part = decode.over_scale(decode.load_slices(x + row * width, first, width, SLICES), scale)
+    place = tl.arange(0, SLICES).expand_dims(1) * 128 + tl.arange(0, 128).expand_dims(0)
     tl.store(out + place, part)
     tl.store(scales + row, scale)
 
 
 @pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize("slices", [8, 16])
 @pytest.mark.parametrize("columns", [96, 288, 2048, 2080, 4128])
-def test_decoding_quantises_as_rows_are_prepared(columns: int) -> None:
+def test_decoding_quantises_as_rows_are_prepared(columns: int, slices: int) -> None:
     """Whoever multiplies a part of a row has all of its slices, and the numbers that `prepare_rows` writes."""
-    length, held = -(-columns // 128) * 128, 16 * 128
+    length, held = -(-columns // 128) * 128, slices * 128
     x = (torch.randn(3, columns) * torch.tensor([[1.0], [1e-3], [0.0]])).bfloat16()
-    wanted = torch.zeros(3, -(-length // held) * held, dtype=torch.uint8)  # zeros past the row's end
-    codes = torch.full((3, length), 0xFF, dtype=torch.uint8)
+    wanted = torch.zeros(3, -(-length // held) * held, dtype=torch.float8_e4m3fn)  # zeros past the row's end
+    codes = torch.full((3, length), float("nan")).to(torch.float8_e4m3fn)
     scales, wanted_scales = torch.full((3,), float("nan")), torch.full((3,), float("nan"))
-    prepare, w, narrow = rows.prepare_rows[(3,)], rowwise.power_of_two(length), codes.view(torch.float8_e4m3fn)
-    prepare(x, scales, scales, scales, scales, narrow, wanted_scales, columns, w, True, False, False, False, False)
+    prepare, w = rows.prepare_rows[(3,)], rowwise.power_of_two(length)
+    prepare(x, scales, scales, scales, scales, codes, wanted_scales, columns, w, True, False, False, False, False)
     wanted[:, :length] = codes
     keep = triton.jit(keep_part)
     for row, start in itertools.product(range(3), range(0, length, held)):
-        ours = torch.full((held,), 0xFF, dtype=torch.uint8)
-        keep[(1,)](x, ours.view(torch.float8_e4m3fn), scales, row, start // 128, columns)
-        assert torch.equal(ours, wanted[row, start : start + held])
+        ours = torch.full((held,), float("nan")).to(torch.float8_e4m3fn)
+        keep[(1,)](x, ours, scales, row, start // 128, columns, slices)
+        assert torch.equal(ours.float(), wanted[row, start : start + held].float())  # whatever a zero's sign
     assert torch.equal(scales, wanted_scales)
+
+
+def test_what_a_static_scale_cannot_hold_is_the_largest_number() -> None:
+    x = torch.tensor([[float("inf"), -float("inf"), 3e38, -3e38, 1.0, 0.0] + 122 * [0.5]])
+    codes, scales = torch.zeros(1, 128).to(torch.float8_e4m3fn), torch.zeros(1)
+    owners, given = torch.zeros(1, dtype=torch.int32), torch.tensor([0.01])
+    rows.prepare_rows[(1,)](x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, True, True)
+    found = codes.float().view(-1, 8, 4, 4).transpose(1, 2).reshape(-1)
+    assert found[:6].tolist() == [448, -448, 448, -448, 96, 0] and scales.item() == given.item()
+
+
+def finish(
+    out: tl.tensor, parts: tl.tensor, factors: tl.tensor, bias: tl.tensor, slot: int, e: int, unit: int, units: int,
+    columns: int, KIND: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr,
+) -> None:  # fmt: skip
+    """A unit of a row, finished from sums in registers, of whose columns seven of eight are nobody's, or from parts."""
+    limits = float("inf"), 1.0, 1.0
+    if WHOLE:
+        n, only = unit * 128 + tl.arange(0, 64), tl.arange(0, 8).expand_dims(0) == 0
+        halves = []
+        for first in (0, 64):
+            sums = tl.load(parts + slot * units * 128 + n + first).expand_dims(1)
+            halves.append(tl.where(only, sums, float("nan")))
+            halves[-1].type.layout = None
+        top, bottom = tl.load(factors + n), tl.load(factors + n + 64)
+        decode.finish_sums(out, *halves, top, bottom, bias, 0.7, slot, e, unit, units, columns, *limits, KIND,
+                           ACTIVATION, True)  # fmt: skip
+    else:
+        decode.finish_slot(out, parts, bias, 0.7, slot, e, unit, units, columns, *limits, 1, KIND, ACTIVATION, True)
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize(
+    ("kind", "activation", "columns"),
+    [("gated", "gelu", 120), ("ungated", "relu2_no_mul", 240), ("ungated", "gelu_no_mul", 160)],
+)
+def test_whole_sums_end_as_parts_do(monkeypatch: pytest.MonkeyPatch, kind: str, activation: str, columns: int) -> None:
+    monkeypatch.setattr(epilogue, "gl", Gluon())
+    for name in ("gate", "squash", "_gelu"):
+        monkeypatch.setattr(epilogue, name, vars(epilogue)[name].fn)
+    for name in ("gate", "squash", "finish_sums", "finish_slot"):
+        monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+    units, slots = 2, 3
+    parts, factors, bias = torch.randn(slots, 256), torch.rand(256) + 0.5, torch.randn(5, 256)
+    found = []
+    for whole, given in ((True, parts), (False, parts * factors)):
+        out = torch.full((slots + 1, columns), float("nan"), dtype=torch.bfloat16)
+        for slot, unit in itertools.product(range(slots), range(units)):
+            triton.jit(finish)[(1,)](
+                out, given, factors, bias, slot, 2 * slot % 5, unit, units, columns, kind, activation, whole
+            )
+        assert out[slots].isnan().all() and not out[:slots].isnan().any()
+        found.append(out[:slots])
+    assert torch.equal(*found)
 
 
 @pytest.mark.usefixtures("decoding")

@@ -14,6 +14,7 @@ import pytest
 
 from colibri.backends import registry
 from colibri.errors import CompileError
+from colibri.grammar import parse_activation
 from colibri.jit import compile as compiler
 from colibri.jit.build import binary, build_all
 from colibri.jit.cache import Cache
@@ -67,6 +68,30 @@ def test_the_widest_rows_have_kernels(columns: int, own: bool, tokens: int) -> N
     assert {"prepare_rows", "send_rows" if tokens > 256 else "dispatch_small"} <= {step.source.kernel for step in found}
     for step in found:
         check(binary(step.source), 1)
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8-static"])
+@pytest.mark.parametrize(
+    ("hidden", "experts", "top_k", "own"), [(2048, 512, 10, False), (4096, 512, 22, False), (8192, 1024, 8, True)]
+)
+def test_many_experts_have_kernels(
+    hidden: int, experts: int, top_k: int, own: bool, activations: str, tokens: int
+) -> None:
+    """Every program of a dispatch counts all ids: registers for those, too."""
+    layer = layer_problem("mxfp4", "bf16", hidden=hidden, intermediate=512, experts=experts, top_k=top_k)
+    layer = replace(layer, pre_scale=own, activations=parse_activation(activations))
+    found = [step for step in steps(make_plan(layer, tokens, decode=False)) if step.source.module.endswith("rows")]
+    assert {step.source.kernel for step in found} & {"dispatch_small", "send_rows"}
+    for step in found:
+        check(binary(step.source), 1)
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "fp8-block"])
+def test_few_tokens_keep_the_widest_rows(spec: str) -> None:
+    layer = layer_problem(spec, "fp8", hidden=1 << 15, intermediate=128, experts=8, top_k=2)
+    for step in steps(make_plan(layer, 1)):
+        check(binary(step.source), step.persistent)
 
 
 def test_the_shipped_set_compiles() -> None:

@@ -18,6 +18,7 @@ from colibri.bench.steady import Steady
 from colibri.bench.tuning import Journal, Layer, Search, plan_of
 from colibri.bench.workload import Batch
 from colibri.cli.main import app
+from colibri.kernels.forms import BF16, E2M1_CODE, E4M3, E4M3_CODE, E8M0_G32, NO_SCALE, Form
 from colibri.testing.layers import layer_problem
 from colibri.tune import hopper, search
 from colibri.tune.hopper import Rule
@@ -170,3 +171,32 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
     again = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     again.run(said.append)
     assert again.windows.asked == []  # type: ignore[attr-defined]
+
+
+def test_k_is_split_where_blocks_would_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = (Form(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
+    for form in (wide, narrow):
+        assert {hopper.split(form, tiles, 32) for tiles in (1, 198, 397, 594)} == {2}
+        assert {hopper.split(form, tiles, 32) for tiles in (199, 396, 595, 4000)} == {1}
+    monkeypatch.setattr(hopper, "larger_views", lambda: False)
+    assert hopper.split(narrow, 4000, 256) == 16 and hopper.split(wide, 4000, 256) == 1
+
+
+@pytest.mark.parametrize("larger", [True, False])
+@pytest.mark.parametrize("slices", [1, 16, 56, 256])
+def test_rows_that_are_kept_fit_beside_the_stages(monkeypatch: pytest.MonkeyPatch, slices: int, larger: bool) -> None:
+    """Whether slices lie over one another or not: as many blocks as planned find room on an SM."""
+    monkeypatch.setattr(hopper, "larger_views", lambda: larger)
+    hopper.decode_tile.cache_clear()
+    for code, scale, group in ((E2M1_CODE, E8M0_G32, 32), (E4M3_CODE, NO_SCALE, 0)):
+        form = Form(code, scale, group, E4M3)
+        parts = hopper.split(form, 4000, slices)
+        tile = hopper.decode_tile(form, slices, parts)
+        used = hopper.held_bytes(tile.held) + tile.stages * hopper.stage_bytes(form, 0, tile.slices)
+        assert tile.held * parts >= slices and tile.stages >= 2
+        assert tile.blocks * (used + hopper.RESERVED) <= hopper.SHARED_PER_SM
+    hopper.decode_tile.cache_clear()
+
+
+def test_buckets_are_all_there_are() -> None:
+    assert hopper.buckets(5000) == tuple(sorted({hopper.bucket(n) for n in range(1, 4097)} | {5120}))

@@ -1,10 +1,11 @@
 """The same product for a handful of tokens: a tile is one slot, ids are the tile list, nothing is sorted (Gluon).
 
-With few slots there are few tiles, so K is split over several blocks. Each writes its part in fp32; the last to
-arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes: the first
-product with the activation, the second with the weighted sum over a token's experts. Everyone waits for that last
-one, so it asks for all it needs at once. A layer is two launches. Where products take fp8 inputs each block quantises
-the row it multiplies, while its first weights are on their way: nobody waits for a row that another block quantises.
+With very few slots there are fewer tiles than blocks, so K is split over several. Each writes its part in fp32; the
+last to arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes them with
+the activation; whole sums are finished where they are. The second product's sums are parts in any case: of the weighted
+sum over a token's experts. Everyone waits for that last one, so it asks for all it needs at once. A layer is two
+launches. Where products take fp8 inputs each block quantises the row it multiplies, while its first weights are on
+their way: nobody waits for a row that another block quantises.
 
 Counters go back to zero by the hand that saw them full.
 """
@@ -126,7 +127,8 @@ def load_slices(x, first, width, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def narrow(part, scale):
+def over_scale(part, scale):
+    """As e4m3. Divisions: a branch for what `rows` does instead costs more here."""
     return gl.div_rn(part.to(gl.float32), scale).to(gl.float8e4nv)
 
 
@@ -141,7 +143,7 @@ def hold_row(x, xb, row, first, width, HELD: gl.constexpr):
         part = ahead
         if i + TOGETHER < HELD:
             ahead = load_slices(x, first + i + TOGETHER, width, TOGETHER)
-        store_slices(xb, narrow(part, scale), i, HELD)
+        store_slices(xb, over_scale(part, scale), i, HELD)
     fence_async_shared()
     barrier()
     return scale
@@ -266,7 +268,6 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
                DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup."""
-    NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND:
         wait_for_predecessor()
     let_successor_start()
@@ -297,7 +298,7 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
             if gl.atomic_add(counter, 1, sem="acq_rel") == SLOTS * SPLIT - 1:
                 gl.store(counter, 0)
                 finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT,
-                             SLOTS, BIAS, NARROW, WEIGHTED)  # fmt: skip
+                             SLOTS, BIAS, HELD > 0, WEIGHTED)  # fmt: skip
         elif WHOLE:
             if e >= 0:
                 finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
@@ -322,7 +323,7 @@ def slotwise(
     """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
 
     Rows come through `x_desc` as they are multiplied. HELD: they come from `x` (of `width` columns), a block quantises
-    and keeps so many slices of one, all of its part of K, and tells the scale to whoever finishes the slot.
+    and keeps so many slices of one, all of its part of K; a second product's tells the scale to whoever sums.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     if HELD > 0:

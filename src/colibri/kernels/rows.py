@@ -157,11 +157,12 @@ def _columns(width, W: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def divided(x, by):
+def _divided(x, by):
     """x / by, rounded once: a reciprocal, and what it misses put right twice, in half the time that divisions take.
 
     The reciprocal is the nearest number; then the first correction ends at a neighbour of x / by at most, and the
-    second at the nearest (Markstein's theorem), as long as nothing of what is missed is too small a number.
+    second at the nearest (Markstein's theorem), as long as nothing of what is missed is too small a number. For x that
+    are no larger than `by` times e4m3's largest: nothing overflows. Zeros lose their sign.
     """
     if (by > 2.0**-60) & (by < 2.0**60):
         reciprocal = tl.div_rn(1.0, by)
@@ -195,10 +196,11 @@ def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARRO
         value = row.to(tl.float32)
         if STATIC:
             scale = tl.load(given + e)
+            row = tl.div_rn(value, scale)
         else:
             scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
             scale = tl.where(scale > 0, scale, 1.0)
-        row = divided(value, scale)
+            row = _divided(value, scale)
     return row, scale
 
 

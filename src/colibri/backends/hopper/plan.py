@@ -150,7 +150,7 @@ def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...]
 
 def _slotwise(product: Product, slots: int) -> Product:
     """A tile for each slot."""
-    split = tune.split(slots * product.units)
+    split = tune.split(product.form, slots * product.units, product.slices)
     return replace(product, split=split, tiles=(tune.decode_tile(product.form, product.slices, split),))
 
 
@@ -175,7 +175,8 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if plan.decode:
         for name, product in (("parts13", plan.w13), ("parts2", plan.w2)):
             if product is not None:
-                held[name] = (slots * product.split, product.units * ROWS), torch.float32
+                whole = name == "parts13" and plan.w2 is not None and product.split == 1
+                held[name] = (0 if whole else slots * product.split, product.units * ROWS), torch.float32
     if plan.w2 is not None:
         held["h"] = (slots, problem.intermediate), problem.input.storage
     if plan.w2 is not None and plan.w2.narrow:

@@ -18,7 +18,7 @@ from colibri.backends.hopper.plan import (
 from colibri.backends.hopper.refs import CALL, Grid, Ref, Step, Value, scratch_ref
 from colibri.tune.hopper import power_of_two
 
-_FEW_IDS = 256, 512  # that every program of a dispatch looks at, where there are no more
+_FEW_IDS, _MOST_IDS = (256, 512), 4096  # that every program of the one launch for few tokens looks at
 _OWNERS = 1024  # rows a program finds the owners of
 
 
@@ -30,12 +30,15 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
         "H": power_of_two(row_width(plan.first, problem.hidden)), "TOP_K": top_k, **_treatment(plan.first),
         "OWNED": plan.owned, "WEIGHTED": problem.weight_on_input,
     }  # fmt: skip
-    if plan.tokens <= SMALL:
-        ids = next((few for few in _FEW_IDS if plan.slots <= few), max(1024, power_of_two(SMALL * top_k)))
+    if plan.tokens <= SMALL and plan.slots <= _MOST_IDS:
+        most = min(_MOST_IDS, max(1024, power_of_two(SMALL * top_k)))
+        ids = next(count for count in (*_FEW_IDS, most) if plan.slots <= count)
+        own = row["NARROW"] and (row["ORDERED"] or row["SCALED"] or row["STATIC"])
+        # Programs on an SM: with two, none waits for another to end. They need half the registers.
+        blocks = 2 if row["H"] <= 8192 and ids <= 2048 and not own else 1
         constants = {"R": ids, "P": max(16, power_of_two(top_k)), "E": experts, **row}
         names = ("ids x weights perm pre_scale given slots places owners out scales tiles counts tokens hidden "
                  "capacity experts")  # fmt: skip
-        blocks = 2 if row["H"] <= 8192 else 1  # on an SM: then none of the programs waits for another to end
         return [_rows(plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (m + 1, 1), blocks)]
     width = chunk(plan)
     return [
