@@ -12,6 +12,8 @@ from torch import Tensor
 
 from colibri.activation import Activation
 from colibri.backends import registry
+from colibri.backends.hopper import workspace
+from colibri.backends.hopper.plan import HopperPlan, scratch
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
 from colibri.grammar import parse_activation
 from colibri.problem import BATCHED, CONTIGUOUS, Problem
@@ -107,6 +109,26 @@ def test_single_linear(spec: str, activations: str, options: dict[str, object], 
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     mine = torch.ones(tokens, dtype=torch.bool, device="cuda")
     compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, mine)
+
+
+@pytest.mark.parametrize("exponent", [-90, -61, -20, 0, 20, 61, 90])
+def test_rows_are_quantised_as_torch_divides(exponent: int) -> None:
+    """Code for code: a kernel multiplies by the reciprocal of a row's scale and puts that right."""
+    problem, tokens = linear("mxfp4", "fp8", {}), 3000
+    backend, device = registry()["hopper"], torch.device("cuda", 0)
+    plan = backend.plan(problem, tokens, GPU)
+    assert isinstance(plan, HopperPlan) and not plan.decode
+    x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
+    call(
+        backend, problem, x.cuda(), Contiguous(torch.tensor([0, tokens], device="cuda")), packed(problem), problem.w13.n
+    )
+    held = workspace.buffer(device, torch.cuda.current_stream().cuda_stream, plan.workspace_bytes)
+    found = workspace.views(held, scratch(plan))
+    codes, scales = found["x"][:tokens].cpu().float(), found["x_scales"][:tokens].cpu()
+    codes = codes.view(tokens, -1, 8, 4, 4).transpose(2, 3).reshape(tokens, -1)  # columns in their own order
+    largest = x.float().abs().amax(1)
+    assert torch.equal(scales, largest / torch.full_like(largest, 448.0))
+    assert torch.equal(codes, (x.float() / scales.unsqueeze(1)).to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("options", [{}, {"pre_scale": True}, {"top_k": 1, "weight_on_input": True}])
