@@ -101,8 +101,10 @@ def matrix() -> Iterator[Case]:
         yield Case("int4-g128", tokens=tokens, act_order=True)
         yield from (Case(activations=act, tokens=tokens, dispatch=form)
                     for act in ("bf16", "fp8") for form in ("contiguous", "batched"))  # fmt: skip
-    wide = Case(tokens=16, experts=2, hidden=1664, intermediate=832)  # enough tiles that K is not split
-    yield from (wide, replace(wide, activations="fp8"))
+    wide = Case(tokens=16, experts=2, hidden=1536, intermediate=768)  # as many tiles as blocks: K is not split
+    for whole in (wide, replace(wide, activations="fp8")):
+        yield from (whole, replace(whole, bias=True, activation="swigluoai"))
+        yield replace(whole, bias=True, activation="relu2_no_mul", intermediate=1536)
     for activations in ("bf16", "fp8"):
         every = Case(activations=activations)
         yield replace(every, tokens=20, experts=16)  # the fewest rows an expert has: the smallest tiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from hazards import Place, count, explain, findings
 from phases import meetings
-from sanitize import Case, clean, judged
+from sanitize import Case, accepted, clean, judged, problem_of
+
+from colibri.backends.hopper.plan import make_plan
 
 # What the assembler made of a decode kernel, less what neither branches nor touches shared memory.
 CODE = """
@@ -163,3 +166,14 @@ def test_a_process_that_got_no_case_does_not_count() -> None:
     assert judged("racecheck", [crashed], [Case()])["verdict"] == "NOT FINISHED"
     assert judged("racecheck", [{**ran, "handed_over": 0, "other": 1}, late], [Case()])["verdict"] == "FOUND"
     assert not clean(crashed) and not clean({**ran, "handed_over": 0})
+
+
+def test_the_matrix_reaches_whole_sums_and_parts() -> None:
+    """Few tokens: whether K is split depends on sizes and on a rule that may change."""
+    found = set()
+    for case in accepted()[0]:
+        plan = make_plan(problem_of(case), case.rows)
+        if plan.decode and plan.w2 is not None:
+            found.add((plan.first.narrow, plan.first.split > 1, plan.problem.activation.gated, case.bias))
+    assert {(narrow, parts, gated) for narrow, parts, gated, _ in found} == set(product((True, False), repeat=3))
+    assert {(narrow, parts) for narrow, parts, _, bias in found if bias} == set(product((True, False), repeat=2))
