@@ -173,29 +173,25 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
     assert again.windows.asked == []  # type: ignore[attr-defined]
 
 
-def test_k_is_split_where_blocks_would_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_is_split_where_blocks_would_have_nothing_to_do() -> None:
     wide, narrow = (Form(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
     for form in (wide, narrow):
         assert {hopper.split(form, tiles, 32) for tiles in (1, 198, 397, 594)} == {2}
         assert {hopper.split(form, tiles, 32) for tiles in (199, 396, 595, 4000)} == {1}
-    monkeypatch.setattr(hopper, "larger_views", lambda: False)
-    assert hopper.split(narrow, 4000, 256) == 16 and hopper.split(wide, 4000, 256) == 1
+    assert hopper.split(narrow, 4000, 256) == 2 and hopper.split(wide, 4000, 512) == 1  # rows too wide to keep
 
 
-@pytest.mark.parametrize("larger", [True, False])
-@pytest.mark.parametrize("slices", [1, 16, 56, 256])
-def test_rows_that_are_kept_fit_beside_the_stages(monkeypatch: pytest.MonkeyPatch, slices: int, larger: bool) -> None:
-    """Whether slices lie over one another or not: as many blocks as planned find room on an SM."""
-    monkeypatch.setattr(hopper, "larger_views", lambda: larger)
-    hopper.decode_tile.cache_clear()
+@pytest.mark.parametrize("slices", [1, 16, 56, 128, 256])
+def test_rows_that_are_kept_fit_beside_the_stages(slices: int) -> None:
+    """With slices one over the other as many blocks as planned find room on an SM; with newer Tritons one does."""
     for code, scale, group in ((E2M1_CODE, E8M0_G32, 32), (E4M3_CODE, NO_SCALE, 0)):
         form = Form(code, scale, group, E4M3)
         parts = hopper.split(form, 4000, slices)
         tile = hopper.decode_tile(form, slices, parts)
-        used = hopper.held_bytes(tile.held) + tile.stages * hopper.stage_bytes(form, 0, tile.slices)
+        stages = tile.stages * hopper.stage_bytes(form, 0, tile.slices) + hopper.RESERVED
         assert tile.held * parts >= slices and tile.stages >= 2
-        assert tile.blocks * (used + hopper.RESERVED) <= hopper.SHARED_PER_SM
-    hopper.decode_tile.cache_clear()
+        assert tile.blocks * (stages + 128 * (tile.held + 8)) <= hopper.SHARED_PER_SM
+        assert stages + 8 * 128 * tile.held <= hopper.SHARED_PER_SM
 
 
 def test_buckets_are_all_there_are() -> None:

@@ -2,12 +2,12 @@
 
 Built and measured with 3.6; 3.7, 3.8 and 3.9 compile the same sources through `renamed`, but for one: the assembler
 of 3.9 spills registers in the product of 128 tokens with fp8 inputs, which is refused. From 3.8 on an fp8 row that a
-block keeps takes eight times the room, so few tokens are slower. Older ones lack Gluon's Hopper layouts.
+block of few tokens keeps takes eight times the room, so that fewer blocks share an SM. Older ones lack Gluon's Hopper
+layouts.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST = (3, 6)
@@ -29,11 +29,3 @@ def problem() -> str | None:
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         return f"Triton {found} is too old"
     return None
-
-
-@cache
-def larger_views() -> bool:
-    """Whether a part of a buffer may be seen as a larger one: tokens then lie in powers of two, else in boxes of one
-    copy, and slices of a row may overlap."""
-    found = triton_version()
-    return found is None or tuple(int(part) for part in found.split(".")[:2]) < (3, 8)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton import __version__
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
-
-from colibri.kernels.compat import larger_views
 
 _LANGUAGE, _COPIES = vars(gl), vars(tma)
 
 barrier = _LANGUAGE["barrier" if "barrier" in _LANGUAGE else "thread_barrier"]
 copy_tile = _COPIES["async_load" if "async_load" in _COPIES else "async_copy_global_to_shared"]
 
-LARGER_VIEWS = larger_views()
+# Whether a part of a buffer may be seen as a larger one: tokens then lie in powers of two, else in boxes of one copy.
+LARGER_VIEWS = tuple(int(part) for part in __version__.split(".")[:2]) < (3, 8)
 
 
 @builtin  # type: ignore[untyped-decorator]

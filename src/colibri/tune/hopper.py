@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from colibri.kernels.compat import larger_views
 from colibri.kernels.forms import E4M3, Form
 
 SHARED_PER_SM = 228 * 1024
@@ -23,7 +22,9 @@ _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # on an SM, with few tokens
 _RESIDENT = _DECODE_BLOCKS * 132
-_MOST_HELD = 16  # slices of an fp8 row that a block of few tokens keeps where each takes the room of eight
+_MOST_HELD = (
+    128  # slices of an fp8 row that a block of few tokens keeps: they fit even where each takes the room of eight
+)
 MOST_PROMOTED = 96
 # Token tile: (slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {
@@ -142,22 +143,15 @@ def decode_tile(form: Form, slices: int, split: int) -> Tile:
     narrow = form.activations == E4M3
     together = (2 if narrow else 4) * 4 // form.bits
     held = max(8, power_of_two(-(-slices // (split * together)) * together)) if narrow else 0
-    room = SHARED_PER_SM // _DECODE_BLOCKS - RESERVED - _BARRIERS - held_bytes(held)
+    room = SHARED_PER_SM // _DECODE_BLOCKS - RESERVED - _BARRIERS - (held + 8) * 128 * narrow
     stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if narrow else 8, together))
     return Tile(8, stages, together, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], held=held)
-
-
-def held_bytes(slices: int) -> int:
-    """Shared memory of slices that a block keeps: one over the other, or each with the room of eight tokens."""
-    if slices == 0:
-        return 0
-    return 128 * (slices + 8 if larger_views() else 8 * slices)
 
 
 def split(form: Form, tiles: int, slices: int) -> int:
     """Parts of K for so many tiles: two where one would leave many blocks without work in their last turn, and as many
     as make a block's part of an fp8 row fit."""
-    least = -(-slices // _MOST_HELD) if form.activations == E4M3 and not larger_views() else 1
+    least = -(-slices // _MOST_HELD) if form.activations == E4M3 else 1
     return max(least, 2 if _busy(2 * tiles) > 1.25 * _busy(tiles) else 1)
 
 
