@@ -223,7 +223,7 @@ def _starting() -> str:
         clean = [verdict["tool"] for verdict in checked["verdicts"] if verdict["verdict"] == "clean"]
         lines.append(
             f"compute-sanitizer on {len(checked['cases'])} small layers that reach every branch of the kernels: "
-            f"{', '.join(clean) or 'no tool'} clean ({source('sanitize')})."
+            f"{', '.join(clean) or 'no tool'} clean at {checked['commit'][:7]} ({source('sanitize')})."
         )
     return "\n".join(lines) + "\n"
 

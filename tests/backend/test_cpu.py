@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -131,15 +132,13 @@ def test_threads_do_not_change_bits(level: Level) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_two_layers_from_two_threads_at_once(level: Level) -> None:
-    layers = [work("int4-g32", "bf16", 40), work("mxfp4", "int8", 40)]
-    alone = [layer.run(Cpu(level)) for layer in layers]
+def repeat_at_once(call: Callable[[int], Tensor], alone: list[Tensor], times: int) -> None:
+    """Two threads, each with its own number: every result is the one that the call gave alone."""
     together: list[list[Tensor]] = [[], []]
 
     def repeat(which: int) -> None:
-        for _ in range(8):
-            together[which].append(layers[which].run(Cpu(level)))
+        for _ in range(times):
+            together[which].append(call(which))
 
     threads = [threading.Thread(target=repeat, args=(which,)) for which in (0, 1)]
     for thread in threads:
@@ -147,8 +146,15 @@ def test_two_layers_from_two_threads_at_once(level: Level) -> None:
     for thread in threads:
         thread.join()
     for which in (0, 1):
-        assert len(together[which]) == 8
+        assert len(together[which]) == times
         assert all(torch.equal(result, alone[which]) for result in together[which])
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_two_layers_from_two_threads_at_once(level: Level) -> None:
+    layers = [work("int4-g32", "bf16", 40), work("mxfp4", "int8", 40)]
+    alone = [layer.run(Cpu(level)) for layer in layers]
+    repeat_at_once(lambda which: layers[which].run(Cpu(level)), alone, 8)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -238,20 +244,7 @@ def test_one_layer_from_two_threads_at_once(slow: list[int]) -> None:
     layer, ids, weights = module(made), made.batch.ids, made.batch.weights
     inputs = [made.batch.x, made.batch.x.flip(0).contiguous()]
     alone = [layer(x, topk_ids=ids, topk_weights=weights) for x in inputs]
-    together: list[list[Tensor]] = [[], []]
-
-    def repeat(which: int) -> None:
-        for _ in range(40):
-            together[which].append(layer(inputs[which], topk_ids=ids, topk_weights=weights))
-
-    threads = [threading.Thread(target=repeat, args=(which,)) for which in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for which in (0, 1):
-        assert len(together[which]) == 40
-        assert all(torch.equal(result, alone[which]) for result in together[which])
+    repeat_at_once(lambda which: layer(inputs[which], topk_ids=ids, topk_weights=weights), alone, 40)
     assert slow == [5]
 
 

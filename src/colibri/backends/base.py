@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from colibri.dispatch import Dispatch
@@ -55,6 +56,29 @@ class Plan:
     def __deepcopy__(self, memo: object) -> Plan:
         """A value: a copied layer computes by the same one."""
         return self
+
+
+def fits(
+    x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, shape: tuple[int, int], slots: tuple[int, int],
+    dtype: torch.dtype, home: int,
+) -> bool:  # fmt: skip
+    """Whether a call by ids comes just as kernels take it: rows of this shape and type, 32-bit ids and weights for the
+    slots, all dense and on one device (as `get_device` says it).
+
+    This is the way of every layer's every call, so it is one expression and says nothing.
+    """
+    return (
+        x.shape == out.shape == shape
+        and ids.shape == weights.shape == slots
+        and x.dtype is out.dtype is dtype
+        and ids.dtype is torch.int32
+        and weights.dtype is torch.float32
+        and x.is_contiguous()
+        and out.is_contiguous()
+        and ids.is_contiguous()
+        and weights.is_contiguous()
+        and x.get_device() == out.get_device() == ids.get_device() == weights.get_device() == home
+    )
 
 
 class Backend(ABC):

@@ -22,9 +22,7 @@ _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # on an SM, with few tokens
 _RESIDENT = _DECODE_BLOCKS * 132
-_MOST_HELD = (
-    128  # slices of an fp8 row that a block of few tokens keeps: they fit even where each takes the room of eight
-)
+_MOST_HELD = 128  # slices of an fp8 row that a block of few tokens keeps: fit even with the room of eight for each
 MOST_PROMOTED = 96
 # Token tile: (slices in a stage for 16-bit and for fp8 activations, blocks on an SM).
 _SHAPES = {

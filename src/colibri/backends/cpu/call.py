@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from colibri.backends.base import fits
 from colibri.backends.cpu.form import Form
 from colibri.backends.cpu.plan import CpuPlan
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
@@ -21,6 +22,7 @@ from colibri.native import Library, abi
 from colibri.problem import Problem
 
 FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
+_HERE = -1  # what a tensor on the CPU says its device is
 _MOST_KEPT = 64  # layers of one plan: more means that tensors keep moving
 
 
@@ -70,21 +72,9 @@ class Again:
         self.needs: dict[int, int] = {}  # scratch memory by number of threads
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        if not (
-            x.shape == out.shape == self.shape
-            and ids.shape == weights.shape == self.slots
-            and x.dtype is out.dtype is self.dtype
-            and ids.dtype is torch.int32
-            and weights.dtype is torch.float32
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and ids.is_contiguous()
-            and weights.is_contiguous()
-            and x.is_cpu
-            and out.is_cpu
-            and ids.is_cpu
-            and weights.is_cpu
-            and (self.first.data_ptr(), self.last.data_ptr()) == self.at
+        if not fits(x, ids, weights, out, self.shape, self.slots, self.dtype, _HERE) or self.at != (
+            self.first.data_ptr(),
+            self.last.data_ptr(),
         ):
             return False
         work, threads = abi.Work.from_buffer_copy(self.work), torch.get_num_threads()

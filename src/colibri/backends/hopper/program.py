@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from colibri.backends.base import fits
 from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
@@ -79,29 +80,14 @@ class Program:
     def run_indexed(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
         """`run` for tensors that are just as the kernels take them; False, and nothing done, where one is not.
 
-        This is the way of every layer's every call, so it is one expression and says nothing; the backend says
-        what was wrong.
+        The backend says what was wrong.
         """
-        shape, wide, home = x.shape, self.wide, self.home
-        tokens = shape[0]
-        slots = (tokens, self.top_k)
+        tokens = x.shape[0]
         at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
         if not (
             0 < tokens <= self.most
-            and shape == (tokens, self.hidden)
-            and out.shape == shape
-            and ids.shape == slots
-            and weights.shape == slots
-            and x.dtype is wide
-            and out.dtype is wide
-            and ids.dtype is torch.int32
-            and weights.dtype is torch.float32
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and ids.is_contiguous()
-            and weights.is_contiguous()
+            and fits(x, ids, weights, out, (tokens, self.hidden), (tokens, self.top_k), self.wide, self.home)
             and not (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT
-            and x.get_device() == out.get_device() == ids.get_device() == weights.get_device() == home
         ):
             return False
         with self.lock:
