@@ -20,6 +20,7 @@ from colibri.backends.reference import BACKEND as REFERENCE
 from colibri.bench.workload import Weights, batches
 from colibri.dispatch import Contiguous, Indexed
 from colibri.dtypes import CODEBOOK
+from colibri.errors import LaunchError
 from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
 from colibri.layer import RoutedExperts
 from colibri.layout import MatrixShape
@@ -236,6 +237,19 @@ def test_what_does_not_fit_the_short_way_goes_the_long_one(slow: list[int], what
     slow.clear()
     got = layer(x, topk_ids=ids, topk_weights=weights, out=out)
     assert slow == [5] and torch.equal(got.to(want.dtype), want)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
+def test_tensors_without_memory_are_never_computed_with(name: str) -> None:
+    made = work("int4-g32", "bf16", 5)
+    layer = module(made)
+    given = {"x": made.batch.x, "topk_ids": made.batch.ids, "topk_weights": made.batch.weights}
+    given["out"] = torch.zeros_like(made.batch.x)
+    for _ in range(2):
+        layer(**given)
+    given[name] = given[name].to("meta")
+    with pytest.raises(LaunchError):
+        layer(**given)
 
 
 def test_one_layer_from_two_threads_at_once(slow: list[int]) -> None:

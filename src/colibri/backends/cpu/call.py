@@ -22,7 +22,7 @@ from colibri.native import Library, abi
 from colibri.problem import Problem
 
 FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
-_HERE = -1  # what a tensor on the CPU says its device is
+_NO_GPU = -1  # what tensors on the CPU say their device is; those that have no memory at all, too
 _MOST_KEPT = 64  # layers of one plan: more means that tensors keep moving
 
 
@@ -72,9 +72,13 @@ class Again:
         self.needs: dict[int, int] = {}  # scratch memory by number of threads
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        if not fits(x, ids, weights, out, self.shape, self.slots, self.dtype, _HERE) or self.at != (
-            self.first.data_ptr(),
-            self.last.data_ptr(),
+        if not (
+            fits(x, ids, weights, out, self.shape, self.slots, self.dtype, _NO_GPU)
+            and x.is_cpu
+            and out.is_cpu
+            and ids.is_cpu
+            and weights.is_cpu
+            and (self.first.data_ptr(), self.last.data_ptr()) == self.at
         ):
             return False
         work, threads = abi.Work.from_buffer_copy(self.work), torch.get_num_threads()
