@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from colibri.backends.hopper import workspace
+from colibri.backends.hopper.plan import scratch
+from colibri.backends.hopper.program import Program
 from colibri.backends.hopper.steps import steps
 from colibri.bench.report import Work
 from colibri.bench.steady import PRODUCT, Windows
@@ -14,13 +17,17 @@ from colibri.jit.driver import Launch
 from colibri.testing.layers import Layer
 
 
-def bound_steps(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, bool, Launch]]:
-    """The launches of a call: what each is, whether it is a product, and the launch."""
+def bound(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:
+    """The program of a call that was made."""
     with torch.cuda.stream(windows.stream):
         layer(b.x, Indexed(b.ids, b.weights), out)
         torch.cuda.synchronize()
     mine = [p for key, p in layer.backend._programs.items() if windows.stream.cuda_stream in key]
-    program = next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
+    return next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
+
+
+def bound_steps(program: Program) -> list[tuple[str, bool, Launch]]:
+    """The launches of a call: what each is, whether it is a product, and the launch."""
     found = []
     for step, launch in zip(steps(program.plan), program.launches):
         constants = dict(step.source.constants)
@@ -30,12 +37,20 @@ def bound_steps(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> 
     return found
 
 
+def untaken(program: Program) -> Call:
+    """Gives all tiles back: the dispatch does in a call, and products that are launched alone find none left."""
+    taken = workspace.views(program.memory, scratch(program.plan))["counts"].view(4, 4)[:, 1:]
+    return lambda: taken.zero_()
+
+
 def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict[str, Call]) -> dict:
     """Our products alone, launched as the layer launches them, in turns with a dense product of such inputs."""
-    launches = [launch for _, product, launch in bound_steps(layer, b, out, windows) if product]
+    program = bound(layer, b, out, windows)
+    again, launches = untaken(program), [launch for _, product, launch in bound_steps(program) if product]
     kind = "fp8" if layer.problem.activations.spec.quantized else "bf16"
 
     def products() -> None:
+        again()
         stream = torch.cuda.current_stream().cuda_stream
         for launch in launches:
             launch(stream)
@@ -50,10 +65,17 @@ def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Wi
 
 def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
     """Each launch of the program alone, in windows of its own."""
-    found = []
-    for label, _, launch in bound_steps(layer, b, out, windows):
+    program, found = bound(layer, b, out, windows), []
+    again = untaken(program)
+    for label, product, launch in bound_steps(program):
         dependent, launch.config.count = launch.config.count, 0
-        took = windows.measure({label: [lambda launch=launch: launch(torch.cuda.current_stream().cuda_stream)]})
+
+        def alone(launch: Launch = launch, product: bool = product) -> None:
+            if product and not program.plan.decode:
+                again()
+            launch(torch.cuda.current_stream().cuda_stream)
+
+        took = windows.measure({label: [alone]})
         launch.config.count = dependent
         found.append((label, round(took[label].median, 2)))
     return found

@@ -32,6 +32,7 @@ SPECS = [
 
 BATCHES = [3, 70, 600]
 TILES = [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000]
+FLAT = {"hidden": 128, "intermediate": 4096, "experts": 64}  # thousands of tiles of one stage
 SIZES = [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)]
 FUNCTIONS = [
     Activation("silu"),
@@ -70,6 +71,7 @@ def plans() -> Iterator[tuple[Problem, int]]:
         for hidden, intermediate in SIZES:
             sizes = {"hidden": hidden, "intermediate": intermediate}
             yield from ((pose("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
+        yield from ((pose("mxfp4", inputs, **FLAT), tokens) for tokens in (100, 1000))
     yield from ((pose("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
     for bias in (False, True):
         for tokens in (3, 90):
@@ -116,6 +118,13 @@ def test_every_form(spec: str, activations: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", TILES)
 def test_every_tile_class(tokens: int, activations: str) -> None:
     compare("mxfp4", activations, tokens)
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [100, 1000])
+def test_many_tiles_for_a_block(tokens: int, activations: str) -> None:
+    """One that loads is then as many tiles ahead of those that multiply as it has stages."""
+    compare("mxfp4", activations, tokens, **FLAT)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)

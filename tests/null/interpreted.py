@@ -121,9 +121,11 @@ class Machine:
         name, width = refs["w_desc"].owner, refs["x_desc"].mapped
         x, out = self.tensor(refs["x_desc"]).view(-1, width), self.tensor(refs["out"]).view(-1, values["columns"])
         tiles, count = self.tensor(refs["tiles"]).view(-1, 4), int(self.tensor(refs["tile_count"])[0])
+        taken = self.tensor(refs["taken"])
+        assert taken[0] == 0  # nobody else's, and given back by the dispatch
+        taken[0] += count
         size = dict(step.source.constants)["TOKENS"]
-        for expert, row, packed, _ in tiles[:count].tolist():
-            number = packed & 511
+        for expert, row, number, _ in tiles[:count].tolist():
             assert 0 < number <= size
             scales = self.tensor(refs["token_scales"])[row : row + number]
             result = self._product(step, name, expert, x[row : row + number], scales)

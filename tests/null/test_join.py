@@ -100,7 +100,7 @@ def test_kernels_multiply_all_their_tokens_at_once(spec: str, activations: str, 
     from colibri.tune.hopper import Rule
 
     problem = layer_problem(spec, activations, hidden=256, intermediate=256, experts=4, top_k=2)
-    plan = make_plan(problem, 400, Rule((tokens,), False, False), decode=False)
+    plan = make_plan(problem, 400, Rule((tokens,), False), decode=False)
     found = set()
     for source in {step.source for step in steps(plan) if step.source.kernel == "grouped"}:
         cubin = binary(source).cubin

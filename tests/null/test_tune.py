@@ -24,7 +24,7 @@ from colibri.tune import hopper, search
 from colibri.tune.hopper import Rule
 from colibri.tune.search import Candidate, Cell
 
-FLAGS = Rule((16, 8), True, False)
+FLAGS = Rule((16, 8), True)
 SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6}
 
 
@@ -38,7 +38,7 @@ def test_candidates_fit_the_rows() -> None:
     assert max(c.rule.sizes[0] for c in few if c.rule) <= 24
     assert min(c.rule.sizes[0] for c in many if c.rule) == 128
     assert all(c.rule.overlap for c in few if c.rule)
-    assert len(search.second_round(FLAGS)) == 7 and Candidate(FLAGS) not in search.second_round(FLAGS)
+    assert len(search.second_round(FLAGS)) == 3 and Candidate(FLAGS) not in search.second_round(FLAGS)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 256, 4096, 16384])
@@ -50,23 +50,23 @@ def test_there_is_always_something_to_try(tokens: int) -> None:
 
 def test_the_winner_is_good_for_all_layers() -> None:
     """Best of neither, but never far behind."""
-    first, second, third = (Candidate(Rule(sizes, True, False)).name for sizes in ((16,), (32, 16), (48, 32, 16)))
+    first, second, third = (Candidate(Rule(sizes, True)).name for sizes in ((16,), (32, 16), (48, 32, 16)))
     cells = [cell(64, "a"), cell(64, "b")]
     times = {
         cells[0].name: {first: 100.0, second: 103.0, third: 150.0},
         cells[1].name: {first: 150.0, second: 103.0, third: 100.0},
     }
-    assert search.winners(cells, times)[search.WIDE] == {1.5: Rule((32, 16), True, False)}
+    assert search.winners(cells, times)[search.WIDE] == {1.5: Rule((32, 16), True)}
     del times[cells[1].name][second]  # it did not run there
     assert search.winners(cells, times)[search.WIDE][1.5].sizes == (16,)
 
 
 def test_rules_have_edges_midway_and_no_repetition() -> None:
-    small, large = Rule((16, 8), True, False), Rule((128, 96, 64), True, True)
+    small, large = Rule((16, 8), True), Rule((128, 96, 64), True, True)
     found = search.rules({1.0: small, 4.0: small, 64.0: large})
     assert found == [
-        {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "tokens_inner": False, "paired": False},
-        {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "tokens_inner": True, "paired": False},
+        {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "paired": False},
+        {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "paired": True},
     ]
 
 
@@ -86,7 +86,7 @@ def test_what_was_not_measured_stays() -> None:
     found = search.merge(data, [only], times, "a GPU", "today")
     (entry,) = found["16-bit"]
     assert entry == {
-        "rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "tokens_inner": True, "paired": False
+        "rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "paired": True
     }  # fmt: skip
     assert found["8-bit"] == data["8-bit"] and found["decode_slots"] == data["decode_slots"]
     assert (found["gpu"], found["measured"]) == ("a GPU", "today")
@@ -101,7 +101,7 @@ def test_a_candidate_s_plan_is_the_backend_s(activations: str) -> None:
     assert used.rule is not None
     same = plan_of(problem, 1024, Candidate(used.rule))
     assert [step.source for step in steps(same)] == [step.source for step in steps(used)]
-    other = plan_of(problem, 1024, Candidate(Rule((64, 32), True, False)))
+    other = plan_of(problem, 1024, Candidate(Rule((64, 32), True)))
     assert [tile.tokens for tile in other.product("w13").tiles] == [64, 32]
     assert not {s.source for s in steps(other)} <= {s.source for s in steps(used)}
     few = plan_of(problem, 4, Candidate())
@@ -161,13 +161,9 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
     hunt.run(said.append)
     (where,) = hunt.cells
     times, failed = hunt.journal.times[where.name], hunt.journal.failed[where.name]
-    assert (
-        search.best_of(times) == "32+16 overlap paired" and "32+16" in times and "32+16 overlap tokens_inner" in times
-    )
+    assert search.best_of(times) == "32+16 overlap paired" and "32+16" in times and "32+16 overlap" in times
     assert {why for name, why in failed.items() if name.startswith("24")} == {"another result"}
-    assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {
-        12.0: Rule((32, 16), True, False, paired=True)
-    }
+    assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {12.0: Rule((32, 16), True, paired=True)}
     again = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     again.run(said.append)
     assert again.windows.asked == []  # type: ignore[attr-defined]

@@ -5,8 +5,9 @@
 The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, tokens
 are B in swizzled shared memory. So a tile may have 8 tokens or 160, and one kernel serves decode and
 prefill. A CTA is one warpgroup that multiplies and one warp that feeds it through a ring of stages;
-two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tiles
-p, p + grid, ... of a list made on the device (`rows`), so the host never learns the routing.
+two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tile p of a list made on
+the device (`rows`), so the host never learns the routing, and then whichever is next: tiles in a fixed order would
+leave CTAs idle, because some SMs are slower than others. Which CTA computes a tile does not change its numbers.
 
 A tile is one unit (128 features) or two by some tokens, any multiple of 8. Tensors have powers of two of columns, so
 96 tokens are accumulators for 64 and for 32 (`multiply.widths`). Two units share the tokens they read: with few
@@ -51,30 +52,35 @@ def let_successor_start():
 
 
 @gluon.jit
-def tile_at(tiles, index, units, TOKENS_INNER: gl.constexpr):
-    """Tile number to (expert, unit, first row, rows).
-
-    A record of the list is (expert, first row, rows + 512 * tiles of the expert, the first of them). An
-    expert's tiles lie together, so with TOKENS_INNER all its token tiles meet one unit's weights in L2.
-    """
-    tile = index // units
-    unit = index % units
-    if TOKENS_INNER:
-        first = gl.load(tiles + tile * 4 + 3)
-        count = gl.load(tiles + tile * 4 + 2) >> 9
-        inner = index - first * units
-        unit = inner // count
-        tile = first + inner % count
-    record = tiles + tile * 4
-    return gl.load(record), unit, gl.load(record + 1), gl.load(record + 2) & 511
+def tile_at(tiles, index, units):
+    """Tile number to (expert, unit, first row, rows). An expert's tiles lie together: its weights are in L2."""
+    record = tiles + index // units * 4
+    return gl.load(record), index % units, gl.load(record + 1), gl.load(record + 2)
 
 
 @gluon.jit
-def feed(x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, units, slices, scale_blocks,
-         TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr,
-         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+def hand_over(turns, dealt, turn, index, TURNS: gl.constexpr):
+    """The feeding warp tells the others which tile it goes on with after its turn."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    turns.index(turn % TURNS).store(gl.full([1], index, gl.int32, ONE))
+    mbarrier.arrive(dealt.index(turn % TURNS), count=1)
+
+
+@gluon.jit
+def take_over(turns, dealt, turn, TURNS: gl.constexpr):
+    """The tile that follows a turn."""
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(dealt.index(turn % TURNS), (turn // TURNS) & 1)
+    return gl.max(turns.index(turn % TURNS).load(ALL), 0)
+
+
+@gluon.jit
+def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, turns, dealt, units, slices,
+         scale_blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
+         form: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
 
+    `taken` counts the tiles that were taken after the first ones; the next is asked for while this one is fed.
     PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
     then be older than the predecessor.
     """
@@ -90,7 +96,7 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, uni
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < count:
-            e, group, _, _ = tile_at(tiles, gl.program_id(0), groups, TOKENS_INNER)
+            e, group, _, _ = tile_at(tiles, gl.program_id(0), groups)
             ahead = gl.minimum(blocks, STAGES)
             for i in range(ahead):
                 mbarrier.expect(full.index(i), BYTES)
@@ -99,8 +105,10 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, uni
                                  slices, scale_blocks, SLICES, form)  # fmt: skip
         wait_for_predecessor()
     step = 0
-    for index in range(gl.program_id(0), count, gl.num_programs(0)):
-        e, group, row, _ = tile_at(tiles, index, groups, TOKENS_INNER)
+    index = gl.program_id(0)
+    while index < count:
+        following = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        e, group, row, _ = tile_at(tiles, index, groups)
         for block in range(blocks):
             stage = step % STAGES
             bar = full.index(stage)
@@ -115,6 +123,8 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, uni
                 for first in gl.static_range(0, TOKENS, BOX):
                     copy_tile(x_desc, [row + first, k], bar, tokens_at(xb, stage * SLICES + j, first, BOX, TOKENS))
             step += 1
+        hand_over(turns, dealt, step // blocks - 1, following, STAGES + 1)
+        index = following
 
 
 @gluon.jit
@@ -132,10 +142,10 @@ def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, r
 
 
 @gluon.jit
-def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, units,
-         slices, columns, limit, alpha, beta, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, turns, dealt,
+         units, slices, columns, limit, alpha, beta, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
          UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-         TOKENS_INNER: gl.constexpr, DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+         DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
     """The multiplying warpgroup: product and epilogue of every tile."""
     NARROW: gl.constexpr = dequant.narrow(form)
     if DEPEND == 1:
@@ -146,9 +156,10 @@ def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb,
     groups = units // UNITS
     count = gl.load(tile_count) * groups
     step = 0
-    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < count:
         sums, step = product_of(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, PROMOTE)
-        e, group, row, rows = tile_at(tiles, index, groups, TOKENS_INNER)
+        e, group, row, rows = tile_at(tiles, index, groups)
         for u in gl.static_range(UNITS):
             unit = group * UNITS + u
             at = (e * units + unit) * 128
@@ -157,17 +168,18 @@ def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb,
                 finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales,
                             row + before(TOKENS, i), rows - before(TOKENS, i), unit, columns, limit, alpha, beta,
                             width_at(TOKENS, i), KIND, ACTIVATION, BIAS, NARROW)  # fmt: skip
+        index = take_over(turns, dealt, step // blocks - 1, STAGES + 1)
     if DEPEND == 2:
         wait_for_predecessor()
 
 
 @gluon.jit
 def grouped(
-    x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, units, slices, scale_blocks,
-    columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
-    ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
-    KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, TOKENS_INNER: gl.constexpr,
-    DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+    x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices,
+    scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
+    ACT: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, DEPEND: gl.constexpr,
+    PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
@@ -187,13 +199,18 @@ def grouped(
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # A turn is read before the tile that follows it, and the feeder is at most all stages ahead.
+    turns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dealt = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(dealt.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
         (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full,
-                units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND, ACTIVATION,
-                BIAS, TOKENS_INNER, DEPEND, PROMOTE)),
-        (feed, (x_desc, w_desc, s_desc, tiles, tile_count, xb, wb, sb, empty, full, units, slices, scale_blocks,
-                TOKENS, STAGES, SLICES, UNITS, form, TOKENS_INNER, DEPEND, PREFETCH)),
+                turns, dealt, units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND,
+                ACTIVATION, BIAS, DEPEND, PROMOTE)),
+        (feed, (x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, turns, dealt, units,
+                slices, scale_blocks, TOKENS, STAGES, SLICES, UNITS, form, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -24,7 +24,8 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
     T3 > T0 is another thing: what little remains of an expert joins its last full tile, so that its weights
     are not read once more for a few rows.
 
-    A record is (expert, first row, rows + 512 * tiles of the expert in this list, the first of them).
+    A record is (expert, first row, rows, nothing). `counts` are four numbers a class: its tiles, and how many of them
+    the products have taken so far.
     """
     e = tl.arange(0, E)
     full = total // T0
@@ -45,14 +46,15 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
     kind = tl.where(rest == 0, -1, kind)
     n = full + (kind == 0).to(tl.int32)
     first = tl.cumsum(n, 0) - n
+    c = tl.arange(0, 16)
+    tl.store(counts + c, 0, mask=c % 4 > 0)
     tl.store(counts, tl.sum(n, 0))
     for i in range(tl.max(n, 0)):
         record = tiles + (first + i) * 4
         mine = i < n
         tl.store(record, e, mask=mine)
         tl.store(record + 1, start + i * T0, mask=mine)
-        tl.store(record + 2, tl.minimum(T0, total - i * T0) + n * 512, mask=mine)
-        tl.store(record + 3, first, mask=mine)
+        tl.store(record + 2, tl.minimum(T0, total - i * T0), mask=mine)
     for c in tl.static_range(1, 4):
         if (T1 if c == 1 else (T2 if c == 2 else T3)) > 0:
             mine = kind == c
@@ -61,8 +63,7 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
             tl.store(counts + 4 * c, tl.sum(mine.to(tl.int32), 0))
             tl.store(record, e, mask=mine)
             tl.store(record + 1, start + full * T0, mask=mine)
-            tl.store(record + 2, rest + 512, mask=mine)
-            tl.store(record + 3, first, mask=mine)
+            tl.store(record + 2, rest, mask=mine)
 
 
 @triton.jit

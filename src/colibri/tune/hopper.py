@@ -69,7 +69,6 @@ class Rule:
 
     sizes: tuple[int, ...]
     overlap: bool  # programmatic dependent launch
-    tokens_inner: bool
     paired: bool = False  # small tiles take two units where the matrix has an even number of them
 
 
@@ -85,7 +84,7 @@ def rule(activations: str, slots: int, experts: int) -> Rule:
     for entry in data()["8-bit" if activations == E4M3 else "16-bit"]:
         if entry["rows_up_to"] is None or rows <= entry["rows_up_to"]:
             paired = bool(entry.get("paired", False))
-            return Rule(tuple(entry["tiles"]), entry["overlap"], entry["tokens_inner"], paired)
+            return Rule(tuple(entry["tiles"]), entry["overlap"], paired)
     raise AssertionError("the last rule has no limit")
 
 

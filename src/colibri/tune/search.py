@@ -93,7 +93,7 @@ def parse(name: str) -> Candidate:
     if name == Candidate().name:
         return Candidate()
     sizes, *words = name.split()
-    rule = Rule(tuple(map(int, sizes.split("+"))), False, False)
+    rule = Rule(tuple(map(int, sizes.split("+"))), False)
     choice: dict[str, Any] = {flag: flag in words for flag in flags(rule)}
     return Candidate(replace(rule, **choice))
 

@@ -17,7 +17,7 @@ _REGISTERS = 65536  # of an SM
 
 
 def product(
-    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, tokens_inner: bool, depend: int,
+    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int,
     prefetch: bool, promote: bool,
 ) -> Source:  # fmt: skip
     """One product over one class of tiles."""
@@ -27,15 +27,15 @@ def product(
         ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
         ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         ("out", f"*{out}"),
-        *((name, "*i32" if name in ("slots", "tiles", "tile_count") else "*fp32")
-          for name in ("slots", "factors", "bias", "token_scales", "tiles", "tile_count")),
+        *((name, "*i32" if name in ("slots", "tiles", "tile_count", "taken") else "*fp32")
+          for name in ("slots", "factors", "bias", "token_scales", "tiles", "tile_count", "taken")),
         *((name, "i32") for name in ("units", "slices", "scale_blocks", "columns")),
         *((name, "fp32") for name in ("limit", "alpha", "beta")),
     ]  # fmt: skip
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "TOKENS": tile.tokens, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
-        "ACTIVATION": activation, "BIAS": bias, "TOKENS_INNER": tokens_inner, "DEPEND": depend, "PREFETCH": prefetch,
+        "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch,
         "PROMOTE": promote,
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")

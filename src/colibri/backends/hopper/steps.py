@@ -49,7 +49,6 @@ def _products(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kin
     for i, tile in enumerate(product.tiles):
         source = src.product(
             product.form, tile, problem.input.name, kind, "none" if finished else _title(plan), bias=shape.bias,
-            tokens_inner=plan.rule.tokens_inner,
             depend=(src.FIRST if i == 0 else src.LATER) if overlap else src.ALONE,
             prefetch=overlap and i == 0 and name == "w2", promote=product.promote,
         )  # fmt: skip
@@ -64,6 +63,7 @@ def _products(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kin
             "token_scales": scratch_ref(scales),
             "tiles": scratch_ref("tiles", 16 * first),
             "tile_count": scratch_ref("counts", 16 * i),
+            "taken": scratch_ref("counts", 16 * i + (4 if name == "w13" else 8)),
             "units": product.units,
             "slices": product.slices,
             "scale_blocks": product.scale_blocks,
