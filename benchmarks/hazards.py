@@ -20,7 +20,11 @@ PLACES = (
 )
 WATCHED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
 BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
-SHARED = re.compile(r"\b(LDS|STS|ATOMS|LDGSTS|UTMA|UBLK|SYNCS|[HQI]GMMA|(LD|ST|ATOM)\b)")  # may touch shared memory
+# What may touch shared memory in a role; whoever waits at an mbarrier only looks at it.
+SHARED = {
+    "Write": re.compile(r"\b(STS|ATOMS|LDGSTS|UTMA|UBLK|SYNCS\.(?!PHASECHK)|(ST|ATOM)\b)"),
+    "Read": re.compile(r"\b(LDS|ATOMS|UTMA|UBLK|SYNCS|[HQI]GMMA|(LD|ATOM)\b)"),
+}
 # By a thread, which barriers order, not by the copy engine; EXCH is how a thread makes an mbarrier.
 ACCESS = {"Write": re.compile(r"\b(STSM?|SYNCS\.EXCH)\b"), "Read": re.compile(r"\bLDSM?\b")}
 
@@ -75,7 +79,7 @@ def handed_over(places: list[Place], texts: Iterable[str]) -> bool:
     """Whether a finding's writes and reads are in order, in every form of the kernel that it can be of."""
     if {place.role for place in places} != {"Write", "Read"} or len({place.kernel for place in places}) > 1:
         return False
-    fitting = [text for text in texts if all(SHARED.search(instructions(text)[0].get(p.offset, "")) for p in places)]
+    fitting = [t for t in texts if all(SHARED[p.role].search(instructions(t)[0].get(p.offset, "")) for p in places)]
     return bool(fitting) and all(in_order(text, places) for text in fitting)
 
 
