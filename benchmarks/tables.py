@@ -100,7 +100,9 @@ def races() -> dict[str, dict[str, Any]]:
 
 def newest(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Every cell once, as the newest run has it that raced this peer, with the names of run and peer."""
-    rows = [row | {"run": name, "peer": next(iter(row["against"]))} for name, run in runs.items() for row in run["rows"]]
+    rows = [
+        row | {"run": name, "peer": next(iter(row["against"]))} for name, run in runs.items() for row in run["rows"]
+    ]
     cells = {(row["part"], row["peer"], row["tokens"]): row for row in rows}
     order = list(dict.fromkeys((row["peer"], row["part"]) for row in rows))
     return sorted(cells.values(), key=lambda row: (order.index((row["peer"], row["part"])), row["tokens"]))
@@ -223,7 +225,7 @@ def _starting() -> str:
             took.setdefault(f"{row['weights']} x {row['activations']}", {})[row["tokens"]] = among
         lines += [
             f"Host time of an eager call of {what} at {', '.join(map(str, by_tokens))} tokens: "
-            f"{', '.join(by_tokens.values())} µs, the median (and the range) of three processes ({source('host-time')})."
+            f"{', '.join(by_tokens.values())} µs, median (and range) of three processes ({source('host-time')})."
             for what, by_tokens in took.items()
         ]
     checked = record("sanitize")

@@ -80,7 +80,8 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, fu
          form: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
 
-    `taken` counts the tiles that were taken after the first ones; the next is asked for while this one is fed.
+    `taken` counts the tiles that were taken after the first ones. The next is asked for once this one's copies are
+    under way: the answer takes as long as a copy.
     PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
     then be older than the predecessor.
     """
@@ -107,7 +108,6 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, fu
     step = 0
     index = gl.program_id(0)
     while index < count:
-        following = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         e, group, row, _ = tile_at(tiles, index, groups)
         for block in range(blocks):
             stage = step % STAGES
@@ -123,8 +123,8 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, fu
                 for first in gl.static_range(0, TOKENS, BOX):
                     copy_tile(x_desc, [row + first, k], bar, tokens_at(xb, stage * SLICES + j, first, BOX, TOKENS))
             step += 1
-        hand_over(turns, dealt, step // blocks - 1, following, STAGES + 1)
-        index = following
+        index = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        hand_over(turns, dealt, step // blocks - 1, index, STAGES + 1)
 
 
 @gluon.jit

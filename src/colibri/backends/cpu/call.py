@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from colibri.backends.base import fits
+from colibri.backends.base import Fitting
 from colibri.backends.cpu.form import Form
 from colibri.backends.cpu.plan import CpuPlan
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
@@ -22,7 +22,6 @@ from colibri.native import Library, abi
 from colibri.problem import Problem
 
 FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
-_NO_GPU = -1  # what tensors on the CPU say their device is; those that have no memory at all, too
 _MOST_KEPT = 64  # layers of one plan: more means that tensors keep moving
 
 
@@ -61,7 +60,8 @@ class Again:
         problem = plan.problem
         self.native, (self.layer, self.matrices) = native, _structs(plan, weights)
         self.tokens = x.numel() // problem.hidden
-        self.shape, self.slots, self.dtype = (self.tokens, problem.hidden), (self.tokens, problem.top_k), x.dtype
+        rows, slots = (self.tokens, problem.hidden), (self.tokens, problem.top_k)
+        self.fitting = Fitting(rows, slots, x.dtype, torch.device("cpu"))
         codes = [packed["codes"] for packed in weights.values()]
         self.first, self.last = codes[0], codes[-1]
         self.at = self.first.data_ptr(), self.last.data_ptr()
@@ -72,14 +72,7 @@ class Again:
         self.needs: dict[int, int] = {}  # scratch memory by number of threads
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        if not (
-            fits(x, ids, weights, out, self.shape, self.slots, self.dtype, _NO_GPU)
-            and x.is_cpu
-            and out.is_cpu
-            and ids.is_cpu
-            and weights.is_cpu
-            and (self.first.data_ptr(), self.last.data_ptr()) == self.at
-        ):
+        if not (self.fitting(x, ids, weights, out) and (self.first.data_ptr(), self.last.data_ptr()) == self.at):
             return False
         work, threads = abi.Work.from_buffer_copy(self.work), torch.get_num_threads()
         work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), threads

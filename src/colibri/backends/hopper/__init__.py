@@ -58,10 +58,6 @@ class Hopper(Backend):
         if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
             with torch.cuda.device(index):
                 return self.run(plan, x, dispatch, weights, out)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        program = self._program(plan, stream, weights)
-        if program and isinstance(dispatch, Indexed) and program.run_indexed(x, dispatch.ids, dispatch.weights, out):
-            return out
         assert isinstance(plan, HopperPlan)
         wide = plan.problem.input.storage
         x, written = _densely(x.to(wide)), out
@@ -75,6 +71,8 @@ class Hopper(Backend):
             raise LaunchError("more tokens than the plan is for", expected=f"<= {plan.tokens}", got=tokens)
         if tokens == 0:
             return out
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        program = self._program(plan, stream, weights)
         if program is None:
             program = Program(plan, weights, x.device, stream)
             self._programs[self._key(plan, stream, weights)] = program
@@ -83,7 +81,7 @@ class Hopper(Backend):
 
     def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
         program = self._program(plan, torch._C._cuda_getCurrentRawStream(x.device.index or 0), weights)
-        return None if program is None else Again(program, weights)
+        return Again(program, x.shape[0], weights) if program and 0 < x.shape[0] <= plan.tokens else None
 
     def _program(self, plan: Plan, stream: int, weights: Mapping[str, Packed]) -> Program | None:
         return self._programs.get(self._key(plan, stream, weights))
@@ -115,23 +113,24 @@ def _copy(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
     return out.copy_(torch.where(owned.unsqueeze(-1), result.to(out.dtype), out))
 
 
-def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> dict[str, int]:
-    """Addresses of the caller's tensors; raises where they are not what the kernels take for granted."""
+def _call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> tuple[int, ...]:
+    """Addresses of the caller's tensors: x, out, and ids and weights, or edges; raises where they are not what the
+    kernels take for granted."""
     problem, wide = plan.problem, plan.problem.input.storage
     columns = problem.w13.n if problem.w2 is None else problem.w2.n
     for name, tensor, shape in (("x", x, (*x.shape[:-1], problem.hidden)), ("out", out, (*x.shape[:-1], columns))):
         if tensor.shape != shape:
             raise LaunchError(f"{name} does not fit", expected=list(shape), got=list(tensor.shape))
-    call: dict[str, int] = {}
+    at = []
     for name, tensor, dtype in (("x", x, wide), ("out", out, wide), *_dispatched(plan, x, dispatch)):
-        call[name] = tensor.data_ptr()
+        at.append(tensor.data_ptr())
         if tensor.dtype != dtype:
             raise LaunchError(f"{name} has another dtype", expected=dtype, got=tensor.dtype)
         if tensor.device != x.device:
             raise LaunchError(f"{name} is on another device", expected=x.device, got=tensor.device)
         if not tensor.is_contiguous():
             raise LaunchError("the kernels take contiguous tensors", got=name)
-    return call
+    return tuple(at)
 
 
 def _dispatched(plan: HopperPlan, x: Tensor, dispatch: Dispatch) -> tuple[tuple[str, Tensor, torch.dtype], ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from colibri.backends.base import fits
+from colibri.backends.base import Fitting
 from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
@@ -23,11 +23,11 @@ from colibri.jit.graph import Graph, available
 from colibri.jit.load import Matrix, encoded, prepare
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
-from colibri.problem import INDEXED
 from colibri.tune.hopper import graphed
 
 ALIGNMENT = 16  # bytes: addresses are multiples of it
 _MOST_MAPS = 64
+_NUMBERS = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3}  # of the caller's tensors
 
 
 class Program:
@@ -39,9 +39,7 @@ class Program:
         self.device, self.stream = device.index or 0, stream
         if device.type == "cuda":
             use_context(self.device)
-        self.home = self.device if device.type == "cuda" else -1  # as tensors say it
-        self.wide, self.hidden, self.top_k = plan.problem.input.storage, plan.problem.hidden, plan.problem.top_k
-        self.most = plan.tokens if plan.work == INDEXED else 0  # tokens of a call by ids
+        self.home, self.hidden = device, plan.problem.hidden
         self.lock = workspace.lock(device, stream)
         sizes = scratch(plan)
         self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
@@ -53,15 +51,16 @@ class Program:
             **packed,
         }
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.pointers: dict[str, list[ctypes.c_uint64]] = {}  # where the caller's tensors go, by name
+        self.pointers: list[tuple[int, ctypes.c_uint64]] = []  # where the caller's tensors go, by their number
         self.resizers: list[Callable[[int], None]] = []
         self.tokens = -1
-        self.at: tuple[int, ...] = ()  # addresses of the last call by ids
+        self.at: tuple[int, ...] = ()  # addresses of the last call
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
         self.known_maps: dict[tuple[int, int], list[bytes]] = {}  # by address and number of tokens
         found = steps(plan)
         self.called = {i for i, step in enumerate(found) if any(_called(value) for value in step.values.values())}
+        self.all_called = len(self.called) == len(found)
         self.launches = [self._bind(step, stream, tensors) for step in found]
         self.arguments = [launch.arguments for launch in self.launches]
         self.map_slots = [launch.map_slot(name) for launch, name in self.mapped]
@@ -71,31 +70,12 @@ class Program:
         self.stale: set[int] = set()  # launches that the graph has with other arguments
         self.anew = False  # whether this call changes all launches
 
-    def run(self, tokens: int, call: Mapping[str, int]) -> None:
-        """Launch for this call's tensors, by their addresses: "x", "out", and "ids" and "weights" or "edges"."""
-        with self.lock:
-            self._point(tokens, call)
-            self._launch()
-
-    def run_indexed(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        """`run` for tensors that are just as the kernels take them; False, and nothing done, where one is not.
-
-        The backend says what was wrong.
-        """
-        tokens = x.shape[0]
-        at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        if not (
-            0 < tokens <= self.most
-            and fits(x, ids, weights, out, (tokens, self.hidden), (tokens, self.top_k), self.wide, self.home)
-            and not (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT
-        ):
-            return False
+    def run(self, tokens: int, at: tuple[int, ...]) -> None:
+        """Launch for this call's tensors, by their addresses: x, out, and ids and weights, or edges."""
         with self.lock:
             if at != self.at or tokens != self.tokens:
-                self._point(tokens, {"x": at[0], "out": at[1], "ids": at[2], "weights": at[3]})
-                self.at = at
+                self._point(tokens, at)
             self._launch()
-        return True
 
     def _launch(self) -> None:
         try:
@@ -129,7 +109,7 @@ class Program:
         if code:
             launched(code)
 
-    def _point(self, tokens: int, call: Mapping[str, int]) -> None:
+    def _point(self, tokens: int, at: tuple[int, ...]) -> None:
         """Sizes and addresses into the launches' arguments."""
         if tokens != self.tokens:
             for resize in self.resizers:
@@ -140,16 +120,15 @@ class Program:
                 self.graph.resize()
         else:
             self.stale |= self.called
-            self.anew = len(self.called) == len(self.launches)
+            self.anew = self.all_called
         self.at = ()
-        for name, slots in self.pointers.items():
-            pointer = call[name]
-            for slot in slots:
-                slot.value = pointer
-        if self.mapped and self.mapped_at != (call["x"], tokens):
-            for map_slot, value in zip(self.map_slots, self._maps(call["x"], tokens)):
+        for number, slot in self.pointers:
+            slot.value = at[number]
+        if self.mapped and self.mapped_at != (at[0], tokens):
+            for map_slot, value in zip(self.map_slots, self._maps(at[0], tokens)):
                 map_slot.raw = value
-            self.mapped_at = (call["x"], tokens)
+            self.mapped_at = (at[0], tokens)
+        self.at = at
 
     def _maps(self, x: int, tokens: int) -> list[bytes]:
         """The tensor maps of an input, kept: allocators give the same addresses again and again."""
@@ -178,7 +157,7 @@ class Program:
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
                 self.mapped.append((launch, name))
             elif isinstance(value, Ref) and value.owner == CALL:
-                self.pointers.setdefault(value.name, []).append(launch.pointer_slot(name))
+                self.pointers.append((_NUMBERS[value.name], launch.pointer_slot(name)))
             elif callable(value):
                 self.resizers.append(_follow(launch.integer_slot(name), value))
         self.resizers.append(self._grid(launch, step))
@@ -195,22 +174,31 @@ class Program:
 
 
 class Again:
-    """Further calls like the one a program was bound in: on its stream, with the weights where they were."""
+    """Further calls like the one a program was bound in: as many tokens, on its stream, the weights where they were."""
 
-    def __init__(self, program: Program, weights: Mapping[str, Packed]) -> None:
-        self.program, self.device, self.stream = program, program.device, program.stream
+    def __init__(self, program: Program, tokens: int, weights: Mapping[str, Packed]) -> None:
+        self.program, self.device, self.stream, self.tokens = program, program.device, program.stream, tokens
+        problem = program.plan.problem
+        rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
+        self.fitting = Fitting(rows, slots, problem.input.storage, program.home)
         codes = [packed["codes"] for packed in weights.values()]
         self.first, self.last = codes[0], codes[-1]
         self.first_at, self.last_at = addresses((self.first, self.last))
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        return (
+        if not (
             torch._C._cuda_getDevice() == self.device
             and torch._C._cuda_getCurrentRawStream(self.device) == self.stream
             and self.first.data_ptr() == self.first_at
             and self.last.data_ptr() == self.last_at
-            and self.program.run_indexed(x, ids, weights, out)
-        )
+            and self.fitting(x, ids, weights, out)
+        ):
+            return False
+        at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        if (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT:
+            return False
+        self.program.run(self.tokens, at)
+        return True
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
