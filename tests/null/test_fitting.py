@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from colibri.backends.base import Fitting
 
@@ -43,7 +44,11 @@ def fresh() -> Fitting:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_only_what_kernels_take_fits(name: str) -> None:
+@pytest.mark.parametrize("guarded", [True, False])
+def test_only_what_kernels_take_fits(name: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch has no guards."""
+    if not guarded:
+        monkeypatch.delattr(guards, "TensorGuards")
     fitting = {way for way in WAYS if fresh()(*call(name, way))}
     assert fitting == {"as it is", "a copy", "a parameter"}
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo import guards
 
 from colibri.dispatch import Dispatch
 from colibri.layout import Layout, Packed
@@ -84,8 +84,10 @@ class Fitting:
 
 def _like(*tensors: Tensor) -> Callable[..., bool]:
     """Whether others are just like these."""
-    guards: Any = TensorGuards  # which its declaration does not describe
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    made: Any = vars(guards).get("TensorGuards")  # private: without them every call is looked at in full
+    if made is None:
+        return _unlike
+    check: Callable[..., bool] = made(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 

@@ -80,5 +80,5 @@ def _title(record: Mapping[str, Any]) -> str:
     return (
         f"{gpu}: reads {rates['read_gbs']:,.0f} GB/s, dense products {dense} TFLOP/s "
         f"over windows of {record['window_us'] / 1e3:.0f} ms; peers after their routing sort unless said"
-        + ("; the rates are the last run's, each cell is measured by those of its own" if record.get("several") else "")
+        + ("\nthe rates are the last run's, each cell is measured by those of its own" if record.get("several") else "")
     )
