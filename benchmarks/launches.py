@@ -64,7 +64,8 @@ def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Wi
 
 
 def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
-    """Each launch of the program alone, in windows of its own."""
+    """Each launch of the program alone, in windows of its own; those of products with a small one that gives the tiles
+    back."""
     program, found = bound(layer, b, out, windows), []
     again = untaken(program)
     for label, product, launch in bound_steps(program):

@@ -27,7 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from hazards import Forms, count, explain, findings
 
@@ -70,6 +72,7 @@ class Case:
     weight_on_input: bool = False
     pre_scale: bool = False
     linear: bool = False  # one matrix, no experts
+    processors: int = 0  # whose blocks compute it; 0: all that there are
 
     @property
     def rows(self) -> int:
@@ -105,6 +108,14 @@ def matrix() -> Iterator[Case]:
     for whole in (wide, replace(wide, activations="fp8")):
         yield from (whole, replace(whole, bias=True, activation="swigluoai"))
         yield replace(whole, bias=True, activation="relu2_no_mul", intermediate=1536)
+    for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")):
+        few = Case(spec, activations, 20, experts=16, hidden=1024, intermediate=512, processors=1)
+        yield from (
+            few,
+            replace(few, hidden=128),
+            replace(few, intermediate=128),
+        )  # a block takes one tile after another
+        yield replace(few, tokens=5)
     for activations in ("bf16", "fp8"):
         every = Case(activations=activations)
         yield replace(every, tokens=20, experts=16)  # the fewest rows an expert has: the smallest tiles
@@ -202,7 +213,10 @@ def compute(case: Case) -> Any:
     shape = (*x.shape[:-1], problem.w13.n if problem.w2 is None else problem.hidden)
     out = torch.full(shape, fill, dtype=x.dtype).cuda()
     plan = layer.backend.plan(problem, case.rows, Device("cuda", 90))
-    layer.backend.run(plan, x.cuda(), moved, weights, out)
+    there = torch.cuda.get_device_properties(0).multi_processor_count
+    facts = SimpleNamespace(multi_processor_count=case.processors or there)
+    with patch.object(torch.cuda, "get_device_properties", lambda device: facts):
+        layer.backend.run(plan, x.cuda(), moved, weights, out)
     return out.cpu()
 
 

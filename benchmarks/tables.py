@@ -116,8 +116,8 @@ def _race(rows: list[dict[str, Any]]) -> str:
         cells.setdefault(what, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({ratio(row):.2f}x)"
     note = (
         "µs of a whole layer on an H200, from ids to the combined output, and how many times longer the peer takes in "
-        "the same run (the faster variant of humming, its routing sort not counted). Each cell is of the newest run "
-        f"that has it: {source(*dict.fromkeys(row['run'] for row in rows))}"
+        "the same run (the faster variant of humming and of triton_kernels, their routing sorts not counted). Each "
+        f"cell is of the newest run that has it: {source(*dict.fromkeys(row['run'] for row in rows))}"
     )
     return _by_tokens(cells, note)
 

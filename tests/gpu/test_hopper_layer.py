@@ -32,7 +32,9 @@ SPECS = [
 
 BATCHES = [3, 70, 600]
 TILES = [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000]
-FLAT = {"hidden": 128, "intermediate": 4096, "experts": 64}  # thousands of tiles of one stage
+# Thousands of tiles of one stage: of the first product, and of the second.
+FLAT = [{"hidden": 128, "intermediate": 4096, "experts": 64}, {"hidden": 4096, "intermediate": 128, "experts": 64}]
+TAKEN = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")]
 SIZES = [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)]
 FUNCTIONS = [
     Activation("silu"),
@@ -71,7 +73,7 @@ def plans() -> Iterator[tuple[Problem, int]]:
         for hidden, intermediate in SIZES:
             sizes = {"hidden": hidden, "intermediate": intermediate}
             yield from ((pose("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
-        yield from ((pose("mxfp4", inputs, **FLAT), tokens) for tokens in (100, 1000))
+    yield from ((pose(*kind, **sizes), tokens) for kind in TAKEN for sizes in FLAT for tokens in (100, 1000))
     yield from ((pose("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
     for bias in (False, True):
         for tokens in (3, 90):
@@ -120,11 +122,12 @@ def test_every_tile_class(tokens: int, activations: str) -> None:
     compare("mxfp4", activations, tokens)
 
 
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize(("spec", "activations"), TAKEN)
+@pytest.mark.parametrize("sizes", FLAT)
 @pytest.mark.parametrize("tokens", [100, 1000])
-def test_many_tiles_for_a_block(tokens: int, activations: str) -> None:
+def test_many_tiles_for_a_block(tokens: int, sizes: dict[str, int], spec: str, activations: str) -> None:
     """One that loads is then as many tiles ahead of those that multiply as it has stages."""
-    compare("mxfp4", activations, tokens, **FLAT)
+    compare(spec, activations, tokens, **sizes)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)

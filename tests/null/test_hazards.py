@@ -173,6 +173,22 @@ def test_a_process_that_got_no_case_does_not_count() -> None:
     assert not clean(crashed) and not clean({**ran, "handed_over": 0})
 
 
+def test_the_matrix_has_blocks_of_more_tiles_than_they_are_told_ahead() -> None:
+    """Tiles are told in a ring: blocks go round it more than twice, with one stage a tile and with more."""
+    found = set()
+    for case in accepted()[0]:
+        plan = make_plan(problem_of(case), case.rows)
+        if not case.processors or plan.decode:
+            continue
+        for name in ("w13", "w2"):
+            of = plan.product(name)
+            (tile,) = of.tiles  # so that every expert that has rows has tiles in this list
+            if case.experts // 2 * of.units > 2 * (tile.stages + 1) * tile.blocks * case.processors:
+                found.add((name, of.narrow, of.promote, of.slices <= tile.slices))
+    kinds = [(False, False), (True, False), (True, True)]
+    assert found == {(name, *kind, single) for name in ("w13", "w2") for kind in kinds for single in (True, False)}
+
+
 def test_the_matrix_reaches_whole_sums_and_parts() -> None:
     """Few tokens: whether K is split depends on sizes and on a rule that may change."""
     found = set()

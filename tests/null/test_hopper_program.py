@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colibri.backends.hopper import program as bound
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.steps import steps
-from colibri.dispatch import Indexed
+from colibri.dispatch import Contiguous, Indexed
 from colibri.errors import ContextError, DriverError, LaunchError
 from colibri.jit import driver, load
 from colibri.jit.compile import Binary, Desc, Source
@@ -339,6 +339,39 @@ def test_what_does_not_fit_is_named_and_not_launched(
     gpu.launched, call = 0, {**good, **changed}
     with pytest.raises(LaunchError, match=why):
         layer.backend.run(plan, call["x"], Indexed(call["ids"], call["weights"]), layer.weights, call["out"])
+    assert gpu.launched == 0
+
+
+def test_an_interrupted_call_leaves_nothing_behind(gpu: FakeDriver) -> None:
+    """Neither its sizes nor its addresses are taken for those of the call before."""
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
+    call = (16, 32, 48, 64)
+    program.run(100, call)
+    grids = [(launch.config.gx, launch.config.gy) for launch in program.launches]
+
+    def interrupt(tokens: int) -> None:
+        raise KeyboardInterrupt
+
+    for place in range(len(program.resizers) + 1):
+        program.resizers.insert(place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program.run(90, call)
+        del program.resizers[place]
+        program.run(100, call)
+        assert [(launch.config.gx, launch.config.gy) for launch in program.launches] == grids
+
+
+def test_ids_are_no_edges(gpu: FakeDriver) -> None:
+    """A plan of work that lies by expert does not take another's tensors for its own, however well they fit."""
+    problem = small(dispatch=CONTIGUOUS)
+    layer = make_layer(problem, "hopper", "cpu", distinct=1)
+    plan = layer.backend.plan(problem, 100, Device("cuda", 90))
+    x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
+    layer.backend.run(plan, x, Contiguous(torch.tensor([0, 100, 100, 100, 100])), layer.weights, torch.empty_like(x))
+    gpu.launched = 0
+    with pytest.raises(LaunchError, match="contiguous work"):
+        layer.backend.run(plan, x, Indexed(routed.ids, routed.weights), layer.weights, torch.empty_like(x))
     assert gpu.launched == 0
 
 

@@ -78,7 +78,8 @@ class Fitting:
         for tensor, wanted in ((x, rows), (ids, first), (weights, second), (out, rows)):
             if (tensor.shape, tensor.dtype, tensor.device) != wanted or not tensor.is_contiguous():
                 return False
-        self.alike = _like(x, ids, weights, out)
+        if out is not x:  # they tell tensors apart
+            self.alike = _like(x, ids, weights, out)
         return True
 
 

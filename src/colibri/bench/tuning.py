@@ -52,14 +52,19 @@ def plan_of(problem: Problem, tokens: int, candidate: Candidate) -> HopperPlan:
     return make_plan(problem, tokens, candidate.rule, decode=candidate.rule is None)
 
 
+def _of_known(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Without candidates that a rule cannot say any more."""
+    return {cell: {name: of for name, of in told.items() if search.known(name)} for cell, told in cells.items()}
+
+
 class Journal:
     """Cells measured so far, in a file that is written after each: a search may be stopped and goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.times: dict[str, dict[str, float]] = held.get("times", {})
-        self.failed: dict[str, dict[str, str]] = held.get("failed", {})
+        self.times: dict[str, dict[str, float]] = _of_known(held.get("times", {}))
+        self.failed: dict[str, dict[str, str]] = _of_known(held.get("failed", {}))
 
     def knows(self, cell: Cell, candidate: Candidate) -> bool:
         return any(candidate.name in held.get(cell.name, {}) for held in (self.times, self.failed))

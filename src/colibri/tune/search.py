@@ -98,6 +98,11 @@ def parse(name: str) -> Candidate:
     return Candidate(replace(rule, **choice))
 
 
+def known(name: str) -> bool:
+    """Whether it says all of a candidate: journals may be older than this."""
+    return parse(name).name == name
+
+
 Times = Mapping[str, Mapping[str, float]]  # cell name -> candidate name -> microseconds
 
 

@@ -59,6 +59,12 @@ class Hopper(Backend):
             with torch.cuda.device(index):
                 return self.run(plan, x, dispatch, weights, out)
         assert isinstance(plan, HopperPlan)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        program = self._program(plan, stream, weights)
+        if program and isinstance(dispatch, Indexed):
+            done = program.run_indexed(x.shape[0], x, dispatch.ids, dispatch.weights, out)
+            if done:
+                return out
         wide = plan.problem.input.storage
         x, written = _densely(x.to(wide)), out
         if isinstance(dispatch, Indexed):
@@ -71,8 +77,6 @@ class Hopper(Backend):
             raise LaunchError("more tokens than the plan is for", expected=f"<= {plan.tokens}", got=tokens)
         if tokens == 0:
             return out
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        program = self._program(plan, stream, weights)
         if program is None:
             program = Program(plan, weights, x.device, stream)
             self._programs[self._key(plan, stream, weights)] = program
@@ -81,7 +85,7 @@ class Hopper(Backend):
 
     def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
         program = self._program(plan, torch._C._cuda_getCurrentRawStream(x.device.index or 0), weights)
-        return Again(program, x.shape[0], weights) if program and 0 < x.shape[0] <= plan.tokens else None
+        return None if program is None else Again(program, x.shape[0], weights)
 
     def _program(self, plan: Plan, stream: int, weights: Mapping[str, Packed]) -> Program | None:
         return self._programs.get(self._key(plan, stream, weights))

@@ -23,10 +23,11 @@ from colibri.jit.graph import Graph, available
 from colibri.jit.load import Matrix, encoded, prepare
 from colibri.jit.load import Value as Bound
 from colibri.layout import Packed
+from colibri.problem import INDEXED
 from colibri.tune.hopper import graphed
 
 ALIGNMENT = 16  # bytes: addresses are multiples of it
-_MOST_MAPS = 64
+_MOST_KEPT = 64  # facts of calls that differ in their tokens or in where they lie
 _NUMBERS = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3}  # of the caller's tensors
 
 
@@ -40,6 +41,7 @@ class Program:
         if device.type == "cuda":
             use_context(self.device)
         self.home, self.hidden = device, plan.problem.hidden
+        self.most = plan.tokens if plan.work == INDEXED else 0  # tokens of a call by ids
         self.lock = workspace.lock(device, stream)
         sizes = scratch(plan)
         self.memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
@@ -58,6 +60,7 @@ class Program:
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
         self.mapped_at = (0, 0)
         self.known_maps: dict[tuple[int, int], list[bytes]] = {}  # by address and number of tokens
+        self.fittings: dict[int, Fitting] = {}  # of calls by ids, by number of tokens
         found = steps(plan)
         self.called = {i for i, step in enumerate(found) if any(_called(value) for value in step.values.values())}
         self.all_called = len(self.called) == len(found)
@@ -76,6 +79,27 @@ class Program:
             if at != self.at or tokens != self.tokens:
                 self._point(tokens, at)
             self._launch()
+
+    def run_indexed(self, tokens: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        """`run` for tensors that are just as the kernels take them; False, and nothing done, where one is not.
+
+        The backend says what was wrong.
+        """
+        fitting = self.fittings.get(tokens) or self._fitting(tokens)
+        if not (0 < tokens <= self.most and fitting(x, ids, weights, out)):
+            return False
+        at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        if (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT:
+            return False
+        self.run(tokens, at)
+        return True
+
+    def _fitting(self, tokens: int) -> Fitting:
+        problem = self.plan.problem
+        if len(self.fittings) >= _MOST_KEPT:
+            self.fittings.clear()
+        found = Fitting((tokens, problem.hidden), (tokens, problem.top_k), problem.input.storage, self.home)
+        return self.fittings.setdefault(tokens, found)
 
     def _launch(self) -> None:
         try:
@@ -111,7 +135,9 @@ class Program:
 
     def _point(self, tokens: int, at: tuple[int, ...]) -> None:
         """Sizes and addresses into the launches' arguments."""
+        self.at = ()  # until all are there
         if tokens != self.tokens:
+            self.tokens = -1  # whoever is interrupted leaves nothing that the next call takes for its own
             for resize in self.resizers:
                 resize(tokens)
             self.tokens, self.anew = tokens, True
@@ -121,7 +147,6 @@ class Program:
         else:
             self.stale |= self.called
             self.anew = self.all_called
-        self.at = ()
         for number, slot in self.pointers:
             slot.value = at[number]
         if self.mapped and self.mapped_at != (at[0], tokens):
@@ -134,7 +159,7 @@ class Program:
         """The tensor maps of an input, kept: allocators give the same addresses again and again."""
         found = self.known_maps.get((x, tokens))
         if found is None:
-            if len(self.known_maps) >= _MOST_MAPS:
+            if len(self.known_maps) >= _MOST_KEPT:
                 self.known_maps.clear()
             matrix = Matrix(x, (tokens, self.hidden))
             found = self.known_maps[x, tokens] = [encoded(launch, name, matrix) for launch, name in self.mapped]
@@ -178,27 +203,18 @@ class Again:
 
     def __init__(self, program: Program, tokens: int, weights: Mapping[str, Packed]) -> None:
         self.program, self.device, self.stream, self.tokens = program, program.device, program.stream, tokens
-        problem = program.plan.problem
-        rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
-        self.fitting = Fitting(rows, slots, problem.input.storage, program.home)
         codes = [packed["codes"] for packed in weights.values()]
         self.first, self.last = codes[0], codes[-1]
         self.first_at, self.last_at = addresses((self.first, self.last))
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        if not (
+        return (
             torch._C._cuda_getDevice() == self.device
             and torch._C._cuda_getCurrentRawStream(self.device) == self.stream
             and self.first.data_ptr() == self.first_at
             and self.last.data_ptr() == self.last_at
-            and self.fitting(x, ids, weights, out)
-        ):
-            return False
-        at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        if (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT:
-            return False
-        self.program.run(self.tokens, at)
-        return True
+            and self.program.run_indexed(self.tokens, x, ids, weights, out)
+        )
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
