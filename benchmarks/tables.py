@@ -232,7 +232,7 @@ def _starting() -> str:
     if checked is not None:
         clean = [verdict["tool"] for verdict in checked["verdicts"] if verdict["verdict"] == "clean"]
         lines.append(
-            f"compute-sanitizer on {len(checked['cases'])} small layers that reach every branch of the kernels: "
+            f"compute-sanitizer on {len(checked['cases'])} small layers of every kind of weights, inputs and work: "
             f"{', '.join(clean) or 'no tool'} clean at {checked['commit'][:7]} ({source('sanitize')})."
         )
     return "\n".join(lines) + "\n"
