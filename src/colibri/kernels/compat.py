@@ -1,9 +1,9 @@
 """The one place that knows which Triton this is.
 
 Built and measured with 3.6; 3.7 and 3.8 compile the same sources through `renamed`, and 3.9 all but some products of
-128 tokens (with fp8 inputs, and second ones of MXFP4), where its assembler spills registers, which is refused. From 3.8 on an fp8 row that a
-block of few tokens keeps takes eight times the room, so that fewer blocks share an SM. Older ones lack Gluon's Hopper
-layouts.
+128 tokens (with fp8 inputs, and second ones of MXFP4), where its assembler spills registers, which is refused. From 3.8
+on an fp8 row that a block of few tokens keeps takes eight times the room, so that fewer blocks share an SM. Older ones
+lack Gluon's Hopper layouts.
 """
 
 from __future__ import annotations
