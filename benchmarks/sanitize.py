@@ -110,12 +110,8 @@ def matrix() -> Iterator[Case]:
         yield replace(whole, bias=True, activation="relu2_no_mul", intermediate=1536)
     for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")):
         few = Case(spec, activations, 20, experts=16, hidden=1024, intermediate=512, processors=1)
-        yield from (
-            few,
-            replace(few, hidden=128),
-            replace(few, intermediate=128),
-        )  # a block takes one tile after another
-        yield replace(few, tokens=5)
+        # A block takes one tile after another, of several stages and of one.
+        yield from (few, replace(few, hidden=128), replace(few, intermediate=128), replace(few, tokens=5))
     for activations in ("bf16", "fp8"):
         every = Case(activations=activations)
         yield replace(every, tokens=20, experts=16)  # the fewest rows an expert has: the smallest tiles

@@ -159,7 +159,9 @@ def _missed(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
             found.append(f"{part} products at {share:.0%} of dense ({min(shares):.0%} in the slower run)")
     slower = [row for row in rows if ratio(row) < 1]
     found += [f"{row['part']} the time of {row['peer']} at {row['tokens']:,} tokens" for row in slower]
-    worst = max((us for row in (record("host-time") or {"rows": ()})["rows"] for us in row["processes_us"]), default=0)
+    host = record("host-time")
+    told = [us for row in host["rows"] for us in row["processes_us"]] if host else [row["host_us"] or 0 for row in rows]
+    worst = max(told, default=0)
     if worst > ASKED_HOST_US:
         found.append(f"{ASKED_HOST_US} µs of host time of an eager call (up to {worst:.0f} µs)")
     return f"Not reached: {'; '.join(found)}.\n" if found else ""

@@ -119,14 +119,8 @@ def test_rows_are_quantised_as_torch_divides(exponent: int) -> None:
     plan = backend.plan(problem, tokens, GPU)
     assert isinstance(plan, HopperPlan) and not plan.decode
     x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
-    call(
-        backend,
-        problem,
-        x.cuda(),
-        Contiguous(torch.tensor([0, tokens], device="cuda")),
-        packed(problem, "hopper"),
-        problem.w13.n,
-    )
+    edges = Contiguous(torch.tensor([0, tokens], device="cuda"))
+    call(backend, problem, x.cuda(), edges, packed(problem, "hopper"), problem.w13.n)
     held = workspace.buffer(device, torch.cuda.current_stream().cuda_stream, plan.workspace_bytes)
     found = workspace.views(held, scratch(plan))
     codes, scales = found["x"][:tokens].cpu().float(), found["x_scales"][:tokens].cpu()

@@ -143,10 +143,8 @@ def test_a_finding_is_in_order_in_every_form_that_it_can_be_of() -> None:
     assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": elsewhere}) == (1, 0)
     assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": without("0110")}) == (0, 1)
     waits = without("0110").replace("STS [UR8+0xeca8]", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0xeca8]")
-    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": waits}) == (
-        1,
-        0,
-    )  # nothing is written
+    # Nothing is written there.
+    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": waits}) == (1, 0)
 
 
 def test_instructions_are_shown_between_their_barriers() -> None:

@@ -192,3 +192,11 @@ def test_rows_that_are_kept_fit_beside_the_stages(slices: int) -> None:
 
 def test_buckets_are_all_there_are() -> None:
     assert hopper.buckets(5000) == tuple(sorted({hopper.bucket(n) for n in range(1, 4097)} | {5120}))
+
+
+def test_a_journal_is_read_without_what_no_rule_says_any_more(tmp_path: Path) -> None:
+    path, where = tmp_path / "it.cells.json", cell(64).name
+    told = {"16+8 overlap": 2.0, "16+8 overlap tokens_inner": 1.0, "decode": 3.0}
+    path.write_text(json.dumps({"times": {where: told}, "failed": {where: {"8 tokens_inner": "wrong", "8": "wrong"}}}))
+    journal = Journal(path)
+    assert journal.times == {where: {"16+8 overlap": 2.0, "decode": 3.0}} and journal.failed == {where: {"8": "wrong"}}

@@ -7,7 +7,6 @@ looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -80,30 +79,38 @@ def test_kernels_have_such_a_ring() -> None:
 def explore(stages: int, blocks: int, ring: int, *, at_once: bool) -> list[str]:
     """What goes wrong in any order of what both do."""
     feeding, multiplying = feeder(blocks), multiplier(blocks, at_once=at_once)
-    ready: dict[str, Callable[[list[Action], list[Action], int], bool]] = {
-        "wait for empty": lambda fed, read, n: phase_over(read, "release", stages, n, before=True),
-        "wait for full": lambda fed, read, n: phase_over(fed, "fill", stages, n),
-        "wait for deal": lambda fed, read, n: phase_over(fed, "deal", ring, n),
-    }
     seen, waiting, wrong = {(0, 0)}, [(0, 0)], []
     while waiting:
         f, m = waiting.pop()
-        fed, read = feeding[:f], multiplying[:m]
+        fed, done = feeding[:f], multiplying[:m]
         moves = []
-        for mine, other, own in ((f, m, feeding), (m, f, multiplying)):
-            if mine < len(own):
-                what, number = own[mine]
-                if what not in ready or ready[what](fed, read, number):
-                    moves.append((mine + 1, other) if own is feeding else (other, mine + 1))
-        if m < len(multiplying) and (f, m + 1) in moves:
-            what, number = multiplying[m]
-            there = {"take": ("deal", ring), "read": ("fill", stages)}.get(what)
-            if there is not None:  # the last that was written where it reads
-                held = [n for action, n in fed if action == there[0] and n % there[1] == number % there[1]]
-                if not held or held[-1] != number:
-                    wrong.append(f"{what} {number}: {held[-1:]}")
+        if f < len(feeding) and goes_on(feeding[f], fed, done, stages, ring):
+            moves.append((f + 1, m))
+        if m < len(multiplying) and goes_on(multiplying[m], fed, done, stages, ring):
+            moves.append((f, m + 1))
+            wrong += misread(multiplying[m], fed, stages, ring)
         if not moves and (f, m) != (len(feeding), len(multiplying)):
             wrong.append(f"stuck at {feeding[f : f + 1]}, {multiplying[m : m + 1]}")
         waiting += [move for move in moves if move not in seen]
         seen.update(moves)
     return wrong
+
+
+def goes_on(action: Action, fed: list[Action], done: list[Action], stages: int, ring: int) -> bool:
+    """Whether it need not wait, after what was fed and what was done with it."""
+    what, number = action
+    if what == "wait for empty":
+        return phase_over(done, "release", stages, number, before=True)
+    if what == "wait for full":
+        return phase_over(fed, "fill", stages, number)
+    return what != "wait for deal" or phase_over(fed, "deal", ring, number)
+
+
+def misread(action: Action, fed: list[Action], stages: int, ring: int) -> list[str]:
+    """What a read finds that is not what it was to find: the last that was written there is."""
+    what, number = action
+    if what not in ("read", "take"):
+        return []
+    written, size = ("fill", stages) if what == "read" else ("deal", ring)
+    held = [n for name, n in fed if name == written and n % size == number % size][-1:]
+    return [] if held == [number] else [f"{what} {number}: {held}"]

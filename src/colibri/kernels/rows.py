@@ -46,8 +46,8 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
     kind = tl.where(rest == 0, -1, kind)
     n = full + (kind == 0).to(tl.int32)
     first = tl.cumsum(n, 0) - n
-    c = tl.arange(0, 16)
-    tl.store(counts + c, 0, mask=c % 4 > 0)
+    number = tl.arange(0, 16)
+    tl.store(counts + number, 0, mask=number % 4 > 0)
     tl.store(counts, tl.sum(n, 0))
     for i in range(tl.max(n, 0)):
         record = tiles + (first + i) * 4

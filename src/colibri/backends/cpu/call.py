@@ -59,14 +59,14 @@ class Again:
     def __init__(self, native: Library, plan: CpuPlan, x: Tensor, weights: Mapping[str, Packed]) -> None:
         problem = plan.problem
         self.native, (self.layer, self.matrices) = native, _structs(plan, weights)
-        self.tokens = x.numel() // problem.hidden
-        rows, slots = (self.tokens, problem.hidden), (self.tokens, problem.top_k)
+        tokens = x.numel() // problem.hidden
+        rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
         self.fitting = Fitting(rows, slots, x.dtype, torch.device("cpu"))
         codes = [packed["codes"] for packed in weights.values()]
         self.first, self.last = codes[0], codes[-1]
         self.at = self.first.data_ptr(), self.last.data_ptr()
         self.work = abi.Work(
-            0, 0, problem.hidden, problem.hidden, _float(x), _float(x), self.tokens, problem.top_k, 0, 0,
+            0, 0, problem.hidden, problem.hidden, _float(x), _float(x), tokens, problem.top_k, 0, 0,
             problem.weight_on_input, None, None, 1, int(plan.level), 0 if plan.tiles else -1,
         )  # fmt: skip
         self.needs: dict[int, int] = {}  # scratch memory by number of threads

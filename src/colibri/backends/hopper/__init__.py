@@ -61,10 +61,12 @@ class Hopper(Backend):
         assert isinstance(plan, HopperPlan)
         stream = torch._C._cuda_getCurrentRawStream(index)
         program = self._program(plan, stream, weights)
-        if program and isinstance(dispatch, Indexed):
-            done = program.run_indexed(x.shape[0], x, dispatch.ids, dispatch.weights, out)
-            if done:
-                return out
+        if (
+            program
+            and isinstance(dispatch, Indexed)
+            and program.run_indexed(x.shape[0], x, dispatch.ids, dispatch.weights, out)
+        ):
+            return out
         wide = plan.problem.input.storage
         x, written = _densely(x.to(wide)), out
         if isinstance(dispatch, Indexed):

@@ -85,8 +85,10 @@ class Program:
 
         The backend says what was wrong.
         """
+        if not 0 < tokens <= self.most:
+            return False
         fitting = self.fittings.get(tokens) or self._fitting(tokens)
-        if not (0 < tokens <= self.most and fitting(x, ids, weights, out)):
+        if not fitting(x, ids, weights, out):
             return False
         at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
         if (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT:
@@ -98,8 +100,9 @@ class Program:
         problem = self.plan.problem
         if len(self.fittings) >= _MOST_KEPT:
             self.fittings.clear()
-        found = Fitting((tokens, problem.hidden), (tokens, problem.top_k), problem.input.storage, self.home)
-        return self.fittings.setdefault(tokens, found)
+        rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
+        found = self.fittings[tokens] = Fitting(rows, slots, problem.input.storage, self.home)
+        return found
 
     def _launch(self) -> None:
         try:

@@ -17,8 +17,8 @@ _REGISTERS = 65536  # of an SM
 
 
 def product(
-    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int,
-    prefetch: bool, promote: bool,
+    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int, prefetch: bool,
+    promote: bool,
 ) -> Source:  # fmt: skip
     """One product over one class of tiles."""
     element = ELEMENT[form.activations]
@@ -35,8 +35,7 @@ def product(
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
         "TOKENS": tile.tokens, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
-        "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch,
-        "PROMOTE": promote,
+        "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch, "PROMOTE": promote,
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))
