@@ -143,7 +143,7 @@ class Stopwatch:
         rule = candidate.rule
         if rule is None:
             return 99.0
-        return (100 + abs(rule.sizes[0] - 32)) * (0.9 if rule.overlap else 1.0) - rule.paired
+        return (100 + abs(rule.sizes[0] - 32) + (rule.sizes != (32, 16))) * (0.9 if rule.overlap else 1.0) - rule.paired
 
 
 def wrong_with_24(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:

@@ -18,11 +18,13 @@
 namespace colibri {
 namespace {
 
-constexpr int64_t kAhead = 2048;      // bytes of codes between reading and prefetching: about a memory latency of them
+// Every line of codes is asked for twice: into the second level `kFar` bytes before it is read, into the first `kNear`
+// before. Asked for once, it takes one of the first level's few buffers for as long as memory takes, and the more there is
+// to compute the fewer lines are on their way.
+constexpr int64_t kFar = 3072, kNear = 1536;
 constexpr int64_t kScalesAhead = 512;
-constexpr int kCache = 3;             // where prefetches go: 3 is the first level, 2 the second
 
-constexpr int kPlane = 256;           // what the high plane of an input counts
+constexpr int kPlane = 256;  // what the high plane of an input counts
 
 // Row blocks read together, each a stream of its own, and those that will be read after them: prefetches run into these.
 struct Streams {
@@ -39,6 +41,30 @@ inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t of
   offset += least(distance, size);
   const uintptr_t address = reinterpret_cast<uintptr_t>(offset < size ? here : next) + (offset < size ? offset : offset - size);
   return reinterpret_cast<const uint8_t*>(address);
+}
+
+// Codes of the first of some blocks that will be read, later and soon.
+struct Ahead {
+  const uint8_t *far, *near;
+
+  COLIBRI_INLINE void fetch(int64_t place) const {
+    __builtin_prefetch(far + place, 0, 2);
+    __builtin_prefetch(near + place, 0, 3);
+  }
+
+  // Lines number Count * step and following of `Blocks` blocks, dealt out in turns: a line of each block, the next line of
+  // each. Memory is faster at the pages of several blocks at once, and kernels compute block after block.
+  template <int Blocks, int Count>
+  COLIBRI_INLINE void fetch_in_turns(int64_t block_bytes, uint32_t step) const {
+    constexpr int kSteps = Count < Blocks ? Blocks / Count : 1;  // until every block had its turn
+    constexpr int kLines = Count > Blocks ? Count / Blocks : 1;  // of each block in a step
+    const int64_t first = int64_t{step % kSteps * Count} * block_bytes + step / kSteps * kLines * kUnit;
+    COLIBRI_EACH(i, Count) fetch(first + i % Blocks * block_bytes + i / Blocks * kUnit);
+  }
+};
+
+inline Ahead codes_ahead(const Streams& s, int64_t offset, int64_t size) {
+  return {ahead(s.codes, s.next_codes, offset, kFar, size), ahead(s.codes, s.next_codes, offset, kNear, size)};
 }
 
 template <class V>
@@ -102,9 +128,9 @@ struct Bytes {
   }
 };
 
-// The sums of one group: `Together` row blocks (part `part` of each, where a block is more than a vector) from `block` on,
-// with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
-template <class V, class Code, int InputPlanes, int Together, int Rows>
+// The sums of one group: `Together` of `Blocks` row blocks (part `part` of each, where a block is more than a vector), with
+// `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
+template <class V, class Code, int InputPlanes, int Blocks, int Together, int Rows>
 struct GroupSums {
   using I32 = typename V::I32;
   static constexpr int kPartBytes = kUnit * V::lanes / kRows;
@@ -124,18 +150,18 @@ struct GroupSums {
         }
   }
 
-  // `unit`, `soon`: codes of the first block that are read, and those that will be and are to be fetched if `fetch`;
-  // `x`: the inputs of the first row.
-  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, const uint8_t* soon, bool fetch,
+  // `unit`: the codes of block `b0`, the first of these; `x`: the inputs of the first row; `soon`: what is fetched on the
+  // way, if `fetch`.
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, int b0, const uint8_t* unit, const Ahead& soon, bool fetch,
                           const int8_t* x, int64_t stride) {
     constexpr int kFours = Code::columns / 4;  // of a unit's columns
     const int units = p.matrix->group / Code::columns;
     for (int u = 0; u < units; u += kAtOnce, x += kAtOnce * Code::columns) {
+      if (fetch) soon.fetch_in_turns<Blocks, kAtOnce * Together>(p.code_block, (b0 / Together * units + u) / kAtOnce);
       typename V::Codes held[Together][kAtOnce * kFours][Code::planes];
       COLIBRI_EACH(v, kAtOnce) {
         COLIBRI_EACH(b, Together) {
           const int64_t place = b * p.code_block + (u + v) * kUnit;
-          if (fetch) __builtin_prefetch(soon + place, 0, kCache);
           code.each(unit + place, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
             held[b][v * kFours + column / 4][plane] = codes;
           });
@@ -194,7 +220,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
-    const uint8_t* soon = ahead(s.codes, s.next_codes, at, kAhead, p.code_block);
+    const Ahead soon = codes_ahead(s, at, p.code_block);
     const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
     const InputGroup* groups[Rows];
     for (int r = 0; r < Rows; r++) {
@@ -204,14 +230,14 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
     for (int b = 0; b < Blocks; b += kTogether) {
       const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
       for (int part = 0; part < kParts; part++) {
-        GroupSums<V, Code, InputPlanes, kTogether, Rows> group;
+        GroupSums<V, Code, InputPlanes, Blocks, kTogether, Rows> group;
         group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
         const uint8_t* unit = s.codes + b * p.code_block + at + part * group.kPartBytes;
         const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first;
-        group.add(p, code, unit, soon + b * p.code_block, part == 0, x, stride);
+        group.add(p, code, b, unit, soon, part == 0, x, stride);
         COLIBRI_EACH(t, kTogether) {
           if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
-            __builtin_prefetch(soon_scales + (b + t) * p.scale_block, 0, kCache);
+            __builtin_prefetch(soon_scales + (b + t) * p.scale_block);
           }
           const F32 scale = V::scales(m.scale, s.scales + (b + t) * p.scale_block + g * p.scale_row, part);
           COLIBRI_EACH(r, Rows) {
@@ -245,14 +271,14 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first * kRows;
-    const uint8_t* soon = ahead(s.codes, s.next_codes, at, kAhead, p.code_block);
+    const Ahead soon = codes_ahead(s, at, p.code_block);
     for (int b = 0; b < Blocks; b++) {
       for (int part = 0; part < kParts; part++) {
         F32 sums[Rows][2];
         for (auto& pair : sums) pair[0] = pair[1] = V::zero();
         const uint8_t* codes = s.codes + b * p.code_block + at + part * V::lanes;
         for (int k = 0; k < m.group; k += 4) {
-          if (part == 0) __builtin_prefetch(soon + b * p.code_block + k * kRows, 0, kCache);
+          if (part == 0) soon.fetch_in_turns<Blocks, 1>(p.code_block, (b * m.group + k) / 4);
           for (int i = 0; i < 4; i++) {
             const F32 weight = minifloat.decode(codes + (k + i) * kRows);
             for (int r = 0; r < Rows; r++) {

@@ -160,8 +160,8 @@ class Expander {
     block *= second_;
     const int64_t bytes = p_.code_block * kTileColumns / p_.columns, at = k * bytes;
     const uint8_t* codes = s_.codes + block * p_.code_block + at;
-    const uint8_t* soon = ahead(s_.codes, s_.next_codes, at, kAhead, p_.code_block) + block * p_.code_block;
-    for (int64_t i = 0; i < bytes; i += kUnit) __builtin_prefetch(soon + i, 0, kCache);
+    const Ahead soon = codes_ahead(s_, at, p_.code_block);
+    for (int64_t i = 0; i < bytes; i += kUnit) soon.fetch(block * p_.code_block + i);
     const int columns = least(m.group, kTileColumns);
 #ifdef __AVX512FP16__
     if (in_halves(p_) && m.zero == COLIBRI_ZERO_U8) return expand_halves<true>(k, block, codes, out);
