@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
-from phases import meetings, read
+from phases import EVENT, Code, State, Wait, ahead, meetings, read, states
 
 # A place in a kernel, as reports of different versions write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (
@@ -27,6 +28,12 @@ SHARED = {
 }
 # By a thread, which barriers order, not by the copy engine; EXCH is how a thread makes an mbarrier.
 ACCESS = {"Write": re.compile(r"\b(STSM?|SYNCS\.EXCH)\b"), "Read": re.compile(r"\bLDSM?\b")}
+# Mbarriers, by displacement. One lane arrives for its warp, so whoever skips this by its guard has arrived as well.
+ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64\.A1T0 .*\+(0x[0-9a-f]+)\]")
+FILLING = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64 ")  # with how many bytes the copy engine is to bring to a stage
+# All who multiply meet, or all threads; unguarded, because whoever skips it does not meet.
+TOGETHER = re.compile(r"^BAR\.SYNC\S* (0x0, 0x80|0x0|0x1)$")
+ALL_MEET = re.compile(r"^BAR\.SYNC\S* 0x1$")
 
 Forms = Callable[[str, str], dict[str, str]]  # case, kernel -> disassembly by what distinguishes the form
 
@@ -66,10 +73,14 @@ def explain(said: list[str], forms: Forms) -> list[str]:
 
 
 def count(said: list[str], forms: Forms) -> tuple[int, int]:
-    """How many findings are of accesses that the compiler's barrier for all threads orders, and how many are not.
+    """How many findings are of accesses that barriers order as the tool does not see, and how many are not.
 
-    The first warps write tasks for the others to shared memory and arrive at barrier 1; those wait there, read and
-    jump. The tool does not see that this orders them, because warps reach the barrier in different places of a kernel.
+    Tasks: the first warps write them for the others to shared memory and arrive at barrier 1; those wait there, read
+    and jump. The tool does not see that this orders them, because warps reach the barrier in different places.
+    Turns: the warp that feeds writes which tile is next and arrives at an mbarrier; those that multiply wait there,
+    read, meet, and one of them releases a stage, for which the feeder waits. The tool does not follow order from many
+    that read through a barrier to the one that arrives. tests/null/test_turns.py proves that the ring has room: that
+    the feeder waits for a release after the read of what it overwrites.
     """
     known = [handed_over(places, forms(label, places[0].kernel).values()) for label, places in findings(said)]
     return sum(known), len(known) - sum(known)
@@ -80,19 +91,60 @@ def handed_over(places: list[Place], texts: Iterable[str]) -> bool:
     if {place.role for place in places} != {"Write", "Read"} or len({place.kernel for place in places}) > 1:
         return False
     fitting = [t for t in texts if all(SHARED[p.role].search(instructions(t)[0].get(p.offset, "")) for p in places)]
-    return bool(fitting) and all(in_order(text, places) for text in fitting)
+    stores, loads = ([place.offset for place in places if place.role == role] for role in ("Write", "Read"))
+    pairs = list(product(stores, loads))
+    return bool(fitting) and all(in_order(t, *pair) or in_turn(t, *pair) for t in fitting for pair in pairs)
 
 
-def in_order(disassembly: str, places: list[Place]) -> bool:
+def in_order(disassembly: str, store: int, load: int) -> bool:
     """Whether threads store and load shared memory here, and all of them meet between any store and any load."""
     code, _ = instructions(disassembly)
-    met = {"Write": set[int](), "Read": set[int]()}
-    for place in places:
-        before = meetings(disassembly).get(place.offset)
-        if not before or not ACCESS[place.role].search(code[place.offset]):
-            return False
-        met[place.role] |= before
-    return not met["Write"] & met["Read"]
+    if not ACCESS["Write"].search(code[store]) or not ACCESS["Read"].search(code[load]):
+        return False
+    before, after = (meetings(disassembly).get(place, frozenset()) for place in (store, load))
+    return bool(before and after) and not before & after
+
+
+def in_turn(disassembly: str, store: int, load: int) -> bool:
+    """Whether threads tell others at mbarriers what they store, and hear that it was loaded.
+
+    On every way through the code, whoever stored arrives next, and whoever loads has just waited, at the same place.
+    """
+    code, found = read(disassembly), states(disassembly)
+    storing, loading = found.get(store, []), found.get(load, [])
+    if any(state.called for state in (*storing, *loading)):  # callers are not told apart
+        return False
+    kinds = {"STS": storing, "LDS": loading}
+    if not all(re.search(rf"\b{name}\b", text) for name, of in kinds.items() for text in lines(code, of)):
+        return False
+    told = {arrived_at(text) for text in lines(code, ahead(code, storing, EVENT)) if EVENT.search(text)}
+    if len(told) != 1 or "" in told or {state.wait for state in loading} != {Wait(at) for at in told}:
+        return False
+    return given_back(code, storing, loading, *told)
+
+
+def given_back(code: Code, storing: list[State], loading: list[State], told: str) -> bool:
+    """Whether all who load meet before one of them arrives anywhere, and whoever stored waits for that one.
+
+    It waits for every stage that it fills. There are ways to the next store without: over no stage at all, and over
+    stages that were filled ahead. The former takes a matrix without columns, which the model of the ring leaves out
+    as well; it has room for the latter.
+    """
+    if any("SYNCS.ARRIVE" in text for text in lines(code, ahead(code, loading, TOGETHER))):
+        return False
+    released = {arrived_at(text) for text in lines(code, ahead(code, loading, ALL_MEET))} - {"", told}
+    waits = {state.wait for state in ahead(code, storing, ALL_MEET) if FILLING.search(code.texts[state.at])}
+    return bool(waits) and waits <= {Wait(at) for at in released}
+
+
+def lines(code: Code, found: Iterable[State]) -> set[str]:
+    return {code.texts[state.at] for state in found}
+
+
+def arrived_at(text: str) -> str:
+    """The mbarriers' displacement; nothing where an instruction is no arrival."""
+    found = ARRIVAL.search(text)
+    return found[1] if found else ""
 
 
 def surroundings(disassembly: str, offset: int) -> str | None:

@@ -4,12 +4,14 @@ Warps with work of their own tell one another at barrier 1, where every thread o
 kernel it stands. So the n-th meeting of one thread is the n-th of all, and whatever runs after n meetings is ordered
 with whatever runs after any other number of them. Every way through the code is followed. Meetings are counted modulo
 ROUND, what the compiler needs to give its other warps one task; other numbers modulo ROUND are other numbers.
+
+Inside a task warps tell one another at mbarriers. For that every state of a thread says what it has just waited for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -19,6 +21,10 @@ PARTS = re.compile(r"(?:@(?P<no>!?)(?P<guard>U?P\w+) )?(?P<name>[A-Z]\w*)(?P<res
 BARRIER = re.compile(r"(?P<kind>\S*) (?P<number>0x[0-9a-f]+)(?P<threads>, .*)?$")
 TARGET = re.compile(r"`\((\S+)\)$")
 TARGETS = re.compile(r'BRANCH_TARGETS ([^"]*)"')
+# A wait that may also give up: only the predicate says that it is over. No guard: whoever skips it has not waited.
+TRIES = re.compile(r"SYNCS\.PHASECHK\S*\.TRYWAIT (?P<over>P\d), .*\+(?P<at>0x[0-9a-f]+)\]")
+# What threads do to one another: they touch shared memory, or wait, or tell, or end; or a function does.
+EVENT = re.compile(r"\b(LDSM?|STSM?|ATOMS?|LD|ST|LDGSTS|SYNCS|BAR|CALL|EXIT)\b")
 NOT_FOLLOWED = {"JMP", "JMX", "JMXU", "BRXU", "RTT"}
 
 
@@ -42,10 +48,19 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """At the mbarriers of a displacement; `tried`: what says whether it is over, until a branch has asked."""
+
+    at: str = ""
+    tried: str = ""
+
+
+@dataclass(frozen=True)
 class State:
     """A thread before an instruction.
 
-    `known`: predicates that an earlier barrier's guard has settled; `joins`: where branches are to join again.
+    `known`: predicates that the guard of an earlier barrier or branch has settled; `joins`: where branches are to join
+    again; `wait`: the wait that is the last thing it did to others.
     """
 
     at: int
@@ -53,27 +68,45 @@ class State:
     called: bool = False
     known: frozenset[tuple[str, bool]] = frozenset()
     joins: frozenset[tuple[str, int]] = frozenset()
+    wait: Wait = Wait()
 
 
 @cache
 def meetings(disassembly: str) -> dict[int, frozenset[int]]:
     """Places to meetings before them, modulo ROUND; nothing at all where the code cannot be followed."""
+    return {place: frozenset(state.met for state in found) for place, found in states(disassembly).items()}
+
+
+@cache
+def states(disassembly: str) -> dict[int, list[State]]:
+    """Places to every state in which a thread comes there; nothing at all where the code cannot be followed."""
     code = read(disassembly)
-    seen, open_states = set[State](), [State(0)] if code.places else []
+    found = dict[int, list[State]]()
     try:
-        while open_states:
-            state = open_states.pop()
-            if state not in seen:
-                seen.add(state)
-                open_states += following(code, state)
+        for state in walk(code, [State(0)] if code.places else []):
+            found.setdefault(code.places[state.at], []).append(state)
     except Unclear:
         return {}
-    found = dict[int, set[int]]()
-    for state in seen:
-        found.setdefault(code.places[state.at], set()).add(state.met)
-    return {place: frozenset(met) for place, met in found.items()}
+    return found
 
 
+def ahead(code: Code, starts: Iterable[State], ends: re.Pattern[str]) -> set[State]:
+    """Every state after these, on every way as far as an instruction that `ends` finds, and before that one."""
+    return walk(code, [after for state in starts for after in following(code, state)], ends)
+
+
+def walk(code: Code, starts: Iterable[State], ends: re.Pattern[str] | None = None) -> set[State]:
+    seen, open_states = set[State](), list(starts)
+    while open_states:
+        state = open_states.pop()
+        if state not in seen:
+            seen.add(state)
+            if ends is None or not ends.search(code.texts[state.at]):
+                open_states += following(code, state)
+    return seen
+
+
+@cache
 def read(disassembly: str) -> Code:
     places, texts, labels = list[int](), list[str](), dict[str, int]()
     for line in disassembly.splitlines():
@@ -100,10 +133,11 @@ def following(code: Code, state: State) -> Iterator[State]:
             holds = execute != bool(parts["no"])
             if (guard, not holds) in state.known:
                 continue
-            if meets:
+            if meets or name == "BRA":
                 now = replace(state, known=state.known | {(guard, holds)})
         # What an instruction names may change.
-        now = replace(now, known=frozenset(k for k in now.known if not re.search(rf"\b({k[0]}|PR)\b", rest)))
+        now = replace(now, known=frozenset(k for k in now.known if not names(rest, k[0])))
+        now = replace(now, wait=waiting(now, text, rest))
         if not execute:
             yield replace(now, at=state.at + 1)
         elif meets:
@@ -112,6 +146,20 @@ def following(code: Code, state: State) -> Iterator[State]:
             yield replace(now, at=state.at + 1, met=(state.met + 1) % ROUND)
         else:
             yield from executed(code, now, name, text)
+
+
+def names(rest: str, predicate: str) -> bool:
+    return re.search(rf"\b({predicate}|U?PR)\b", rest) is not None
+
+
+def waiting(state: State, text: str, rest: str) -> Wait:
+    """What a thread waits or has waited for after an instruction that settled what it knows."""
+    tries, tried = TRIES.match(text), state.wait.tried
+    if tries:
+        return Wait(tries["at"], tries["over"])
+    if EVENT.search(text) or (tried and names(rest, tried)):
+        return Wait()
+    return Wait(state.wait.at) if (tried, True) in state.known else state.wait
 
 
 def is_meeting(rest: str) -> bool:

@@ -302,7 +302,7 @@ def disassembled(source: Any) -> str:
 
 
 def clean(result: dict[str, Any]) -> bool:
-    """It finished, and all it reported, if anything, is the compiler's hand-over, which barriers order."""
+    """It finished, and all it reported, if anything, is of hand-overs that barriers order (see `hazards.count`)."""
     if not result["finished"] or result["lost"] or result["other"]:
         return False
     if not result["cases"] and not result["not_ended"]:  # every case was taken: a tool calls it an error to do nothing
@@ -357,7 +357,7 @@ def report(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[
         result["instructions"] = [] if clean(result) else explain(result["said"], forms)
         print(f"{tool}: {'clean' if clean(result) else 'NOT CLEAN' if result['finished'] else 'NOT FINISHED'},",
               f"{len(result['cases'])} cases in {result['seconds']} s", *result["summary"],
-              *[f"({result['handed_over']} hand-overs of the compiler at barrier 1)"] * bool(result["handed_over"]),
+              *[f"({result['handed_over']} hand-overs that barriers order)"] * bool(result["handed_over"]),
               *[f"not ended: {label}" for label in result["not_ended"]], flush=True)  # fmt: skip
         shown = [] if clean(result) else [*result["said"][:KEPT_LINES], *result["tail"]]
         print(*(f"  {line}" for line in (*shown, *result["instructions"])), sep="\n", flush=True)

@@ -160,8 +160,7 @@ def _missed(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
     slower = [row for row in rows if ratio(row) < 1]
     found += [f"{row['part']} the time of {row['peer']} at {row['tokens']:,} tokens" for row in slower]
     host = record("host-time")
-    told = [us for row in host["rows"] for us in row["processes_us"]] if host else [row["host_us"] or 0 for row in rows]
-    worst = max(told, default=0)
+    worst = max((row["host_us"] or 0 for row in (host["rows"] if host else rows)), default=0)
     if worst > ASKED_HOST_US:
         found.append(f"{ASKED_HOST_US} µs of host time of an eager call (up to {worst:.0f} µs)")
     return f"Not reached: {'; '.join(found)}.\n" if found else ""
@@ -222,12 +221,14 @@ def _starting() -> str:
     host = record("host-time")
     if host is not None:
         took: dict[str, dict[int, str]] = {}
+        processes = sorted({len(row["processes_us"]) for row in host["rows"]})
         for row in host["rows"]:
             among = f"{row['host_us']:.0f} ({min(row['processes_us']):.0f}-{max(row['processes_us']):.0f})"
             took.setdefault(f"{row['weights']} x {row['activations']}", {})[row["tokens"]] = among
         lines += [
             f"Host time of an eager call of {what} at {', '.join(map(str, by_tokens))} tokens: "
-            f"{', '.join(by_tokens.values())} µs, median (and range) of three processes ({source('host-time')})."
+            f"{', '.join(by_tokens.values())} µs, median (and range) of "
+            f"{' or '.join(map(str, processes))} processes ({source('host-time')})."
             for what, by_tokens in took.items()
         ]
     checked = record("sanitize")

@@ -55,6 +55,9 @@ class Problem:
                     got=inputs,
                     hint="dynamic ones may have anything, for example int8",
                 )
+        for name, shape in self.matrices.items():
+            if shape.n < 1 or shape.k < 1:
+                raise SpecError("a matrix needs rows and columns", where=name, got=f"{shape.n} x {shape.k}")
         if self.weight_on_input and self.top_k != 1:
             raise SpecError("routing weights go on the input only with top-1 routing", got=f"top_k {self.top_k}")
         if self.w2 is not None and self.w13.n != self.w2.k * (2 if self.activation.gated else 1):

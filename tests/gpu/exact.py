@@ -25,6 +25,7 @@ from colibri.weight import LogicalWeight
 OPEN = 6  # hidden features that are not zero
 SPARSE = 24  # inputs of a row that are not zero
 LARGEST = 448.0  # of e4m3: rows of such numbers have the scale 1
+AT_ONCE = 4096  # rows that are judged together: several processes may share a GPU
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,11 @@ def judge(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Te
     y = torch.zeros(tokens * top_k, layer.problem.hidden, device=x.device)
     flat = routed.ids.reshape(-1)
     for number, (w13, w2) in enumerate(layer.numbers):
-        slots = ((flat >= 0) & (flat % len(layer.numbers) == number)).nonzero().squeeze(1)
-        gate, up = (x[slots // top_k].double() @ w13.t()).chunk(2, 1)
-        h = (gate * torch.sigmoid(gate) * up).to(kind)
-        y[slots] = _second(h, w2, layer.narrow)
+        ours = ((flat >= 0) & (flat % len(layer.numbers) == number)).nonzero().squeeze(1)
+        for slots in ours.split(AT_ONCE):
+            gate, up = (x[slots // top_k].double() @ w13.t()).chunk(2, 1)
+            h = (gate * torch.sigmoid(gate) * up).to(kind)
+            y[slots] = _second(h, w2, layer.narrow)
     if not plan.decode:
         y = y.to(kind).float()
     weights = torch.where(routed.ids >= 0, routed.weights, torch.zeros_like(routed.weights))

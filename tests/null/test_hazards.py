@@ -1,7 +1,8 @@
-"""A sanitizer's report, read: places, what stands there, and which findings are the compiler's own hand-over."""
+"""A sanitizer's report, read: places, what stands there, and which findings are hand-overs that barriers order."""
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -62,6 +63,60 @@ CODE = """
 $divide:
         /*5790*/                   FADD.FTZ R48, R12, R112 ;
         /*5e10*/                   RET.REL.NODEC R64 `(slotwise) ;
+"""
+# And of a kernel whose blocks take many tiles, less still: one warp feeds, the others multiply.
+TURNS = """
+        /*0070*/              @!P0 BRA `(.L_x_0) ;
+        /*0220*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*02b0*/                   LOP3.LUT P0, RZ, R0, 0x1f, RZ, 0xc0, !PT ;
+.L_x_10:
+        /*0320*/              @!P1 BRA `(.L_x_4) ;
+.L_x_7:
+        /*0630*/                   ISETP.LE.AND P2, PT, R9, UR4, PT ;
+        /*0670*/              @!P2 BRA `(.L_x_5) ;
+        /*06e0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR15+0xe8e0], R2 ;
+        /*06f0*/              @!P2 BRA `(.L_x_6) ;
+.L_x_24:
+        /*0740*/              @!P0 SYNCS.ARRIVE.TRANS64 RZ, [UR15+0xe900], R2 ;
+        /*07e0*/                   UTMALDG.2D [UR24], [UR6] ;
+.L_x_5:
+        /*0920*/                   UTMALDG.2D [UR16], [UR14] ;
+        /*0930*/                   ISETP.NE.AND P2, PT, R6, RZ, PT ;
+        /*0960*/               @P2 BRA `(.L_x_7) ;
+.L_x_4:
+        /*0d10*/                   ISETP.GE.AND P2, PT, R6, R4, PT ;
+        /*0d20*/                   STS [R3+0xe920], R6 ;
+        /*0d30*/                   NOP ;
+        /*0d40*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ+0xe8c0], RZ ;
+        /*0d50*/              @!P2 BRA `(.L_x_10) ;
+        /*0d60*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0db0*/                   EXIT ;
+.L_x_0:
+        /*1350*/                   STS [UR7+0xe930], R3 ;
+        /*1360*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+.L_x_22:
+        /*1850*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R5+UR10+0xe900], R4 ;
+        /*1860*/              @!P0 BRA `(.L_x_22) ;
+        /*2dd0*/                   BAR.SYNC.DEFER_BLOCKING 0x0, 0x80 ;
+        /*2e10*/               @P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8e0], RZ ;
+        /*3810*/                   NOP ;
+        /*3820*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c0], R10 ;
+        /*3830*/              @!P0 BRA `(.L_x_21) ;
+.L_x_26:
+        /*3840*/                   NOP ;
+        /*3850*/                   LDS R108, [R108+0xe920] ;
+        /*3860*/                   ISETP.GE.AND P0, PT, R108, R3, PT ;
+        /*3870*/              @!P0 BRA `(.L_x_22) ;
+        /*3880*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*3930*/                   EXIT ;
+.L_x_6:
+        /*3940*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR15+0xe8e0], R2 ;
+        /*3950*/              @!P2 BRA `(.L_x_6) ;
+        /*3960*/                   BRA `(.L_x_24) ;
+.L_x_21:
+        /*39a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c0], R10 ;
+        /*39b0*/              @!P0 BRA `(.L_x_21) ;
+        /*39c0*/                   BRA `(.L_x_26) ;
 """
 HAND_OVER = [
     "========= Error: Race reported between Read access at slotwise+0x140",
@@ -145,6 +200,56 @@ def test_a_finding_is_in_order_in_every_form_that_it_can_be_of() -> None:
     waits = without("0110").replace("STS [UR8+0xeca8]", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0xeca8]")
     # Nothing is written there.
     assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": waits}) == (1, 0)
+
+
+def ordered_with(place: str, instead: str) -> bool:
+    """Whether what is next is still handed over with another instruction at a place."""
+    code, changed = re.subn(rf"(/\*{place}\*/\s+).*;", lambda found: f"{found[1]}{instead} ;", TURNS)
+    assert changed == 1
+    return count(race(0x3850, 0xD20), lambda label, kernel: {"": code}) == (1, 0)
+
+
+def test_turns_are_handed_over_at_mbarriers() -> None:
+    assert count(race(0x3850, 0xD20), lambda label, kernel: {"": TURNS}) == (1, 0)
+    assert count(race(0x3850, 0xD20, 0x1350), lambda label, kernel: {"": TURNS}) == (1, 0)  # and a task at barrier 1
+    assert ordered_with("0d30", "WARPSYNC.ALL")
+    assert ordered_with("0670", "NOP")  # no stage is filled ahead
+
+
+@pytest.mark.parametrize(
+    ("place", "instead"),
+    [
+        ("0d40", "NOP"),  # nobody is told
+        ("0d40", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ+0xe8c8], RZ"),
+        ("0d40", "@!P0 SYNCS.ARRIVE.TRANS64 RZ, [R2+URZ+0xe8c0], R2"),  # tells of bytes
+        ("0d30", "@P1 BRA `(.L_x_10)"),
+        ("0d30", "STS [R3+0xe924], R7"),  # one of two
+        ("3820", "NOP"),  # who loads has not waited
+        ("3820", "@P1 SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c0], R10"),
+        ("3820", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c8], R10"),
+        ("39a0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c8], R10"),
+        ("3830", "NOP"),  # or not to the end
+        ("3830", "@!P1 BRA `(.L_x_21)"),
+        ("39b0", "NOP"),
+        ("3810", "@P1 BRA `(.L_x_26)"),  # or not on this way
+        ("3860", "@P1 BRA `(.L_x_26)"),  # or not again
+        ("2dd0", "NOP"),  # who loads is not waited for by the others
+        ("2dd0", "@P1 BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),
+        ("2dd0", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x20"),
+        ("2dd0", "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"),
+        ("2dd0", "BAR.ARV 0x0, 0x80"),
+        ("2e10", "NOP"),  # nor by who stores
+        ("2e10", "@P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8c0], RZ"),
+        ("06e0", "NOP"),
+        ("06e0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR15+0xe900], R2"),
+        ("06f0", "NOP"),
+        ("0670", "@!P2 BRA `(.L_x_24)"),
+        ("0740", "NOP"),  # nothing is filled
+        ("3840", "BRXU UR4"),
+    ],
+)
+def test_a_turn_without_one_of_its_mbarriers_is_a_race(place: str, instead: str) -> None:
+    assert not ordered_with(place, instead)
 
 
 def test_instructions_are_shown_between_their_barriers() -> None:

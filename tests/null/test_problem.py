@@ -42,6 +42,8 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
             _problem(rows, 48, activation)
     with pytest.raises(SpecError, match="top-1"):
         _problem(96, 48, "silu", weight_on_input=True)
+    with pytest.raises(SpecError, match="a matrix needs rows and columns"):
+        _problem(0, 0, "silu")
 
 
 def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:
