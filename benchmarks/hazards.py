@@ -31,7 +31,7 @@ ACCESS = {"Write": re.compile(r"\b(STSM?|SYNCS\.EXCH)\b"), "Read": re.compile(r"
 # Mbarriers, by displacement. One lane arrives for its warp, so whoever skips this by its guard has arrived as well.
 ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64\.A1T0 .*\+(0x[0-9a-f]+)\]")
 FILLING = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64 ")  # with how many bytes the copy engine is to bring to a stage
-# All who multiply meet, or all threads; unguarded, because whoever skips it does not meet.
+# All who multiply (four warps) meet, or all threads; unguarded, because whoever skips it does not meet.
 TOGETHER = re.compile(r"^BAR\.SYNC\S* (0x0, 0x80|0x0|0x1)$")
 ALL_MEET = re.compile(r"^BAR\.SYNC\S* 0x1$")
 
@@ -108,37 +108,54 @@ def in_order(disassembly: str, store: int, load: int) -> bool:
 def in_turn(disassembly: str, store: int, load: int) -> bool:
     """Whether threads tell others at mbarriers what they store, and hear that it was loaded.
 
-    On every way through the code, whoever stored arrives next, and whoever loads has just waited, at the same place.
+    On every way through the code, whoever stored arrives next, where nobody else arrives, and whoever loads from there
+    has just waited for that. Not read off the code, but known of the kernel and its model: which place of a ring and
+    which phase an instruction means, and that the guard of an arrival leaves one lane.
     """
     code, found = read(disassembly), states(disassembly)
     storing, loading = found.get(store, []), found.get(load, [])
     if any(state.called for state in (*storing, *loading)):  # callers are not told apart
         return False
     kinds = {"STS": storing, "LDS": loading}
-    if not all(re.search(rf"\b{name}\b", text) for name, of in kinds.items() for text in lines(code, of)):
+    if not all(re.search(rf"\b{name}\b", text) for name, of in kinds.items() for text in texts(code, of)):
         return False
-    told = {arrived_at(text) for text in lines(code, ahead(code, storing, EVENT)) if EVENT.search(text)}
-    if len(told) != 1 or "" in told or {state.wait for state in loading} != {Wait(at) for at in told}:
+    memory = {displacement(text) for text in texts(code, (*storing, *loading))}
+    if len(memory) != 1 or "" in memory:
         return False
-    return given_back(code, storing, loading, *told)
+    told = {state.at for state in ahead(code, storing, EVENT) if EVENT.search(code.texts[state.at])}
+    barriers = {arrived_at(code.texts[at]) for at in told}
+    if len(barriers) != 1 or "" in barriers or {state.wait for state in loading} != {Wait(at) for at in barriers}:
+        return False
+    if told != {at for at, text in enumerate(code.texts) if arrived_at(text) in barriers}:
+        return False
+    return given_back(code, storing, loading)
 
 
-def given_back(code: Code, storing: list[State], loading: list[State], told: str) -> bool:
-    """Whether all who load meet before one of them arrives anywhere, and whoever stored waits for that one.
+def given_back(code: Code, storing: list[State], loading: list[State]) -> bool:
+    """Whether all who load meet before one of them arrives anywhere, and whoever stored waits for that one alone.
 
     It waits for every stage that it fills. There are ways to the next store without: over no stage at all, and over
     stages that were filled ahead. The former takes a matrix without columns, which the model of the ring leaves out
     as well; it has room for the latter.
     """
-    if any("SYNCS.ARRIVE" in text for text in lines(code, ahead(code, loading, TOGETHER))):
+    if any("SYNCS.ARRIVE" in text for text in texts(code, ahead(code, loading, TOGETHER))):
         return False
-    released = {arrived_at(text) for text in lines(code, ahead(code, loading, ALL_MEET))} - {"", told}
-    waits = {state.wait for state in ahead(code, storing, ALL_MEET) if FILLING.search(code.texts[state.at])}
+    fed, done = ahead(code, storing, ALL_MEET), ahead(code, loading, ALL_MEET)
+    released = {arrived_at(text) for text in texts(code, done) if text.startswith("@")}
+    released -= {arrived_at(text) for text in texts(code, fed)} | {""}
+    released -= {arrived_at(text) for text in texts(code, done) if not text.startswith("@")}
+    waits = {state.wait for state in fed if FILLING.search(code.texts[state.at])}
     return bool(waits) and waits <= {Wait(at) for at in released}
 
 
-def lines(code: Code, found: Iterable[State]) -> set[str]:
+def texts(code: Code, found: Iterable[State]) -> set[str]:
     return {code.texts[state.at] for state in found}
+
+
+def displacement(text: str) -> str:
+    """Of an address in shared memory; nothing where it has none."""
+    found = re.search(r"\+(0x[0-9a-f]+)\]", text)
+    return found[1] if found else ""
 
 
 def arrived_at(text: str) -> str:

@@ -147,7 +147,8 @@ def _means(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
 
 
 def _missed(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
-    """What was asked and is not reached, in the worst of the runs; what is slower than its peer."""
+    """What was asked and is not reached, in the worst of the runs, of host times in the median of the processes (their
+    range is told beside them); what is slower than its peer."""
     found = []
     for part, (mean, share) in ASKED.items():
         mine = [row for row in rows if (row["part"], row["peer"]) == (part, ASKED_PEER)]

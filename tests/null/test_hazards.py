@@ -101,6 +101,7 @@ TURNS = """
         /*2e10*/               @P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8e0], RZ ;
         /*3810*/                   NOP ;
         /*3820*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c0], R10 ;
+        /*3828*/                   NOP ;
         /*3830*/              @!P0 BRA `(.L_x_21) ;
 .L_x_26:
         /*3840*/                   NOP ;
@@ -202,18 +203,20 @@ def test_a_finding_is_in_order_in_every_form_that_it_can_be_of() -> None:
     assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": waits}) == (1, 0)
 
 
-def ordered_with(place: str, instead: str) -> bool:
-    """Whether what is next is still handed over with another instruction at a place."""
-    code, changed = re.subn(rf"(/\*{place}\*/\s+).*;", lambda found: f"{found[1]}{instead} ;", TURNS)
-    assert changed == 1
+def ordered_with(*edits: tuple[str, str]) -> bool:
+    """Whether what is next is still handed over with other instructions at some places."""
+    code = TURNS
+    for place, instead in edits:
+        code, changed = re.subn(rf"(/\*{place}\*/\s+).*;", lambda found, now=instead: f"{found[1]}{now} ;", code)
+        assert changed == 1
     return count(race(0x3850, 0xD20), lambda label, kernel: {"": code}) == (1, 0)
 
 
 def test_turns_are_handed_over_at_mbarriers() -> None:
     assert count(race(0x3850, 0xD20), lambda label, kernel: {"": TURNS}) == (1, 0)
     assert count(race(0x3850, 0xD20, 0x1350), lambda label, kernel: {"": TURNS}) == (1, 0)  # and a task at barrier 1
-    assert ordered_with("0d30", "WARPSYNC.ALL")
-    assert ordered_with("0670", "NOP")  # no stage is filled ahead
+    assert ordered_with(("0d30", "WARPSYNC.ALL"))
+    assert ordered_with(("0670", "NOP"))  # no stage is filled ahead
 
 
 @pytest.mark.parametrize(
@@ -246,10 +249,26 @@ def test_turns_are_handed_over_at_mbarriers() -> None:
         ("0670", "@!P2 BRA `(.L_x_24)"),
         ("0740", "NOP"),  # nothing is filled
         ("3840", "BRXU UR4"),
+        ("3850", "LDS R108, [R108+0xe924]"),  # another place
+        ("3850", "LDS R108, [R108]"),
+        ("3850", "LDSM.16.M88 R108, [R108+0xe920]"),
+        ("0d10", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ+0xe8c0], RZ"),  # told too early
+        ("3810", "@P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R11+URZ+0xe8c0], RZ"),  # by somebody else
+        ("0630", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR15+0xe8e0], RZ"),  # who stores does not wait for who loads
+        ("2e10", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8e0], RZ"),  # nor for one of them
+        ("3828", "ISETP.GE.AND P0, PT, R1, R2, PT"),  # asks something else
+        ("3840", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),  # something in between
+        ("3840", "ATOMS.ADD R1, [R3], R2"),
+        ("0d30", "ATOMS.ADD R1, [R3], R2"),
+        ("0d30", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),
     ],
 )
 def test_a_turn_without_one_of_its_mbarriers_is_a_race(place: str, instead: str) -> None:
-    assert not ordered_with(place, instead)
+    assert not ordered_with((place, instead))
+
+
+def test_who_tells_nobody_is_not_heard_by_who_never_waits() -> None:
+    assert not ordered_with(("0d40", "NOP"), ("3820", "NOP"), ("3830", "NOP"))
 
 
 def test_instructions_are_shown_between_their_barriers() -> None:

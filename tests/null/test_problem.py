@@ -42,8 +42,10 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
             _problem(rows, 48, activation)
     with pytest.raises(SpecError, match="top-1"):
         _problem(96, 48, "silu", weight_on_input=True)
-    with pytest.raises(SpecError, match="a matrix needs rows and columns"):
-        _problem(0, 0, "silu")
+    for rows, columns in ((0, 64), (64, 0)):
+        shape = MatrixShape(rows, columns, DENSE_BF16)
+        with pytest.raises(SpecError, match="a matrix needs rows and columns"):
+            Problem(shape, None, 2, 2, 2)
 
 
 def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:

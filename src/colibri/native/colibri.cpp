@@ -161,7 +161,7 @@ void colibri_packed_bytes(const colibri_matrix* matrix, int32_t gated, int64_t b
 }
 
 uint64_t colibri_stream(const void* memory, int64_t bytes, int32_t threads, int32_t streams) {
-  constexpr int64_t kPiece = 1 << 20, kAhead = 2048, kLine = 64;
+  constexpr int64_t kPiece = 1 << 20, kLine = 64;
   const int64_t pieces = bytes / kPiece, each = kPiece / streams / kLine * kLine;
   std::unique_ptr<uint64_t[]> sums(new uint64_t[most<int64_t>(pieces, 1)]());
   parallel(threads, pieces, [&](int64_t piece, int) {
@@ -170,7 +170,7 @@ uint64_t colibri_stream(const void* memory, int64_t bytes, int32_t threads, int3
     for (int64_t at = 0; at < each; at += kLine) {
       for (int32_t s = 0; s < streams; s++) {
         const uint8_t* line = base + s * each + at;
-        __builtin_prefetch(line + kAhead);
+        fetch_line(line + kFar, line + kNear);
         uint64_t words[kLine / 8];
         std::memcpy(words, line, kLine);
         for (uint64_t word : words) sum += word;

@@ -18,11 +18,7 @@
 namespace colibri {
 namespace {
 
-// Every line of codes is asked for twice: into the second level `kFar` bytes before it is read, into the first `kNear`
-// before. Asked for once, it takes one of the first level's few buffers for as long as memory takes, and the more there is
-// to compute the fewer lines are on their way.
-constexpr int64_t kFar = 3072, kNear = 1536;
-constexpr int64_t kScalesAhead = 512;
+constexpr int64_t kScalesAhead = 512;  // bytes between what is read and what is asked for
 
 constexpr int kPlane = 256;  // what the high plane of an input counts
 
@@ -47,13 +43,10 @@ inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t of
 struct Ahead {
   const uint8_t *far, *near;
 
-  COLIBRI_INLINE void fetch(int64_t place) const {
-    __builtin_prefetch(far + place, 0, 2);
-    __builtin_prefetch(near + place, 0, 3);
-  }
+  COLIBRI_INLINE void fetch(int64_t place) const { fetch_line(far + place, near + place); }
 
-  // Lines number Count * step and following of `Blocks` blocks, dealt out in turns: a line of each block, the next line of
-  // each. Memory is faster at the pages of several blocks at once, and kernels compute block after block.
+  // Lines number Count * step and following of `Blocks` blocks, dealt out in turns: a line of each block, the next line
+  // of each. Memory is faster at the pages of several blocks at once, and kernels compute block after block.
   template <int Blocks, int Count>
   COLIBRI_INLINE void fetch_in_turns(int64_t block_bytes, uint32_t step) const {
     constexpr int kSteps = Count < Blocks ? Blocks / Count : 1;  // until every block had its turn
@@ -63,8 +56,13 @@ struct Ahead {
   }
 };
 
-inline Ahead codes_ahead(const Streams& s, int64_t offset, int64_t size) {
-  return {ahead(s.codes, s.next_codes, offset, kFar, size), ahead(s.codes, s.next_codes, offset, kNear, size)};
+// For the `piece` bytes of each block that are read from `offset` on. Distances are whole pieces: no piece then begins
+// in a block and ends behind it.
+inline Ahead codes_ahead(const Packed& p, const Streams& s, int64_t offset, int64_t piece) {
+  const auto from = [&](int64_t distance) {
+    return ahead(s.codes, s.next_codes, offset, round_up(distance, piece), p.code_block);
+  };
+  return {from(kFar), from(kNear)};
 }
 
 template <class V>
@@ -128,8 +126,8 @@ struct Bytes {
   }
 };
 
-// The sums of one group: `Together` of `Blocks` row blocks (part `part` of each, where a block is more than a vector), with
-// `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
+// The sums of one group: `Together` of `Blocks` row blocks (part `part` of each, where a block is more than a vector),
+// with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
 template <class V, class Code, int InputPlanes, int Blocks, int Together, int Rows>
 struct GroupSums {
   using I32 = typename V::I32;
@@ -150,8 +148,8 @@ struct GroupSums {
         }
   }
 
-  // `unit`: the codes of block `b0`, the first of these; `x`: the inputs of the first row; `soon`: what is fetched on the
-  // way, if `fetch`.
+  // `unit`: the codes of block `b0`, the first of these; `x`: the inputs of the first row; `soon`: what is fetched on
+  // the way, if `fetch`.
   COLIBRI_INLINE void add(const Packed& p, const Code& code, int b0, const uint8_t* unit, const Ahead& soon, bool fetch,
                           const int8_t* x, int64_t stride) {
     constexpr int kFours = Code::columns / 4;  // of a unit's columns
@@ -220,7 +218,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
-    const Ahead soon = codes_ahead(s, at, p.code_block);
+    const Ahead soon = codes_ahead(p, s, at, p.code_block / p.groups);
     const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
     const InputGroup* groups[Rows];
     for (int r = 0; r < Rows; r++) {
@@ -271,7 +269,7 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first * kRows;
-    const Ahead soon = codes_ahead(s, at, p.code_block);
+    const Ahead soon = codes_ahead(p, s, at, p.code_block / p.groups);
     for (int b = 0; b < Blocks; b++) {
       for (int part = 0; part < kParts; part++) {
         F32 sums[Rows][2];

@@ -160,7 +160,7 @@ class Expander {
     block *= second_;
     const int64_t bytes = p_.code_block * kTileColumns / p_.columns, at = k * bytes;
     const uint8_t* codes = s_.codes + block * p_.code_block + at;
-    const Ahead soon = codes_ahead(s_, at, p_.code_block);
+    const Ahead soon = codes_ahead(p_, s_, at, bytes);
     for (int64_t i = 0; i < bytes; i += kUnit) soon.fetch(block * p_.code_block + i);
     const int columns = least(m.group, kTileColumns);
 #ifdef __AVX512FP16__
