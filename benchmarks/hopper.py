@@ -5,9 +5,10 @@
     python benchmarks/hopper.py --smoke               two sizes of one shape, tracebacks in full: does everything run?
 
 A layer is timed from `x, topk_ids, topk_weights` to the combined output, our dispatch included. Humming is timed in
-both its GEMM types, after its routing sort and with it; the ratios in `against` are to the faster type. Everyone
-replays CUDA graphs of calls with different routings for about 40 ms, back to back, three times in turn; so are the
-ceilings measured: dense products and reads. For many tokens our products alone take turns with a dense product too.
+both its GEMM types, after its routing sort and with it; the ratios in `against` are to the faster type. Where batch-
+invariant order launches anything else, with few tokens, it takes its turns too: what it costs. Everyone replays CUDA
+graphs of calls with different routings for about 40 ms, back to back, three times in turn; so are the ceilings
+measured: dense products and reads. For many tokens our products alone take turns with a dense product too.
 Results are compared with the reference first (worst of 16 rows). The file is written again after every cell.
 """
 
@@ -45,9 +46,10 @@ from colibri.bench.timing import Call, host_time
 from colibri.bench.workload import Batch, Weights
 from colibri.dispatch import Indexed
 from colibri.jit.build import build_all
+from colibri.jit.compile import Source
 from colibri.layer import RoutedExperts
 from colibri.oracle import select
-from colibri.problem import Problem, parse_device
+from colibri.problem import BATCH_INVARIANT, Problem, parse_device
 from colibri.testing.layers import Layer, layer_problem, routing, worst_row
 
 SHAPES = {
@@ -130,10 +132,20 @@ def pose(part: Part) -> Problem:
     return layer_problem(part.spec, part.activations, **SHAPES[part.shape])
 
 
+def in_order(problem: Problem) -> Problem:
+    """The same layer, whose rows do not know their batch."""
+    return replace(problem, order=BATCH_INVARIANT)
+
+
+def kernels(problem: Problem, tokens: int) -> list[Source]:
+    return [step.source for step in steps(make_plan(problem, tokens))]
+
+
 def compile_all(parts: Iterable[Part]) -> None:
     """Our kernels of all parts at once: more to share among the cores."""
     began = time.perf_counter()
-    sources = [step.source for part in parts for m in part.tokens for step in steps(make_plan(pose(part), m))]
+    posed = [(pose(part), m) for part in parts for m in part.tokens]
+    sources = [source for problem, m in posed for order in (problem, in_order(problem)) for source in kernels(order, m)]
     for source, why in build_all(sources).items():
         print("does not compile:", source.label, why[-300:])
     print(f"{len(set(sources))} kernels in {time.perf_counter() - began:.1f} s", flush=True)
@@ -231,10 +243,16 @@ class Run:
                 contestants |= found
             except Exception:
                 self._failed(f"{label}: {name}")
+        if kernels(in_order(problem), tokens) != kernels(problem, tokens):
+            layer = replace(ours, problem=in_order(problem))
+            contestants[BATCH_INVARIANT] = [partial(our_call, layer, out, b) for b in batches]
+            worst[BATCH_INVARIANT] = check(contestants[BATCH_INVARIANT][0](), wanted)
         first = contestants["ours"][0]().clone()
         again = contestants["ours"][0]()
         row = {"tokens": tokens, "repeatable": torch.equal(first, again), "worst_row": check(first, wanted)}
         times = {name: took.describe() for name, took in self.windows.measure(contestants).items()}
+        if BATCH_INVARIANT in times:
+            row["batch_invariant"] = times.pop(BATCH_INVARIANT) | {"worst_row": worst.pop(BATCH_INVARIANT)}
         row |= {"ours": times.pop("ours"), "peers": {n: t | {"worst_row": worst.get(n)} for n, t in times.items()}}
         row["against"] = against(row["ours"], row["peers"])
         row["host_us"] = round(host_time(eager_calls(ours, out, batches), DEVICE), 1) if tokens <= 256 else None
@@ -356,6 +374,7 @@ def line(row: dict) -> str:
         f"{row['part']} M={row['tokens']}: ours {row['ours']['us']:.1f} us +-{row['ours']['noise']:.1%}, "
         f"{row['of_floor']:.0%} of floor, worst row {row['worst_row']}, repeatable {row['repeatable']}; {beside}; "
         f"peers' worst rows {errors}; clocks {row['clocks']}"
+        + (f"; batch-invariant {row['batch_invariant']['us']:.1f}" if "batch_invariant" in row else "")
         + (f"; products {row['products']['of_dense']:.1%} of dense" if "products" in row else "")
     )
 

@@ -232,6 +232,16 @@ def _starting() -> str:
             f"{' or '.join(map(str, processes))} processes ({source('host-time')})."
             for what, by_tokens in took.items()
         ]
+    told = [row for run in races().values() for row in run["rows"] if "batch_invariant" in row]
+    if told:
+        costs: dict[tuple[str, int], float] = {}
+        for row in told:
+            cost = row["batch_invariant"]["us"] / row["ours"]["us"] - 1
+            costs[row["part"], row["tokens"]] = max(cost, costs.get((row["part"], row["tokens"]), cost))
+        said = [
+            f"{part} {cost:.0%} longer at {tokens} token{'s' * (tokens != 1)}" for (part, tokens), cost in costs.items()
+        ]
+        lines.append(f"In batch-invariant order: {', '.join(said)}; at the other sizes it launches the same kernels.")
     checked = record("sanitize")
     if checked is not None:
         clean = [verdict["tool"] for verdict in checked["verdicts"] if verdict["verdict"] == "clean"]

@@ -363,6 +363,12 @@ def test_bench_writes_its_figures(tmp_path: Path) -> None:
     assert 0 <= found["rows"][0]["error"] < 1e-2
 
 
+def test_bench_takes_batch_invariant_order(tmp_path: Path) -> None:
+    result = colibri(*WORDS, "--order", "batch-invariant", "--json", tmp_path / "bench.json")
+    assert result.exit_code == FINE, result.output
+    assert json.loads((tmp_path / "bench.json").read_text())["meta"]["problem"]["order"] == "batch-invariant"
+
+
 def test_bench_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for file in (tmp_path / "bench.png", tmp_path / "bench.svg"):
@@ -387,6 +393,7 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--tokens", "0"),
         ("--tokens", ""),
         ("--routing", "wild"),
+        ("--order", "slow"),
         ("--peers", "vllm"),
         ("--shape", "large"),
         ("--weights", "int40"),

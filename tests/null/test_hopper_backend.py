@@ -197,6 +197,18 @@ def test_batch_invariant_plans_never_split_k() -> None:
     assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode
 
 
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_batch_invariant_order_is_free_beyond_few_tokens(activations: str) -> None:
+    """It launches the same kernels once slots are no tiles of their own: nothing there can cost more."""
+    layer = problem(activations=activations)
+    for tokens in tune.buckets(8192):
+        fast, invariant = (
+            [step.source for step in steps(make_plan(order, tokens))]
+            for order in (layer, replace(layer, order=BATCH_INVARIANT))
+        )
+        assert (fast == invariant) == (not make_plan(layer, tokens).decode)
+
+
 def test_decoding_needs_a_counter_for_every_tile() -> None:
     for hidden, intermediate in ((65536, 64), (64, 1 << 17)):
         layer = problem(hidden=hidden, intermediate=intermediate, experts=32, top_k=8)

