@@ -216,6 +216,14 @@ def compute(case: Case) -> Any:
     return out.cpu()
 
 
+def as_large() -> None:
+    """Small layers take the tiles of large ones, which have some of their own."""
+    from colibri.tune.hopper import data
+
+    for entry in (*data()["16-bit"], *data()["8-bit"]):
+        entry.pop("units_from", None)
+
+
 def compile_all(cases: list[Case]) -> int:
     """Fill the cache; the sanitized processes may not compile."""
     from colibri.backends.hopper.plan import make_plan
@@ -376,6 +384,7 @@ def main() -> None:
     parser.add_argument("--work", metavar="TOOL", help="compute cases here (what the sanitizer starts)")
     parser.add_argument("--taken", type=Path, help="the folder where processes mark the cases they took")
     arguments = parser.parse_args()
+    as_large()
     if arguments.work:
         work(arguments.work, arguments.taken)
         return

@@ -192,6 +192,14 @@ def test_carried_sums_have_tiles_they_fit() -> None:
     assert not make_plan(problem("mxfp4", "fp8"), 20000).first.promote
 
 
+def test_small_layers_do_not_take_two_units_at_once() -> None:
+    sizes = {"hidden": 1024, "intermediate": 1024, "top_k": 4}
+    for experts, many in ((16, False), (512, True)):  # 256 and 8,192 units, as many rows for each expert
+        plan = make_plan(problem(**sizes, experts=experts), 4 * experts)
+        assert plan.rule is not None and plan.rule.paired == many
+        assert (2 in {tile.units for tile in plan.first.tiles}) == many
+
+
 def test_batch_invariant_plans_never_split_k() -> None:
     layer = replace(problem(), order=BATCH_INVARIANT)
     assert not make_plan(layer, 1).decode and make_plan(problem(), 1).decode

@@ -24,7 +24,6 @@ from colibri.errors import ColibriError
 from colibri.jit.build import build_all
 from colibri.layout import Packed
 from colibri.problem import Problem
-from colibri.tune import hopper as tune
 from colibri.tune import search
 from colibri.tune.search import Candidate, Cell
 
@@ -102,7 +101,8 @@ class Search:
 
     def _first(self, layer: Layer, tokens: int) -> list[Candidate]:
         cell = layer.cell(tokens)
-        in_use = tune.rule(make_plan(layer.problem, tokens).first.form.activations, cell.slots, cell.experts)
+        in_use = make_plan(layer.problem, tokens).rule
+        assert in_use is not None
         return list(dict.fromkeys([Candidate(in_use), *search.first_round(cell, in_use)]))
 
     def _cell(self, layer: Layer, tokens: int, packed: Mapping[str, Packed], say: Say) -> None:

@@ -78,11 +78,13 @@ def data() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def rule(activations: str, slots: int, experts: int) -> Rule:
-    """The rule for `slots` rows spread over `experts`."""
+def rule(activations: str, slots: int, experts: int, units: int) -> Rule:
+    """The rule for `slots` rows spread over `experts`, which have `units` units between them: with few, large tiles
+    leave SMs without work at the end."""
     rows = slots / experts
     for entry in data()["8-bit" if activations == E4M3 else "16-bit"]:
-        if entry["rows_up_to"] is None or rows <= entry["rows_up_to"]:
+        fits = entry["rows_up_to"] is None or rows <= entry["rows_up_to"]
+        if fits and units >= entry.get("units_from", 0):
             paired = bool(entry.get("paired", False))
             return Rule(tuple(entry["tiles"]), entry["overlap"], paired)
     raise AssertionError("the last rule has no limit")

@@ -93,7 +93,8 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     plan = HopperPlan(problem, tokens, 0.0)
     slots = plan.slots
     forms = [layout.form(shape) for shape in problem.matrices.values()]
-    rule = tried or tune.rule(forms[0].activations, slots, problem.experts)
+    units = problem.experts * layout.padded(problem.w13)[0] // ROWS
+    rule = tried or tune.rule(forms[0].activations, slots, problem.experts, units)
     rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
     decode = _decodes(plan, layout, forms[0]) if decode is None else decode
     sizes = () if decode else rule.sizes
