@@ -21,7 +21,7 @@ from colibri.dtypes import BF16, F16, F32
 from colibri.errors import LaunchError
 from colibri.layout import Layout, Packed
 from colibri.native.abi import Level
-from colibri.problem import BATCH_INVARIANT, Device, Problem
+from colibri.problem import Device, Problem
 
 
 class Cpu(Backend):
@@ -41,8 +41,6 @@ class Cpu(Backend):
             yield Reason("library", state.why, state.hint)
         elif self._level is not None and self._level not in state.library.levels:
             yield Reason("level", f"{self._level} does not run on this machine")
-        if problem.order == BATCH_INVARIANT:
-            yield Reason("order", "the order of sums depends on the number of rows", "reference keeps it")
         if problem.input not in (BF16, F16, F32):
             yield Reason("input", f"{problem.input} inputs", "bf16, fp16 and fp32 have kernels")
         if problem.w13 == problem.w2 and problem.activations != problem.second_activations:

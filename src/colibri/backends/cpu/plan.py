@@ -12,7 +12,7 @@ from colibri.backends.base import Plan
 from colibri.backends.cpu.form import Form, matrix_form
 from colibri.native import abi
 from colibri.native.abi import Level
-from colibri.problem import Problem
+from colibri.problem import FAST, Problem
 
 _READ_GBS = 25.0
 _CALL_US = 20.0
@@ -55,7 +55,8 @@ def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
     elements = sum(shape.n * shape.k for shape in problem.matrices.values())
     stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
     narrow = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
-    tiles = all(form.tiles for form in forms)
+    # Tiles sum in another order, and are taken by experts that have many rows in a batch.
+    tiles = problem.order == FAST and all(form.tiles for form in forms)
     rate = _GFLOPS[level if tiles else min(level, Level.AVX512)][narrow]
     estimate = _CALL_US + max(activated * stored / _READ_GBS, 2 * slots * elements / rate) / 1e3
     notes = (f"{level}: codes looked up in registers, from ids to the sum of each token's experts",)
