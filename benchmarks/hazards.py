@@ -141,9 +141,9 @@ def given_back(code: Code, storing: list[State], loading: list[State]) -> bool:
     if any("SYNCS.ARRIVE" in text for text in texts(code, ahead(code, loading, TOGETHER))):
         return False
     fed, done = ahead(code, storing, ALL_MEET), ahead(code, loading, ALL_MEET)
-    released = {arrived_at(text) for text in texts(code, done) if text.startswith("@")}
-    released -= {arrived_at(text) for text in texts(code, fed)} | {""}
-    released -= {arrived_at(text) for text in texts(code, done) if not text.startswith("@")}
+    all_of_them = {text for text in texts(code, done) if not text.startswith("@")}
+    others = {arrived_at(text) for text in texts(code, fed) | all_of_them}
+    released = {arrived_at(text) for text in texts(code, done)} - others - {""}
     waits = {state.wait for state in fed if FILLING.search(code.texts[state.at])}
     return bool(waits) and waits <= {Wait(at) for at in released}
 

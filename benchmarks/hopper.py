@@ -132,7 +132,7 @@ def pose(part: Part) -> Problem:
     return layer_problem(part.spec, part.activations, **SHAPES[part.shape])
 
 
-def in_order(problem: Problem) -> Problem:
+def invariant(problem: Problem) -> Problem:
     """The same layer, whose rows do not know their batch."""
     return replace(problem, order=BATCH_INVARIANT)
 
@@ -145,7 +145,9 @@ def compile_all(parts: Iterable[Part]) -> None:
     """Our kernels of all parts at once: more to share among the cores."""
     began = time.perf_counter()
     posed = [(pose(part), m) for part in parts for m in part.tokens]
-    sources = [source for problem, m in posed for order in (problem, in_order(problem)) for source in kernels(order, m)]
+    sources = [
+        source for problem, m in posed for order in (problem, invariant(problem)) for source in kernels(order, m)
+    ]
     for source, why in build_all(sources).items():
         print("does not compile:", source.label, why[-300:])
     print(f"{len(set(sources))} kernels in {time.perf_counter() - began:.1f} s", flush=True)
@@ -243,8 +245,8 @@ class Run:
                 contestants |= found
             except Exception:
                 self._failed(f"{label}: {name}")
-        if kernels(in_order(problem), tokens) != kernels(problem, tokens):
-            layer = replace(ours, problem=in_order(problem))
+        if kernels(invariant(problem), tokens) != kernels(problem, tokens):
+            layer = replace(ours, problem=invariant(problem))
             contestants[BATCH_INVARIANT] = [partial(our_call, layer, out, b) for b in batches]
             worst[BATCH_INVARIANT] = check(contestants[BATCH_INVARIANT][0](), wanted)
         first = contestants["ours"][0]().clone()

@@ -43,3 +43,17 @@ def test_runs_beside_different_peers_do_not_mix() -> None:
     assert [(row["peer"], row["tokens"], row["run"]) for row in found] == [
         ("humming", 1, "second"), ("humming", 16, "first"), ("triton", 1, "third"),
     ]  # fmt: skip
+
+
+def test_what_batch_invariant_order_costs_is_told_of_the_worse_run() -> None:
+    module = tables()
+
+    def run(tokens: int, us: float | None) -> dict[str, Any]:
+        row = {"part": "a", "tokens": tokens, "ours": {"us": 20.0}}
+        return {"rows": [row if us is None else row | {"batch_invariant": {"us": us}}]}
+
+    told = module._invariant(
+        {"first": run(1, 25.0), "second": run(1, 24.0), "third": run(4, 22.0), "last": run(16, None)}
+    )
+    assert "a 25% longer at 1 token, a 10% longer at 4 tokens;" in told and "16" not in told
+    assert module._invariant({"only": run(16, None)}) == ""

@@ -56,14 +56,17 @@ struct Ahead {
   }
 };
 
-// For the `piece` bytes of each block that are read from `offset` on. Distances are whole pieces: no piece then begins
+// How far ahead codes are asked for where `piece` bytes of a block are read at once: whole pieces, so that none begins
 // in a block and ends behind it.
-inline Ahead codes_ahead(const Packed& p, const Streams& s, int64_t offset, int64_t piece) {
-  const auto from = [&](int64_t distance) {
-    return ahead(s.codes, s.next_codes, offset, round_up(distance, piece), p.code_block);
-  };
-  return {from(kFar), from(kNear)};
-}
+struct Reach {
+  int64_t far, near;
+  explicit Reach(int64_t piece) : far(round_up(kFar, piece)), near(round_up(kNear, piece)) {}
+
+  Ahead from(const Packed& p, const Streams& s, int64_t offset) const {
+    return {ahead(s.codes, s.next_codes, offset, far, p.code_block),
+            ahead(s.codes, s.next_codes, offset, near, p.code_block)};
+  }
+};
 
 template <class V>
 COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
@@ -210,6 +213,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks);
   const colibri_matrix& m = *p.matrix;
+  const Reach reach(p.code_block / p.groups);
   const Code code(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
@@ -218,7 +222,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
-    const Ahead soon = codes_ahead(p, s, at, p.code_block / p.groups);
+    const Ahead soon = reach.from(p, s, at);
     const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
     const InputGroup* groups[Rows];
     for (int r = 0; r < Rows; r++) {
@@ -261,6 +265,7 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes;
   const colibri_matrix& m = *p.matrix;
+  const Reach reach(p.code_block / p.groups);
   const typename V::Minifloat minifloat(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
@@ -269,7 +274,7 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
 
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first * kRows;
-    const Ahead soon = codes_ahead(p, s, at, p.code_block / p.groups);
+    const Ahead soon = reach.from(p, s, at);
     for (int b = 0; b < Blocks; b++) {
       for (int part = 0; part < kParts; part++) {
         F32 sums[Rows][2];

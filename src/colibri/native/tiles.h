@@ -133,7 +133,8 @@ class Expander {
  public:
   // Tiles are kept at their number & `mask`. Of an odd number of blocks the last is `alone`: it is then both of a pair.
   Expander(const Packed& p, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
-      : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask), minifloat_(p)
+      : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask),
+        tile_bytes_(p.code_block * kTileColumns / p.columns), reach_(tile_bytes_), minifloat_(p)
 #ifdef __AVX512FP16__
         ,
         halves_{Halves(p, s.scales), Halves(p, s.scales + second_ * p.scale_block)}
@@ -158,10 +159,10 @@ class Expander {
     const colibri_matrix& m = *p_.matrix;
     uint16_t* out = tile(k, block);
     block *= second_;
-    const int64_t bytes = p_.code_block * kTileColumns / p_.columns, at = k * bytes;
+    const int64_t at = k * tile_bytes_;
     const uint8_t* codes = s_.codes + block * p_.code_block + at;
-    const Ahead soon = codes_ahead(p_, s_, at, bytes);
-    for (int64_t i = 0; i < bytes; i += kUnit) soon.fetch(block * p_.code_block + i);
+    const Ahead soon = reach_.from(p_, s_, at);
+    for (int64_t i = 0; i < tile_bytes_; i += kUnit) soon.fetch(block * p_.code_block + i);
     const int columns = least(m.group, kTileColumns);
 #ifdef __AVX512FP16__
     if (in_halves(p_) && m.zero == COLIBRI_ZERO_U8) return expand_halves<true>(k, block, codes, out);
@@ -262,6 +263,8 @@ class Expander {
   int second_;
   uint16_t* buffer_;
   int64_t mask_;
+  int64_t tile_bytes_;  // of codes
+  Reach reach_;
   Avx512::Minifloat minifloat_;
 #ifdef __AVX512FP16__
   Halves halves_[kPair];
