@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from colibri.errors import ContextError, DriverError
 
@@ -20,6 +20,7 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 _MAP_TYPES = {1: 0, 2: 1, 4: 2}  # UINT8, UINT16, UINT32
 _L2_PROMOTION_128B = 2
 MAP_BYTES = 128
+MapSlot: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
 class _Attribute(ctypes.Structure):
@@ -144,7 +145,7 @@ class Launch:
         """A view of a 64-bit argument: assigning its `value` changes the argument."""
         return ctypes.c_uint64.from_address(self.address[name])
 
-    def map_slot(self, name: str) -> ctypes.Array[ctypes.c_char]:
+    def map_slot(self, name: str) -> MapSlot:
         """A view of a tensor map: assigning its `raw` changes it."""
         return (ctypes.c_char * MAP_BYTES).from_address(self.address[name])
 

@@ -18,7 +18,7 @@ from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from colibri.backends.hopper.steps import steps
 from colibri.errors import ContextError
-from colibri.jit.driver import Launch, launched, launcher, use_context
+from colibri.jit.driver import Launch, MapSlot, launched, launcher, use_context
 from colibri.jit.graph import Graph, available
 from colibri.jit.load import Matrix, encoded, prepare
 from colibri.jit.load import Value as Bound
@@ -58,15 +58,13 @@ class Program:
         self.tokens = -1
         self.at: tuple[int, ...] = ()  # addresses of the last call
         self.mapped: list[tuple[Launch, str]] = []  # launches that read x through a tensor map
-        self.mapped_at = (0, 0)
-        self.known_maps: dict[tuple[int, int], list[bytes]] = {}  # by address and number of tokens
+        self.known_maps: dict[tuple[int, int], list[tuple[MapSlot, bytes]]] = {}  # by address and number of tokens
         self.fittings: dict[int, Fitting] = {}  # of calls by ids, by number of tokens
         found = steps(plan)
         self.called = {i for i, step in enumerate(found) if any(_called(value) for value in step.values.values())}
         self.all_called = len(self.called) == len(found)
         self.launches = [self._bind(step, stream, tensors) for step in found]
         self.arguments = [launch.arguments for launch in self.launches]
-        self.map_slots = [launch.map_slot(name) for launch, name in self.mapped]
         self.go = launcher()
         self.graphed = graphed(plan.tokens) and available()
         self.graph: Graph | None = None
@@ -152,20 +150,20 @@ class Program:
             self.anew = self.all_called
         for number, slot in self.pointers:
             slot.value = at[number]
-        if self.mapped and self.mapped_at != (at[0], tokens):
-            for map_slot, value in zip(self.map_slots, self._maps(at[0], tokens)):
+        if self.mapped:
+            for map_slot, value in self._maps(at[0], tokens):
                 map_slot.raw = value
-            self.mapped_at = (at[0], tokens)
         self.at = at
 
-    def _maps(self, x: int, tokens: int) -> list[bytes]:
-        """The tensor maps of an input, kept: allocators give the same addresses again and again."""
+    def _maps(self, x: int, tokens: int) -> list[tuple[MapSlot, bytes]]:
+        """The tensor maps of an input and where they go, kept: allocators give the same addresses again and again."""
         found = self.known_maps.get((x, tokens))
         if found is None:
             if len(self.known_maps) >= _MOST_KEPT:
                 self.known_maps.clear()
             matrix = Matrix(x, (tokens, self.hidden))
-            found = self.known_maps[x, tokens] = [encoded(launch, name, matrix) for launch, name in self.mapped]
+            found = [(launch.map_slot(name), encoded(launch, name, matrix)) for launch, name in self.mapped]
+            self.known_maps[x, tokens] = found
         return found
 
     def _bind(self, step: Step, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> Launch:
