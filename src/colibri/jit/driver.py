@@ -109,6 +109,11 @@ def encode_map(
     check(code, f"describing a tensor of shape {list(shape)} in boxes of {list(box)}")
 
 
+def by_value(handle: int | None) -> Any:
+    """A handle or address as an argument that ctypes need not convert again, however often it is handed over."""
+    return ctypes.c_void_p.from_param(handle)
+
+
 class Launch:
     """One kernel on one stream with its parameters laid out in memory: changing an argument is one store.
 
@@ -134,10 +139,12 @@ class Launch:
         attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
         self._attribute = attribute
         self.config = _Config(1, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(dependent))
-        self.arguments: tuple[Any, ...] = (  # of `launch`
-            ctypes.c_void_p(ctypes.addressof(self.config)),
-            ctypes.c_void_p(function),
-            ctypes.c_void_p(ctypes.addressof(self._pointers)),
+        self.function, self.parameters = function, ctypes.addressof(self._pointers)
+        # Of `launcher`, each as ctypes hands it over: it would convert anything else again in every call.
+        self.arguments: tuple[Any, ...] = (
+            ctypes.byref(self.config),
+            by_value(function),
+            ctypes.byref(self._pointers),
             None,
         )
 

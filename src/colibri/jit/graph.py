@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from colibri.jit import driver
-from colibri.jit.driver import Launch, check
+from colibri.jit.driver import Launch, by_value, check
 
 _PROGRAMMATIC = 1  # an edge, and the port it leaves from: the next kernel may start before this one ends
 
@@ -61,19 +61,21 @@ class Graph:
         self._set = cuda.cuGraphExecKernelNodeSetParams_v2
         # The first stays as long as the ready one: its nodes are how launches of that are named.
         weakref.finalize(self, _destroy, graph, ready).atexit = False
-        self._renewals = [(ready, node, ctypes.byref(of)) for node, of in zip(nodes, self._described)]
-        self.go, self.arguments = cuda.cuGraphLaunch, (ready, ctypes.c_void_p(stream))
+        handle = by_value(ready.value)
+        self._renewals = [(handle, by_value(node.value), ctypes.byref(of)) for node, of in zip(nodes, self._described)]
+        self.go, self.arguments = cuda.cuGraphLaunch, (handle, by_value(stream))
 
     def resize(self) -> None:
         """Take over all launches' grids; each is to be renewed."""
         for described, launch in zip(self._described, self.launches):
             described.gx, described.gy = launch.config.gx, launch.config.gy
 
-    def renew(self, number: int) -> None:
-        """Take over the arguments that a launch has now."""
-        code = self._set(*self._renewals[number])
-        if code:
-            check(code, "changing a launch of a graph")
+    def renew(self, numbers: Iterable[int]) -> None:
+        """Take over the arguments that these launches have now."""
+        for number in numbers:
+            code = self._set(*self._renewals[number])
+            if code:
+                check(code, "changing a launch of a graph")
 
 
 def _destroy(graph: ctypes.c_void_p, ready: ctypes.c_void_p) -> None:
@@ -83,6 +85,6 @@ def _destroy(graph: ctypes.c_void_p, ready: ctypes.c_void_p) -> None:
 
 
 def _described(launch: Launch) -> _Node:
-    config, (_, function, parameters, _) = launch.config, launch.arguments
+    config = launch.config
     sizes = (config.gx, config.gy, config.gz, config.bx, config.by, config.bz, config.shared)
-    return _Node(function.value, *sizes, parameters.value, None, None, None)
+    return _Node(launch.function, *sizes, launch.parameters, None, None, None)

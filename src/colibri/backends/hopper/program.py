@@ -127,8 +127,7 @@ class Program:
         if graph is None:
             graph = self.graph = Graph(self.launches, self.stream, dependent=self.overlap)
         else:
-            for number in self.stale:
-                graph.renew(number)
+            graph.renew(self.stale)
         self.stale.clear()
         code = graph.go(*graph.arguments)
         if code:
