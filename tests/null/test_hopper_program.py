@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colibri.backends.hopper import program as bound
 from colibri.backends.hopper.plan import make_plan
+from colibri.backends.hopper.refs import CALL, Ref
 from colibri.backends.hopper.steps import steps
 from colibri.dispatch import Contiguous, Indexed
 from colibri.errors import ContextError, DriverError, LaunchError
@@ -113,7 +114,20 @@ def addresses(call: dict[str, torch.Tensor]) -> tuple[int, ...]:
 
 def stored(program: bound.Program, number: int) -> set[int]:
     """Where launches find the caller's tensor of this number: x, out, ids or edges, weights."""
-    return {slot.value for of, slot in program.pointers if of == number}
+    names = ({"x"}, {"out"}, {"ids", "edges"}, {"weights"})[number]
+    found = set()
+    for step, launch in zip(steps(program.plan), program.launches):
+        for argument, value in step.values.items():
+            if isinstance(value, Ref) and value.owner == CALL and value.mapped is None and value.name in names:
+                found.add(read(launch, argument))
+    return found
+
+
+def read(launch: driver.Launch, argument: str) -> int:
+    """What the driver reads, from where it is told to."""
+    _, _, told, _ = launch.arguments
+    assert launch.address[argument] in told._obj
+    return ctypes.c_uint64.from_address(launch.address[argument]).value
 
 
 def run(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.Program:
@@ -174,11 +188,14 @@ def test_inputs_with_facts_of_their_experts(gpu: FakeDriver) -> None:
 def test_arguments_keep_their_place(gpu: FakeDriver) -> None:
     values = [("map", bytes(range(128))), ("pointer", (7).to_bytes(8, "little")), ("count", (5).to_bytes(4, "little"))]
     launch = driver.Launch(1, 256, 0, 0, values, False, {})
-    launch.pointer_slot("pointer").value = 99
-    assert launch.integer_slot("count").value == 5
+    assert launch.integer_slot("count").value == 5 and read(launch, "pointer") == 7
     assert ctypes.string_at(launch.address["map"], 128) == bytes(range(128))
     assert launch.address["map"] % 64 == 0
-    assert ctypes.c_uint64.from_address(launch.address["pointer"]).value == 99
+    shared = ctypes.c_uint64(99)
+    launch.share("pointer", shared)
+    assert read(launch, "pointer") == 99 and launch.integer_slot("count").value == 5
+    shared.value = 100
+    assert read(launch, "pointer") == 100
 
 
 def test_an_argument_made_once_is_handed_over_whole_every_time() -> None:

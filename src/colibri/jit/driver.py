@@ -130,6 +130,8 @@ class Launch:
         self._memory = ctypes.create_string_buffer(room)
         at = -(-ctypes.addressof(self._memory) // 64) * 64
         self._pointers = (ctypes.c_void_p * len(values))()
+        self._names = [name for name, _ in values]
+        self._shared: list[ctypes.c_uint64] = []  # kept alive
         self.address: dict[str, int] = {}
         for i, (name, value) in enumerate(values):
             ctypes.memmove(at, value, len(value))
@@ -148,9 +150,10 @@ class Launch:
             None,
         )
 
-    def pointer_slot(self, name: str) -> ctypes.c_uint64:
-        """A view of a 64-bit argument: assigning its `value` changes the argument."""
-        return ctypes.c_uint64.from_address(self.address[name])
+    def share(self, name: str, slot: ctypes.c_uint64) -> None:
+        """A 64-bit argument is read from this slot: one store changes it for all launches that share it."""
+        self.address[name] = self._pointers[self._names.index(name)] = ctypes.addressof(slot)
+        self._shared.append(slot)
 
     def map_slot(self, name: str) -> MapSlot:
         """A view of a tensor map: assigning its `raw` changes it."""

@@ -53,7 +53,8 @@ class Program:
             **packed,
         }
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.pointers: list[tuple[int, ctypes.c_uint64]] = []  # where the caller's tensors go, by their number
+        # Addresses of the caller's tensors, by their number: where every launch reads them.
+        self.given = (ctypes.c_uint64 * (4 if plan.work == INDEXED else 3))()
         self.resizers: list[Callable[[int], None]] = []
         self.tokens = -1
         self.at: tuple[int, ...] = ()  # addresses of the last call
@@ -147,8 +148,7 @@ class Program:
         else:
             self.stale |= self.called
             self.anew = self.all_called
-        for number, slot in self.pointers:
-            slot.value = at[number]
+        self.given[:] = at  # type: ignore[call-overload]  # any sequence will do
         if self.mapped:
             for map_slot, value in self._maps(at[0], tokens):
                 map_slot.raw = value
@@ -182,7 +182,7 @@ class Program:
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
                 self.mapped.append((launch, name))
             elif isinstance(value, Ref) and value.owner == CALL:
-                self.pointers.append((_NUMBERS[value.name], launch.pointer_slot(name)))
+                launch.share(name, ctypes.c_uint64.from_buffer(self.given, 8 * _NUMBERS[value.name]))
             elif callable(value):
                 self.resizers.append(_follow(launch.integer_slot(name), value))
         self.resizers.append(self._grid(launch, step))
