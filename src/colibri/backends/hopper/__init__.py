@@ -11,7 +11,7 @@ from colibri.backends.base import Backend, NoForm, Plan, Reason, Shortcut
 from colibri.backends.hopper.forms import kernel_form
 from colibri.backends.hopper.layout import HopperLayout
 from colibri.backends.hopper.plan import SINGLE, HopperPlan, make_plan
-from colibri.backends.hopper.program import ALIGNMENT, Again, Program, addresses
+from colibri.backends.hopper.program import ALIGNMENT, Program, addresses, again
 from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
 from colibri.dtypes import BF16, F16
 from colibri.errors import LaunchError
@@ -87,7 +87,7 @@ class Hopper(Backend):
 
     def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
         program = self._program(plan, torch._C._cuda_getCurrentRawStream(x.device.index or 0), weights)
-        return None if program is None else Again(program, x.shape[0], weights)
+        return None if program is None else again(program, x.shape[0], weights)
 
     def _program(self, plan: Plan, stream: int, weights: Mapping[str, Packed]) -> Program | None:
         return self._programs.get(self._key(plan, stream, weights))

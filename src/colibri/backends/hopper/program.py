@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from colibri.backends.base import Fitting
+from colibri.backends.base import Fitting, Shortcut
 from colibri.backends.hopper import workspace
 from colibri.backends.hopper.plan import HopperPlan, Product, scratch
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
@@ -86,8 +86,11 @@ class Program:
         """
         if not 0 < tokens <= self.most:
             return False
-        fitting = self.fittings.get(tokens) or self._fitting(tokens)
-        if not fitting(x, ids, weights, out):
+        return self.run_fitting(tokens, self.fitting(tokens), x, ids, weights, out)
+
+    def run_fitting(self, tokens: int, fitting: Fitting, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        """`run_indexed` for a number of tokens whose `fitting` is known."""
+        if not (fitting.alike(x, ids, weights, out) or fitting(x, ids, weights, out)):  # mostly without a call of ours
             return False
         at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
         if (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT:
@@ -95,12 +98,15 @@ class Program:
         self.run(tokens, at)
         return True
 
-    def _fitting(self, tokens: int) -> Fitting:
-        problem = self.plan.problem
-        if len(self.fittings) >= _MOST_KEPT:
-            self.fittings.clear()
-        rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
-        found = self.fittings[tokens] = Fitting(rows, slots, problem.input.storage, self.home)
+    def fitting(self, tokens: int) -> Fitting:
+        """What a call by ids of so many tokens must come as, at most as many as the plan is for."""
+        found = self.fittings.get(tokens)
+        if found is None:
+            if len(self.fittings) >= _MOST_KEPT:
+                self.fittings.clear()
+            problem = self.plan.problem
+            rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
+            found = self.fittings[tokens] = Fitting(rows, slots, problem.input.storage, self.home)
         return found
 
     def _launch(self) -> None:
@@ -198,23 +204,27 @@ class Program:
         return resize
 
 
-class Again:
-    """Further calls like the one a program was bound in: as many tokens, on its stream, the weights where they were."""
+def again(program: Program, tokens: int, packed: Mapping[str, Packed]) -> Shortcut:
+    """Further calls like the one a program was bound in: as many tokens, on its stream, the weights where they were.
 
-    def __init__(self, program: Program, tokens: int, weights: Mapping[str, Packed]) -> None:
-        self.program, self.device, self.stream, self.tokens = program, program.device, program.stream, tokens
-        codes = [packed["codes"] for packed in weights.values()]
-        self.first, self.last = codes[0], codes[-1]
-        self.first_at, self.last_at = addresses((self.first, self.last))
+    A function: to call an object takes the host longer.
+    """
+    assert 0 < tokens <= program.most
+    run, fitting, device, stream = program.run_fitting, program.fitting(tokens), program.device, program.stream
+    codes = [held["codes"] for held in packed.values()]
+    first, last = codes[0], codes[-1]
+    first_at, last_at = addresses((first, last))
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+    def run_again(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
         return (
-            torch._C._cuda_getDevice() == self.device
-            and torch._C._cuda_getCurrentRawStream(self.device) == self.stream
-            and self.first.data_ptr() == self.first_at
-            and self.last.data_ptr() == self.last_at
-            and self.program.run_indexed(self.tokens, x, ids, weights, out)
+            torch._C._cuda_getDevice() == device
+            and torch._C._cuda_getCurrentRawStream(device) == stream
+            and first.data_ptr() == first_at
+            and last.data_ptr() == last_at
+            and run(tokens, fitting, x, ids, weights, out)
         )
+
+    return run_again
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
