@@ -275,7 +275,7 @@ def made_current(current: list[int], index: int) -> Iterator[None]:
     current[0] = before
 
 
-@pytest.mark.parametrize("what", ["stream", "device", "memory", "parameter", "copy", "map"])
+@pytest.mark.parametrize("what", ["stream", "device", "memory", "parameter", "copy", "place", "map"])
 def test_what_changed_goes_the_long_way(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """A shortcut computes with what it was made for, and with nothing else."""
     layer, x, call = held(100)
@@ -292,6 +292,8 @@ def test_what_changed_goes_the_long_way(gpu: FakeDriver, monkeypatch: pytest.Mon
         layer.w2_factors = torch.nn.Parameter(layer.w2_factors.clone(), requires_grad=False)
     elif what == "copy":
         layer = copy.deepcopy(layer)
+    elif what == "place":
+        x = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)  # just like the first, but for where it starts
     else:
         layer.expert_map = torch.arange(4)
     slow, gpu.launched = long_ways(layer, monkeypatch), 0

@@ -117,8 +117,8 @@ def by_value(handle: int | None) -> Any:
 class Launch:
     """One kernel on one stream with its parameters laid out in memory: changing an argument is one store.
 
-    `values` are (name, bytes): a pointer, an integer, a float, a tensor map. Addresses of parameters
-    never move, so the driver is always handed the same array.
+    `values` are (name, bytes): a pointer, an integer, a float, a tensor map. The driver is always handed the same
+    array, of where each is to be read.
     """
 
     def __init__(

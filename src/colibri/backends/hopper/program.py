@@ -1,7 +1,7 @@
 """A plan bound to one layer's weights and one stream's scratch memory: launches ready to go.
 
-Everything but the caller's tensors and the number of tokens is laid out once. A call stores the pointers
-that changed and hands each launch to the driver: no allocation, no synchronisation, no shape logic.
+Everything but the caller's tensors and the number of tokens is laid out once. A call stores the caller's addresses
+where all launches read them and hands each launch to the driver: no allocation, no synchronisation, no shape logic.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ class Program:
 
         The backend says what was wrong.
         """
-        if not 0 < tokens <= self.most:
-            return False
-        return self.run_fitting(tokens, self.fitting(tokens), x, ids, weights, out)
+        fitting = self.fitting(tokens)
+        return fitting is not None and self.run_fitting(tokens, fitting, x, ids, weights, out)
 
     def run_fitting(self, tokens: int, fitting: Fitting, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
         """`run_indexed` for a number of tokens whose `fitting` is known."""
@@ -98,10 +97,10 @@ class Program:
         self.run(tokens, at)
         return True
 
-    def fitting(self, tokens: int) -> Fitting:
-        """What a call by ids of so many tokens must come as, at most as many as the plan is for."""
+    def fitting(self, tokens: int) -> Fitting | None:
+        """What a call by ids of so many tokens must come as; None: the plan is not for it."""
         found = self.fittings.get(tokens)
-        if found is None:
+        if found is None and 0 < tokens <= self.most:
             if len(self.fittings) >= _MOST_KEPT:
                 self.fittings.clear()
             problem = self.plan.problem
@@ -204,13 +203,14 @@ class Program:
         return resize
 
 
-def again(program: Program, tokens: int, packed: Mapping[str, Packed]) -> Shortcut:
+def again(program: Program, tokens: int, packed: Mapping[str, Packed]) -> Shortcut | None:
     """Further calls like the one a program was bound in: as many tokens, on its stream, the weights where they were.
 
     A function: to call an object takes the host longer.
     """
-    assert 0 < tokens <= program.most
-    run, fitting, device, stream = program.run_fitting, program.fitting(tokens), program.device, program.stream
+    fitting, run, device, stream = program.fitting(tokens), program.run_fitting, program.device, program.stream
+    if fitting is None:
+        return None
     codes = [held["codes"] for held in packed.values()]
     first, last = codes[0], codes[-1]
     first_at, last_at = addresses((first, last))
