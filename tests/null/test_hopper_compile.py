@@ -27,6 +27,7 @@ pytest.importorskip("triton")
 from colibri.backends.hopper.plan import make_plan
 from colibri.backends.hopper.shipped import shipped
 from colibri.backends.hopper.steps import Step, steps
+from colibri.tune.hopper import Rule
 
 REGISTERS = 65536  # of an SM
 SHARED = 227 * 1024  # of a block
@@ -55,6 +56,22 @@ def test_forms_outside_the_shipped_set_compile(
     assert set(kernels) <= set(first)
     for kernel in kernels:
         check(binary(first[kernel].source), first[kernel].persistent)
+
+
+@pytest.mark.parametrize("tile", [16, 24])
+def test_every_form_has_registers_enough(tile: int) -> None:
+    """The largest tiles with four and with three blocks on an SM, which leave a thread the fewest: layers of few units
+    or of an odd number take them, and no shipped shape is such a layer."""
+    specs = (
+        "nvfp4", "mxfp4", "int4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4-zp", "int4-g64-zp", "int8", "fp8",
+    )  # fmt: skip
+    wanted: dict[compiler.Source, None] = {}
+    for spec in specs:
+        layer = layer_problem(spec, "bf16", hidden=512, intermediate=256, experts=5, top_k=2)
+        plan = make_plan(layer, 50, tried=Rule((tile,), overlap=True), decode=False)
+        wanted |= dict.fromkeys(step.source for step in steps(plan) if step.source.kernel == "grouped")
+    assert len(wanted) == 2 * len(specs)
+    assert build_all(wanted) == {}
 
 
 @pytest.mark.parametrize(("columns", "own"), [(1 << 15, False), (1 << 14, True)])
