@@ -117,7 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
-        """Pure: the same arguments give the same plan on any machine."""
+        """Pure: the same arguments give the same plan on any machine. `tokens`: all rows x has room for."""
 
     @abstractmethod
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
