@@ -5,9 +5,8 @@
                              [--limit SECONDS] [--note WORDS]
 
 While it is timed, each thread of the process has a physical core of its own. Before every timed call the
-last-level cache is emptied by reading past it, on the cores that are not timed where there are such (the timed
-ones stay at work: a core that waits is slow to wake up, and in inference none waits); contestants take turns
-call by call. Each result is compared with the reference before it is timed. GB/s are
+last-level cache is emptied by reading past it, on the cores that are not timed where there are such;
+contestants take turns call by call. Each result is compared with the reference before it is timed. GB/s are
 bytes of the activated experts as the spec stores them; beside them stands the rate at which the same threads
 stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused experts (where vLLM can be
 imported, or `COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8 on int4 weights in groups
@@ -113,9 +112,7 @@ class Sweeper(CpuClock):
         if self.threads < 2:
             kernels.read(self.buffer, torch.get_num_threads())
             return self.near
-        sweep = self.sweepers.submit(kernels.read, self.buffer, self.threads)
-        while not sweep.done():  # the timed cores stay awake
-            kernels.read(self.near, torch.get_num_threads())
+        self.sweepers.submit(kernels.read, self.buffer, self.threads).result()
         return self.near.sum()
 
     def end(self) -> None:
