@@ -31,7 +31,7 @@ EXACT, TIGHT = "exact", "tight"
 GUARD = 4  # rows before and after the output that nothing may touch
 KEPT = 8.0  # where nothing is to be written
 BOUND = 6e-3  # of a row
-ROUNDINGS = 3  # times what rounding in between costs, on a GPU
+ROUNDINGS = 1.5  # times what rounding in between costs, on a GPU
 
 
 class Misjudged(AssertionError):
@@ -185,11 +185,12 @@ def _combine(out: Tensor, groups: Sorted, routed: Indexed, problem: Problem) -> 
 def truth(case: Case, *, rounded: bool = False) -> Tensor:
     """float64, token by token and slot by slot; inputs represented as the problem says.
 
-    `rounded`: what a backend hands on, between its products and to the sum over slots, is of the input's type.
+    `rounded`: weights, and what is handed on between products and to the sum over slots, are of the input's type.
     """
     problem = case.problem
     out = torch.zeros(case.x.shape[0], problem.hidden, dtype=torch.float64)
-    matrices = {m: [dequantize(w).double() for w in ws] for m, ws in case.weights.items()}
+    type_ = case.x.dtype if rounded else torch.float64
+    matrices = {m: [dequantize(w).to(type_).double() for w in ws] for m, ws in case.weights.items()}
     for token, slots in enumerate(case.routed.ids.tolist()):
         for slot, expert in enumerate(slots):
             if expert < 0:
@@ -197,8 +198,7 @@ def truth(case: Case, *, rounded: bool = False) -> Tensor:
             weight = case.routed.weights[token, slot].double()
             row = case.x[token : token + 1].double()
             row = row * weight if problem.weight_on_input else row
-            hidden = problem.activation(_product(case, "w13", matrices, expert, row))
-            hidden = hidden.to(case.x.dtype).double() if rounded else hidden
+            hidden = problem.activation(_product(case, "w13", matrices, expert, row)).to(type_).double()
             result = _product(case, "w2", matrices, expert, hidden)[0]
             result = result.to(case.x.dtype).double() if rounded or problem.dispatch != INDEXED else result
             out[token] += result if problem.weight_on_input else weight * result
