@@ -28,7 +28,7 @@ MOST_PROMOTED = 96
 _SHAPES = {
     8: ((4, 2), 4),
     16: ((4, 1), 4),
-    24: ((2, 1), 3),
+    24: ((4, 1), 3),
     32: ((4, 2), 2),
     40: ((2, 1), 2),
     48: ((2, 1), 2),
@@ -128,6 +128,8 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
         # More words in flight: more registers a thread.
         blocks = min(blocks, 3)
     slices = narrow if form.activations == E4M3 else wide
+    if form.scale_words > 1 and tokens > 16 and blocks > 2:
+        slices = min(slices, 2)  # with four, what is in flight does not fit the registers
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(tokens, 32) * (64 if gated else 128) * 2
     while slices > 1 and room // stage_bytes(form, tokens, slices, together) < 2:
         slices //= 2
