@@ -55,5 +55,5 @@ def test_what_batch_invariant_order_costs_is_told_of_the_worse_run() -> None:
     told = module._invariant(
         {"first": run(1, 25.0), "second": run(1, 24.0), "third": run(4, 22.0), "last": run(16, None)}
     )
-    assert "a 25% longer at 1 token, a 10% longer at 4 tokens;" in told and "16" not in told
+    assert "a 25% at 1, 10% at 4." in told and "16" not in told
     assert module._invariant({"only": run(16, None)}) == ""
