@@ -219,6 +219,7 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
     rows.spare = swapped;
   }
   fill(rows.values + m.columns, p.columns - m.columns, 0);
+  inputs.place[slot] = slot;
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
     if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.row(slot));

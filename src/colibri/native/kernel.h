@@ -151,13 +151,13 @@ struct GroupSums {
         }
   }
 
-  // `unit`: the codes of block `b0`, the first of these; `x`: the inputs of the first row; `soon`: what is fetched on
-  // the way, if `fetch`.
+  // `unit`: the codes of block `b0`, the first of these; `x`: where each row's inputs of the group are; `soon`: what is
+  // fetched on the way, if `fetch`.
   COLIBRI_INLINE void add(const Packed& p, const Code& code, int b0, const uint8_t* unit, const Ahead& soon, bool fetch,
-                          const int8_t* x, int64_t stride) {
+                          const int8_t* const (&x)[Rows]) {
     constexpr int kFours = Code::columns / 4;  // of a unit's columns
     const int units = p.matrix->group / Code::columns;
-    for (int u = 0; u < units; u += kAtOnce, x += kAtOnce * Code::columns) {
+    for (int u = 0; u < units; u += kAtOnce) {
       if (fetch) soon.fetch_in_turns<Blocks, kAtOnce * Together>(p.code_block, (b0 / Together * units + u) / kAtOnce);
       typename V::Codes held[Together][kAtOnce * kFours][Code::planes];
       COLIBRI_EACH(v, kAtOnce) {
@@ -168,14 +168,14 @@ struct GroupSums {
           });
         }
         if constexpr (!Code::short_sums) {
-          const int8_t* at = x + v * Code::columns;
+          const int first = (u + v) * Code::columns;
           COLIBRI_EACH(four, kFours)
             COLIBRI_EACH(r, Rows)
               COLIBRI_EACH(i, InputPlanes)
                 COLIBRI_EACH(b, Together)
                   COLIBRI_EACH(plane, Code::planes) {
                     I32& sum = sums[b][r][i][plane];
-                    sum = V::dot(sum, held[b][v * kFours + four][plane], at + r * stride + i * p.columns + 4 * four);
+                    sum = V::dot(sum, held[b][v * kFours + four][plane], x[r] + i * p.columns + first + 4 * four);
                   }
         }
       }
@@ -184,7 +184,7 @@ struct GroupSums {
           COLIBRI_EACH(r, Rows)
             COLIBRI_EACH(i, InputPlanes) {
               I32& sum = sums[b][r][0][0];
-              sum = V::dot_short(sum, held[b], x + r * stride + i * p.columns, i + 1 < InputPlanes ? kPlane : 1);
+              sum = V::dot_short(sum, held[b], x[r] + i * p.columns + u * Code::columns, i + 1 < InputPlanes ? kPlane : 1);
             }
       }
     }
@@ -206,9 +206,13 @@ struct GroupSums {
   }
 };
 
+// Where the records of a few input rows are.
+template <int Rows>
+using Records = const uint8_t* const (&)[Rows];
+
 // out[block][row][16] = the products of `Blocks` row blocks with `Rows` input rows, before row scales.
 template <class V, class Code, int InputPlanes, int Blocks, int Rows>
-__attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride,
+__attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, Records<Rows> records,
                                                float (*out)[Rows][kRows]) {
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks);
@@ -224,9 +228,11 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
     const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
     const Ahead soon = reach.from(p, s, at);
     const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
+    const int8_t* x[Rows];
     const InputGroup* groups[Rows];
     for (int r = 0; r < Rows; r++) {
-      groups[r] = reinterpret_cast<const InputGroup*>(inputs + r * stride + InputPlanes * p.columns) + g;
+      x[r] = reinterpret_cast<const int8_t*>(records[r]) + first;
+      groups[r] = reinterpret_cast<const InputGroup*>(records[r] + InputPlanes * p.columns) + g;
     }
     COLIBRI_UNROLL
     for (int b = 0; b < Blocks; b += kTogether) {
@@ -235,8 +241,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
         GroupSums<V, Code, InputPlanes, Blocks, kTogether, Rows> group;
         group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
         const uint8_t* unit = s.codes + b * p.code_block + at + part * group.kPartBytes;
-        const int8_t* x = reinterpret_cast<const int8_t*>(inputs) + first;
-        group.add(p, code, b, unit, soon, part == 0, x, stride);
+        group.add(p, code, b, unit, soon, part == 0, x);
         COLIBRI_EACH(t, kTogether) {
           if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
             __builtin_prefetch(soon_scales + (b + t) * p.scale_block);
@@ -260,7 +265,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
 
 // The same for FLOAT8 codes and fp32 inputs. Two sums a row: one chain of additions would wait for itself.
 template <class V, int Blocks, int Rows>
-__attribute__((noinline)) void float_product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride,
+__attribute__((noinline)) void float_product(const Packed& p, const Streams& s, Records<Rows> records,
                                              float (*out)[Rows][kRows]) {
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes;
@@ -285,7 +290,7 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
           for (int i = 0; i < 4; i++) {
             const F32 weight = minifloat.decode(codes + (k + i) * kRows);
             for (int r = 0; r < Rows; r++) {
-              const float x = reinterpret_cast<const float*>(inputs + r * stride)[first + k + i];
+              const float x = reinterpret_cast<const float*>(records[r])[first + k + i];
               sums[r][i % 2] = V::fma(weight, V::spread(x), sums[r][i % 2]);
             }
           }
@@ -295,7 +300,7 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
           F32& sum = total[b][part][r];
           sum = V::fma(V::sum(sums[r][0], sums[r][1]), scale, sum);
           if (m.zero == COLIBRI_ZERO_OFFSET_F32) {
-            const float x = reinterpret_cast<const float*>(inputs + r * stride)[p.columns + g];
+            const float x = reinterpret_cast<const float*>(records[r])[p.columns + g];
             sum = V::fma(V::floats(s.zeros + b * p.zero_block + g * p.zero_row, part), V::spread(-x), sum);
           }
         }
@@ -308,30 +313,30 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
 }
 
 template <class V, class Code, int Blocks, int Rows>
-void by_planes(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride, float (*out)[Rows][kRows]) {
-  planes_of(p) == 1 ? integer_product<V, Code, 1, Blocks, Rows>(p, s, inputs, stride, out)
-                    : integer_product<V, Code, 2, Blocks, Rows>(p, s, inputs, stride, out);
+void by_planes(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Rows][kRows]) {
+  planes_of(p) == 1 ? integer_product<V, Code, 1, Blocks, Rows>(p, s, records, out)
+                    : integer_product<V, Code, 2, Blocks, Rows>(p, s, records, out);
 }
 
 // The kernel for a matrix: by its codes and by the planes of its input.
 template <class V, int Blocks, int Rows>
-void product(const Packed& p, const Streams& s, const uint8_t* inputs, int64_t stride, float (*out)[Rows][kRows]) {
+void product(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Rows][kRows]) {
   if (p.matrix->codes == COLIBRI_FLOAT8) {
-    float_product<V, Blocks, Rows>(p, s, inputs, stride, out);
+    float_product<V, Blocks, Rows>(p, s, records, out);
   } else if (p.matrix->codes == COLIBRI_BYTE) {
-    by_planes<V, Bytes<V>, Blocks, Rows>(p, s, inputs, stride, out);
+    by_planes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
   } else if (p.two_planes) {
-    by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, inputs, stride, out);
+    by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
   } else if constexpr (V::short_sums) {
     if (p.plain_entries) {
-      by_planes<V, PlainNibbles<V>, Blocks, Rows>(p, s, inputs, stride, out);
+      by_planes<V, PlainNibbles<V>, Blocks, Rows>(p, s, records, out);
     } else if (p.small_entries) {
-      by_planes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, inputs, stride, out);
+      by_planes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);
     } else {
-      by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, inputs, stride, out);
+      by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, records, out);
     }
   } else {
-    by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, inputs, stride, out);
+    by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, records, out);
   }
 }
 

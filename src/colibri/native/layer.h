@@ -32,7 +32,9 @@ inline void finish_rows(const Packed& p, int64_t block, float* values) {
 template <class V, int Blocks, int Rows, class Emit>
 COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, const Emit& emit) {
   alignas(64) float out[Blocks][Rows][kRows];
-  product<V, Blocks, Rows>(p, s, inputs.row(slot), inputs.stride, out);
+  const uint8_t* records[Rows];
+  for (int r = 0; r < Rows; r++) records[r] = inputs.row(slot + r);
+  product<V, Blocks, Rows>(p, s, records, out);
   for (int r = 0; r < Rows; r++)
     for (int b = 0; b < Blocks; b++) emit(slot + r, b, out[b][r]);
   return Rows;
@@ -117,7 +119,7 @@ inline bool same_for_experts(const Call& call, const Packed& p) {
   return call.work->ids != nullptr && !call.work->weight_on_input && !own;
 }
 
-// The slots of each token: represented once for tiles and once for the other kernels, then copied.
+// The slots of each token: represented once for tiles, which need copies side by side, and once for the other kernels.
 template <class V>
 void represent_tokens(const Call& call, const Packed& p) {
   const colibri_work& work = *call.work;
@@ -131,9 +133,12 @@ void represent_tokens(const Call& call, const Packed& p) {
       if (made[tiles] < 0) {
         represent_row<V>(call, p, slot, expert, tiles, thread);
         made[tiles] = slot;
-      } else {
-        std::memcpy(inputs.row(slot), inputs.row(made[tiles]), tiles ? tile_operand_bytes(p) : operand_bytes(p));
+      } else if (tiles) {
+        inputs.place[slot] = slot;
+        std::memcpy(inputs.row(slot), inputs.row(made[tiles]), tile_operand_bytes(p));
         inputs.factors[slot] = inputs.factors[made[tiles]];
+      } else {
+        inputs.place[slot] = made[tiles];
       }
     }
   });
@@ -194,7 +199,8 @@ void last_product(const Call& call) {
   const Packed& p = call.last;
   const colibri_work& work = *call.work;
   const bool summed = work.ids != nullptr;
-  const int64_t each = round_up(most<int64_t>(p.blocks / (2 * work.threads), 1), kBlocks), logical = p.matrix->rows;
+  const int64_t tasks = work.threads == 1 ? 1 : 2 * work.threads, logical = p.matrix->rows;
+  const int64_t each = round_up(most<int64_t>(p.blocks / tasks, 1), kBlocks);
   parallel(work.threads, (p.blocks + each - 1) / each, [&](int64_t task, int thread) {
     const int64_t low = task * each, high = least(low + each, int64_t{p.blocks});
     const int64_t column = low * kRows, width = (high - low) * kRows;

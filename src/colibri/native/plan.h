@@ -51,12 +51,14 @@ struct Packed {
   }
 };
 
-// How the rows of a product's input are held: one record of `stride` bytes for each sorted slot.
+// How the rows of a product's input are held: records of `stride` bytes, one for each sorted slot, or one for several
+// that are alike.
 struct Inputs {
   uint8_t* records = nullptr;
+  int64_t* place = nullptr;  // of each slot's record
   float* factors = nullptr;  // of the rows held for tiles: their scale, where the tile holds quantised numbers
   int64_t stride = 0;
-  uint8_t* row(int64_t slot) const { return records + slot * stride; }
+  uint8_t* row(int64_t slot) const { return records + place[slot] * stride; }
 };
 
 struct Call {
