@@ -87,7 +87,7 @@ def test_stopped_while_requests_are_open() -> None:
         listed = threading.Thread(target=_list_and_hang, args=(silent, held), daemon=True)
         listed.start()
         command = [sys.executable, "-m", "colibri.cli.main", "bench-serve", url, "--num-prompts", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts)
         try:
             listed.join(60)
             assert not listed.is_alive()
@@ -96,6 +96,11 @@ def test_stopped_while_requests_are_open() -> None:
         finally:
             process.kill()
         assert process.stderr is not None and process.stderr.read().strip() == "stopped"
+
+
+def _heed_interrupts() -> None:
+    """Where the tests are a shell's job in the background, their children ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _list_and_hang(server: socket.socket, held: list[socket.socket]) -> None:
