@@ -127,7 +127,7 @@ def test_reasons() -> None:
     assert "input" in codes(replace(problem(), input=F32))
     assert "spec" in codes(problem("nf4"))
     assert "activations" in codes(problem("mxfp4", "int8"))
-    assert "group" in codes(problem("int4-g16"))
+    assert "group" in codes(problem("int4-g16")) and "group" in codes(problem("int8-g32"))
     assert "group" in codes(problem("int4-g64", "fp8"))
     assert "spec" in codes(problem("int8", "fp8")) and "spec" in codes(problem("nvfp4", "fp8"))
     assert "spec" in codes(problem("int4-zp", "fp8"))

@@ -30,19 +30,28 @@ from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.testing.layers import layer_problem, make_layer, routing
 from colibri.tune import hopper as tune
 
+FUNCTION, READY, NODE = 1 << 33, 1 << 34, 1 << 35  # handles, all of whose bits must arrive
+
 
 class FakeDriver:
-    """Counts launches, alone or in graphs; notes what each node of a graph was told of."""
+    """Counts launches, alone or in graphs; notes what each node of a graph was told of.
+
+    What a call hands over arrives as C has it; an entry that gets another's handle answers with an error.
+    """
 
     def __init__(self) -> None:
+        address = ctypes.c_void_p
+        self.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 4)(self._launch)
+        self.cuGraphExecKernelNodeSetParams_v2 = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 3)(self._renew)
+        self.cuGraphLaunch = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 2)(self._repeat)
         self.launched, self.repeated, self.dropped, self.capturing = 0, 0, 0, False
         self.nodes: list[list[tuple[int, int]]] = []  # grid and address of arguments, each time they were told
         self.order: list[tuple[int, int]] = []
         self.described: list[Any] = []  # what nodes are told by
 
-    def cuLaunchKernelEx(self, *arguments: object) -> int:
+    def _launch(self, config: int, function: int, parameters: int, extra: None) -> int:
         self.launched += 1
-        return 0
+        return int(function != FUNCTION)
 
     def cuGetErrorString(self, code: int, text: Any) -> int:
         return 0
@@ -54,14 +63,15 @@ class FakeDriver:
     def cuGraphAddKernelNode_v2(self, node: Any, graph: Any, before: None, count: Any, told: Any) -> int:
         self.nodes.append([(told._obj.gx, told._obj.parameters)])
         self.described.append(told._obj)
-        node._obj.value = len(self.nodes)
+        node._obj.value = NODE + len(self.nodes)
         return 0
 
     def cuGraphAddDependencies_v2(self, graph: Any, first: Any, then: Any, edge: Any, count: Any) -> int:
-        self.order.append((first._obj.value, then._obj.value))
+        self.order.append((first._obj.value - NODE, then._obj.value - NODE))
         return 0
 
     def cuGraphInstantiateWithFlags(self, ready: Any, graph: Any, flags: Any) -> int:
+        ready._obj.value = READY
         return 0
 
     def cuGraphExecDestroy(self, ready: Any) -> int:
@@ -72,15 +82,15 @@ class FakeDriver:
         self.dropped += 1
         return 0
 
-    def cuGraphExecKernelNodeSetParams_v2(self, ready: Any, node: Any, told: Any) -> int:
-        number = next(i for i, known in enumerate(self.described) if known is told._obj)
-        self.nodes[number].append((told._obj.gx, told._obj.parameters))
-        return 0
+    def _renew(self, ready: int, node: int, told: int) -> int:
+        known = self.described[node - NODE - 1]
+        self.nodes[node - NODE - 1].append((known.gx, known.parameters))
+        return int((ready, told) != (READY, ctypes.addressof(known)))
 
-    def cuGraphLaunch(self, ready: Any, stream: Any) -> int:
+    def _repeat(self, ready: int, stream: int | None) -> int:
         self.launched += len(self.nodes)
         self.repeated += 1
-        return 0
+        return int((ready, stream) != (READY, None))
 
 
 class FakeProperties:
@@ -90,7 +100,7 @@ class FakeProperties:
 def fake_function(source: Source, device: int) -> tuple[int, Binary]:
     descs = [kind for _, kind in source.arguments if isinstance(kind, Desc)]
     facts = tuple({"block_size": list(d.box), "elem_size": 2, "swizzle": 3} for d in descs)
-    return 1, Binary(b"", "kernel", 1024, 256, 64, facts)
+    return FUNCTION, Binary(b"", "kernel", 1024, 256, 64, facts)
 
 
 @pytest.fixture
@@ -320,7 +330,7 @@ class Slow(FakeDriver):
         super().__init__()
         self.whose: list[int] = []
 
-    def cuLaunchKernelEx(self, *arguments: object) -> int:
+    def _launch(self, config: int, function: int, parameters: int, extra: None) -> int:
         self.whose.append(get_ident())
         sleep(0.001)
         return 0
@@ -389,6 +399,45 @@ def test_an_interrupted_call_leaves_nothing_behind(gpu: FakeDriver) -> None:
         del program.resizers[place]
         program.run(100, call)
         assert [(launch.config.gx, launch.config.gy) for launch in program.launches] == grids
+
+
+@pytest.mark.parametrize("what", ["stale", "graph"])
+def test_an_interrupted_call_leaves_no_other_grids_in_the_graph(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    layer = make_layer(small(), "hopper", "cpu", distinct=1)
+    program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
+    program.run(100, (16, 32, 48, 64))
+    program.run(100, (16, 80, 48, 64))
+    assert program.graph is not None
+
+    class Interrupted(set[int]):
+        def update(self, *others: object) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        if what == "stale":
+            during.setattr(program, "stale", Interrupted())
+        else:
+            during.setattr(program.graph, "resize", Interrupted().update)
+        program.run(90, (16, 32, 48, 64))
+    program.run(90, (16, 32, 48, 64))
+    program.run(90, (16, 80, 48, 64))
+    assert [told[-1][0] for told in gpu.nodes] == [launch.config.gx for launch in program.launches]
+
+
+def test_a_graph_of_work_that_lies_by_expert_follows_its_input(gpu: FakeDriver) -> None:
+    """The first product may have x through a tensor map alone: its launch is renewed all the same."""
+    problem = small(dispatch=CONTIGUOUS)
+    layer = make_layer(problem, "hopper", "cpu", distinct=1)
+    program = bound.Program(make_plan(problem, 100), layer.weights, torch.device("cpu"), 0)
+    for _ in range(2):
+        program.run(100, (16, 32, 48))
+    assert program.graph is not None and program.mapped
+    for _ in range(2):
+        program.run(100, (1 << 20, 32, 48))
+    reading = {program.launches.index(launch) for launch, _ in program.mapped}
+    assert gpu.repeated > 1 and all(len(gpu.nodes[number]) == 2 for number in reading)
 
 
 def test_ids_are_no_edges(gpu: FakeDriver) -> None:
@@ -477,10 +526,10 @@ def test_a_thread_that_has_not_used_the_gpu_gets_its_context(
     program = bound.Program(make_plan(small(), tokens), layer.weights, torch.device("cpu"), 0)
     call, count, used = (16, 32, 48, 64), len(program.launches), list[int]()
     monkeypatch.setattr(bound, "use_context", used.append)
-    for name in ("cuLaunchKernelEx", "cuGraphLaunch"):
+    for name, whole in (("cuLaunchKernelEx", gpu.cuLaunchKernelEx), ("cuGraphLaunch", gpu.cuGraphLaunch)):
 
-        def refuse(*arguments: object, name: str = name) -> int:
-            return vars(FakeDriver)[name](gpu, *arguments) if used else 201
+        def refuse(*arguments: object, whole: Any = whole) -> int:
+            return int(whole(*arguments)) if used else 201
 
         monkeypatch.setattr(gpu, name, refuse)
     program.go = gpu.cuLaunchKernelEx

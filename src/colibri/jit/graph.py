@@ -46,6 +46,8 @@ class Graph:
         self.launches = launches
         cuda, graph, ready = driver.library(), ctypes.c_void_p(), ctypes.c_void_p()
         check(cuda.cuGraphCreate(ctypes.byref(graph), 0), "making a graph")
+        # It stays as long as the ready one: its nodes are how launches of that are named.
+        weakref.finalize(self, cuda.cuGraphDestroy, graph).atexit = False
         edge = _Edge(_PROGRAMMATIC, 0, _PROGRAMMATIC) if dependent else _Edge()
         self._described = [_described(launch) for launch in launches]
         nodes: list[ctypes.c_void_p] = []
@@ -58,9 +60,8 @@ class Graph:
                 check(cuda.cuGraphAddDependencies_v2(graph, *ends, ctypes.byref(edge), one), "ordering a graph")
             nodes.append(node)
         check(cuda.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)), "readying a graph")
+        weakref.finalize(self, cuda.cuGraphExecDestroy, ready).atexit = False  # what still runs the driver waits for
         self._set = cuda.cuGraphExecKernelNodeSetParams_v2
-        # The first stays as long as the ready one: its nodes are how launches of that are named.
-        weakref.finalize(self, _destroy, graph, ready).atexit = False
         handle = by_value(ready.value)
         self._renewals = [(handle, by_value(node.value), ctypes.byref(of)) for node, of in zip(nodes, self._described)]
         self.go, self.arguments = cuda.cuGraphLaunch, (handle, by_value(stream))
@@ -76,12 +77,6 @@ class Graph:
             code = self._set(*self._renewals[number])
             if code:
                 check(code, "changing a launch of a graph")
-
-
-def _destroy(graph: ctypes.c_void_p, ready: ctypes.c_void_p) -> None:
-    """What is still running is waited for by the driver."""
-    driver.library().cuGraphExecDestroy(ready)
-    driver.library().cuGraphDestroy(graph)
 
 
 def _described(launch: Launch) -> _Node:

@@ -73,8 +73,8 @@ def _form(spec: QuantSpec, act: str) -> Form:
     zero = spec.zero is not None
     if group == ALL:
         return Form(code, f.NO_SCALE, 0, act, zero)
-    if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1)):
-        raise _no("group", f"groups of {group} columns", "32 and multiples of 64 have a kernel")
+    if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1 and code == f.INT4_CODE)):
+        raise _no("group", f"groups of {group} columns", "multiples of 64, and 32 of 4 bits, have a kernel")
     scale = _GROUP_SCALES.get(inner.dtype)
     if (
         scale is None

@@ -144,12 +144,12 @@ class Program:
         self.at = ()  # until all are there
         if tokens != self.tokens:
             self.tokens = -1  # whoever is interrupted leaves nothing that the next call takes for its own
+            self.stale.update(range(len(self.launches)))
             for resize in self.resizers:
                 resize(tokens)
-            self.tokens, self.anew = tokens, True
-            self.stale.update(range(len(self.launches)))
             if self.graph is not None:
                 self.graph.resize()
+            self.tokens, self.anew = tokens, True
         else:
             self.stale |= self.called
             self.anew = self.all_called
