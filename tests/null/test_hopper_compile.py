@@ -61,7 +61,8 @@ def test_small_layers_of_every_form_have_registers_enough() -> None:
     """Layers of few units take tiles of one unit, with four and three blocks on an SM: the fewest registers a thread,
     and few of the shipped shapes are such layers."""
     specs = (
-        "nvfp4", "mxfp4", "int4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4-zp", "int4-g64-zp", "int8", "fp8",
+        "nvfp4", "mxfp4", "int4", "int4-g32", "int4-g32:fp16-zp", "int4-g64-zp", "int4-g128", "int4-g128:fp32",
+        "int4-zp", "int8", "int8-g64", "fp8", "fp8-block",
     )  # fmt: skip
     wanted: dict[compiler.Source, None] = {}
     for spec in specs:

@@ -128,8 +128,8 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
         # More words in flight: more registers a thread.
         blocks = min(blocks, 3)
     slices = narrow if form.activations == E4M3 else wide
-    if form.scale_words > 1 and tokens > 16 and blocks > 2:
-        slices = min(slices, 2)  # with four, what is in flight does not fit the registers
+    if tokens == 24 and together == 1 and form.scale_words > 1:
+        slices = min(slices, 2)  # with four it spills
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(tokens, 32) * (64 if gated else 128) * 2
     while slices > 1 and room // stage_bytes(form, tokens, slices, together) < 2:
         slices //= 2
