@@ -219,16 +219,16 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
     rows.spare = swapped;
   }
   fill(rows.values + m.columns, p.columns - m.columns, 0);
-  inputs.place[slot] = slot;
+  inputs.shared[slot] = slot;
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
-    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.row(slot));
+    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.own(slot));
   } else if (m.codes == COLIBRI_FLOAT8) {
-    write_floats(p, rows.values, inputs.row(slot));
+    write_floats(p, rows.values, inputs.own(slot));
   } else if (m.input == COLIBRI_INPUT_INT8) {
-    write_one_plane(p, rows.values, rows.scales, block, inputs.row(slot));
+    write_one_plane(p, rows.values, rows.scales, block, inputs.own(slot));
   } else {
-    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.row(slot));
+    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own(slot));
   }
 }
 

@@ -184,7 +184,8 @@ struct GroupSums {
           COLIBRI_EACH(r, Rows)
             COLIBRI_EACH(i, InputPlanes) {
               I32& sum = sums[b][r][0][0];
-              sum = V::dot_short(sum, held[b], x[r] + i * p.columns + u * Code::columns, i + 1 < InputPlanes ? kPlane : 1);
+              const int8_t* at = x[r] + i * p.columns + u * Code::columns;
+              sum = V::dot_short(sum, held[b], at, i + 1 < InputPlanes ? kPlane : 1);
             }
       }
     }

@@ -30,10 +30,11 @@ inline void finish_rows(const Packed& p, int64_t block, float* values) {
 
 // A few input rows against `Blocks` row blocks; emit(row, blocks' results) for each.
 template <class V, int Blocks, int Rows, class Emit>
-COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, const Emit& emit) {
+COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot,
+                                 const Emit& emit) {
   alignas(64) float out[Blocks][Rows][kRows];
   const uint8_t* records[Rows];
-  for (int r = 0; r < Rows; r++) records[r] = inputs.row(slot + r);
+  for (int r = 0; r < Rows; r++) records[r] = inputs.record(slot + r);
   product<V, Blocks, Rows>(p, s, records, out);
   for (int r = 0; r < Rows; r++)
     for (int b = 0; b < Blocks; b++) emit(slot + r, b, out[b][r]);
@@ -134,11 +135,10 @@ void represent_tokens(const Call& call, const Packed& p) {
         represent_row<V>(call, p, slot, expert, tiles, thread);
         made[tiles] = slot;
       } else if (tiles) {
-        inputs.place[slot] = slot;
-        std::memcpy(inputs.row(slot), inputs.row(made[tiles]), tile_operand_bytes(p));
+        std::memcpy(inputs.own(slot), inputs.own(made[tiles]), tile_operand_bytes(p));
         inputs.factors[slot] = inputs.factors[made[tiles]];
       } else {
-        inputs.place[slot] = made[tiles];
+        inputs.shared[slot] = made[tiles];
       }
     }
   });
@@ -164,12 +164,17 @@ void represent_inputs(const Call& call, const Packed& p) {
   });
 }
 
+// Row blocks of an expert that are one task: about `wanted`; all of them where no other thread waits for some.
+inline int64_t blocks_a_task(const Call& call, const Packed& p, int64_t wanted) {
+  return call.work->threads == 1 ? p.blocks : round_up(most<int64_t>(wanted, 1), kBlocks);
+}
+
 // Gate and up, or up alone, and the activation: tasks are (expert, run of row blocks).
 template <class V>
 void first_product(const Call& call) {
   const Packed& p = call.first;
   const int64_t wanted = int64_t{kTasks} * call.work->threads;
-  const int64_t each = call.work->threads == 1 ? p.blocks : round_up(most<int64_t>(call.actives * p.blocks / wanted, 1), kBlocks);
+  const int64_t each = blocks_a_task(call, p, call.actives * p.blocks / wanted);
   const int64_t runs = (p.blocks + each - 1) / each, tasks = call.actives * runs;
   const auto start = [&](int64_t task) { return call.active[task / runs] * int64_t{p.blocks} + task % runs * each; };
   parallel(call.work->threads, tasks, [&](int64_t task, int thread) {
@@ -199,8 +204,7 @@ void last_product(const Call& call) {
   const Packed& p = call.last;
   const colibri_work& work = *call.work;
   const bool summed = work.ids != nullptr;
-  const int64_t tasks = work.threads == 1 ? 1 : 2 * work.threads, logical = p.matrix->rows;
-  const int64_t each = round_up(most<int64_t>(p.blocks / tasks, 1), kBlocks);
+  const int64_t each = blocks_a_task(call, p, p.blocks / (2 * work.threads)), logical = p.matrix->rows;
   parallel(work.threads, (p.blocks + each - 1) / each, [&](int64_t task, int thread) {
     const int64_t low = task * each, high = least(low + each, int64_t{p.blocks});
     const int64_t column = low * kRows, width = (high - low) * kRows;

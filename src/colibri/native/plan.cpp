@@ -100,7 +100,7 @@ void lay_out_inputs(Carver& carver, const Call& call, const Packed& packed, Inpu
   inputs.stride = most(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
   const int64_t spare = tiles ? kRows - 1 : 0;  // the last tile of inputs is read whole
   carver.take(inputs.records, (call.slots + spare) * inputs.stride);
-  carver.take(inputs.place, call.slots);
+  carver.take(inputs.shared, call.slots);
   carver.take(inputs.factors, call.slots);
 }
 

@@ -51,14 +51,15 @@ struct Packed {
   }
 };
 
-// How the rows of a product's input are held: records of `stride` bytes, one for each sorted slot, or one for several
-// that are alike.
+// How the rows of a product's input are held: each sorted slot has a record of `stride` bytes. Tiles read those of an
+// expert side by side; the other kernels read any, and slots that are alike share one: that of slot `shared[slot]`.
 struct Inputs {
   uint8_t* records = nullptr;
-  int64_t* place = nullptr;  // of each slot's record
+  int64_t* shared = nullptr;
   float* factors = nullptr;  // of the rows held for tiles: their scale, where the tile holds quantised numbers
   int64_t stride = 0;
-  uint8_t* row(int64_t slot) const { return records + place[slot] * stride; }
+  uint8_t* own(int64_t slot) const { return records + slot * stride; }
+  const uint8_t* record(int64_t slot) const { return own(shared[slot]); }
 };
 
 struct Call {

@@ -382,8 +382,8 @@ struct Amx : Avx512 {
       const Expander weights(p, s, blocks == 1, buffer, end - slot <= kPassRows ? kRing - 1 : INT64_MAX);
       for (int64_t first = slot; first < end; first += kPassRows) {
         const int64_t rows = least<int64_t>(end - first, kPassRows), input_tiles = (rows + kTileRows - 1) / kTileRows;
-        first == slot ? tile_pass<true>(input_tiles, weights, count, inputs.row(first), inputs.stride, sums)
-                      : tile_pass<false>(input_tiles, weights, count, inputs.row(first), inputs.stride, sums);
+        first == slot ? tile_pass<true>(input_tiles, weights, count, inputs.own(first), inputs.stride, sums)
+                      : tile_pass<false>(input_tiles, weights, count, inputs.own(first), inputs.stride, sums);
         for (int64_t r = 0; r < rows; r++) {
           for (int64_t b = 0; b < blocks; b++) {
             float* values = sums[r / kTileRows][b] + r % kTileRows * kRows;
