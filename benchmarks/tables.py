@@ -212,8 +212,10 @@ def _invariant(runs: dict[str, dict[str, Any]]) -> str:
     costs: dict[str, dict[int, float]] = {}
     for row in (row for run in runs.values() for row in run["rows"] if "batch_invariant" in row):
         mine, cost = costs.setdefault(row["part"], {}), row["batch_invariant"]["us"] / row["ours"]["us"] - 1
-        mine[row["tokens"]] = max(cost, mine.get(row["tokens"], 0))
-    said = [f"{part} {', '.join(f'{cost:.0%} at {n}' for n, cost in mine.items())}" for part, mine in costs.items()]
+        mine[row["tokens"]] = max(cost, mine.get(row["tokens"], 0.0))
+    said = [
+        f"{part} {', '.join(f'{cost:.0%} at {n}' for n, cost in sorted(mine.items()))}" for part, mine in costs.items()
+    ]
     if not said:
         return ""
     return (
