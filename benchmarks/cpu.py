@@ -48,7 +48,7 @@ from colibri.grammar import ACTIVATIONS
 from colibri.native import build
 from colibri.native.abi import Level
 from colibri.problem import Device, Problem
-from colibri.testing.layers import layer_problem
+from colibri.testing.layers import layer_problem, worst_row
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 W4A8, INT4 = "vllm-w4a8", "int4-g32"  # what every 4-bit spec is measured beside, and of which weights it is
@@ -261,7 +261,7 @@ def checked(
             absent[label] = str(error).splitlines()[0]
             continue
         seconds = time.perf_counter() - start
-        errors[name] = worst_row(got[rows].float(), wanted[problem])
+        errors[name] = worst_row(got[rows], wanted[problem])
         if not errors[name] <= (WRONG if name in PEERS else bound_of(problem)):
             absent[label] = f"wrong: the worst row is off by {errors[name]:.1e}"
         elif seconds > TOO_LONG:
@@ -269,10 +269,6 @@ def checked(
         else:
             running[name] = taken.layer
     return running, errors
-
-
-def worst_row(got: Tensor, want: Tensor) -> float:
-    return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
 
 
 def calls(layer: Layer, work: list[Batch]) -> list[Callable[[], object]]:

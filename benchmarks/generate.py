@@ -76,15 +76,14 @@ def main() -> None:
 
 def prebuild(specs: Iterable[str], tokens: Iterable[int], **sizes: int) -> None:
     """Compile what these layers will need, on all cores: no first call pays for it."""
-    from colibri.backends.hopper.plan import make_plan
-    from colibri.backends.hopper.steps import steps
+    from colibri.backends.hopper.steps import kernels
     from colibri.jit.build import build_all
     from colibri.testing.layers import layer_problem
 
     problems = [layer_problem(*name.rsplit(":", 1), **sizes) for name in specs]
     counts = sorted(set(tokens))
     start = time.perf_counter()
-    failed = build_all(step.source for p in problems for m in counts for step in steps(make_plan(p, m)))
+    failed = build_all(source for p in problems for m in counts for source in kernels(p, m))
     for source, why in failed.items():
         print("does not compile:", source.label, why[-300:])
     print(f"kernels there after {time.perf_counter() - start:.1f} s", flush=True)

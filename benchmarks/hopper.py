@@ -32,8 +32,7 @@ from launches import launch_times, products_beside_dense
 from where import clocks, command, commit, machine, scrub
 
 from colibri.backends import registry
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.steps import steps
+from colibri.backends.hopper.steps import kernels
 from colibri.bench import peers as others
 from colibri.bench.beside import best, compare, summarize
 from colibri.bench.ceilings import Ceilings
@@ -46,7 +45,6 @@ from colibri.bench.timing import Call, host_time
 from colibri.bench.workload import Batch, Weights
 from colibri.dispatch import Indexed
 from colibri.jit.build import build_all
-from colibri.jit.compile import Source
 from colibri.layer import RoutedExperts
 from colibri.oracle import select
 from colibri.problem import BATCH_INVARIANT, Problem, parse_device
@@ -135,10 +133,6 @@ def pose(part: Part) -> Problem:
 def invariant(problem: Problem) -> Problem:
     """The same layer, whose rows do not know their batch."""
     return replace(problem, order=BATCH_INVARIANT)
-
-
-def kernels(problem: Problem, tokens: int) -> list[Source]:
-    return [step.source for step in steps(make_plan(problem, tokens))]
 
 
 def compile_all(parts: Iterable[Part]) -> None:

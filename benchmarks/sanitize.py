@@ -226,11 +226,10 @@ def as_large() -> None:
 
 def compile_all(cases: list[Case]) -> int:
     """Fill the cache; the sanitized processes may not compile."""
-    from colibri.backends.hopper.plan import make_plan
-    from colibri.backends.hopper.steps import steps
+    from colibri.backends.hopper.steps import kernels
     from colibri.jit.build import build_all
 
-    sources = {step.source for case in cases for step in steps(make_plan(problem_of(case), case.rows))}
+    sources = {source for case in cases for source in kernels(problem_of(case), case.rows)}
     failed = build_all(sources)
     for source, why in failed.items():
         print("does not compile:", source.label, why[-300:])
@@ -275,15 +274,14 @@ def sanitize(tool: str, taken: Path, limit: float) -> dict[str, Any]:
 
 def forms_of(cases: list[Case], said: list[str]) -> Forms:
     """Disassembled kernels by case and name; those that a report names are disassembled side by side."""
-    from colibri.backends.hopper.plan import make_plan
-    from colibri.backends.hopper.steps import steps
+    from colibri.backends.hopper.steps import kernels
 
     by_label = {case.label: case for case in cases}
 
     def sources(label: str, kernel: str) -> list[Any]:
         case = by_label.get(label)
-        found = steps(make_plan(problem_of(case), case.rows)) if case else ()
-        return [step.source for step in found if step.source.kernel == kernel]
+        found = kernels(problem_of(case), case.rows) if case else []
+        return [source for source in found if source.kernel == kernel]
 
     @cache
     def forms(label: str, kernel: str) -> dict[str, str]:

@@ -10,8 +10,7 @@ from torch import Tensor
 from colibri.backends import registry
 from colibri.backends.base import Backend
 from colibri.backends.hopper import workspace
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.steps import steps
+from colibri.backends.hopper.steps import kernels
 from colibri.dispatch import Dispatch
 from colibri.jit.compile import Source
 from colibri.layout import Packed, as_integer
@@ -24,7 +23,7 @@ _GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hol
 
 def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[Source]:
     """Every kernel that these problems launch for so many tokens."""
-    return list(dict.fromkeys(step.source for problem, tokens in planned for step in steps(make_plan(problem, tokens))))
+    return list(dict.fromkeys(source for problem, tokens in planned for source in kernels(problem, tokens)))
 
 
 def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, Packed]:

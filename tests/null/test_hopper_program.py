@@ -136,8 +136,8 @@ def stored(program: bound.Program, number: int) -> set[int]:
 def read(launch: driver.Launch, argument: str) -> int:
     """What the driver reads, from where it is told to."""
     _, _, told, _ = launch.arguments
-    assert launch.address[argument] in told._obj
-    return ctypes.c_uint64.from_address(launch.address[argument]).value
+    assert launch.address(argument) in told._obj
+    return ctypes.c_uint64.from_address(launch.address(argument)).value
 
 
 def run(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.Program:
@@ -199,8 +199,8 @@ def test_arguments_keep_their_place(gpu: FakeDriver) -> None:
     values = [("map", bytes(range(128))), ("pointer", (7).to_bytes(8, "little")), ("count", (5).to_bytes(4, "little"))]
     launch = driver.Launch(1, 256, 0, 0, values, False, {})
     assert launch.integer_slot("count").value == 5 and read(launch, "pointer") == 7
-    assert ctypes.string_at(launch.address["map"], 128) == bytes(range(128))
-    assert launch.address["map"] % 64 == 0
+    assert ctypes.string_at(launch.address("map"), 128) == bytes(range(128))
+    assert launch.address("map") % 64 == 0
     shared = ctypes.c_uint64(99)
     launch.share("pointer", shared)
     assert read(launch, "pointer") == 99 and launch.integer_slot("count").value == 5
@@ -483,7 +483,7 @@ def test_tensor_maps_of_known_inputs_are_not_made_again(gpu: FakeDriver, monkeyp
     for x in (16, 160, 16, 160, 16):
         program.run(1, (x, 32, 48, 64))
     launch, name = program.mapped[0]
-    assert made == [16, 160] and ctypes.string_at(launch.address[name], 128) == bytes([9]) * 128
+    assert made == [16, 160] and ctypes.string_at(launch.address(name), 128) == bytes([9]) * 128
 
 
 def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:

@@ -130,12 +130,11 @@ class Launch:
         self._memory = ctypes.create_string_buffer(room)
         at = -(-ctypes.addressof(self._memory) // 64) * 64
         self._pointers = (ctypes.c_void_p * len(values))()
-        self._names = [name for name, _ in values]
+        self._number: dict[str, int] = {}  # of each argument; sides of a tensor map share a name
         self._shared: list[ctypes.c_uint64] = []  # kept alive
-        self.address: dict[str, int] = {}
         for i, (name, value) in enumerate(values):
             ctypes.memmove(at, value, len(value))
-            self.address.setdefault(name, at)
+            self._number.setdefault(name, i)
             self._pointers[i] = at
             at += -(-len(value) // 64) * 64
         attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
@@ -152,15 +151,19 @@ class Launch:
 
     def share(self, name: str, slot: ctypes.c_uint64) -> None:
         """A 64-bit argument is read from this slot: one store changes it for all launches that share it."""
-        self.address[name] = self._pointers[self._names.index(name)] = ctypes.addressof(slot)
+        self._pointers[self._number[name]] = ctypes.addressof(slot)
         self._shared.append(slot)
+
+    def address(self, name: str) -> int:
+        """Where the driver reads an argument."""
+        return self._pointers[self._number[name]] or 0
 
     def map_slot(self, name: str) -> MapSlot:
         """A view of a tensor map: assigning its `raw` changes it."""
-        return (ctypes.c_char * MAP_BYTES).from_address(self.address[name])
+        return (ctypes.c_char * MAP_BYTES).from_address(self.address(name))
 
     def integer_slot(self, name: str) -> ctypes.c_int32:
-        return ctypes.c_int32.from_address(self.address[name])
+        return ctypes.c_int32.from_address(self.address(name))
 
     def grid(self, x: int, y: int = 1) -> None:
         self.config.gx, self.config.gy = x, y

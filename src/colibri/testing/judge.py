@@ -2,8 +2,8 @@
 
 Two tiers. Exact: small integers and power-of-two scales, where any order of summation gives the
 same number, so results must be equal bit for bit. Tight: random data, bounded at the worst row, for
-a whole-tensor measure cannot see one token sent to the wrong expert; GPUs, whose products take 16-bit numbers,
-may be off by a few times what rounding to those costs. Outputs start as NaN, inputs past
+a whole-tensor measure cannot see one token sent to the wrong expert; GPUs, whose products take 16-bit
+numbers, may be off by half as much again as rounding to those costs. Outputs start as NaN, inputs past
 a batched count are NaN, and rows past it, like the guard rows around the output, must survive.
 """
 
@@ -25,6 +25,7 @@ from colibri.inputs import represent
 from colibri.layout import MatrixShape, Packed
 from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from colibri.quant import ALL, QuantSpec, Scale
+from colibri.testing.layers import row_errors
 from colibri.weight import LogicalWeight
 
 EXACT, TIGHT = "exact", "tight"
@@ -104,7 +105,7 @@ def check_case(backend: Backend, device: Device, case: Case) -> None:
     packed, want = pack(backend, case, device), truth(case)
     worst = middle = BOUND
     if device.kind == "cuda" and case.tier == TIGHT:
-        errors = _row_errors(truth(case, rounded=True), want)
+        errors = row_errors(truth(case, rounded=True), want)
         worst, middle = (max(BOUND, ROUNDINGS * float(error)) for error in (errors.max(), errors.median()))
     compare(case, compute(backend, case, packed, device), want, worst, middle)
 
@@ -118,7 +119,7 @@ def compare(case: Case, got: Tensor, want: Tensor, worst: float = BOUND, middle:
         if not torch.equal(got, want):
             raise Misjudged(f"{case.name}: rows {_bad_rows(got != want)} are not exact")
         return
-    error = _row_errors(got, want)
+    error = row_errors(got, want)
     if error.max() > worst:
         raise Misjudged(f"{case.name}: row {int(error.argmax())} is off by {error.max():.2e}, bound {worst:.2e}")
     if error.median() > middle:
@@ -126,11 +127,6 @@ def compare(case: Case, got: Tensor, want: Tensor, worst: float = BOUND, middle:
     columns = (got - want).norm(dim=0) / want.norm(dim=0).clamp(min=1e-30)
     if columns.max() > 4 * worst:
         raise Misjudged(f"{case.name}: column {int(columns.argmax())} is off by {columns.max():.2e}")
-
-
-def _row_errors(got: Tensor, want: Tensor) -> Tensor:
-    errors: Tensor = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
-    return errors
 
 
 def pack(backend: Backend, case: Case, device: Device) -> dict[str, Packed]:

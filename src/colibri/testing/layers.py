@@ -129,6 +129,11 @@ def routing(problem: Problem, tokens: int, seed: int, device: str = "cuda", kind
 
 def worst_row(got: Tensor, want: Tensor) -> float:
     """The largest relative error of a row; NaN counts as infinite."""
+    return float(row_errors(got, want).nan_to_num(nan=float("inf")).max())
+
+
+def row_errors(got: Tensor, want: Tensor) -> Tensor:
+    """The relative error of every row."""
     got, want = got.double(), want.double()
-    error = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
-    return float(error.nan_to_num(nan=float("inf")).max())
+    errors: Tensor = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
+    return errors

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.steps import steps
+from colibri.backends.hopper.steps import kernels
 from colibri.grammar import parse_activation, parse_spec
 from colibri.jit.compile import Source
 from colibri.layout import MatrixShape
@@ -22,10 +21,10 @@ def shipped() -> Iterator[Source]:
     seen: set[Source] = set()
     for problem in problems():
         for tokens in TOKENS:
-            for step in steps(make_plan(problem, tokens)):
-                if step.source not in seen:
-                    seen.add(step.source)
-                    yield step.source
+            for source in kernels(problem, tokens):
+                if source not in seen:
+                    seen.add(source)
+                    yield source
 
 
 def problems() -> Iterator[Problem]:

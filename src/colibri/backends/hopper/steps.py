@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 from colibri.backends.hopper import sources as src
 from colibri.backends.hopper import workspace
-from colibri.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, row_width
+from colibri.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, make_plan, row_width
 from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from colibri.backends.hopper.rowwise import combine, dispatch_finished, dispatch_indexed, prepare
-from colibri.problem import INDEXED
+from colibri.jit.compile import Source
+from colibri.problem import INDEXED, Problem
 
 
 def steps(plan: HopperPlan) -> tuple[Step, ...]:
@@ -37,6 +38,11 @@ def steps(plan: HopperPlan) -> tuple[Step, ...]:
     if not indexed:
         return (*found, *_products(plan, "w2", h, scales, Ref(CALL, "out"), src.KEPT))
     return (*found, *_products(plan, "w2", h, scales, scratch_ref("y"), src.ROWS), combine(plan))
+
+
+def kernels(problem: Problem, tokens: int) -> list[Source]:
+    """What a layer launches for so many tokens, in order."""
+    return [step.source for step in steps(make_plan(problem, tokens))]
 
 
 def _products(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kind: str) -> list[Step]:
