@@ -65,6 +65,7 @@ WRONG = 5e-2  # a peer may round its inputs and its sums, but computes the same 
 SLOW = {Level.PORTABLE, Level.AVX2, Level.AVXVNNI}  # left out of prefill unless they are all there is
 DISTINCT = 8  # experts whose numbers differ; each has memory of its own
 NEAR = 16 << 20  # bytes that fill the caches which belong to single cores
+SWEEPS = 2  # past the shared cache: what it throws out first is its own affair
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # torch listens to
 WITHOUT_AMX = "AVX512_CORE_BF16"  # what ONEDNN_MAX_CPU_ISA says to keep torch from it
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -117,7 +118,8 @@ class Sweeper(CpuClock):
     def sweep(self) -> None:
         kernels = native.library()
         assert kernels is not None  # there were levels to choose from
-        self.sweepers.submit(kernels.read, self.buffer, self.helpers).result()
+        for _ in range(SWEEPS):
+            self.sweepers.submit(kernels.read, self.buffer, self.helpers).result()
 
     def evict(self) -> Tensor:
         if self.helpers == 0:

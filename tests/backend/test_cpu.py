@@ -18,6 +18,7 @@ from colibri.backends.cpu import BACKEND, Cpu
 from colibri.backends.cpu.form import matrix_form
 from colibri.backends.reference import BACKEND as REFERENCE
 from colibri.bench.workload import Weights, batches
+from colibri.codec import dequantize, quantize
 from colibri.dispatch import Contiguous, Indexed
 from colibri.dtypes import CODEBOOK
 from colibri.errors import LaunchError
@@ -195,6 +196,28 @@ def test_linears(level: Level, activations: str) -> None:
         results.append(backend.run(plan, x, Contiguous(torch.tensor([0, 7])), packed, torch.empty(7, 200)))
     tiles = level == Level.AMX and activations == "bf16"  # scaled weights rounded to bf16
     assert ((results[0] - results[1]).norm(dim=1) / results[1].norm(dim=1)).max() <= (2e-3 if tiles else 1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("activations", BOUNDS)
+@pytest.mark.parametrize("spec", ["int4-g32", "int4-g128", "mxfp4", "nvfp4", "nf4", "int8"])
+def test_the_largest_sums_fit(spec: str, activations: str, level: Level) -> None:
+    """Every weight and both halves of every input at an end of their range: nearest to where short sums overflow."""
+    shape = MatrixShape(32, 256, parse_spec(spec))
+    problem = Problem(shape, None, 1, 1, 1, activations=ACTIVATIONS[activations], dispatch=CONTIGUOUS)
+    weight = quantize(torch.full((32, 256), 6.0), shape.spec)
+    backend = Cpu(level)
+    packed = backend.layout(problem).allocate(shape, 1, torch.device("cpu"))
+    backend.layout(problem).pack(shape, weight, {name: tensor[0] for name, tensor in packed.items()})
+    for rows in (1, 2, 3, 7):
+        x = torch.full((rows, 256), 253.0 * 128)  # 127 * 256 - 128
+        x[:, ::16] = 127.0 * 256
+        x[1::2] *= -1
+        out = torch.full((rows, 32), torch.nan)
+        plan = backend.plan(problem, rows, CPU)
+        got = backend.run(plan, x.bfloat16(), Contiguous(torch.tensor([0, rows])), {"w13": packed}, out)
+        want = x @ dequantize(weight).T
+        assert ((got - want).abs() / want.abs()).max() <= 4e-3
 
 
 def module(made: Work) -> RoutedExperts:

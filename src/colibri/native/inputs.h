@@ -1,8 +1,8 @@
 // A product's input: rounded or quantised as the matrix says, then written as the kernels read it.
 //
 // Integer kernels (TABLE4, BYTE) take signed bytes. INT8 inputs are one plane of them. All others are 16-bit integers
-// relative to the largest value of each group, as two planes: value = scale * (256 * high + low). A group's record also
-// holds what a sum of products starts at, which is where centers and zero points go: sum (u - c) x = sum u x - c sum x.
+// relative to the largest value of each group, as two planes: value = scale * (256 * high + low), in turns of eight
+// columns, so that kernels find both at fixed places. A group's record also holds what a sum of products starts at, which is where centers and zero points go: sum (u - c) x = sum u x - c sum x.
 // FLOAT8 kernels take fp32, tiles take bf16.
 #pragma once
 
@@ -20,6 +20,13 @@ struct InputGroup {
 
 constexpr float kTop16 = 127 * 256;  // 16-bit values reach this far, so that the high plane stays within 127
 constexpr float kTiny = 1e-30f;      // groups smaller than this count as zero: their reciprocals overflow
+
+constexpr int kTurn = 8;  // columns of a plane before those of the next
+
+// Where a column is in a record of so many planes.
+constexpr int in_record(int column, int plane, int planes) {
+  return (column / kTurn * planes + plane) * kTurn + column % kTurn;
+}
 
 inline int planes_of(const Packed& p) { return p.matrix->input == COLIBRI_INPUT_INT8 ? 1 : 2; }
 
@@ -143,15 +150,17 @@ inline int32_t to_plane(const float* __restrict codes, int64_t count, int8_t* __
   return sum;
 }
 
-inline void to_planes(const float* __restrict values, int64_t count, float to_code, int8_t* __restrict high,
-                      int8_t* __restrict low, int32_t sums[2]) {
+inline void to_planes(const float* __restrict values, int64_t count, float to_code, int8_t* __restrict planes,
+                      int32_t sums[2]) {
   int32_t high_sum = 0, low_sum = 0;
-  for (int64_t k = 0; k < count; k++) {
-    const int32_t q = to_int(values[k] * to_code), h = (q + 128) >> 8, l = q - 256 * h;
-    high[k] = static_cast<int8_t>(h);
-    low[k] = static_cast<int8_t>(l);
-    high_sum += h;
-    low_sum += l;
+  for (int64_t first = 0; first < count; first += kTurn) {
+    for (int k = 0; k < kTurn; k++) {
+      const int32_t q = to_int(values[first + k] * to_code), h = (q + 128) >> 8, l = q - 256 * h;
+      planes[2 * first + in_record(k, 0, 2)] = static_cast<int8_t>(h);
+      planes[2 * first + in_record(k, 1, 2)] = static_cast<int8_t>(l);
+      high_sum += h;
+      low_sum += l;
+    }
   }
   sums[0] = high_sum;
   sums[1] = low_sum;
@@ -169,22 +178,21 @@ inline void write_one_plane(const Packed& p, const float* codes, const float* sc
 
 // With `scales`, values are codes: of e4m3 almost all fit 16 bits exactly.
 inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block, uint8_t* record) {
-  int8_t *high = reinterpret_cast<int8_t*>(record), *low = high + p.columns;
+  int8_t* planes = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
     const float scale = scales == nullptr ? 1 : scales[first / block], peak = largest(values + first, count);
     int32_t sums[2] = {0, 0};
     if (!finite(peak) || peak < kTiny) {
-      std::memset(high + first, 0, count);
-      std::memset(low + first, 0, count);
+      std::memset(planes + 2 * first, 0, 2 * count);
       groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 : __builtin_nanf(""));
       continue;
     }
     // The least power of two that brings the largest within reach: 16-bit floats near it then lose nothing.
     const uint32_t power = (bits_as<uint32_t>(peak / kTop16) + 0x7fffffu) & kExponentMask;
     const float step = bits_as<float>(power), to_code = bits_as<float>((254u << 23) - power);
-    to_planes(values + first, count, to_code, high + first, low + first, sums);
+    to_planes(values + first, count, to_code, planes + 2 * first, sums);
     groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step * scale);
   }
 }

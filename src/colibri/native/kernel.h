@@ -1,13 +1,14 @@
 // The product at the heart of it: a few row blocks times a few input rows, group by group.
 //
 // Written once over a level's vectors `V`, which have `V::lanes` output rows (16, or 4: a block is then read in parts):
-//   rows, together            input rows, 4 or 2, and row blocks that are multiplied together: what registers allow
+//   rows, together            input rows, 2 to 4, and row blocks that are multiplied together: what registers allow
+//   fetches_twice             lines of codes are asked for twice, see kFar: not where products take longer than memory
 //   Codes, I32, F32, Table    four codes of each row; one number of each row; 16 bytes to look up
 //   load, table, low, high    codes from memory, looked up by low or high nibble
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
 //   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
-//   short_sums, dot_short     small table entries (up to 31): products of sixteen columns are added before they are
-//                             widened, which multiplies them by a factor: both planes of an input go to one sum
+//   short_sums                small table entries: short_products of several columns are added (add_shorts) before they
+//                             are widened, which multiplies them by a factor: both planes of an input go to one sum
 //   low_nibbles, high_nibbles with short_sums: codes as numbers, without a table
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
@@ -44,15 +45,29 @@ struct Ahead {
   const uint8_t *far, *near;
 
   COLIBRI_INLINE void fetch(int64_t place) const { fetch_line(far + place, near + place); }
+  COLIBRI_INLINE void fetch_near(int64_t place) const { __builtin_prefetch(near + place, 0, 3); }
+  Ahead from(int64_t place) const { return {far + place, near + place}; }
+};
 
-  // Lines number Count * step and following of `Blocks` blocks, dealt out in turns: a line of each block, the next line
-  // of each. Memory is faster at the pages of several blocks at once, and kernels compute block after block.
-  template <int Blocks, int Count>
-  COLIBRI_INLINE void fetch_in_turns(int64_t block_bytes, uint32_t step) const {
-    constexpr int kSteps = Count < Blocks ? Blocks / Count : 1;  // until every block had its turn
-    constexpr int kLines = Count > Blocks ? Count / Blocks : 1;  // of each block in a step
-    const int64_t first = int64_t{step % kSteps * Count} * block_bytes + step / kSteps * kLines * kUnit;
-    COLIBRI_EACH(i, Count) fetch(first + i % Blocks * block_bytes + i / Blocks * kUnit);
+// The lines of `Blocks` blocks, as they are asked for while the same lines of an earlier group are multiplied: `Count`
+// of them in every step, `steps` steps in a pass, until after some passes all had their turn. Memory is faster at the
+// pages of several blocks at once, and kernels compute block after block: a step takes a line of each of some blocks.
+template <class V, int Blocks, int Count>
+struct Turns {
+  static constexpr int kStreams = least(Blocks, Count), kSets = Blocks / kStreams, kLines = Count / kStreams;
+  Ahead at;
+  int64_t block_bytes;
+
+  Turns(const Ahead& first, int64_t block_bytes, int pass, int64_t steps)
+      : at(first.from(pass % kSets * kStreams * block_bytes + pass / kSets * steps * kLines * kUnit)),
+        block_bytes(block_bytes) {}
+
+  COLIBRI_INLINE void step() {
+    COLIBRI_EACH(i, Count) {
+      const int64_t place = i % kStreams * block_bytes + i / kStreams * kUnit;
+      V::fetches_twice ? at.fetch(place) : at.fetch_near(place);
+    }
+    at = at.from(kLines * kUnit);
   }
 };
 
@@ -78,7 +93,7 @@ COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
 // How a unit of codes becomes vectors of bytes: `each` calls use(column, plane, codes) for every four columns.
 template <class V, int Planes, bool Short = false>
 struct Nibbles {
-  static constexpr int columns = 8, planes = Planes;
+  static constexpr int columns = 8, planes = Planes, at_once = 2, held = 2;
   static constexpr bool short_sums = Short;
   typename V::Table tables[Planes];
 
@@ -94,10 +109,11 @@ struct Nibbles {
   }
 };
 
-// Nibbles that are their own table, of integers of 4 bits: where vectors have no look-up that masks, it is spared.
+// Nibbles that are their own table, of integers of 4 bits in groups of 32 columns and more: where vectors have no look-up
+// that masks, it is spared, and products of twice as many columns fit a short sum.
 template <class V>
 struct PlainNibbles {
-  static constexpr int columns = 8, planes = 1;
+  static constexpr int columns = 8, planes = 1, at_once = 4, held = 1;
   static constexpr bool short_sums = V::short_sums;
 
   explicit PlainNibbles(const Packed&) {}
@@ -112,7 +128,7 @@ struct PlainNibbles {
 
 template <class V>
 struct Bytes {
-  static constexpr int columns = 4, planes = V::split_bytes ? 2 : 1;
+  static constexpr int columns = 4, planes = V::split_bytes ? 2 : 1, at_once = 2;
   static constexpr bool short_sums = false;
 
   explicit Bytes(const Packed&) {}
@@ -135,7 +151,8 @@ template <class V, class Code, int InputPlanes, int Blocks, int Together, int Ro
 struct GroupSums {
   using I32 = typename V::I32;
   static constexpr int kPartBytes = kUnit * V::lanes / kRows;
-  static constexpr int kAtOnce = 2;  // units: every group has an even number
+  static constexpr int kAtOnce = Code::at_once;  // units: every group has a multiple of it
+  static constexpr int kFours = Code::columns / 4;  // of a unit's columns
   static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening short sums brings the planes together
   I32 sums[Together][Rows][kSums][Code::planes];
 
@@ -151,44 +168,66 @@ struct GroupSums {
         }
   }
 
-  // `unit`: the codes of block `b0`, the first of these; `x`: where each row's inputs of the group are; `soon`: what is
+  // `unit`: the codes of the first of these blocks; `x`: where each row's inputs of the group are; `soon`: what is
   // fetched on the way, if `fetch`.
-  COLIBRI_INLINE void add(const Packed& p, const Code& code, int b0, const uint8_t* unit, const Ahead& soon, bool fetch,
-                          const int8_t* const (&x)[Rows]) {
-    constexpr int kFours = Code::columns / 4;  // of a unit's columns
-    const int units = p.matrix->group / Code::columns;
-    for (int u = 0; u < units; u += kAtOnce) {
-      if (fetch) soon.fetch_in_turns<Blocks, kAtOnce * Together>(p.code_block, (b0 / Together * units + u) / kAtOnce);
-      typename V::Codes held[Together][kAtOnce * kFours][Code::planes];
-      COLIBRI_EACH(v, kAtOnce) {
-        COLIBRI_EACH(b, Together) {
-          const int64_t place = b * p.code_block + (u + v) * kUnit;
-          code.each(unit + place, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
-            held[b][v * kFours + column / 4][plane] = codes;
-          });
-        }
-        if constexpr (!Code::short_sums) {
-          const int first = (u + v) * Code::columns;
-          COLIBRI_EACH(four, kFours)
-            COLIBRI_EACH(r, Rows)
-              COLIBRI_EACH(i, InputPlanes)
-                COLIBRI_EACH(b, Together)
-                  COLIBRI_EACH(plane, Code::planes) {
-                    I32& sum = sums[b][r][i][plane];
-                    sum = V::dot(sum, held[b][v * kFours + four][plane], x[r] + i * p.columns + first + 4 * four);
-                  }
-        }
-      }
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit,
+                          Turns<V, Blocks, kAtOnce * Together> soon, bool fetch, const int8_t* const (&x)[Rows]) {
+    for (int first = 0; first < p.matrix->group; first += kAtOnce * Code::columns) {
+      if (fetch) soon.step();
+      const int8_t* at[Rows];
+      COLIBRI_EACH(r, Rows) at[r] = x[r] + InputPlanes * first;
       if constexpr (Code::short_sums) {
-        COLIBRI_EACH(b, Together)
-          COLIBRI_EACH(r, Rows)
-            COLIBRI_EACH(i, InputPlanes) {
-              I32& sum = sums[b][r][0][0];
-              const int8_t* at = x[r] + i * p.columns + u * Code::columns;
-              sum = V::dot_short(sum, held[b], at, i + 1 < InputPlanes ? kPlane : 1);
-            }
+        add_shorts(code, unit, at);
+      } else {
+        add_dots(p, code, unit, at);
       }
+      unit += kAtOnce * kUnit;
     }
+  }
+
+  COLIBRI_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
+    COLIBRI_EACH(v, kAtOnce) {
+      typename V::Codes held[Together][kFours][Code::planes];
+      COLIBRI_EACH(b, Together) look_up(code, unit + b * p.code_block + v * kUnit, held[b]);
+      COLIBRI_EACH(four, kFours)
+        COLIBRI_EACH(r, Rows)
+          COLIBRI_EACH(i, InputPlanes)
+            COLIBRI_EACH(b, Together)
+              COLIBRI_EACH(plane, Code::planes) {
+                I32& sum = sums[b][r][i][plane];
+                sum = V::dot(sum, held[b][four][plane], x[r] + in_record(v * Code::columns + 4 * four, i, InputPlanes));
+              }
+    }
+  }
+
+  // `Code::held` units are looked up, then multiplied with row after row: what the registers hold.
+  COLIBRI_INLINE void add_shorts(const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
+    constexpr int kHeld = Code::held;
+    typename V::Codes shorts[Rows][InputPlanes];
+    COLIBRI_UNROLL
+    for (int v = 0; v < kAtOnce; v += kHeld) {
+      typename V::Codes held[kHeld][kFours][1];
+      COLIBRI_EACH(h, kHeld) look_up(code, unit + (v + h) * kUnit, held[h]);
+      COLIBRI_EACH(r, Rows)
+        COLIBRI_EACH(i, InputPlanes) {
+          COLIBRI_EACH(h, kHeld)
+            COLIBRI_EACH(four, kFours) {
+              const int8_t* at = x[r] + in_record((v + h) * Code::columns + 4 * four, i, InputPlanes);
+              const typename V::Codes more = V::short_products(held[h][four][0], at);
+              shorts[r][i] = v + h + four == 0 ? more : V::add_shorts(shorts[r][i], more);
+            }
+          if (v + kHeld == kAtOnce) {
+            I32& sum = sums[0][r][0][0];
+            sum = V::add_widened(sum, shorts[r][i], i + 1 < InputPlanes ? kPlane : 1);
+          }
+        }
+    }
+  }
+
+  static COLIBRI_INLINE void look_up(const Code& code, const uint8_t* unit, typename V::Codes (&held)[kFours][Code::planes]) {
+    code.each(unit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
+      held[column / 4][plane] = codes;
+    });
   }
 
   // In units of the input's low plane.
@@ -232,17 +271,19 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
     const int8_t* x[Rows];
     const InputGroup* groups[Rows];
     for (int r = 0; r < Rows; r++) {
-      x[r] = reinterpret_cast<const int8_t*>(records[r]) + first;
+      x[r] = reinterpret_cast<const int8_t*>(records[r]) + InputPlanes * first;
       groups[r] = reinterpret_cast<const InputGroup*>(records[r] + InputPlanes * p.columns) + g;
     }
     COLIBRI_UNROLL
     for (int b = 0; b < Blocks; b += kTogether) {
       const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
       for (int part = 0; part < kParts; part++) {
-        GroupSums<V, Code, InputPlanes, Blocks, kTogether, Rows> group;
+        using Group = GroupSums<V, Code, InputPlanes, Blocks, kTogether, Rows>;
+        Group group;
         group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
-        const uint8_t* unit = s.codes + b * p.code_block + at + part * group.kPartBytes;
-        group.add(p, code, b, unit, soon, part == 0, x);
+        const uint8_t* unit = s.codes + b * p.code_block + at + part * Group::kPartBytes;
+        const int64_t steps = m.group / (Group::kAtOnce * Code::columns);
+        group.add(p, code, unit, {soon, p.code_block, b / kTogether, steps}, part == 0, x);
         COLIBRI_EACH(t, kTogether) {
           if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
             __builtin_prefetch(soon_scales + (b + t) * p.scale_block);
@@ -286,9 +327,10 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
         F32 sums[Rows][2];
         for (auto& pair : sums) pair[0] = pair[1] = V::zero();
         const uint8_t* codes = s.codes + b * p.code_block + at + part * V::lanes;
-        for (int k = 0; k < m.group; k += 4) {
-          if (part == 0) soon.fetch_in_turns<Blocks, 1>(p.code_block, (b * m.group + k) / 4);
-          for (int i = 0; i < 4; i++) {
+        Turns<V, Blocks, 2> turns(soon, p.code_block, b, m.group / 8);
+        for (int k = 0; k < m.group; k += 8) {
+          if (part == 0) turns.step();
+          for (int i = 0; i < 8; i++) {
             const F32 weight = minifloat.decode(codes + (k + i) * kRows);
             for (int r = 0; r < Rows; r++) {
               const float x = reinterpret_cast<const float*>(records[r])[first + k + i];
@@ -329,7 +371,7 @@ void product(const Packed& p, const Streams& s, Records<Rows> records, float (*o
   } else if (p.two_planes) {
     by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
   } else if constexpr (V::short_sums) {
-    if (p.plain_entries) {
+    if (p.plain_entries && p.matrix->group % 32 == 0) {
       by_planes<V, PlainNibbles<V>, Blocks, Rows>(p, s, records, out);
     } else if (p.small_entries) {
       by_planes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);

@@ -1,5 +1,4 @@
-// flags x86_64: -mavx2 -mfma -mf16c ?-fno-tree-ter ?-fno-tree-reassoc
-// GCC would put off additions until all their products are there, which no longer fit the registers.
+// flags x86_64: -mavx2 -mfma -mf16c
 #include "layer.h"
 #include "plan.h"
 #include "vector_avx2.h"

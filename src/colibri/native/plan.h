@@ -13,9 +13,10 @@ constexpr int kRows = 16;         // of a row block
 constexpr int kUnit = 64;         // bytes of codes that are decoded together
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
 
-// Every line of codes is asked for twice: into the second level about `kFar` bytes before it is read, into the first
-// about `kNear` before. Asked for once, it takes one of the first level's few buffers for as long as memory takes, and
-// the more there is to compute the fewer lines are on their way.
+// A line of codes is asked for twice: into the second level about `kFar` bytes before it is read, into the first about
+// `kNear` before. Asked for once, it takes one of the first level's few buffers for as long as memory takes, and the
+// more there is to compute the fewer lines are on their way. Where computing takes longer than memory, once is enough,
+// and one instruction less.
 constexpr int64_t kFar = 3072, kNear = 1536;
 
 inline void fetch_line(const uint8_t* far, const uint8_t* near) {

@@ -26,6 +26,7 @@ struct Avx2 {
 
 #ifdef __AVXVNNI__
   static constexpr int rows = 2;  // sums of more, with inputs of two planes, would not leave registers enough
+  static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
@@ -33,7 +34,8 @@ struct Avx2 {
     return each<I32>([&](int i) { return _mm256_dpbusd_avx_epi32(sum.part[i], codes.part[i], inputs); });
   }
 #else
-  static constexpr int rows = 4;
+  static constexpr int rows = 3;
+  static constexpr bool fetches_twice = false;
   // vpmaddubsw adds two products in 16 bits, where only codes of 7 bits cannot saturate.
   static constexpr bool split_bytes = true;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
@@ -41,16 +43,22 @@ struct Avx2 {
     return each<I32>([&](int i) { return widened(sum.part[i], _mm256_maddubs_epi16(codes.part[i], inputs), 1); });
   }
 
-  // Codes of five bits: 4 * 2 * 31 * 128 fits 16 bits, so that products of sixteen columns are added before they are
-  // widened, which also multiplies them by what the inputs' plane counts.
+  // Products of 16 columns with codes up to 31 are added before they are widened, as 4 * 2 * 31 * 128 fits 16 bits, and
+  // those of 32 columns with codes up to 15.
   static constexpr bool short_sums = true;
-  static I32 dot_short(I32 sum, const Codes (&codes)[4][1], const int8_t* x, int16_t factor) {
-    Codes shorts = short_product(codes[0][0], x);
-    for (int i = 1; i < 4; i++) {
-      const Codes more = short_product(codes[i][0], x + 4 * i);
-      shorts = each<Codes>([&](int h) { return _mm256_add_epi16(shorts.part[h], more.part[h]); });
-    }
-    return each<I32>([&](int h) { return widened(sum.part[h], shorts.part[h], factor); });
+  static Codes short_products(Codes codes, const int8_t* x) {
+    const __m256i inputs = four(x);
+    return each<Codes>([&](int i) { return _mm256_maddubs_epi16(codes.part[i], inputs); });
+  }
+  static Codes add_shorts(Codes a, Codes b) {
+    return each<Codes>([&](int i) {
+      __m256i sum = _mm256_add_epi16(a.part[i], b.part[i]);
+      __asm__ volatile("" : "+x"(sum));  // here: put off until all products are there, these would not fit the registers
+      return sum;
+    });
+  }
+  static I32 add_widened(I32 sum, Codes shorts, int16_t factor) {
+    return each<I32>([&](int i) { return widened(sum.part[i], shorts.part[i], factor); });
   }
 #endif
 
@@ -147,10 +155,6 @@ struct Avx2 {
   template <class Vector, class Function>
   COLIBRI_INLINE static Vector each(Function function) {
     return {{function(0), function(1)}};
-  }
-  static Codes short_product(Codes codes, const int8_t* x) {
-    const __m256i inputs = four(x);
-    return each<Codes>([&](int i) { return _mm256_maddubs_epi16(codes.part[i], inputs); });
   }
   static __m256i widened(__m256i sum, __m256i pairs, int16_t factor) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)));

@@ -16,6 +16,7 @@ struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
   static constexpr int together = 2;
+  static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool tiles = false;

@@ -11,6 +11,7 @@ struct Portable {
   static constexpr int lanes = 4;
   static constexpr int rows = 4;
   static constexpr int together = 1;
+  static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool tiles = false;
