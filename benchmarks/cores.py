@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOKS = 3  # at every core, for a few milliseconds each
+REST = 0.1  # seconds after which no thread of our own spins any more
 
 
 def quietest(cores: Sequence[int], wanted: int) -> list[int]:
     """Those that compute fastest just now: on a shared machine a neighbour may have the other half of a core."""
     slowest = dict.fromkeys(cores, 0.0)
+    time.sleep(REST)
     for _ in range(LOOKS):
         for core in cores:
             os.sched_setaffinity(0, [core])  # of this thread alone

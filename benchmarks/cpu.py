@@ -8,10 +8,10 @@ While it is timed, each thread of the process has a physical core of its own, of
 right before. Before every timed call the last-level cache is emptied by reading past it, on the cores that are
 not timed where there are such; contestants take turns call by call. Each result is compared with the reference
 before it is timed. GB/s are bytes of the activated experts as the spec stores them; beside them stands the rate
-at which the same threads stream memory. Peers: torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused
-experts (where vLLM can be imported, or `COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8
-on int4 weights in groups of 32 beside specs that are no integers. The file is written anew after every number
-of tokens.
+at which the same threads stream memory right before, which on a shared machine is not always its best. Peers:
+torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused experts (where vLLM can be imported, or
+`COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8 on int4 weights in groups of 32 beside
+specs that are no integers. The file is written anew after every number of tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from colibri.bench.check import ROWS, bound_of, expected
 from colibri.bench.peer import Peer
 from colibri.bench.peers import TorchGrouped
 from colibri.bench.peers_cpu import AtenInt4, VllmCpu
-from colibri.bench.timing import CpuClock, Times, measure
+from colibri.bench.timing import DEFAULT_CACHE, CpuClock, Times, last_level_cache, measure
 from colibri.bench.workload import Batch, Weights, batches
 from colibri.cli.env import describe
 from colibri.dispatch import Indexed
@@ -106,9 +106,8 @@ class Sweeper(CpuClock):
         self.near, self.helpers = torch.ones(NEAR // 4), helpers
         self.sweepers = ThreadPoolExecutor(1)
         others = threads()
-        if helpers > 0:
-            self.sweep()
-        self.own = threads() - others
+        self.sweep()
+        self.own = threads() - others if helpers > 0 else set()
 
     def place(self, timed: list[int], cores: list[int]) -> None:
         """Every thread of the process where it belongs: those that are timed apart, sweepers beside them."""
@@ -118,13 +117,16 @@ class Sweeper(CpuClock):
     def sweep(self) -> None:
         kernels = native.library()
         assert kernels is not None  # there were levels to choose from
-        for _ in range(SWEEPS):
+        if self.helpers > 0:
             self.sweepers.submit(kernels.read, self.buffer, self.helpers).result()
+        else:
+            kernels.read(self.buffer, torch.get_num_threads())
 
     def evict(self) -> Tensor:
-        if self.helpers == 0:
-            return super().evict()
-        self.sweep()
+        """The caches of the timed cores too, before and after: what leaves them goes to the shared one."""
+        self.near.sum()
+        for _ in range(SWEEPS):
+            self.sweep()
         return self.near.sum()
 
     def end(self) -> None:
@@ -135,15 +137,18 @@ def main() -> None:
     arguments = parse()
     begun = time.monotonic()
     every = sorted(os.sched_getaffinity(0))
-    cores, most = physical(every), max(arguments.threads)
-    if most > len(cores):
-        sys.exit(f"--threads {most}: this process may use {len(cores)} cores")
+    cores, absent = physical(every), dict[str, str]()
+    for count in [count for count in arguments.threads if count > len(cores)]:
+        arguments.threads.remove(count)
+        absent[f"{count} threads"] = f"{len(cores)} physical cores are open to this process"
+    if not arguments.threads:
+        sys.exit(f"nothing to measure: {absent}")
+    most = max(arguments.threads)
     sharing = [cores[0], *beside(cores[:1], cores)]  # a last-level cache
     helpers = max(0, len(sharing) - most)
     cores = sharing if helpers > 0 else cores
     levels = chosen_levels(arguments.levels)
     rows: list[dict[str, Any]] = []
-    absent: dict[str, str] = {}
     for spec in arguments.specs:
         if time.monotonic() - begun > arguments.limit:
             absent[spec] = "the time was up"
@@ -165,14 +170,17 @@ def main() -> None:
             for count in arguments.threads:
                 torch.set_num_threads(count)
                 timed = quietest(cores, most)
+                for layer in running.values():  # new threads of a pool begin where their caller may be
+                    layer(work[0].x, work[0].ids, work[0].weights)
                 clock.place(timed, cores)
                 stream = read_rate(Device("cpu"))
                 repeats = arguments.repeats if tokens < MANY else max(3, arguments.repeats // 5)
                 times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
                 rows += figures(spec, tokens, timed[:count], times, errors, plain, work, stream)
                 show(rows, spec, tokens, count)
-            save(arguments, rows, absent, levels, clock)
+            save(arguments, rows, absent, levels)
         clock.end()
+    save(arguments, rows, absent, levels)
     report(rows, absent)
 
 
@@ -362,8 +370,7 @@ def ratios(row: dict[str, Any], peers: tuple[str, ...]) -> list[float]:
 
 
 def save(
-    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level],
-    clock: CpuClock,
+    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level]
 ) -> None:  # fmt: skip
     machine = describe()
     document: dict[str, Any] = {
@@ -375,7 +382,7 @@ def save(
         "kernels": machine["native"] | {"sources": build.fingerprint()},
         "cores": max(arguments.threads),
         "load": os.getloadavg()[0],
-        "evicted_bytes": clock.buffer.numel() * clock.buffer.element_size(),
+        "evicted_bytes": SWEEPS * 2 * (last_level_cache() or DEFAULT_CACHE),
         "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": arguments.experts, "top_k": TOP_K},
         "levels": [str(level) for level in levels],
         "absent": absent,

@@ -269,7 +269,7 @@ def cpu() -> str:
     """Our best level of instructions beside the peers, on all the threads that were measured."""
     cells: dict[str, dict[int, str]] = {}
     names, machines = [], []
-    for file in sorted(RESULTS.glob("cpu-*.json")):
+    for file in sorted(RESULTS.glob("cpu-*.json")):  # an earlier run before the one that it completes
         run = json.loads(file.read_text())
         if "levels" not in run:
             continue
@@ -287,8 +287,8 @@ def cpu() -> str:
         return ""
     note = (
         f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and "
-        f"how many times longer the peer takes (fastest call, median); {source(*names)} have every level of "
-        "instructions and peer"
+        f"how many times longer the peer takes (fastest call, median). Each cell is of the newest run that has it: "
+        f"{source(*names)}, with every level of instructions and peer"
     )
     return _by_tokens(cells, note)
 

@@ -247,6 +247,11 @@ class Counting(Clock):
     def __init__(self) -> None:
         super().__init__(CPU, 8)
         self.log: list[str] = []
+        self.evicted: list[int] = []  # after so many timed calls
+
+    def evict(self) -> Tensor:
+        self.evicted.append(len(self.log))
+        return super().evict()
 
     def prepare(self, calls: Sequence[Call]) -> tuple[list[Call], str]:
         return list(calls), "count"
@@ -265,6 +270,7 @@ def test_contestants_take_turns_and_batches_rotate() -> None:
     before = {(one[0], two[0]) for called in rounds for one, two in pairwise(called)}
     assert len(before) == 6  # everyone came right after everyone else
     assert times["A"].us == tuple(i + 1.0 for i, name in enumerate(clock.log) if name.startswith("A"))
+    assert clock.evicted == [0] * timing.COOL_DOWN  # what the warm-up left is gone before anyone is timed
 
 
 def test_median_and_quartiles() -> None:

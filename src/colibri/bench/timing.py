@@ -97,6 +97,10 @@ class CudaClock(Clock):
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
+    def evict(self) -> Tensor:
+        with torch.cuda.stream(self.stream):
+            return super().evict()
+
     def prepare(self, calls: Sequence[Call]) -> tuple[list[Call], str]:
         with torch.cuda.stream(self.stream):
             for call in [*calls, *list(calls)[:WARM_UP]]:

@@ -2,8 +2,9 @@
 //
 // Integer kernels (TABLE4, BYTE) take signed bytes. INT8 inputs are one plane of them. All others are 16-bit integers
 // relative to the largest value of each group, as two planes: value = scale * (256 * high + low), in turns of eight
-// columns, so that kernels find both at fixed places. A group's record also holds what a sum of products starts at, which is where centers and zero points go: sum (u - c) x = sum u x - c sum x.
-// FLOAT8 kernels take fp32, tiles take bf16.
+// columns, so that kernels find both at fixed places. A group's record also holds what a sum of products starts at,
+// which is where centers and zero points go: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels take fp32, tiles take
+// bf16.
 #pragma once
 
 #include "convert.h"

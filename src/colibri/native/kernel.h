@@ -7,8 +7,8 @@
 //   load, table, low, high    codes from memory, looked up by low or high nibble
 //   dot(I32, Codes, x)        adds the products of each row's four codes with the four signed bytes at x
 //   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
-//   short_sums                small table entries: short_products of several columns are added (add_shorts) before they
-//                             are widened, which multiplies them by a factor: both planes of an input go to one sum
+//   short_sums                small table entries: short_products of several columns are added up (add_shorts) and then
+//                             widened, multiplied by a factor (add_widened): both planes of an input go to one sum
 //   low_nibbles, high_nibbles with short_sums: codes as numbers, without a table
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
@@ -93,7 +93,7 @@ COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
 // How a unit of codes becomes vectors of bytes: `each` calls use(column, plane, codes) for every four columns.
 template <class V, int Planes, bool Short = false>
 struct Nibbles {
-  static constexpr int columns = 8, planes = Planes, at_once = 2, held = 2;
+  static constexpr int columns = 8, planes = Planes, at_once = 2, held = 2;  // held: with short sums, see add_shorts
   static constexpr bool short_sums = Short;
   typename V::Table tables[Planes];
 
@@ -114,7 +114,7 @@ struct Nibbles {
 template <class V>
 struct PlainNibbles {
   static constexpr int columns = 8, planes = 1, at_once = 4, held = 1;
-  static constexpr bool short_sums = V::short_sums;
+  static constexpr bool short_sums = true;
 
   explicit PlainNibbles(const Packed&) {}
 
@@ -154,6 +154,8 @@ struct GroupSums {
   static constexpr int kAtOnce = Code::at_once;  // units: every group has a multiple of it
   static constexpr int kFours = Code::columns / 4;  // of a unit's columns
   static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening short sums brings the planes together
+  static_assert(kAtOnce * Code::columns % kTurn == 0, "a step begins where the turn of a plane does");
+  static_assert(!Code::short_sums || Together == 1, "short sums are of one block");
   I32 sums[Together][Rows][kSums][Code::planes];
 
   COLIBRI_INLINE void start(const Packed& p, const uint8_t* zeros, int part, const InputGroup* const (&groups)[Rows]) {

@@ -51,11 +51,7 @@ struct Avx2 {
     return each<Codes>([&](int i) { return _mm256_maddubs_epi16(codes.part[i], inputs); });
   }
   static Codes add_shorts(Codes a, Codes b) {
-    return each<Codes>([&](int i) {
-      __m256i sum = _mm256_add_epi16(a.part[i], b.part[i]);
-      __asm__ volatile("" : "+x"(sum));  // here: put off until all products are there, these would not fit the registers
-      return sum;
-    });
+    return each<Codes>([&](int i) { return here(_mm256_add_epi16(a.part[i], b.part[i])); });
   }
   static I32 add_widened(I32 sum, Codes shorts, int16_t factor) {
     return each<I32>([&](int i) { return widened(sum.part[i], shorts.part[i], factor); });
@@ -156,8 +152,13 @@ struct Avx2 {
   COLIBRI_INLINE static Vector each(Function function) {
     return {{function(0), function(1)}};
   }
+  // An addition that compilers do not put off until all products are there, more than the registers hold.
+  static __m256i here(__m256i sum) {
+    __asm__ volatile("" : "+x"(sum));
+    return sum;
+  }
   static __m256i widened(__m256i sum, __m256i pairs, int16_t factor) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)));
+    return here(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor))));
   }
   static Codes look_up(Table table, Codes nibbles) {
     return each<Codes>([&](int i) { return _mm256_shuffle_epi8(table, nibbles.part[i]); });
