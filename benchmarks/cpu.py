@@ -40,7 +40,7 @@ from colibri.bench.check import ROWS, bound_of, expected
 from colibri.bench.peer import Peer
 from colibri.bench.peers import TorchGrouped
 from colibri.bench.peers_cpu import AtenInt4, VllmCpu
-from colibri.bench.timing import DEFAULT_CACHE, CpuClock, Times, last_level_cache, measure
+from colibri.bench.timing import CpuClock, Times, measure
 from colibri.bench.workload import Batch, Weights, batches
 from colibri.cli.env import describe
 from colibri.dispatch import Indexed
@@ -136,29 +136,20 @@ class Sweeper(CpuClock):
 def main() -> None:
     arguments = parse()
     begun = time.monotonic()
-    every = sorted(os.sched_getaffinity(0))
-    cores, absent = physical(every), dict[str, str]()
-    for count in [count for count in arguments.threads if count > len(cores)]:
-        arguments.threads.remove(count)
-        absent[f"{count} threads"] = f"{len(cores)} physical cores are open to this process"
-    if not arguments.threads:
-        sys.exit(f"nothing to measure: {absent}")
-    most = max(arguments.threads)
-    sharing = [cores[0], *beside(cores[:1], cores)]  # a last-level cache
-    helpers = max(0, len(sharing) - most)
-    cores = sharing if helpers > 0 else cores
-    levels = chosen_levels(arguments.levels)
+    absent: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
+    levels = chosen_levels(arguments.levels)
+    every = sorted(os.sched_getaffinity(0))
+    cores, helpers = open_cores(physical(every), arguments.threads, absent)
+    most, clock = max(arguments.threads), Sweeper(helpers)
     for spec in arguments.specs:
         if time.monotonic() - begun > arguments.limit:
             absent[spec] = "the time was up"
             continue
-        keep(threads(), every)
+        keep(threads() - clock.own, every)
         torch.set_num_threads(len(every))
         plain, weights = make_layer(spec, arguments.experts)
         layers = contestants(spec, plain, weights, levels, arguments.peers, absent)
-        torch.set_num_threads(most)
-        clock = Sweeper(helpers)
         for tokens in arguments.tokens:
             if time.monotonic() - begun > arguments.limit:
                 absent[f"{spec}, {tokens} tokens"] = "the time was up"
@@ -178,10 +169,25 @@ def main() -> None:
                 times = measure(clock, {n: calls(layer, work) for n, layer in running.items()}, repeats)
                 rows += figures(spec, tokens, timed[:count], times, errors, plain, work, stream)
                 show(rows, spec, tokens, count)
-            save(arguments, rows, absent, levels)
-        clock.end()
-    save(arguments, rows, absent, levels)
+            save(arguments, rows, absent, levels, clock)
+    clock.end()
+    save(arguments, rows, absent, levels, clock)
     report(rows, absent)
+
+
+def open_cores(cores: list[int], threads: list[int], absent: dict[str, str]) -> tuple[list[int], int]:
+    """Those that may be timed, and how many are left to sweep if one last-level cache has enough of them.
+
+    Numbers of threads for which there are too few are taken out.
+    """
+    for count in [count for count in threads if count > len(cores)]:
+        threads.remove(count)
+        absent[f"{count} threads"] = f"{len(cores)} physical cores are open to this process"
+    if not threads:
+        sys.exit(f"nothing to measure: {absent}")
+    sharing = [cores[0], *beside(cores[:1], cores)]
+    helpers = len(sharing) - max(threads)
+    return (sharing, helpers) if helpers > 0 else (cores, 0)
 
 
 def make_layer(spec: str, experts: int) -> tuple[Problem, Weights]:
@@ -370,7 +376,8 @@ def ratios(row: dict[str, Any], peers: tuple[str, ...]) -> list[float]:
 
 
 def save(
-    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level]
+    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level],
+    clock: CpuClock,
 ) -> None:  # fmt: skip
     machine = describe()
     document: dict[str, Any] = {
@@ -382,7 +389,7 @@ def save(
         "kernels": machine["native"] | {"sources": build.fingerprint()},
         "cores": max(arguments.threads),
         "load": os.getloadavg()[0],
-        "evicted_bytes": SWEEPS * 2 * (last_level_cache() or DEFAULT_CACHE),
+        "evicted_bytes": SWEEPS * clock.buffer.numel() * clock.buffer.element_size(),
         "layer": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": arguments.experts, "top_k": TOP_K},
         "levels": [str(level) for level in levels],
         "absent": absent,

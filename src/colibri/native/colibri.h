@@ -181,8 +181,8 @@ int32_t colibri_run(const colibri_layer *layer, const colibri_work *work);
 /* Bytes of each packed array of one expert, for checks: codes, scales, zeros (0 where there is none). */
 void colibri_packed_bytes(const colibri_matrix *matrix, int32_t gated, int64_t bytes[3]);
 
-/* Reads memory as the fastest kernels do: `streams` pieces at once per thread, prefetching ahead. For the ceiling of a benchmark
- * and to empty the last-level cache. The result keeps the reads from being optimised away. */
+/* Reads memory as the fastest kernels do: `streams` pieces at once per thread, prefetching ahead. For the ceiling of a
+ * benchmark and to empty the last-level cache. The result keeps the reads from being optimised away. */
 uint64_t colibri_stream(const void *memory, int64_t bytes, int32_t threads, int32_t streams);
 
 /* Asks for huge pages inside [memory, memory + bytes); 0, or errno. Worth it before the pages are first touched. */

@@ -226,7 +226,8 @@ struct GroupSums {
     }
   }
 
-  static COLIBRI_INLINE void look_up(const Code& code, const uint8_t* unit, typename V::Codes (&held)[kFours][Code::planes]) {
+  static COLIBRI_INLINE void look_up(const Code& code, const uint8_t* unit,
+                                     typename V::Codes (&held)[kFours][Code::planes]) {
     code.each(unit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
       held[column / 4][plane] = codes;
     });
