@@ -418,7 +418,8 @@ struct Tried {
 
 std::vector<Tried> levels_here() {
   using Getter = const Level* (*)();
-  const Getter getters[] = {level_portable, level_neon, level_avx2, level_avxvnni, level_avx512, level_amx};
+  const Getter getters[] = {level_portable,   level_neon,   level_avx2, level_avxvnni,
+                            level_avx512vnni, level_avx512, level_amx};
   std::vector<Tried> found;
   for (int i = 0; i < COLIBRI_LEVELS; i++) {
     if (getters[i] == nullptr) continue;
@@ -548,8 +549,9 @@ void time_format(const char* format, int threads, std::vector<uint8_t>& big) {
         seen[order[j]] = 1;
       }
     }
-    for (const int level : {COLIBRI_NEON, COLIBRI_AVX2, COLIBRI_AVXVNNI, COLIBRI_AVX512, COLIBRI_AMX}) {
-      if (!(colibri_levels() >> level & 1) || (tokens == 512 && level < COLIBRI_AVX512 && level != COLIBRI_NEON)) continue;
+    for (int level = COLIBRI_NEON; level < COLIBRI_LEVELS; level++) {
+      const bool slow = level == COLIBRI_AVX2 || level == COLIBRI_AVXVNNI;
+      if (!(colibri_levels() >> level & 1) || (tokens == 512 && slow)) continue;
       if (tokens < 512 && level == COLIBRI_AMX) continue;
       colibri_work work = {};
       work.x = x.data(), work.out = out.data(), work.x_stride = work.out_stride = kHidden;

@@ -19,7 +19,8 @@ PACKAGES = (
 )  # fmt: skip
 # What decides how fast integers and 16-bit floats multiply on a CPU.
 FLAGS = (
-    "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
+    "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512_vbmi", "avx_vnni",
+    "amx_bf16", "amx_int8",
     "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 )  # fmt: skip
 

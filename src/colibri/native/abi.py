@@ -75,8 +75,9 @@ class Level(IntEnum):
     NEON = 1
     AVX2 = 2
     AVXVNNI = 3
-    AVX512 = 4
-    AMX = 5
+    AVX512VNNI = 4
+    AVX512 = 5
+    AMX = 6
 
     def __str__(self) -> str:
         return self.name.lower()

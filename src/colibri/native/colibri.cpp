@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
 
-constexpr const char* kNames[COLIBRI_LEVELS] = {"portable", "neon", "avx2", "avxvnni", "avx512", "amx"};
+constexpr const char* kNames[COLIBRI_LEVELS] = {"portable", "neon", "avx2", "avxvnni", "avx512vnni", "avx512", "amx"};
 
 #if defined(__x86_64__)
 struct CpuId {
@@ -40,14 +40,15 @@ bool tiles_granted() {
 
 bool machine_has(int level) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (CpuId(1, 0).ecx >> 29 & 1);
-  const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
-                      __builtin_cpu_supports("avx512vbmi");
+  const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  const bool avx512 = vnni && __builtin_cpu_supports("avx512vbmi");
   const CpuId seven(7, 0), seven_one(7, 1);
   switch (level) {
     case COLIBRI_PORTABLE: return true;
     case COLIBRI_AVX2: return avx2;
     case COLIBRI_AVXVNNI: return avx2 && (seven_one.eax >> 4 & 1);
+    case COLIBRI_AVX512VNNI: return avx2 && vnni;
     case COLIBRI_AVX512: return avx2 && avx512;
     case COLIBRI_AMX: {  // bits of AMX in bf16, of its tiles, and of AVX-512 in fp16
       constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 23;
@@ -67,7 +68,8 @@ bool machine_has(int level) { return level == COLIBRI_PORTABLE; }
 
 const Level* built(int level) {
   using Getter = const Level* (*)();
-  const Getter getters[COLIBRI_LEVELS] = {level_portable, level_neon, level_avx2, level_avxvnni, level_avx512, level_amx};
+  const Getter getters[COLIBRI_LEVELS] = {level_portable,   level_neon,   level_avx2, level_avxvnni,
+                                          level_avx512vnni, level_avx512, level_amx};
   return getters[level] == nullptr ? nullptr : getters[level]();
 }
 

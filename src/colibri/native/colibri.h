@@ -150,12 +150,13 @@ typedef struct colibri_work {
 
 enum colibri_level {
   COLIBRI_PORTABLE = 0,
-  COLIBRI_NEON = 1,    /* dot products of bytes (asimddp) */
+  COLIBRI_NEON = 1,       /* dot products of bytes (asimddp) */
   COLIBRI_AVX2 = 2,
-  COLIBRI_AVXVNNI = 3, /* AVX2 with 256-bit VNNI */
-  COLIBRI_AVX512 = 4,  /* with VNNI and VBMI */
-  COLIBRI_AMX = 5,     /* AVX-512 and bf16 tiles */
-  COLIBRI_LEVELS = 6
+  COLIBRI_AVXVNNI = 3,    /* AVX2 with 256-bit VNNI */
+  COLIBRI_AVX512VNNI = 4, /* AVX-512 with VNNI */
+  COLIBRI_AVX512 = 5,     /* with VNNI and VBMI */
+  COLIBRI_AMX = 6,        /* all of it and bf16 tiles */
+  COLIBRI_LEVELS = 7
 };
 
 enum colibri_status {

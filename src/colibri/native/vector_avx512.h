@@ -1,4 +1,4 @@
-// Vectors of sixteen rows, a whole unit of codes at once: AVX-512 with VNNI and VBMI.
+// Vectors of sixteen rows, a whole unit of codes at once: AVX-512 with VNNI; with VBMI its look-up of bytes.
 #pragma once
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -31,12 +31,10 @@ struct Avx512 {
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
   }
 
-  // vpermb looks at six bits of an index. With the sixteen entries four times over the upper two do not matter, and no
-  // nibble needs to be masked.
   static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(sixteen(entries)); }
   static Codes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static Codes low(Table table, Codes codes) { return _mm512_permutexvar_epi8(codes, table); }
-  static Codes high(Table table, Codes codes) { return _mm512_permutexvar_epi8(_mm512_srli_epi16(codes, 4), table); }
+  static Codes low(Table table, Codes codes) { return look_up(table, codes); }
+  static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
 
   static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
@@ -78,6 +76,15 @@ struct Avx512 {
   };
 
  private:
+  // By the low nibble of each byte. vpermb looks at six bits of an index: with the sixteen entries four times over the
+  // upper two do not matter, and no nibble needs to be masked.
+  static Codes look_up(Table table, Codes bytes) {
+#ifdef __AVX512VBMI__
+    return _mm512_permutexvar_epi8(bytes, table);
+#else
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(bytes, _mm512_set1_epi8(15)));
+#endif
+  }
   static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m256i thirty_two(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static F32 halves(__m128i bytes, int shift, __m256i mask) {  // sign-extended: the sign is already the top bit

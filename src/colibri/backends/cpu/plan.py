@@ -22,6 +22,7 @@ _GFLOPS = {
     Level.NEON: (45.0, 65.0),
     Level.AVX2: (110.0, 200.0),
     Level.AVXVNNI: (150.0, 250.0),
+    Level.AVX512VNNI: (270.0, 285.0),
     Level.AVX512: (330.0, 500.0),
     Level.AMX: (700.0, 700.0),
 }
