@@ -7,9 +7,16 @@
 namespace colibri {
 namespace {
 
-// e^x to about one unit in the last place; beyond the range of fp32's normal numbers it stays at the ends.
+// Single comparisons, NaN passes through: vectors have instructions for these, and none for a choice of three.
+inline float below(float x, float limit) { return limit < x ? limit : x; }
+inline float above(float x, float limit) { return limit > x ? limit : x; }
+inline float between(float x, float limit) { return above(below(x, limit), -limit); }
+
+// e^x to about one unit in the last place; beyond the range of fp32's normal numbers it stays at the ends, and so it does
+// for NaN: whoever calls multiplies by x. Sizes are compared as integers: comparing floats, compilers work out the ends'
+// results beforehand, and choose among three that are all computed.
 inline float exponential(float x) {
-  const float bounded = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // NaN passes through
+  const float bounded = with_sign(bits_as<float>(least(bits_as<uint32_t>(magnitude(x)), bits_as<uint32_t>(87.0f))), x);
   const float power = rint_small(bounded * 1.44269504f);
   const float rest = (bounded - power * 0.693359375f) + power * 2.12194440e-4f;  // ln 2 in two parts
   constexpr float kTaylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
@@ -24,8 +31,6 @@ inline float gelu(float x) { return 0.5f * x * (1.0f + __builtin_erff(x * 0.7071
 inline float gelu_tanh(float x) {  // 1 + tanh(z) = 2 sigmoid(2z)
   return x * sigmoid(2 * 0.797884561f * (x + 0.044715f * x * x * x));
 }
-inline float below(float x, float limit) { return x > limit ? limit : x; }
-inline float between(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
 template <class Function>
 COLIBRI_INLINE void sixteen(float* __restrict out, Function function) {

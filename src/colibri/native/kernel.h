@@ -71,11 +71,11 @@ struct Turns {
   }
 };
 
-// How far ahead codes are asked for where `piece` bytes of a block are read at once: whole pieces, so that none begins
-// in a block and ends behind it.
+// How far ahead codes are asked for where `piece` bytes of a block, a power of two, are read at once: whole pieces, so
+// that none begins in a block and ends behind it.
 struct Reach {
   int64_t far, near;
-  explicit Reach(int64_t piece) : far(round_up(kFar, piece)), near(round_up(kNear, piece)) {}
+  explicit Reach(int64_t piece) : far((kFar + piece - 1) & -piece), near((kNear + piece - 1) & -piece) {}
 
   Ahead from(const Packed& p, const Streams& s, int64_t offset) const {
     return {ahead(s.codes, s.next_codes, offset, far, p.code_block),
@@ -253,14 +253,14 @@ struct GroupSums {
 template <int Rows>
 using Records = const uint8_t* const (&)[Rows];
 
-// out[block][row][16] = the products of `Blocks` row blocks with `Rows` input rows, before row scales.
+// out[row][block][16] = the products of `Blocks` row blocks with `Rows` input rows, before row scales.
 template <class V, class Code, int InputPlanes, int Blocks, int Rows>
 __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, Records<Rows> records,
-                                               float (*out)[Rows][kRows]) {
+                                               float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks);
   const colibri_matrix& m = *p.matrix;
-  const Reach reach(p.code_block / p.groups);
+  const Reach reach(m.group / Code::columns * kUnit);
   const Code code(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
@@ -305,17 +305,17 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
   }
   for (int b = 0; b < Blocks; b++)
     for (int part = 0; part < kParts; part++)
-      for (int r = 0; r < Rows; r++) V::store(out[b][r] + part * V::lanes, total[b][part][r]);
+      for (int r = 0; r < Rows; r++) V::store(out[r][b] + part * V::lanes, total[b][part][r]);
 }
 
 // The same for FLOAT8 codes and fp32 inputs. Two sums a row: one chain of additions would wait for itself.
 template <class V, int Blocks, int Rows>
 __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, Records<Rows> records,
-                                             float (*out)[Rows][kRows]) {
+                                             float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes;
   const colibri_matrix& m = *p.matrix;
-  const Reach reach(p.code_block / p.groups);
+  const Reach reach(int64_t{m.group} * kRows);
   const typename V::Minifloat minifloat(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
@@ -355,18 +355,18 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
   }
   for (int b = 0; b < Blocks; b++)
     for (int part = 0; part < kParts; part++)
-      for (int r = 0; r < Rows; r++) V::store(out[b][r] + part * V::lanes, total[b][part][r]);
+      for (int r = 0; r < Rows; r++) V::store(out[r][b] + part * V::lanes, total[b][part][r]);
 }
 
 template <class V, class Code, int Blocks, int Rows>
-void by_planes(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Rows][kRows]) {
+void by_planes(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
   planes_of(p) == 1 ? integer_product<V, Code, 1, Blocks, Rows>(p, s, records, out)
                     : integer_product<V, Code, 2, Blocks, Rows>(p, s, records, out);
 }
 
 // The kernel for a matrix: by its codes and by the planes of its input.
 template <class V, int Blocks, int Rows>
-void product(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Rows][kRows]) {
+void product(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
   if (p.matrix->codes == COLIBRI_FLOAT8) {
     float_product<V, Blocks, Rows>(p, s, records, out);
   } else if (p.matrix->codes == COLIBRI_BYTE) {

@@ -17,42 +17,48 @@ constexpr int kBlocks = 4;       // row blocks read at once: as many streams as 
 constexpr int kTasks = 4;        // tasks a thread, so that the last to finish is not far behind
 constexpr int64_t kRowsATask = 4;  // input rows that are represented in one task
 
-// v * row_scale + bias of one block's sixteen outputs.
-inline void finish_rows(const Packed& p, int64_t block, float* values) {
+// v * row_scale + bias of the outputs of blocks that follow each other.
+inline void finish_rows(const Packed& p, int64_t block, int64_t blocks, float* __restrict values) {
   const colibri_matrix& m = *p.matrix;
+  const int64_t first = block * kRows, count = blocks * kRows;
   if (m.row_scale != nullptr) {
-    for (int i = 0; i < kRows; i++) values[i] *= m.row_scale[block * kRows + i];
+    for (int64_t i = 0; i < count; i++) values[i] *= m.row_scale[first + i];
   }
   if (m.bias != nullptr) {
-    for (int i = 0; i < kRows; i++) values[i] += m.bias[block * kRows + i];
+    for (int64_t i = 0; i < count; i++) values[i] += m.bias[first + i];
   }
 }
 
-// A few input rows against `Blocks` row blocks; emit(row, blocks' results) for each.
+inline void add_weighted(float* __restrict sums, const float* __restrict values, float weight, int64_t count) {
+  for (int64_t i = 0; i < count; i++) sums[i] += weight * values[i];
+}
+
+// A few input rows against `Blocks` row blocks; emit(slot, block, blocks, their results) for each.
 template <class V, int Blocks, int Rows, class Emit>
-COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot,
+COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block, int64_t slot,
                                  const Emit& emit) {
-  alignas(64) float out[Blocks][Rows][kRows];
+  alignas(64) float out[Rows][Blocks][kRows];
   const uint8_t* records[Rows];
   for (int r = 0; r < Rows; r++) records[r] = inputs.record(slot + r);
   product<V, Blocks, Rows>(p, s, records, out);
-  for (int r = 0; r < Rows; r++)
-    for (int b = 0; b < Blocks; b++) emit(slot + r, b, out[b][r]);
+  for (int r = 0; r < Rows; r++) emit(slot + r, block, Blocks, out[r][0]);
   return Rows;
 }
 
 template <class V, int Blocks, class Emit>
-void all_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t slot, int64_t end, const Emit& emit) {
+void all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
+              const Emit& emit) {
+  const Streams s = streams(p, block, next);
   constexpr int kThree = V::rows > 3 && Blocks == kBlocks ? 3 : 2;  // decode steps have experts with three: one pass
   while (slot < end) {
     if (end - slot >= V::rows) {
-      slot += some_rows<V, Blocks, V::rows>(p, s, inputs, slot, emit);
+      slot += some_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, emit);
     } else if (end - slot >= kThree) {
-      slot += some_rows<V, Blocks, kThree>(p, s, inputs, slot, emit);
+      slot += some_rows<V, Blocks, kThree>(p, s, inputs, block, slot, emit);
     } else if (end - slot >= 2) {
-      slot += some_rows<V, Blocks, 2>(p, s, inputs, slot, emit);
+      slot += some_rows<V, Blocks, 2>(p, s, inputs, block, slot, emit);
     } else {
-      slot += some_rows<V, Blocks, 1>(p, s, inputs, slot, emit);
+      slot += some_rows<V, Blocks, 1>(p, s, inputs, block, slot, emit);
     }
   }
 }
@@ -63,8 +69,8 @@ bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
 }
 
 // What the kernels do for one expert: blocks [low, high), numbered over all experts, by the slots [slot, end).
-// emit(slot, block, sixteen results) may come in any order of blocks and slots, but for gate and up: the gate's block
-// comes right before the up block of the same slot. `next`: the block read after these.
+// emit(slot, block, blocks, sixteen results of each) may come in any order; a gate's block and its up block come
+// together. `next`: the block read after these.
 template <class V, class Emit>
 void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot, int64_t end,
                     int thread, const Emit& emit) {
@@ -77,16 +83,13 @@ void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high
   (void)thread;
   int64_t block = low;
   for (; block + kBlocks <= high; block += kBlocks) {
-    const int64_t after = block + kBlocks < high ? block + kBlocks : next;
-    const auto shifted = [&](int64_t s, int b, float* values) { emit(s, block + b, values); };
-    all_rows<V, kBlocks>(p, streams(p, block, after), inputs, slot, end, shifted);
+    all_rows<V, kBlocks>(p, inputs, block, block + kBlocks < high ? block + kBlocks : next, slot, end, emit);
   }
   for (; block < high; block += 2) {  // few blocks are left; gate and up stay together
-    const auto shifted = [&](int64_t s, int b, float* values) { emit(s, block + b, values); };
     if (block + 2 <= high) {
-      all_rows<V, 2>(p, streams(p, block, next), inputs, slot, end, shifted);
+      all_rows<V, 2>(p, inputs, block, next, slot, end, emit);
     } else {
-      all_rows<V, 1>(p, streams(p, block, next), inputs, slot, end, shifted);
+      all_rows<V, 1>(p, inputs, block, next, slot, end, emit);
     }
   }
 }
@@ -173,6 +176,7 @@ inline int64_t blocks_a_task(const Call& call, const Packed& p, int64_t wanted) 
 template <class V>
 void first_product(const Call& call) {
   const Packed& p = call.first;
+  const int64_t per_output = call.gated ? 2 : 1;  // blocks
   const int64_t wanted = int64_t{kTasks} * call.work->threads;
   const int64_t each = blocks_a_task(call, p, call.actives * p.blocks / wanted);
   const int64_t runs = (p.blocks + each - 1) / each, tasks = call.actives * runs;
@@ -181,18 +185,12 @@ void first_product(const Call& call) {
     const int64_t expert = call.active[task / runs], base = expert * p.blocks, low = start(task);
     const int64_t high = least(low + each, base + p.blocks);
     const int64_t next = start(least(task + call.work->threads, tasks - 1));  // a guess: tasks go to whoever is free
-    alignas(64) float gate[kRows];
     blocks_product<V>(call, p, low, high, next, call.offsets[expert], call.offsets[expert + 1], thread,
-                      [&](int64_t slot, int64_t block, float* values) {
-                        finish_rows(p, block, values);
-                        float* hidden = call.hidden + slot * call.hidden_stride();
-                        const int64_t place = block - base;
-                        if (!call.gated) {
-                          activate(*call.layer, values, nullptr, hidden + place * kRows);
-                        } else if (place % 2 == 0) {
-                          std::memcpy(gate, values, sizeof gate);
-                        } else {
-                          activate(*call.layer, gate, values, hidden + place / 2 * kRows);
+                      [&](int64_t slot, int64_t block, int64_t blocks, float* values) {
+                        finish_rows(p, block, blocks, values);
+                        float* hidden = call.hidden + slot * call.hidden_stride() + (block - base) / per_output * kRows;
+                        for (int64_t b = 0; b < blocks; b += per_output, hidden += kRows) {
+                          activate(*call.layer, values + b * kRows, values + (b + 1) * kRows, hidden);
                         }
                       });
   });
@@ -213,17 +211,16 @@ void last_product(const Call& call) {
       const int64_t expert = call.active[i], base = expert * p.blocks;
       const int64_t next = call.active[least(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
       blocks_product<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
-                        [&](int64_t slot, int64_t block, float* values) {
-                          finish_rows(p, block, values);
+                        [&](int64_t slot, int64_t block, int64_t blocks, float* values) {
+                          finish_rows(p, block, blocks, values);
                           const int64_t place = (block - base) * kRows, row = call.row_of[slot];
                           if (!summed) {
-                            store_row(values, least<int64_t>(kRows, logical - place), work.out_type, work.out,
+                            store_row(values, least(blocks * kRows, logical - place), work.out_type, work.out,
                                       row * work.out_stride + place);
                             return;
                           }
                           const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
-                          float* sum = call.sums + row * p.rows + place;
-                          for (int k = 0; k < kRows; k++) sum[k] += weight * values[k];
+                          add_weighted(call.sums + row * p.rows + place, values, weight, blocks * kRows);
                         });
     }
     for (int64_t row = 0; summed && row < call.out_rows; row++) {

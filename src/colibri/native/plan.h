@@ -88,7 +88,7 @@ struct Call {
   int64_t per_thread_bytes = 0;
   int64_t row_floats = 0;   // of the fp32 row buffers at the start of each thread's memory, three of them
 
-  int64_t hidden_stride() const { return first.rows / (gated ? 2 : 1); }
+  int64_t hidden_stride() const { return gated ? first.rows / 2 : first.rows; }
   const Inputs& inputs_of(const Packed& packed) const { return &packed == &first ? first_inputs : last_inputs; }
 };
 

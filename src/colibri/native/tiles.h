@@ -385,11 +385,12 @@ struct Amx : Avx512 {
         first == slot ? tile_pass<true>(input_tiles, weights, count, inputs.own(first), inputs.stride, sums)
                       : tile_pass<false>(input_tiles, weights, count, inputs.own(first), inputs.stride, sums);
         for (int64_t r = 0; r < rows; r++) {
+          alignas(64) float values[kPair][kRows];
           for (int64_t b = 0; b < blocks; b++) {
-            float* values = sums[r / kTileRows][b] + r % kTileRows * kRows;
-            weights.finish(static_cast<int>(b), inputs.factors[first + r], values);
-            emit(first + r, block + b, values);
+            std::memcpy(values[b], sums[r / kTileRows][b] + r % kTileRows * kRows, sizeof values[b]);
+            weights.finish(static_cast<int>(b), inputs.factors[first + r], values[b]);
           }
+          emit(first + r, block, blocks, values[0]);
         }
       }
     }
