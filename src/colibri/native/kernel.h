@@ -83,6 +83,23 @@ struct Reach {
   }
 };
 
+// Scales of blocks that are `block` bytes apart: which kind they are of is asked once for all.
+template <class V, int Blocks>
+COLIBRI_INLINE void load_scales(int32_t kind, const uint8_t* first, int64_t block, int part,
+                                typename V::F32 (&scales)[Blocks]) {
+  const auto load = [&](int32_t one_kind) __attribute__((always_inline)) {
+    COLIBRI_EACH(b, Blocks) scales[b] = V::scales(one_kind, first + b * block, part);
+  };
+  switch (kind) {
+    case COLIBRI_SCALE_BF16: return load(COLIBRI_SCALE_BF16);
+    case COLIBRI_SCALE_F16: return load(COLIBRI_SCALE_F16);
+    case COLIBRI_SCALE_F32: return load(COLIBRI_SCALE_F32);
+    case COLIBRI_SCALE_E8M0: return load(COLIBRI_SCALE_E8M0);
+    case COLIBRI_SCALE_E4M3: return load(COLIBRI_SCALE_E4M3);
+    default: return load(COLIBRI_SCALE_NONE);
+  }
+}
+
 template <class V>
 COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
   uint8_t bytes[16];
@@ -270,7 +287,11 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
   for (int32_t g = 0; g < p.groups; g++) {
     const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
     const Ahead soon = reach.from(p, s, at);
-    const uint8_t* soon_scales = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
+    const uint8_t* scales = s.scales + g * p.scale_row;
+    if (m.scale != COLIBRI_SCALE_NONE && g * p.scale_row % kUnit == 0) {  // a line of each block begins
+      const uint8_t* later = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
+      COLIBRI_EACH(b, Blocks) __builtin_prefetch(later + b * p.scale_block);
+    }
     const int8_t* x[Rows];
     const InputGroup* groups[Rows];
     for (int r = 0; r < Rows; r++) {
@@ -287,14 +308,12 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
         const uint8_t* unit = s.codes + b * p.code_block + at + part * Group::kPartBytes;
         const int64_t steps = m.group / (Group::kAtOnce * Code::columns);
         group.add(p, code, unit, {soon, p.code_block, b / kTogether, steps}, part == 0, x);
+        F32 scale[kTogether];
+        load_scales<V>(m.scale, scales + b * p.scale_block, p.scale_block, part, scale);
         COLIBRI_EACH(t, kTogether) {
-          if (part == 0 && m.scale != COLIBRI_SCALE_NONE) {
-            __builtin_prefetch(soon_scales + (b + t) * p.scale_block);
-          }
-          const F32 scale = V::scales(m.scale, s.scales + (b + t) * p.scale_block + g * p.scale_row, part);
           COLIBRI_EACH(r, Rows) {
             F32& sum = total[b + t][part][r];
-            sum = V::fma(group.value(t, r), V::mul(scale, V::spread(groups[r]->scale)), sum);
+            sum = V::fma(group.value(t, r), V::mul(scale[t], V::spread(groups[r]->scale)), sum);
             if (m.zero == COLIBRI_ZERO_OFFSET_F32) {
               sum = V::fma(V::floats(zeros + t * p.zero_block, part), V::spread(-groups[r]->sum), sum);
             }

@@ -154,7 +154,9 @@ struct Avx2 {
   }
   // An addition that compilers do not put off until all products are there, more than the registers hold.
   static __m256i here(__m256i sum) {
+#ifdef __x86_64__  // not where it is emulated
     __asm__ volatile("" : "+x"(sum));
+#endif
     return sum;
   }
   static __m256i widened(__m256i sum, __m256i pairs, int16_t factor) {

@@ -28,7 +28,7 @@ struct Avx512 {
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
     int32_t word;
     __builtin_memcpy(&word, x, 4);
-    return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
+    return here(_mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word)));
   }
 
   static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(sixteen(entries)); }
@@ -76,6 +76,13 @@ struct Avx512 {
   };
 
  private:
+  // In its own register from product to product: GCC else moves all sums to others and back in every step of a loop.
+  static I32 here(I32 sum) {
+#ifdef __x86_64__  // not where it is emulated
+    __asm__("" : "+v"(sum));
+#endif
+    return sum;
+  }
   // By the low nibble of each byte. vpermb looks at six bits of an index: with the sixteen entries four times over the
   // upper two do not matter, and no nibble needs to be masked.
   static Codes look_up(Table table, Codes bytes) {
