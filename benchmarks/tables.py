@@ -28,6 +28,7 @@ INSTALLED = ("library", "package", "triton")  # reasons that say what a machine 
 ASKED = {"deepseek-mxfp4-bf16": (1.4, 0.9), "deepseek-mxfp4-fp8": (1.12, 0.8), "deepseek-int4-bf16": (1.2, 0.9)}
 ASKED_PEER = "humming"
 ASKED_HOST_US = 25
+OTHER_CPUS = ("xeon-avx512-prefill", "cascade-lake-cpu", "neoverse-n1-cpu")  # beside those of the table
 
 
 def main() -> None:
@@ -288,7 +289,8 @@ def cpu() -> str:
     note = (
         f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and "
         f"how many times longer the peer takes (fastest call, median). Each cell is of the newest run that has it: "
-        f"{source(*names)}, with every level of instructions and peer"
+        f"{source(*names)}, with every level of instructions and peer. Without AMX, and on other CPUs: "
+        f"{source(*OTHER_CPUS)}"
     )
     return _by_tokens(cells, note)
 
