@@ -65,7 +65,8 @@ def _tame_checkpoint(made: Generated) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_sum_of_ranks_is_the_single_rank(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.tp > 1:
+    summed_alike = case.tp == 1 and case.pad_to == 1  # else torch may add up a row's products in another order
+    if not summed_alike:
         monkeypatch.setattr(checkpoints, "random_example", tame)
     made = _checkpoint(case)
     manifest = manifests.build(made.config, made.headers, case.row)
@@ -76,7 +77,7 @@ def test_the_sum_of_ranks_is_the_single_rank(case: Case, monkeypatch: pytest.Mon
     parts = [_part(_load(made, manifest, p), p, x, ids, weights) for p in case.placements()]
     got = torch.stack(parts).sum(0)
     assert want.abs().max() > 0
-    if case.tp == 1 or (_tame_checkpoint(made) and single.problem.activation in EXACT):
+    if summed_alike or (_tame_checkpoint(made) and single.problem.activation in EXACT):
         assert torch.equal(got, want)
     else:
         assert (got - want).norm() / want.norm() < 1e-5
