@@ -61,8 +61,8 @@ def as_the_header_says(form: Form, shape: MatrixShape, packed: Packed, *, gated:
     block, r, g = (2 * (row // 16) + side if gated else row // 16), row % 16, k // form.group
     codes = packed["codes"][0].reshape(-1).long()
     if values.codes == abi.Codes.TABLE4:
-        byte = codes[block * 8 * columns + k // 8 * 64 + 4 * r + k % 4]
-        numbers = torch.tensor(values.table)[torch.where(k % 8 >= 4, byte >> 4, byte & 15)].double()
+        byte = codes[block // 2 * 16 * columns + k // 4 * 64 + 4 * r + k % 4]
+        numbers = torch.tensor(values.table)[torch.where(block % 2 == 1, byte >> 4, byte & 15)].double()
     elif values.codes == abi.Codes.BYTE:
         numbers = codes[block * 16 * columns + k // 4 * 64 + 4 * r + k % 4].double()
     else:

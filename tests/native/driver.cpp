@@ -159,8 +159,9 @@ void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
   m.input = one_of({COLIBRI_INPUT_BF16, COLIBRI_INPUT_BF16, COLIBRI_INPUT_F16, COLIBRI_INPUT_F32, COLIBRI_INPUT_INT8, COLIBRI_INPUT_E4M3});
   m.input_group = one_of({0, 0, m.group, 2 * m.group});
   const int padded = static_cast<int>(round_up_to(columns, std::max(m.group, 32))), groups = padded / m.group;
-  const int blocks = gated ? 2 * static_cast<int>(round_up_to(rows / 2, 16)) / 16 : static_cast<int>(round_up_to(rows, 16)) / 16;
   const bool nibbles = m.codes == COLIBRI_TABLE4;
+  const int packed_rows = static_cast<int>(gated ? 2 * round_up_to(rows / 2, 16) : round_up_to(rows, nibbles ? 32 : 16));
+  const int blocks = packed_rows / 16;
   w.codes.resize(size_t(experts) * blocks * padded * (nibbles ? 8 : 16));
   for (uint8_t& byte : w.codes) byte = static_cast<uint8_t>(m.codes == COLIBRI_FLOAT8 ? 0x11 : pick(0, 255));  // padding: anything
   w.scales.resize(size_t(experts) * blocks * groups * 16 * kBytesOfScale[m.scale]);
@@ -194,10 +195,10 @@ void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
         if (m.zero == COLIBRI_ZERO_OFFSET_F32) append(w.zeros, at, static_cast<float>(offset = static_cast<float>(normal() * kOffsets)));
         for (int k = g * m.group; k < std::min((g + 1) * m.group, columns); k++) {
           const int code = random_code(m);
-          uint8_t* bytes = w.codes.data() + block * padded * (nibbles ? 8 : 16);
+          uint8_t* bytes = w.codes.data() + (nibbles ? block / 2 : block) * padded * 16;
           if (nibbles) {
-            uint8_t& byte = bytes[k / 8 * 64 + lane * 4 + k % 4];
-            byte = static_cast<uint8_t>(k % 8 < 4 ? (byte & 0xf0) | code : (byte & 0x0f) | code << 4);
+            uint8_t& byte = bytes[k / 4 * 64 + lane * 4 + k % 4];
+            byte = static_cast<uint8_t>(place / 16 % 2 == 0 ? (byte & 0xf0) | code : (byte & 0x0f) | code << 4);
           } else if (m.codes == COLIBRI_BYTE) {
             bytes[k / 4 * 64 + lane * 4 + k % 4] = static_cast<uint8_t>(code);
           } else {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_void_p
 from enum import IntEnum
 
-ABI = 1
+ABI = 2
 
 
 class Codes(IntEnum):

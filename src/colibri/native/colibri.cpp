@@ -157,7 +157,7 @@ int32_t colibri_run(const colibri_layer* layer, const colibri_work* work) {
 
 void colibri_packed_bytes(const colibri_matrix* matrix, int32_t gated, int64_t bytes[3]) {
   const Packed p = describe(*matrix, gated != 0);
-  bytes[0] = p.blocks * p.code_block;
+  bytes[0] = p.blocks / p.strip * p.strip_bytes;
   bytes[1] = p.blocks * p.scale_block;
   bytes[2] = p.blocks * p.zero_block;
 }

@@ -15,17 +15,16 @@
  *
  * Packed sizes. Rows come in blocks of 16, columns in groups:
  *   padded(columns) = columns rounded up to a multiple of max(group, 32)
- *   padded(rows)    = rows rounded up to a multiple of 16; where the matrix feeds a gated activation, each half by
- *                     itself (halves of I rows: 2 * roundup(I, 16)), and blocks alternate: packed block 2j holds
- *                     gate rows 16j .. 16j+15, packed block 2j+1 holds up rows 16j .. 16j+15.
+ *   padded(rows)    = rows rounded up to a multiple of 16, of 32 where codes are TABLE4; where the matrix feeds a gated
+ *                     activation, each half by itself (halves of I rows: 2 * roundup(I, 16)), and blocks alternate:
+ *                     packed block 2j holds gate rows 16j .. 16j+15, packed block 2j+1 holds up rows 16j .. 16j+15.
  * Padded columns may hold any code (their inputs are zero); padded rows may hold any code, and finite scales.
  * All arrays are dense with the expert first: array[expert][block][...].
  *
- * Codes, units of 64 bytes, [expert][block][unit]:
- *   TABLE4: unit u holds columns 8u .. 8u+7 of the block's 16 rows. Byte 4r + b (row r, b = 0..3) holds column 8u + b in
- *           its low nibble and column 8u + 4 + b in its high nibble.
- *   BYTE:   unit u holds columns 4u .. 4u+3. Byte 4r + b is row r, column 4u + b.
- *   FLOAT8: unit u holds columns 4u .. 4u+3. Byte 16b + r is row r, column 4u + b.
+ * Codes, units of 64 bytes, [expert][strip][unit]. A strip is one block, of TABLE4 two; unit u holds columns 4u .. 4u+3:
+ *   TABLE4: byte 4r + b holds column 4u + b of row r, of the even block in its low nibble, of the odd one in its high.
+ *   BYTE:   byte 4r + b is row r, column 4u + b.
+ *   FLOAT8: byte 16b + r is row r, column 4u + b.
  * Scales, zeros, offsets: [expert][block][group][16 rows], each number in its native bytes.
  *
  * Building: every *.cpp of this folder, C++17. A file that starts with `// flags MACHINE: ...` is for that machine alone
@@ -38,7 +37,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define COLIBRI_ABI 1
+#define COLIBRI_ABI 2
 
 #ifdef __cplusplus
 extern "C" {

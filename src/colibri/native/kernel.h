@@ -9,7 +9,8 @@
 //   split_bytes               dot takes codes of 7 bits only: bytes are then cut in two planes like large table entries
 //   short_sums                small table entries: short_products of several columns are added up (add_shorts) and then
 //                             widened, multiplied by a factor (add_widened): both planes of an input go to one sum
-//   low_nibbles, high_nibbles with short_sums: codes as numbers, without a table
+//   plain_nibbles             low_nibbles and high_nibbles are codes as numbers, without a table
+//   whole_bytes               with two blocks together: high_sums finds the sums of high nibbles from those of whole bytes
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
 
@@ -23,7 +24,8 @@ constexpr int64_t kScalesAhead = 512;  // bytes between what is read and what is
 
 constexpr int kPlane = 256;  // what the high plane of an input counts
 
-// Row blocks read together, each a stream of its own, and those that will be read after them: prefetches run into these.
+// Row blocks read together, each strip a stream of its own, and those that will be read after them: prefetches run into
+// these.
 struct Streams {
   const uint8_t *codes, *scales, *zeros;
   const uint8_t *next_codes, *next_scales;
@@ -33,53 +35,54 @@ inline Streams streams(const Packed& p, int64_t block, int64_t next) {
   return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
 }
 
-// What is read `distance` bytes after `offset`, in blocks of `size` bytes; short blocks shorten the distance.
+// What is read `distance` bytes after `offset`, in pieces of `size` bytes; short ones shorten the distance.
 inline const uint8_t* ahead(const uint8_t* here, const uint8_t* next, int64_t offset, int64_t distance, int64_t size) {
   offset += least(distance, size);
   const uintptr_t address = reinterpret_cast<uintptr_t>(offset < size ? here : next) + (offset < size ? offset : offset - size);
   return reinterpret_cast<const uint8_t*>(address);
 }
 
-// Codes of the first of some blocks that will be read, later and soon.
+// Codes of the first of some strips that will be read, later and soon.
 struct Ahead {
   const uint8_t *far, *near;
 
   COLIBRI_INLINE void fetch(int64_t place) const { fetch_line(far + place, near + place); }
-  COLIBRI_INLINE void fetch_near(int64_t place) const { __builtin_prefetch(near + place, 0, 3); }
+  COLIBRI_INLINE void fetch_once(int64_t place) const { __builtin_prefetch(far + place, 0, 3); }
   Ahead from(int64_t place) const { return {far + place, near + place}; }
 };
 
-// The lines of `Blocks` blocks, as they are asked for while the same lines of an earlier group are multiplied: `Count`
+// The lines of `Strips` strips, as they are asked for while the same lines of an earlier group are multiplied: `Count`
 // of them in every step, `steps` steps in a pass, until after some passes all had their turn. Memory is faster at the
-// pages of several blocks at once, and kernels compute block after block: a step takes a line of each of some blocks.
-template <class V, int Blocks, int Count>
+// pages of several strips at once, and kernels compute one after the other: a step takes a line of each of some strips.
+template <class V, int Strips, int Count>
 struct Turns {
-  static constexpr int kStreams = least(Blocks, Count), kSets = Blocks / kStreams, kLines = Count / kStreams;
+  static constexpr int kStreams = least(Strips, Count), kSets = Strips / kStreams, kLines = Count / kStreams;
+  static_assert(kStreams * kSets == Strips && kStreams * kLines == Count, "every line has its turn");
   Ahead at;
-  int64_t block_bytes;
+  int64_t strip_bytes;
 
-  Turns(const Ahead& first, int64_t block_bytes, int pass, int64_t steps)
-      : at(first.from(pass % kSets * kStreams * block_bytes + pass / kSets * steps * kLines * kUnit)),
-        block_bytes(block_bytes) {}
+  Turns(const Ahead& first, int64_t strip_bytes, int pass, int64_t steps)
+      : at(first.from(pass % kSets * kStreams * strip_bytes + pass / kSets * steps * kLines * kUnit)),
+        strip_bytes(strip_bytes) {}
 
   COLIBRI_INLINE void step() {
     COLIBRI_EACH(i, Count) {
-      const int64_t place = i % kStreams * block_bytes + i / kStreams * kUnit;
-      V::fetches_twice ? at.fetch(place) : at.fetch_near(place);
+      const int64_t place = i % kStreams * strip_bytes + i / kStreams * kUnit;
+      V::fetches_twice ? at.fetch(place) : at.fetch_once(place);
     }
     at = at.from(kLines * kUnit);
   }
 };
 
-// How far ahead codes are asked for where `piece` bytes of a block, a power of two, are read at once: whole pieces, so
-// that none begins in a block and ends behind it.
+// How far ahead codes are asked for where `piece` bytes of a strip, a power of two, are read at once: whole pieces, so
+// that none begins in a strip and ends behind it.
 struct Reach {
   int64_t far, near;
   explicit Reach(int64_t piece) : far((kFar + piece - 1) & -piece), near((kNear + piece - 1) & -piece) {}
 
   Ahead from(const Packed& p, const Streams& s, int64_t offset) const {
-    return {ahead(s.codes, s.next_codes, offset, far, p.code_block),
-            ahead(s.codes, s.next_codes, offset, near, p.code_block)};
+    return {ahead(s.codes, s.next_codes, offset, far, p.strip_bytes),
+            ahead(s.codes, s.next_codes, offset, near, p.strip_bytes)};
   }
 };
 
@@ -100,6 +103,12 @@ COLIBRI_INLINE void load_scales(int32_t kind, const uint8_t* first, int64_t bloc
   }
 }
 
+// A number that is known when a lambda is compiled.
+template <int Value>
+struct Constant {
+  constexpr operator int() const { return Value; }
+};
+
 template <class V>
 COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
   uint8_t bytes[16];
@@ -107,72 +116,63 @@ COLIBRI_INLINE typename V::Table plane_table(const Packed& p, int plane) {
   return V::table(bytes);
 }
 
-// How a unit of codes becomes vectors of bytes: `each` calls use(column, plane, codes) for every four columns.
+// What the codes of a unit are for each of its `blocks` row blocks, in `planes`; `at_once` units are a step.
 template <class V, int Planes, bool Short = false>
 struct Nibbles {
-  static constexpr int columns = 8, planes = Planes, at_once = 2, held = 2;  // held: with short sums, see add_shorts
-  static constexpr bool short_sums = Short;
+  static constexpr int blocks = 2, planes = Planes, at_once = Short ? 4 : 2;
+  static constexpr bool short_sums = Short, whole_bytes = false;
   typename V::Table tables[Planes];
 
   explicit Nibbles(const Packed& p) {
     for (int i = 0; i < Planes; i++) tables[i] = plane_table<V>(p, i);
   }
 
-  template <class Use>
-  COLIBRI_INLINE void each(const uint8_t* unit, Use use) const {
-    const typename V::Codes codes = V::load(unit);
-    for (int i = 0; i < Planes; i++) use(0, i, V::low(tables[i], codes));
-    for (int i = 0; i < Planes; i++) use(4, i, V::high(tables[i], codes));
+  COLIBRI_INLINE typename V::Codes of(int block, int plane, typename V::Codes unit) const {
+    return block == 0 ? V::low(tables[plane], unit) : V::high(tables[plane], unit);
   }
 };
 
-// Nibbles that are their own table, of integers of 4 bits in groups of 32 columns and more: where vectors have no look-up
-// that masks, it is spared, and products of twice as many columns fit a short sum.
+// Nibbles that are their own table: integers of 4 bits. Where bytes are multiplied as they are, the high ones need not
+// be found, see GroupSums; where sums are short, products of 32 columns fit one.
 template <class V>
 struct PlainNibbles {
-  static constexpr int columns = 8, planes = 1, at_once = 4, held = 1;
-  static constexpr bool short_sums = true;
+  static constexpr int blocks = 2, planes = 1, at_once = V::short_sums ? 8 : 2;
+  static constexpr bool short_sums = V::short_sums, whole_bytes = V::whole_bytes;
 
   explicit PlainNibbles(const Packed&) {}
 
-  template <class Use>
-  COLIBRI_INLINE void each(const uint8_t* unit, Use use) const {
-    const typename V::Codes codes = V::load(unit);
-    use(0, 0, V::low_nibbles(codes));
-    use(4, 0, V::high_nibbles(codes));
+  COLIBRI_INLINE typename V::Codes of(int block, int, typename V::Codes unit) const {
+    return block == 0 ? V::low_nibbles(unit) : whole_bytes ? unit : V::high_nibbles(unit);
   }
 };
 
 template <class V>
 struct Bytes {
-  static constexpr int columns = 4, planes = V::split_bytes ? 2 : 1, at_once = 2;
-  static constexpr bool short_sums = false;
+  static constexpr int blocks = 1, planes = V::split_bytes ? 2 : 1, at_once = 2;
+  static constexpr bool short_sums = false, whole_bytes = false;
 
   explicit Bytes(const Packed&) {}
 
-  template <class Use>
-  COLIBRI_INLINE void each(const uint8_t* unit, Use use) const {
-    const typename V::Codes codes = V::load(unit);
-    if constexpr (V::split_bytes) {
-      use(0, 0, V::low_bits(codes));
-      use(0, 1, V::top_bit(codes));
-    } else {
-      use(0, 0, codes);
-    }
+  COLIBRI_INLINE typename V::Codes of(int, int plane, typename V::Codes unit) const {
+    if constexpr (V::split_bytes) return plane == 0 ? V::low_bits(unit) : V::top_bit(unit);
+    return unit;
   }
 };
 
-// The sums of one group: `Together` of `Blocks` row blocks (part `part` of each, where a block is more than a vector),
-// with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
-template <class V, class Code, int InputPlanes, int Blocks, int Together, int Rows>
+// The sums of one group: `Together` row blocks (part `part` of each, where a block is more than a vector) from block
+// `First` of a strip on, with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
+//
+// Whole bytes are low + 16 * high, of two blocks: sums with them, less those with the low nibbles, are sixteen times
+// those with the high ones.
+template <class V, class Code, int InputPlanes, int First, int Together, int Rows>
 struct GroupSums {
   using I32 = typename V::I32;
   static constexpr int kPartBytes = kUnit * V::lanes / kRows;
   static constexpr int kAtOnce = Code::at_once;  // units: every group has a multiple of it
-  static constexpr int kFours = Code::columns / 4;  // of a unit's columns
   static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening short sums brings the planes together
-  static_assert(kAtOnce * Code::columns % kTurn == 0, "a step begins where the turn of a plane does");
+  static_assert(kAtOnce * kUnitColumns % kTurn == 0, "a step begins where the turn of a plane does");
   static_assert(!Code::short_sums || Together == 1, "short sums are of one block");
+  static_assert(!Code::whole_bytes || (First == 0 && Together == 2), "whole bytes are of both blocks");
   I32 sums[Together][Rows][kSums][Code::planes];
 
   COLIBRI_INLINE void start(const Packed& p, const uint8_t* zeros, int part, const InputGroup* const (&groups)[Rows]) {
@@ -183,20 +183,22 @@ struct GroupSums {
           const int32_t* planes = groups[r]->start;
           sum[0] = V::broadcast(kSums == InputPlanes ? planes[i] : kPlane * planes[0] + planes[1]);
           if (zeros != nullptr) sum[0] = V::multiply(V::zeros(zeros + b * p.zero_block, part), sum[0]);
+          if (Code::whole_bytes && b == 1) sum[0] = V::add(V::template shift_left<4>(sum[0]), sums[0][r][i][0]);
           if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
         }
   }
 
-  // `unit`: the codes of the first of these blocks; `x`: where each row's inputs of the group are; `soon`: what is
-  // fetched on the way, if `fetch`.
-  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit,
-                          Turns<V, Blocks, kAtOnce * Together> soon, bool fetch, const int8_t* const (&x)[Rows]) {
-    for (int first = 0; first < p.matrix->group; first += kAtOnce * Code::columns) {
+  // `unit`: the first of these blocks' codes; `x`: where each row's inputs of the group are; `soon`: what is fetched on
+  // the way, if `fetch`.
+  template <class Soon>
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, Soon soon, bool fetch,
+                          const int8_t* const (&x)[Rows]) {
+    for (int first = 0; first < p.matrix->group; first += kAtOnce * kUnitColumns) {
       if (fetch) soon.step();
       const int8_t* at[Rows];
       COLIBRI_EACH(r, Rows) at[r] = x[r] + InputPlanes * first;
       if constexpr (Code::short_sums) {
-        add_shorts(code, unit, at);
+        add_shorts(p, code, unit, at);
       } else {
         add_dots(p, code, unit, at);
       }
@@ -205,64 +207,55 @@ struct GroupSums {
   }
 
   COLIBRI_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
-    COLIBRI_EACH(v, kAtOnce) {
-      typename V::Codes held[Together][kFours][Code::planes];
-      COLIBRI_EACH(b, Together) look_up(code, unit + b * p.code_block + v * kUnit, held[b]);
-      COLIBRI_EACH(four, kFours)
-        COLIBRI_EACH(r, Rows)
-          COLIBRI_EACH(i, InputPlanes)
-            COLIBRI_EACH(b, Together)
-              COLIBRI_EACH(plane, Code::planes) {
-                I32& sum = sums[b][r][i][plane];
-                sum = V::dot(sum, held[b][four][plane], x[r] + in_record(v * Code::columns + 4 * four, i, InputPlanes));
-              }
+    COLIBRI_EACH(u, kAtOnce) {
+      typename V::Codes held[Together][Code::planes];
+      look_up(p, code, unit + u * kUnit, held);
+      COLIBRI_EACH(r, Rows)
+        COLIBRI_EACH(i, InputPlanes)
+          COLIBRI_EACH(b, Together)
+            COLIBRI_EACH(plane, Code::planes) {
+              I32& sum = sums[b][r][i][plane];
+              sum = V::dot(sum, held[b][plane], x[r] + in_record(u * kUnitColumns, i, InputPlanes));
+            }
     }
   }
 
-  // `Code::held` units are looked up, then multiplied with row after row: what the registers hold.
-  COLIBRI_INLINE void add_shorts(const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
-    constexpr int kHeld = Code::held;
+  COLIBRI_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
     typename V::Codes shorts[Rows][InputPlanes];
-    COLIBRI_UNROLL
-    for (int v = 0; v < kAtOnce; v += kHeld) {
-      typename V::Codes held[kHeld][kFours][1];
-      COLIBRI_EACH(h, kHeld) look_up(code, unit + (v + h) * kUnit, held[h]);
+    COLIBRI_EACH(u, kAtOnce) {
+      typename V::Codes held[Together][Code::planes];
+      look_up(p, code, unit + u * kUnit, held);
       COLIBRI_EACH(r, Rows)
         COLIBRI_EACH(i, InputPlanes) {
-          COLIBRI_EACH(h, kHeld)
-            COLIBRI_EACH(four, kFours) {
-              const int8_t* at = x[r] + in_record((v + h) * Code::columns + 4 * four, i, InputPlanes);
-              const typename V::Codes more = V::short_products(held[h][four][0], at);
-              shorts[r][i] = v + h + four == 0 ? more : V::add_shorts(shorts[r][i], more);
-            }
-          if (v + kHeld == kAtOnce) {
-            I32& sum = sums[0][r][0][0];
-            sum = V::add_widened(sum, shorts[r][i], i + 1 < InputPlanes ? kPlane : 1);
-          }
+          const typename V::Codes more = V::short_products(held[0][0], x[r] + in_record(u * kUnitColumns, i, InputPlanes));
+          shorts[r][i] = u == 0 ? more : V::add_shorts(shorts[r][i], more);
+          if (u + 1 < kAtOnce) continue;
+          I32& sum = sums[0][r][0][0];
+          sum = V::add_widened(sum, shorts[r][i], i + 1 < InputPlanes ? kPlane : 1);
         }
     }
   }
 
-  static COLIBRI_INLINE void look_up(const Code& code, const uint8_t* unit,
-                                     typename V::Codes (&held)[kFours][Code::planes]) {
-    code.each(unit, [&](int column, int plane, typename V::Codes codes) __attribute__((always_inline)) {
-      held[column / 4][plane] = codes;
-    });
+  static COLIBRI_INLINE void look_up(const Packed& p, const Code& code, const uint8_t* unit,
+                                     typename V::Codes (&held)[Together][Code::planes]) {
+    COLIBRI_EACH(b, Together) {
+      const int block = First + b;
+      const typename V::Codes codes = V::load(unit + block / Code::blocks * p.strip_bytes);
+      COLIBRI_EACH(plane, Code::planes) held[b][plane] = code.of(block % Code::blocks, plane, codes);
+    }
+  }
+
+  COLIBRI_INLINE I32 sum(int b, int r, int plane) const {
+    const I32* sum = sums[b][r][plane];
+    if constexpr (Code::planes == 2) return V::add(sum[0], V::template shift_left<7>(sum[1]));
+    if constexpr (Code::whole_bytes) return b == 0 ? sum[0] : V::high_sums(sum[0], sums[0][r][plane][0]);
+    return sum[0];
   }
 
   // In units of the input's low plane.
   COLIBRI_INLINE typename V::F32 value(int b, int r) const {
-    typename V::F32 planes[kSums];
-    COLIBRI_EACH(i, kSums) {
-      const I32* sum = sums[b][r][i];
-      if constexpr (Code::planes == 2) {
-        planes[i] = V::to_float(V::add(sum[0], V::template shift_left<7>(sum[1])));
-      } else {
-        planes[i] = V::to_float(sum[0]);
-      }
-    }
-    if constexpr (kSums == 2) return V::fma(planes[0], V::spread(kPlane), planes[1]);
-    return planes[0];
+    if constexpr (kSums == 1) return V::to_float(sum(b, r, 0));
+    return V::fma(V::to_float(sum(b, r, 0)), V::spread(kPlane), V::to_float(sum(b, r, kSums - 1)));
   }
 };
 
@@ -275,9 +268,9 @@ template <class V, class Code, int InputPlanes, int Blocks, int Rows>
 __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, Records<Rows> records,
                                                float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
-  constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks);
+  constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks), kStrips = Blocks / Code::blocks;
   const colibri_matrix& m = *p.matrix;
-  const Reach reach(m.group / Code::columns * kUnit);
+  const Reach reach(m.group / kUnitColumns * kUnit);
   const Code code(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
@@ -285,7 +278,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
       for (F32& sum : part) sum = V::zero();
 
   for (int32_t g = 0; g < p.groups; g++) {
-    const int64_t first = int64_t{g} * m.group, at = first / Code::columns * kUnit;
+    const int64_t first = int64_t{g} * m.group, at = first / kUnitColumns * kUnit;
     const Ahead soon = reach.from(p, s, at);
     const uint8_t* scales = s.scales + g * p.scale_row;
     if (m.scale != COLIBRI_SCALE_NONE && g * p.scale_row % kUnit == 0) {  // a line of each block begins
@@ -298,16 +291,17 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
       x[r] = reinterpret_cast<const int8_t*>(records[r]) + InputPlanes * first;
       groups[r] = reinterpret_cast<const InputGroup*>(records[r] + InputPlanes * p.columns) + g;
     }
-    COLIBRI_UNROLL
-    for (int b = 0; b < Blocks; b += kTogether) {
+    // Block `b` of a strip that has it as its block `in_strip`, and those that are multiplied together with it.
+    const auto blocks_from = [&](int b, auto in_strip) __attribute__((always_inline)) {
       const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
       for (int part = 0; part < kParts; part++) {
-        using Group = GroupSums<V, Code, InputPlanes, Blocks, kTogether, Rows>;
+        using Group = GroupSums<V, Code, InputPlanes, in_strip, kTogether, Rows>;
+        constexpr int kLines = Group::kAtOnce * kTogether / Code::blocks;
         Group group;
         group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
-        const uint8_t* unit = s.codes + b * p.code_block + at + part * Group::kPartBytes;
-        const int64_t steps = m.group / (Group::kAtOnce * Code::columns);
-        group.add(p, code, unit, {soon, p.code_block, b / kTogether, steps}, part == 0, x);
+        const uint8_t* unit = s.codes + b / Code::blocks * p.strip_bytes + at + part * Group::kPartBytes;
+        const int64_t steps = m.group / (Group::kAtOnce * kUnitColumns);
+        group.add(p, code, unit, Turns<V, kStrips, kLines>(soon, p.strip_bytes, b / kTogether, steps), part == 0, x);
         F32 scale[kTogether];
         load_scales<V>(m.scale, scales + b * p.scale_block, p.scale_block, part, scale);
         COLIBRI_EACH(t, kTogether) {
@@ -320,6 +314,11 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
           }
         }
       }
+    };
+    COLIBRI_UNROLL
+    for (int b = 0; b < Blocks; b += most(kTogether, Code::blocks)) {
+      blocks_from(b, Constant<0>());
+      if constexpr (kTogether < Code::blocks) blocks_from(b + 1, Constant<1>());
     }
   }
   for (int b = 0; b < Blocks; b++)
@@ -348,8 +347,8 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
       for (int part = 0; part < kParts; part++) {
         F32 sums[Rows][2];
         for (auto& pair : sums) pair[0] = pair[1] = V::zero();
-        const uint8_t* codes = s.codes + b * p.code_block + at + part * V::lanes;
-        Turns<V, Blocks, 2> turns(soon, p.code_block, b, m.group / 8);
+        const uint8_t* codes = s.codes + b * p.strip_bytes + at + part * V::lanes;
+        Turns<V, Blocks, 2> turns(soon, p.strip_bytes, b, m.group / 8);
         for (int k = 0; k < m.group; k += 8) {
           if (part == 0) turns.step();
           for (int i = 0; i < 8; i++) {
@@ -383,24 +382,20 @@ void by_planes(const Packed& p, const Streams& s, Records<Rows> records, float (
                     : integer_product<V, Code, 2, Blocks, Rows>(p, s, records, out);
 }
 
-// The kernel for a matrix: by its codes and by the planes of its input.
+// The kernel for a matrix: by its codes and by the planes of its input. One block alone is never of nibbles.
 template <class V, int Blocks, int Rows>
 void product(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
-  if (p.matrix->codes == COLIBRI_FLOAT8) {
-    float_product<V, Blocks, Rows>(p, s, records, out);
-  } else if (p.matrix->codes == COLIBRI_BYTE) {
-    by_planes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
-  } else if (p.two_planes) {
-    by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
-  } else if constexpr (V::short_sums) {
-    if (p.plain_entries && p.matrix->group % 32 == 0) {
-      by_planes<V, PlainNibbles<V>, Blocks, Rows>(p, s, records, out);
-    } else if (p.small_entries) {
-      by_planes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);
-    } else {
-      by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, records, out);
+  if (p.matrix->codes == COLIBRI_FLOAT8) return float_product<V, Blocks, Rows>(p, s, records, out);
+  if (p.matrix->codes == COLIBRI_BYTE) return by_planes<V, Bytes<V>, Blocks, Rows>(p, s, records, out);
+  if constexpr (Blocks > 1) {
+    if (p.two_planes) return by_planes<V, Nibbles<V, 2>, Blocks, Rows>(p, s, records, out);
+    if constexpr (V::plain_nibbles) {
+      const bool whole_steps = p.matrix->group % (PlainNibbles<V>::at_once * kUnitColumns) == 0;
+      if (p.plain_entries && whole_steps) return by_planes<V, PlainNibbles<V>, Blocks, Rows>(p, s, records, out);
     }
-  } else {
+    if constexpr (V::short_sums) {
+      if (p.small_entries) return by_planes<V, Nibbles<V, 1, true>, Blocks, Rows>(p, s, records, out);
+    }
     by_planes<V, Nibbles<V, 1>, Blocks, Rows>(p, s, records, out);
   }
 }

@@ -109,12 +109,12 @@ void lay_out_inputs(Carver& carver, const Call& call, const Packed& packed, Inpu
 Packed describe(const colibri_matrix& m, bool gated) {
   Packed p;
   p.matrix = &m;
-  const int64_t halves = gated ? 2 : 1;
-  p.rows = halves * round_up(m.rows / halves, kRows);
+  p.strip = m.codes == COLIBRI_TABLE4 ? 2 : 1;
+  p.rows = gated ? 2 * round_up(m.rows / 2, kRows) : round_up(m.rows, p.strip * kRows);
   p.columns = round_up(m.columns, std::max(m.group, kTileColumns));
   p.blocks = static_cast<int32_t>(p.rows / kRows);
   p.groups = static_cast<int32_t>(p.columns / m.group);
-  p.code_block = p.columns * kRows / (m.codes == COLIBRI_TABLE4 ? 2 : 1);
+  p.strip_bytes = p.columns * kRows;
   p.scale_row = kRows * kScaleBytes[m.scale];
   p.zero_row = kRows * kZeroBytes[m.zero];
   p.scale_block = int64_t{p.groups} * p.scale_row;

@@ -11,12 +11,13 @@ namespace colibri {
 
 constexpr int kRows = 16;         // of a row block
 constexpr int kUnit = 64;         // bytes of codes that are decoded together
+constexpr int kUnitColumns = 4;   // of a unit: of the rows of one block, or, as nibbles, of two
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
 
 // A line of codes is asked for twice: into the second level about `kFar` bytes before it is read, into the first about
 // `kNear` before. Asked for once, it takes one of the first level's few buffers for as long as memory takes, and the
-// more there is to compute the fewer lines are on their way. Where computing takes longer than memory, once is enough,
-// and one instruction less.
+// more there is to compute the fewer lines are on their way. Where computing takes longer than memory, once is enough:
+// into the first level `kFar` before, with one instruction less.
 constexpr int64_t kFar = 3072, kNear = 1536;
 
 inline void fetch_line(const uint8_t* far, const uint8_t* near) {
@@ -33,8 +34,10 @@ struct Packed {
   const colibri_matrix* matrix = nullptr;
   int64_t columns = 0, rows = 0;  // padded
   int32_t blocks = 0, groups = 0;
-  int64_t code_block = 0, scale_block = 0, zero_block = 0;  // bytes of one row block
-  int32_t scale_row = 0, zero_row = 0;                      // bytes of one group of a row block
+  int32_t strip = 1;                        // row blocks whose codes lie together: two where they are nibbles
+  int64_t strip_bytes = 0;                  // of codes
+  int64_t scale_block = 0, zero_block = 0;  // bytes of one row block
+  int32_t scale_row = 0, zero_row = 0;      // bytes of one group of a row block
   bool two_planes = false;     // table entries need two bytes (base 128)
   bool small_entries = false;  // table entries are at most 31: integers of 4 bits, e2m1
   bool plain_entries = false;  // the table is 0 .. 15: integers of 4 bits
@@ -42,7 +45,7 @@ struct Packed {
   float values[16] = {};       // TABLE4: what a code means, in units
   float minifloats[256] = {};  // FLOAT8: likewise
   float minifloat_unit = 1;    // what kE4m3Unit is to e4m3, for this minifloat
-  const uint8_t* codes(int64_t block) const { return matrix->code_bytes + block * code_block; }
+  const uint8_t* codes(int64_t block) const { return matrix->code_bytes + block / strip * strip_bytes; }
   const uint8_t* scales(int64_t block) const { return at(matrix->scale_bytes, block * scale_block); }
   const uint8_t* zeros(int64_t block) const { return at(matrix->zero_bytes, block * zero_block); }
 

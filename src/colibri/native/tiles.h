@@ -73,13 +73,13 @@ class Halves {
 
   // A line of a tile: two columns of each row, whose codes are at `Bit` of either half of its word.
   template <bool Zeros, int Bit>
-  COLIBRI_INLINE void line(__m512i word, Group group, uint16_t* unit) const {
+  COLIBRI_INLINE void line(__m512i word, Group group, uint16_t* line) const {
     const __m512i index = Bit == 0 ? word : _mm512_srli_epi16(word, Bit);  // five bits of it are looked at, four matter
     __m512h value = _mm512_castsi512_ph(_mm512_permutexvar_epi16(index, table_));
     if (Zeros) value = _mm512_sub_ph(value, group.zero);
     const __m512i bits = _mm512_castph_si512(_mm512_mul_ph(value, group.scale));
     const __m512i kept = _mm512_set1_epi16(static_cast<int16_t>(0x8fff));
-    _mm512_storeu_si512(unit + Bit / 4 * 32, _mm512_and_si512(_mm512_srai_epi16(bits, kHalfShift), kept));
+    _mm512_storeu_si512(line, _mm512_and_si512(_mm512_srai_epi16(bits, kHalfShift), kept));
   }
 
   const float* back() const { return back_; }
@@ -134,7 +134,7 @@ class Expander {
   // Tiles are kept at their number & `mask`. Of an odd number of blocks the last is `alone`: it is then both of a pair.
   Expander(const Packed& p, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
       : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask),
-        tile_bytes_(p.code_block * kTileColumns / p.columns), reach_(tile_bytes_), minifloat_(p)
+        reach_(kTileColumns * kRows), minifloat_(p)
 #ifdef __AVX512FP16__
         ,
         halves_{Halves(p, s.scales), Halves(p, s.scales + second_ * p.scale_block)}
@@ -159,22 +159,24 @@ class Expander {
     const colibri_matrix& m = *p_.matrix;
     uint16_t* out = tile(k, block);
     block *= second_;
-    const int64_t at = k * tile_bytes_;
-    const uint8_t* codes = s_.codes + block * p_.code_block + at;
-    const Ahead soon = reach_.from(p_, s_, at);
-    for (int64_t i = 0; i < tile_bytes_; i += kUnit) soon.fetch(block * p_.code_block + i);
+    constexpr int kBytes = kTileColumns * kRows;  // of a strip's codes
+    const int64_t strip = block / p_.strip * p_.strip_bytes;
+    const uint8_t* codes = s_.codes + strip + k * kBytes;
+    const Ahead soon = reach_.from(p_, s_, k * kBytes);
+    for (int i = block % p_.strip * kUnit; i < kBytes; i += p_.strip * kUnit) soon.fetch(strip + i);
     const int columns = least(m.group, kTileColumns);
 #ifdef __AVX512FP16__
-    if (in_halves(p_) && m.zero == COLIBRI_ZERO_U8) return expand_halves<true>(k, block, codes, out);
-    if (in_halves(p_)) return expand_halves<false>(k, block, codes, out);
+    if (in_halves(p_)) return expand_halves(k, block, codes, out);
 #endif
     for (int first = 0; first < kTileColumns; first += columns) {
       const Group group = group_of(k * kTileColumns + first, block);
       if (m.codes == COLIBRI_TABLE4) {
         const __m512 values = _mm512_loadu_ps(p_.values);
-        for (int i = first; i < first + columns; i += 8) table_unit(codes + i * kRows / 2, values, group, out + i * kRows);
+        for (int i = first; i < first + columns; i += kUnitColumns) {
+          table_unit(codes + i * kRows, block, values, group, out + i * kRows);
+        }
       } else if (m.codes == COLIBRI_BYTE) {
-        for (int i = first; i < first + columns; i += 4) byte_unit(codes + i * kRows, group, out + i * kRows);
+        for (int i = first; i < first + columns; i += kUnitColumns) byte_unit(codes + i * kRows, group, out + i * kRows);
       } else {
         const Avx512::Minifloat minifloat = minifloat_;
         for (int i = first; i < first + columns; i += 2) {
@@ -192,20 +194,24 @@ class Expander {
   };
 
 #ifdef __AVX512FP16__
-  template <bool Zeros>
   COLIBRI_INLINE void expand_halves(int64_t k, int block, const uint8_t* codes, uint16_t* out) const {
-    const Halves halves = halves_[block];
+    const bool zeros = p_.matrix->zero == COLIBRI_ZERO_U8;
+    if (block == 0) return zeros ? expand_halves<true, 0>(k, codes, out) : expand_halves<false, 0>(k, codes, out);
+    return zeros ? expand_halves<true, 1>(k, codes, out) : expand_halves<false, 1>(k, codes, out);
+  }
+
+  template <bool Zeros, int Block>
+  COLIBRI_INLINE void expand_halves(int64_t k, const uint8_t* codes, uint16_t* out) const {
+    const Halves halves = halves_[Block];
     const auto columns = [&](int first, int count) __attribute__((always_inline)) {
       const int64_t g = (k * kTileColumns + first) / p_.matrix->group;
-      const uint8_t* zeros = Zeros ? s_.zeros + block * p_.zero_block + g * p_.zero_row : nullptr;
-      const Halves::Group group = halves.group(s_.scales + block * p_.scale_block + g * p_.scale_row, zeros);
+      const uint8_t* zeros = Zeros ? s_.zeros + Block * p_.zero_block + g * p_.zero_row : nullptr;
+      const Halves::Group group = halves.group(s_.scales + Block * p_.scale_block + g * p_.scale_row, zeros);
       COLIBRI_UNROLL
-      for (int i = first; i < first + count; i += 8) {
-        const __m512i word = _mm512_loadu_si512(codes + i * kRows / 2);
-        halves.line<Zeros, 0>(word, group, out + i * kRows);
-        halves.line<Zeros, 4>(word, group, out + i * kRows);
-        halves.line<Zeros, 8>(word, group, out + i * kRows);
-        halves.line<Zeros, 12>(word, group, out + i * kRows);
+      for (int i = first; i < first + count; i += kUnitColumns) {
+        const __m512i word = _mm512_loadu_si512(codes + i * kRows);
+        halves.line<Zeros, 4 * Block>(word, group, out + i * kRows);
+        halves.line<Zeros, 4 * Block + 8>(word, group, out + i * kRows + 32);
       }
     };
     if (p_.matrix->group >= kTileColumns) return columns(0, kTileColumns);
@@ -227,14 +233,12 @@ class Expander {
     return {scale, offset};
   }
 
-  // A row's eight codes are the nibbles of its word. Those 16 bits apart become pairs, which is why the inputs of TABLE4
-  // tiles come in the order of `write_tile_row`; vpermps looks at four bits of a word, so nothing is masked.
-  COLIBRI_INLINE static void table_unit(const uint8_t* unit, __m512 values, Group group, uint16_t* out) {
-    const __m512i word = _mm512_loadu_si512(unit);
+  // A row's four codes are nibbles of its word. Those 16 bits apart become pairs, which is why the inputs of TABLE4 tiles
+  // come in the order of `write_tile_row`; vpermps looks at four bits of a word, so nothing is masked.
+  COLIBRI_INLINE static void table_unit(const uint8_t* unit, int block, __m512 values, Group group, uint16_t* out) {
+    const __m512i word = _mm512_srli_epi32(_mm512_loadu_si512(unit), 4 * block);
     store(look_up<0>(word, values), look_up<16>(word, values), group, out);
-    store(look_up<4>(word, values), look_up<20>(word, values), group, out + 32);
-    store(look_up<8>(word, values), look_up<24>(word, values), group, out + 64);
-    store(look_up<12>(word, values), look_up<28>(word, values), group, out + 96);
+    store(look_up<8>(word, values), look_up<24>(word, values), group, out + 32);
   }
 
   template <int Bit>
@@ -263,7 +267,6 @@ class Expander {
   int second_;
   uint16_t* buffer_;
   int64_t mask_;
-  int64_t tile_bytes_;  // of codes
   Reach reach_;
   Avx512::Minifloat minifloat_;
 #ifdef __AVX512FP16__
@@ -355,7 +358,7 @@ struct Amx : Avx512 {
     const float factor = scaled ? bits_as<float>(exponent) : 1;
     const __m512 grow = _mm512_set1_ps(scaled ? bits_as<float>((uint32_t{254 + kInputExponent} << 23) - exponent) : 1);
     const __m512i natural = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i paired = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m512i paired = _mm512_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     const __m512i order = p.matrix->codes == COLIBRI_TABLE4 ? paired : natural;
     for (int64_t k = 0; k < p.columns; k += 16) {
       const __m512i numbers = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(values + k), grow));

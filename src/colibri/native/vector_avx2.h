@@ -13,6 +13,8 @@ struct Avx2 {
   static constexpr int lanes = 16;
   static constexpr int together = 1;
   static constexpr bool tiles = false;
+  static constexpr bool plain_nibbles = true;
+  static constexpr bool whole_bytes = false;
   struct Codes {
     __m256i part[2];
   };

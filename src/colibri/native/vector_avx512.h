@@ -19,6 +19,8 @@ struct Avx512 {
   static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
+  static constexpr bool plain_nibbles = true;
+  static constexpr bool whole_bytes = true;
   static constexpr bool tiles = false;
   using Codes = __m512i;
   using Table = __m512i;
@@ -35,6 +37,9 @@ struct Avx512 {
   static Codes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static Codes low(Table table, Codes codes) { return look_up(table, codes); }
   static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
+  static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
+  static Codes high_nibbles(Codes codes) { return low_nibbles(_mm512_srli_epi16(codes, 4)); }
+  static I32 high_sums(I32 whole, I32 low) { return _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 4); }
 
   static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }

@@ -16,6 +16,7 @@ struct Neon {
   static constexpr bool fetches_twice = false;
   static constexpr bool split_bytes = true;  // SDOT takes both sides as signed
   static constexpr bool short_sums = false;
+  static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
   struct Codes {
     uint8x16_t part[4];

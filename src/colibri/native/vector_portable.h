@@ -14,6 +14,7 @@ struct Portable {
   static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
+  static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
   typedef int32_t I32 __attribute__((vector_size(16)));
   typedef float F32 __attribute__((vector_size(16)));

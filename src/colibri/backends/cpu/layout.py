@@ -1,6 +1,6 @@
 """Weights as the CPU kernels read them: blocks of 16 rows, units of 64 bytes (see native/colibri.h).
 
-Of a gated w13, blocks of gates and of ups alternate. What the kernels read: `codes`, `scales` and `zeros` (one
+Of a gated w13, blocks of gates and of ups alternate. Nibbles are those of two blocks that follow each other. What the kernels read: `codes`, `scales` and `zeros` (one
 for each group of a row), `row_scale`, `bias`, `perm`. `kept0` ... hold levels that those do not give back,
 for `unpack` alone; they are small.
 """
@@ -42,15 +42,16 @@ class CpuLayout(Layout):
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
         """Rows in whole blocks, columns in whole groups."""
-        halves = 2 if self.problem.gates(shape) else 1
-        return halves * _up(shape.n // halves), padded_columns(shape.k, self.form(shape).group)
+        form = self.form(shape)
+        rows = 2 * _up(shape.n // 2) if self.problem.gates(shape) else _up(shape.n, BLOCK * _strip(form))
+        return rows, padded_columns(shape.k, form.group)
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         form, (n, k) = self.form(shape), self.padded(shape)
-        per_byte = 2 if form.values.codes == abi.Codes.TABLE4 else 1
+        strips = n // BLOCK // _strip(form)
         groups = (n // BLOCK, k // form.group, BLOCK)
         held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "codes": ((n // BLOCK, BLOCK * k // per_byte), torch.uint8)
+            "codes": ((strips, BLOCK * k), torch.uint8)
         }
         if form.scale != abi.Scale.NONE:
             held["scales"] = groups, _SCALE_BYTES[form.scale]
@@ -127,7 +128,7 @@ class CpuLayout(Layout):
         if columns > (rows.shape[1] if columns else 0):
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1])], dim=1)
         if not self.problem.gates(shape):
-            return _pad(rows, _up(shape.n))
+            return _pad(rows, self.padded(shape)[0])
         half = shape.n // 2
         blocks = [_pad(side, _up(half)).unflatten(0, (-1, BLOCK)) for side in (rows[:half], rows[half:])]
         return torch.stack(blocks, dim=1).flatten(0, 2)
@@ -212,25 +213,28 @@ def _row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
 # ------------------------------------------------------------ codes
 
 
+def _strip(form: Form) -> int:
+    """Row blocks whose codes lie together."""
+    return 2 if form.values.codes == abi.Codes.TABLE4 else 1
+
+
 def _pack_codes(kind: abi.Codes, codes: Tensor) -> Tensor:
-    """[N, K] bytes to [blocks, bytes]."""
-    blocks: Tensor = codes.unflatten(0, (-1, BLOCK))
+    """[N, K] bytes to [strips, bytes]."""
+    units: Tensor = codes.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, 4)).transpose(1, 2)  # [block, unit, row, column]
     if kind == abi.Codes.TABLE4:
-        units = blocks.unflatten(2, (-1, 2, 4))
-        units = (units[..., 0, :] | (units[..., 1, :] << 4)).transpose(1, 2)
-    else:
-        units = blocks.unflatten(2, (-1, 4)).transpose(1, 2)  # [block, unit, row, column]
-    flat: Tensor = (units.transpose(2, 3) if kind == abi.Codes.FLOAT8 else units).flatten(1)
-    return flat
+        units = units[0::2] | (units[1::2] << 4)
+    elif kind == abi.Codes.FLOAT8:
+        units = units.transpose(2, 3)
+    return units.flatten(1)
 
 
 def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
+    if kind == abi.Codes.FLOAT8:
+        units = packed.view(-1, k // 4, 4, BLOCK).transpose(2, 3)
+    else:
+        units = packed.view(-1, k // 4, BLOCK, 4)
     if kind == abi.Codes.TABLE4:
-        units = packed.view(n // BLOCK, k // 8, BLOCK, 4).transpose(1, 2)
-        return torch.stack([units & 15, units >> 4], dim=3).reshape(n, k)
-    units = packed.view(n // BLOCK, k // 4, 4, BLOCK).transpose(2, 3)
-    if kind == abi.Codes.BYTE:
-        units = packed.view(n // BLOCK, k // 4, BLOCK, 4)
+        units = torch.stack([units & 15, units >> 4], dim=1).flatten(0, 1)
     return units.transpose(1, 2).reshape(n, k)
 
 
@@ -286,5 +290,5 @@ def _pad(rows: Tensor, count: int) -> Tensor:
     return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
 
 
-def _up(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
+def _up(size: int, multiple: int = BLOCK) -> int:
+    return -(-size // multiple) * multiple
