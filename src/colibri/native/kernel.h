@@ -10,7 +10,7 @@
 //   short_sums                small table entries: short_products of several columns are added up (add_shorts) and then
 //                             widened, multiplied by a factor (add_widened): both planes of an input go to one sum
 //   plain_nibbles             low_nibbles and high_nibbles are codes as numbers, without a table
-//   whole_bytes               with two blocks together: high_sums finds the sums of high nibbles from those of whole bytes
+//   whole_bytes               with two blocks together: sums of high nibbles are found from those of whole bytes
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
 
@@ -163,7 +163,7 @@ struct Bytes {
 // `First` of a strip on, with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
 //
 // Whole bytes are low + 16 * high, of two blocks: sums with them, less those with the low nibbles, are sixteen times
-// those with the high ones.
+// those with the high ones. So are the values of the second block.
 template <class V, class Code, int InputPlanes, int First, int Together, int Rows>
 struct GroupSums {
   using I32 = typename V::I32;
@@ -181,11 +181,18 @@ struct GroupSums {
         COLIBRI_EACH(i, kSums) {
           I32* sum = sums[b][r][i];
           const int32_t* planes = groups[r]->start;
-          sum[0] = V::broadcast(kSums == InputPlanes ? planes[i] : kPlane * planes[0] + planes[1]);
-          if (zeros != nullptr) sum[0] = V::multiply(V::zeros(zeros + b * p.zero_block, part), sum[0]);
-          if (Code::whole_bytes && b == 1) sum[0] = V::add(V::template shift_left<4>(sum[0]), sums[0][r][i][0]);
+          const int32_t start = kSums == InputPlanes ? planes[i] : kPlane * planes[0] + planes[1];
+          sum[0] = zeros == nullptr ? V::broadcast(is_whole(b) ? start + 16 * start : start)
+                                    : V::multiply(zero(p, zeros, b, part), V::broadcast(start));
           if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
         }
+  }
+
+  static constexpr bool is_whole(int b) { return Code::whole_bytes && b == 1; }
+
+  static COLIBRI_INLINE I32 zero(const Packed& p, const uint8_t* zeros, int b, int part) {
+    const I32 own = V::zeros(zeros + b * p.zero_block, part);
+    return is_whole(b) ? V::add(V::zeros(zeros, part), V::template shift_left<4>(own)) : own;
   }
 
   // `unit`: the first of these blocks' codes; `x`: where each row's inputs of the group are; `soon`: what is fetched on
@@ -248,7 +255,7 @@ struct GroupSums {
   COLIBRI_INLINE I32 sum(int b, int r, int plane) const {
     const I32* sum = sums[b][r][plane];
     if constexpr (Code::planes == 2) return V::add(sum[0], V::template shift_left<7>(sum[1]));
-    if constexpr (Code::whole_bytes) return b == 0 ? sum[0] : V::high_sums(sum[0], sums[0][r][plane][0]);
+    if constexpr (Code::whole_bytes) return b == 0 ? sum[0] : V::subtract(sum[0], sums[0][r][plane][0]);
     return sum[0];
   }
 
@@ -305,6 +312,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
         F32 scale[kTogether];
         load_scales<V>(m.scale, scales + b * p.scale_block, p.scale_block, part, scale);
         COLIBRI_EACH(t, kTogether) {
+          if (Group::is_whole(t)) scale[t] = V::mul(scale[t], V::spread(1.0f / 16));
           COLIBRI_EACH(r, Rows) {
             F32& sum = total[b + t][part][r];
             sum = V::fma(group.value(t, r), V::mul(scale[t], V::spread(groups[r]->scale)), sum);
