@@ -1,7 +1,8 @@
 // The product at the heart of it: a few row blocks times a few input rows, group by group.
 //
 // Written once over a level's vectors `V`, which have `V::lanes` output rows (16, or 4: a block is then read in parts):
-//   rows, together            input rows, 2 to 4, and row blocks that are multiplied together: what registers allow
+//   rows                      input rows that are multiplied together, 2 to 4
+//   together(sums)            row blocks that are, where each has so many sums: 1, 2 or 4, what registers allow
 //   fetches_twice             lines of codes are asked for twice, see kFar: not where products take longer than memory
 //   Codes, I32, F32, Table    four codes of each row; one number of each row; 16 bytes to look up
 //   load, table, low, high    codes from memory, looked up by low or high nibble
@@ -10,7 +11,7 @@
 //   short_sums                small table entries: short_products of several columns are added up (add_shorts) and then
 //                             widened, multiplied by a factor (add_widened): both planes of an input go to one sum
 //   plain_nibbles             low_nibbles and high_nibbles are codes as numbers, without a table
-//   whole_bytes               with two blocks together: sums of high nibbles are found from those of whole bytes
+//   whole_bytes               with blocks together: sums of high nibbles are found from those of whole bytes
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
 
@@ -163,7 +164,7 @@ struct Bytes {
 // `First` of a strip on, with `Rows` input rows. An input is loaded once for all blocks, a code looked up once for all rows.
 //
 // Whole bytes are low + 16 * high, of two blocks: sums with them, less those with the low nibbles, are sixteen times
-// those with the high ones. So are the values of the second block.
+// those with the high ones. So are the values of every second block.
 template <class V, class Code, int InputPlanes, int First, int Together, int Rows>
 struct GroupSums {
   using I32 = typename V::I32;
@@ -172,7 +173,7 @@ struct GroupSums {
   static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening short sums brings the planes together
   static_assert(kAtOnce * kUnitColumns % kTurn == 0, "a step begins where the turn of a plane does");
   static_assert(!Code::short_sums || Together == 1, "short sums are of one block");
-  static_assert(!Code::whole_bytes || (First == 0 && Together == 2), "whole bytes are of both blocks");
+  static_assert(!Code::whole_bytes || (First == 0 && Together % 2 == 0), "whole bytes are of both blocks");
   I32 sums[Together][Rows][kSums][Code::planes];
 
   COLIBRI_INLINE void start(const Packed& p, const uint8_t* zeros, int part, const InputGroup* const (&groups)[Rows]) {
@@ -188,11 +189,11 @@ struct GroupSums {
         }
   }
 
-  static constexpr bool is_whole(int b) { return Code::whole_bytes && b == 1; }
+  static constexpr bool is_whole(int b) { return Code::whole_bytes && b % 2 == 1; }
 
   static COLIBRI_INLINE I32 zero(const Packed& p, const uint8_t* zeros, int b, int part) {
     const I32 own = V::zeros(zeros + b * p.zero_block, part);
-    return is_whole(b) ? V::add(V::zeros(zeros, part), V::template shift_left<4>(own)) : own;
+    return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero_block, part), V::template shift_left<4>(own)) : own;
   }
 
   // `unit`: the first of these blocks' codes; `x`: where each row's inputs of the group are; `soon`: what is fetched on
@@ -255,7 +256,7 @@ struct GroupSums {
   COLIBRI_INLINE I32 sum(int b, int r, int plane) const {
     const I32* sum = sums[b][r][plane];
     if constexpr (Code::planes == 2) return V::add(sum[0], V::template shift_left<7>(sum[1]));
-    if constexpr (Code::whole_bytes) return b == 0 ? sum[0] : V::subtract(sum[0], sums[0][r][plane][0]);
+    if constexpr (Code::whole_bytes) return is_whole(b) ? V::subtract(sum[0], sums[b - 1][r][plane][0]) : sum[0];
     return sum[0];
   }
 
@@ -275,7 +276,8 @@ template <class V, class Code, int InputPlanes, int Blocks, int Rows>
 __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s, Records<Rows> records,
                                                float (*out)[Blocks][kRows]) {
   using F32 = typename V::F32;
-  constexpr int kParts = kRows / V::lanes, kTogether = least(V::together, Blocks), kStrips = Blocks / Code::blocks;
+  constexpr int kParts = kRows / V::lanes, kStrips = Blocks / Code::blocks;
+  constexpr int kTogether = least(V::together(Rows * InputPlanes * Code::planes), Blocks);
   const colibri_matrix& m = *p.matrix;
   const Reach reach(m.group / kUnitColumns * kUnit);
   const Code code(p);

@@ -15,7 +15,7 @@ namespace {
 struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
-  static constexpr int together = 2;
+  static constexpr int together(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
   static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;

@@ -12,7 +12,7 @@ namespace {
 struct Neon {
   static constexpr int lanes = 16;
   static constexpr int rows = 2;  // of inputs at once: four would not leave registers enough
-  static constexpr int together = 1;
+  static constexpr int together(int) { return 1; }
   static constexpr bool fetches_twice = false;
   static constexpr bool split_bytes = true;  // SDOT takes both sides as signed
   static constexpr bool short_sums = false;

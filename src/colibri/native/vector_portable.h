@@ -10,7 +10,7 @@ namespace {
 struct Portable {
   static constexpr int lanes = 4;
   static constexpr int rows = 4;
-  static constexpr int together = 1;
+  static constexpr int together(int) { return 1; }
   static constexpr bool fetches_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
