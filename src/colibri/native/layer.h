@@ -33,32 +33,83 @@ inline void add_weighted(float* __restrict sums, const float* __restrict values,
   for (int64_t i = 0; i < count; i++) sums[i] += weight * values[i];
 }
 
-// A few input rows against `Blocks` row blocks; emit(slot, block, blocks, their results) for each.
-template <class V, int Blocks, int Rows, class Emit>
+// Where results of gate and up go: through the activation to the hidden row of their slot.
+struct ToHidden {
+  const Call& call;
+  int64_t base;  // the expert's first block
+
+  float* place(int64_t slot, int64_t block) const {
+    return call.hidden + slot * call.hidden_stride() + (call.gated ? (block - base) / 2 : block - base) * kRows;
+  }
+
+  // Those of `blocks` blocks, sixteen of each; a gate's block and its up block come together.
+  void take(int64_t slot, int64_t block, int64_t blocks, float* values) const {
+    finish_rows(call.first, block, blocks, values);
+    const int64_t per_output = call.gated ? 2 : 1;
+    float* hidden = place(slot, block);
+    for (int64_t b = 0; b < blocks; b += per_output, hidden += kRows) {
+      activate(*call.layer, values + b * kRows, values + (b + 1) * kRows, hidden);
+    }
+  }
+};
+
+// Where results of the last product go: to their row of `out`, or weighted to the sums of their token.
+struct ToOutput {
+  const Call& call;
+  int64_t base;
+
+  bool summed() const { return call.work->ids != nullptr; }
+
+  const void* place(int64_t slot, int64_t block) const {
+    const int64_t row = call.row_of[slot], column = (block - base) * kRows;
+    if (summed()) return call.sums + row * call.last.rows + column;
+    const int64_t bytes = call.work->out_type == COLIBRI_F32 ? 4 : 2;
+    return static_cast<const uint8_t*>(call.work->out) + (row * call.work->out_stride + column) * bytes;
+  }
+
+  void take(int64_t slot, int64_t block, int64_t blocks, float* values) const {
+    const colibri_work& work = *call.work;
+    finish_rows(call.last, block, blocks, values);
+    const int64_t row = call.row_of[slot], column = (block - base) * kRows;
+    if (!summed()) {
+      const int64_t count = least(blocks * kRows, call.last.matrix->rows - column);
+      return store_row(values, count, work.out_type, work.out, row * work.out_stride + column);
+    }
+    const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
+    add_weighted(call.sums + row * call.last.rows + column, values, weight, blocks * kRows);
+  }
+};
+
+// A few input rows against `Blocks` row blocks. Where results go was last touched some experts ago: it is asked for
+// before, and there when they are.
+template <class V, int Blocks, int Rows, class Results>
 COLIBRI_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block, int64_t slot,
-                                 const Emit& emit) {
+                                 const Results& results) {
   alignas(64) float out[Rows][Blocks][kRows];
   const uint8_t* records[Rows];
-  for (int r = 0; r < Rows; r++) records[r] = inputs.record(slot + r);
+  for (int r = 0; r < Rows; r++) {
+    records[r] = inputs.record(slot + r);
+    COLIBRI_EACH(b, Blocks) __builtin_prefetch(results.place(slot + r, block + b), 1);
+  }
   product<V, Blocks, Rows>(p, s, records, out);
-  for (int r = 0; r < Rows; r++) emit(slot + r, block, Blocks, out[r][0]);
+  for (int r = 0; r < Rows; r++) results.take(slot + r, block, Blocks, out[r][0]);
   return Rows;
 }
 
-template <class V, int Blocks, class Emit>
+template <class V, int Blocks, class Results>
 void all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
-              const Emit& emit) {
+              const Results& results) {
   const Streams s = streams(p, block, next);
   constexpr int kThree = V::rows > 3 && Blocks == kBlocks ? 3 : 2;  // decode steps have experts with three: one pass
   while (slot < end) {
     if (end - slot >= V::rows) {
-      slot += some_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, emit);
+      slot += some_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, results);
     } else if (end - slot >= kThree) {
-      slot += some_rows<V, Blocks, kThree>(p, s, inputs, block, slot, emit);
+      slot += some_rows<V, Blocks, kThree>(p, s, inputs, block, slot, results);
     } else if (end - slot >= 2) {
-      slot += some_rows<V, Blocks, 2>(p, s, inputs, block, slot, emit);
+      slot += some_rows<V, Blocks, 2>(p, s, inputs, block, slot, results);
     } else {
-      slot += some_rows<V, Blocks, 1>(p, s, inputs, block, slot, emit);
+      slot += some_rows<V, Blocks, 1>(p, s, inputs, block, slot, results);
     }
   }
 }
@@ -68,28 +119,27 @@ bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
   return V::tiles && call.tile_rows > 0 && rows >= call.tile_rows && fits_tiles(p);
 }
 
-// What the kernels do for one expert: blocks [low, high), numbered over all experts, by the slots [slot, end).
-// emit(slot, block, blocks, sixteen results of each) may come in any order; a gate's block and its up block come
-// together. `next`: the block read after these.
-template <class V, class Emit>
+// What the kernels do for one expert: blocks [low, high), numbered over all experts, by the slots [slot, end). Results
+// may come in any order. `next`: the block read after these.
+template <class V, class Results>
 void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot, int64_t end,
-                    int thread, const Emit& emit) {
+                    int thread, const Results& results) {
   const Inputs& inputs = call.inputs_of(p);
   if constexpr (V::tiles) {
     if (takes_tiles<V>(call, p, end - slot)) {
-      return V::tile_product(call, p, low, high, next, slot, end, thread, emit);
+      return V::tile_product(call, p, low, high, next, slot, end, thread, results);
     }
   }
   (void)thread;
   int64_t block = low;
   for (; block + kBlocks <= high; block += kBlocks) {
-    all_rows<V, kBlocks>(p, inputs, block, block + kBlocks < high ? block + kBlocks : next, slot, end, emit);
+    all_rows<V, kBlocks>(p, inputs, block, block + kBlocks < high ? block + kBlocks : next, slot, end, results);
   }
   for (; block < high; block += 2) {  // few blocks are left; gate and up stay together
     if (block + 2 <= high) {
-      all_rows<V, 2>(p, inputs, block, next, slot, end, emit);
+      all_rows<V, 2>(p, inputs, block, next, slot, end, results);
     } else {
-      all_rows<V, 1>(p, inputs, block, next, slot, end, emit);
+      all_rows<V, 1>(p, inputs, block, next, slot, end, results);
     }
   }
 }
@@ -176,7 +226,6 @@ inline int64_t blocks_a_task(const Call& call, const Packed& p, int64_t wanted) 
 template <class V>
 void first_product(const Call& call) {
   const Packed& p = call.first;
-  const int64_t per_output = call.gated ? 2 : 1;  // blocks
   const int64_t wanted = int64_t{kTasks} * call.work->threads;
   const int64_t each = blocks_a_task(call, p, call.actives * p.blocks / wanted);
   const int64_t runs = (p.blocks + each - 1) / each, tasks = call.actives * runs;
@@ -186,13 +235,7 @@ void first_product(const Call& call) {
     const int64_t high = least(low + each, base + p.blocks);
     const int64_t next = start(least(task + call.work->threads, tasks - 1));  // a guess: tasks go to whoever is free
     blocks_product<V>(call, p, low, high, next, call.offsets[expert], call.offsets[expert + 1], thread,
-                      [&](int64_t slot, int64_t block, int64_t blocks, float* values) {
-                        finish_rows(p, block, blocks, values);
-                        float* hidden = call.hidden + slot * call.hidden_stride() + (block - base) / per_output * kRows;
-                        for (int64_t b = 0; b < blocks; b += per_output, hidden += kRows) {
-                          activate(*call.layer, values + b * kRows, values + (b + 1) * kRows, hidden);
-                        }
-                      });
+                      ToHidden{call, base});
   });
 }
 
@@ -211,17 +254,7 @@ void last_product(const Call& call) {
       const int64_t expert = call.active[i], base = expert * p.blocks;
       const int64_t next = call.active[least(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
       blocks_product<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
-                        [&](int64_t slot, int64_t block, int64_t blocks, float* values) {
-                          finish_rows(p, block, blocks, values);
-                          const int64_t place = (block - base) * kRows, row = call.row_of[slot];
-                          if (!summed) {
-                            store_row(values, least(blocks * kRows, logical - place), work.out_type, work.out,
-                                      row * work.out_stride + place);
-                            return;
-                          }
-                          const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
-                          add_weighted(call.sums + row * p.rows + place, values, weight, blocks * kRows);
-                        });
+                        ToOutput{call, base});
     }
     for (int64_t row = 0; summed && row < call.out_rows; row++) {
       store_row(call.sums + row * p.rows + column, least(width, logical - column), work.out_type, work.out,

@@ -370,9 +370,9 @@ struct Amx : Avx512 {
   }
 
   // See `blocks_product` in layer.h.
-  template <class Emit>
+  template <class Results>
   static void tile_product(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot,
-                           int64_t end, int thread, const Emit& emit) {
+                           int64_t end, int thread, const Results& results) {
     const Inputs& inputs = call.inputs_of(p);
     uint16_t* buffer = reinterpret_cast<uint16_t*>(row_buffers(call, thread).values + 3 * call.row_floats);
     const int64_t count = p.columns / kTileColumns;
@@ -393,7 +393,7 @@ struct Amx : Avx512 {
             std::memcpy(values[b], sums[r / kTileRows][b] + r % kTileRows * kRows, sizeof values[b]);
             weights.finish(static_cast<int>(b), inputs.factors[first + r], values[b]);
           }
-          emit(first + r, block, blocks, values[0]);
+          results.take(first + r, block, blocks, values[0]);
         }
       }
     }
