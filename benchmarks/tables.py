@@ -267,10 +267,10 @@ def _by_tokens(cells: dict[str, dict[int, str]], note: str) -> str:
 
 
 def cpu() -> str:
-    """Our best level of instructions beside the peers, on all the threads that were measured."""
-    cells: dict[str, dict[int, str]] = {}
+    """Every level of instructions beside its first peer, on all the threads that were measured, over all runs."""
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
     names, machines = [], []
-    for file in sorted(RESULTS.glob("cpu-*.json")):  # an earlier run before the one that it completes
+    for file in sorted(RESULTS.glob("cpu-*.json")):
         run = json.loads(file.read_text())
         if "levels" not in run:
             continue
@@ -278,21 +278,35 @@ def cpu() -> str:
         machines.append(run["machine"]["cpu"]["model"])
         threads = max(row["threads"] for row in run["rows"])
         for row in run["rows"]:
-            level, _, bits = row["who"].rpartition(" ")
-            if row["threads"] == threads and level == run["levels"][-1]:
-                peer, beside = next(iter(row["faster_than"].items()))
-                what = f"{row['spec']}, {bits}, {threads} threads; {peer}"
-                found = f"{row['min_us'] / 1e3:.2f} ({beside['min']:.2f}x, {beside['median']:.2f}x)"
-                cells.setdefault(what, {})[row["tokens"]] = found
-    if not cells:
+            if row["threads"] == threads and row["faster_than"]:
+                peer = next(iter(row["faster_than"]))
+                what = f"{row['spec']}, {row['who']}, {threads} threads; {peer}"
+                found.setdefault(what, {}).setdefault(row["tokens"], []).append(row)
+    if not found:
         return ""
+    cells = {what: {tokens: _cpu_cell(rows) for tokens, rows in by.items()} for what, by in found.items()}
+    spread = max(_spread(rows) for by in found.values() for rows in by.values())
     note = (
-        f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and "
-        f"how many times longer the peer takes (fastest call, median). Each cell is of the newest run that has it: "
-        f"{source(*names)}, with every level of instructions and peer. Without AMX, and on other CPUs: "
-        f"{source(*OTHER_CPUS)}"
+        f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and how "
+        "many times longer the peer takes (fastest call, median; the mean of the runs that have the cell, each on a "
+        f"host that others used too: their ratios differ by up to {spread:.0%}): {source(*names)}. Without AMX, and on "
+        f"other CPUs: {source(*OTHER_CPUS)}"
     )
     return _by_tokens(cells, note)
+
+
+def _cpu_ratios(rows: list[dict[str, Any]], kind: str) -> list[float]:
+    return [next(iter(row["faster_than"].values()))[kind] for row in rows]
+
+
+def _cpu_cell(rows: list[dict[str, Any]]) -> str:
+    fastest, median = (geometric_mean(_cpu_ratios(rows, kind)) for kind in ("min", "median"))
+    return f"{min(row['min_us'] for row in rows) / 1e3:.2f} ({fastest:.2f}x, {median:.2f}x)"
+
+
+def _spread(rows: list[dict[str, Any]]) -> float:
+    """By how much runs differ in a ratio."""
+    return max(max(ratios) / min(ratios) - 1 for ratios in (_cpu_ratios(rows, kind) for kind in ("min", "median")))
 
 
 def generate() -> str:
