@@ -172,7 +172,6 @@ struct GroupSums {
   static constexpr int kAtOnce = Code::at_once;  // units: every group has a multiple of it
   static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening short sums brings the planes together
   static_assert(kAtOnce * kUnitColumns % kTurn == 0, "a step begins where the turn of a plane does");
-  static_assert(!Code::short_sums || Together == 1, "short sums are of one block");
   static_assert(!Code::whole_bytes || (First == 0 && Together % 2 == 0), "whole bytes are of both blocks");
   I32 sums[Together][Rows][kSums][Code::planes];
 
@@ -229,18 +228,21 @@ struct GroupSums {
   }
 
   COLIBRI_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
-    typename V::Codes shorts[Rows][InputPlanes];
+    typename V::Codes shorts[Together][Rows][InputPlanes];
     COLIBRI_EACH(u, kAtOnce) {
       typename V::Codes held[Together][Code::planes];
       look_up(p, code, unit + u * kUnit, held);
       COLIBRI_EACH(r, Rows)
-        COLIBRI_EACH(i, InputPlanes) {
-          const typename V::Codes more = V::short_products(held[0][0], x[r] + in_record(u * kUnitColumns, i, InputPlanes));
-          shorts[r][i] = u == 0 ? more : V::add_shorts(shorts[r][i], more);
-          if (u + 1 < kAtOnce) continue;
-          I32& sum = sums[0][r][0][0];
-          sum = V::add_widened(sum, shorts[r][i], i + 1 < InputPlanes ? kPlane : 1);
-        }
+        COLIBRI_EACH(i, InputPlanes)
+          COLIBRI_EACH(b, Together) {
+            const int8_t* at = x[r] + in_record(u * kUnitColumns, i, InputPlanes);
+            const typename V::Codes more = V::short_products(held[b][0], at);
+            typename V::Codes& sum = shorts[b][r][i];
+            sum = u == 0 ? more : V::add_shorts(sum, more);
+            if (u + 1 == kAtOnce) {
+              sums[b][r][0][0] = V::add_widened(sums[b][r][0][0], sum, i + 1 < InputPlanes ? kPlane : 1);
+            }
+          }
     }
   }
 

@@ -11,7 +11,7 @@ namespace {
 
 struct Avx2 {
   static constexpr int lanes = 16;
-  static constexpr int together(int) { return 1; }
+  static constexpr int together(int sums) { return sums <= 2 ? 2 : 1; }  // of two registers each, with as many for shorts
   static constexpr bool tiles = false;
   static constexpr bool plain_nibbles = true;
   static constexpr bool whole_bytes = false;
