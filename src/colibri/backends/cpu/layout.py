@@ -1,8 +1,8 @@
 """Weights as the CPU kernels read them: blocks of 16 rows, units of 64 bytes (see native/colibri.h).
 
-Of a gated w13, blocks of gates and of ups alternate. Nibbles are those of two blocks that follow each other. What the kernels read: `codes`, `scales` and `zeros` (one
-for each group of a row), `row_scale`, `bias`, `perm`. `kept0` ... hold levels that those do not give back,
-for `unpack` alone; they are small.
+Of a gated w13, blocks of gates and of ups alternate. Codes of four bits are the nibbles of two blocks that follow each
+other. What the kernels read: `codes`, `scales` and `zeros` (one for each group of a row), `row_scale`, `bias`, `perm`.
+`kept0` ... hold levels that those do not give back, for `unpack` alone; they are small.
 """
 
 from __future__ import annotations
