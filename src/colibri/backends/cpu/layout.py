@@ -50,9 +50,7 @@ class CpuLayout(Layout):
         form, (n, k) = self.form(shape), self.padded(shape)
         strips = n // BLOCK // _strip(form)
         groups = (n // BLOCK, k // form.group, BLOCK)
-        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "codes": ((strips, BLOCK * k), torch.uint8)
-        }
+        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, BLOCK * k), torch.uint8)}
         if form.scale != abi.Scale.NONE:
             held["scales"] = groups, _SCALE_BYTES[form.scale]
         if form.zero != abi.Zero.NONE:
