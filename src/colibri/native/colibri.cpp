@@ -141,7 +141,7 @@ int32_t colibri_run(const colibri_layer* layer, const colibri_work* work) {
   Call call;
   const Level* level = nullptr;
   if (const int32_t status = start(layer, work, call, level)) return status;
-  if (call.out_rows == 0 && call.slots == 0) return COLIBRI_OK;
+  if (call.slots == 0) return COLIBRI_OK;
   std::unique_ptr<void, decltype(&std::free)> own(nullptr, std::free);
   uint8_t* scratch = static_cast<uint8_t*>(work->scratch);
   if (scratch == nullptr) {

@@ -11,7 +11,7 @@
 //   short_sums                small table entries: short_products of several columns are added up (add_shorts) and then
 //                             widened, multiplied by a factor (add_widened): both planes of an input go to one sum
 //   plain_nibbles             low_nibbles and high_nibbles are codes as numbers, without a table
-//   whole_bytes               with blocks together: sums of high nibbles are found from those of whole bytes
+//   whole_bytes               with blocks together: sums of high nibbles are found from those of whole bytes instead
 //   scales, zeros, floats, Minifloat        numbers of the rows from their stored bytes
 #pragma once
 
@@ -143,7 +143,12 @@ struct PlainNibbles {
   explicit PlainNibbles(const Packed&) {}
 
   COLIBRI_INLINE typename V::Codes of(int block, int, typename V::Codes unit) const {
-    return block == 0 ? V::low_nibbles(unit) : whole_bytes ? unit : V::high_nibbles(unit);
+    if (block == 0) return V::low_nibbles(unit);
+    if constexpr (whole_bytes) {
+      return unit;
+    } else {
+      return V::high_nibbles(unit);
+    }
   }
 };
 

@@ -58,11 +58,9 @@ struct ToOutput {
   const Call& call;
   int64_t base;
 
-  bool summed() const { return call.work->ids != nullptr; }
-
   const void* place(int64_t slot, int64_t block) const {
     const int64_t row = call.row_of[slot], column = (block - base) * kRows;
-    if (summed()) return call.sums + row * call.last.rows + column;
+    if (call.by_tokens()) return call.sums_of(row) + column;
     const int64_t bytes = call.work->out_type == COLIBRI_F32 ? 4 : 2;
     return static_cast<const uint8_t*>(call.work->out) + (row * call.work->out_stride + column) * bytes;
   }
@@ -71,12 +69,12 @@ struct ToOutput {
     const colibri_work& work = *call.work;
     finish_rows(call.last, block, blocks, values);
     const int64_t row = call.row_of[slot], column = (block - base) * kRows;
-    if (!summed()) {
+    if (!call.by_tokens()) {
       const int64_t count = least(blocks * kRows, call.last.matrix->rows - column);
       return store_row(values, count, work.out_type, work.out, row * work.out_stride + column);
     }
     const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
-    add_weighted(call.sums + row * call.last.rows + column, values, weight, blocks * kRows);
+    add_weighted(call.sums_of(row) + column, values, weight, blocks * kRows);
   }
 };
 
@@ -170,7 +168,7 @@ void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expe
 inline bool same_for_experts(const Call& call, const Packed& p) {
   const colibri_matrix& m = *p.matrix;
   const bool own = m.pre_scale != nullptr || m.perm != nullptr || m.input_scale != nullptr;
-  return call.work->ids != nullptr && !call.work->weight_on_input && !own;
+  return call.by_tokens() && !call.work->weight_on_input && !own;
 }
 
 // The slots of each token: represented once for tiles, which need copies side by side, and once for the other kernels.
@@ -244,20 +242,19 @@ template <class V>
 void last_product(const Call& call) {
   const Packed& p = call.last;
   const colibri_work& work = *call.work;
-  const bool summed = work.ids != nullptr;
   const int64_t each = blocks_a_task(call, p, p.blocks / (2 * work.threads)), logical = p.matrix->rows;
   parallel(work.threads, (p.blocks + each - 1) / each, [&](int64_t task, int thread) {
     const int64_t low = task * each, high = least(low + each, int64_t{p.blocks});
     const int64_t column = low * kRows, width = (high - low) * kRows;
-    for (int64_t row = 0; summed && row < call.out_rows; row++) fill(call.sums + row * p.rows + column, width, 0);
+    for (int64_t row = 0; row < call.summed_rows; row++) fill(call.sums_of(row) + column, width, 0);
     for (int32_t i = 0; i < call.actives; i++) {
       const int64_t expert = call.active[i], base = expert * p.blocks;
       const int64_t next = call.active[least(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
       blocks_product<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
                         ToOutput{call, base});
     }
-    for (int64_t row = 0; summed && row < call.out_rows; row++) {
-      store_row(call.sums + row * p.rows + column, least(width, logical - column), work.out_type, work.out,
+    for (int64_t row = 0; row < call.summed_rows; row++) {
+      store_row(call.sums_of(row) + column, least(width, logical - column), work.out_type, work.out,
                 row * work.out_stride + column);
     }
   });

@@ -73,7 +73,7 @@ int32_t fit_work(const colibri_layer& layer, const colibri_work& work, Call& cal
   }
   if (indexed && (work.tokens < 0 || work.top_k < 1)) return COLIBRI_BAD_WORK;
   call.slots = indexed ? int64_t{work.tokens} * work.top_k : work.offsets[layer.experts];
-  call.out_rows = indexed ? work.tokens : 0;
+  call.summed_rows = indexed ? work.tokens : 0;
   return call.slots < 0 || (call.slots > 0 && (!work.x || !work.out)) ? COLIBRI_BAD_WORK : COLIBRI_OK;
 }
 
@@ -157,13 +157,13 @@ int64_t lay_out(Call& call, uint8_t* memory) {
   carver.take(call.active, call.layer->experts);
   carver.take(call.row_of, call.slots);
   carver.take(call.weight_of, call.slots);
-  carver.take(call.slot_of, call.work->ids == nullptr ? 0 : call.slots);
+  carver.take(call.slot_of, call.by_tokens() ? call.slots : 0);
   if (call.two_products) {
     lay_out_inputs(carver, call, call.first, call.first_inputs);
     carver.take(call.hidden, call.slots * call.hidden_stride());
   }
   lay_out_inputs(carver, call, call.last, call.last_inputs);
-  carver.take(call.sums, call.out_rows * call.last.rows);
+  carver.take(call.sums, call.summed_rows * call.last.rows);
   call.row_floats = most(call.first.columns, call.last.columns);
   const int64_t expanded = call.tile_rows > 0 ? 2 * kRows * 2 * call.row_floats : 0;  // two row blocks in bf16
   call.per_thread_bytes = round_up(3 * 4 * call.row_floats + expanded, 4096);         // threads share no page
@@ -175,7 +175,7 @@ int32_t sort_slots(Call& call) {
   const colibri_work& work = *call.work;
   const int32_t experts = call.layer->experts;
   std::memset(call.offsets, 0, sizeof(int64_t) * (experts + 1));
-  if (work.ids == nullptr) {
+  if (!call.by_tokens()) {
     std::copy_n(work.offsets, experts + 1, call.offsets);
     for (int64_t s = 0; s < call.slots; s++) {
       call.row_of[s] = work.rows == nullptr ? s : work.rows[s];

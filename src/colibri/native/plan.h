@@ -76,7 +76,7 @@ struct Call {
 
   // Sorted slots: those of expert e are offsets[e] .. offsets[e + 1].
   int64_t slots = 0;  // at most
-  int64_t out_rows = 0;
+  int64_t summed_rows = 0;  // of out: those of tokens, with the sum of their slots each
   int64_t* offsets = nullptr;
   int32_t* active = nullptr;  // experts that have slots, ascending
   int32_t actives = 0;
@@ -86,11 +86,13 @@ struct Call {
 
   Inputs first_inputs, last_inputs;
   float* hidden = nullptr;  // [slots][padded intermediate], after the activation
-  float* sums = nullptr;    // [out_rows][padded rows of last], where slots are summed
+  float* sums = nullptr;    // [summed_rows][padded rows of last]
   uint8_t* per_thread = nullptr;
   int64_t per_thread_bytes = 0;
   int64_t row_floats = 0;   // of the fp32 row buffers at the start of each thread's memory, three of them
 
+  bool by_tokens() const { return work->ids != nullptr; }  // slots are of ids, and summed; else rows come by expert
+  float* sums_of(int64_t row) const { return sums + row * last.rows; }
   int64_t hidden_stride() const { return gated ? first.rows / 2 : first.rows; }
   const Inputs& inputs_of(const Packed& packed) const { return &packed == &first ? first_inputs : last_inputs; }
 };

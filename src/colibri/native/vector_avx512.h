@@ -38,7 +38,6 @@ struct Avx512 {
   static Codes low(Table table, Codes codes) { return look_up(table, codes); }
   static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
   static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
-  static Codes high_nibbles(Codes codes) { return low_nibbles(_mm512_srli_epi16(codes, 4)); }
 
   static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
   static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }

@@ -125,10 +125,11 @@ class CpuLayout(Layout):
         """Rows in packed order, both sides padded with zeros."""
         if columns > (rows.shape[1] if columns else 0):
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1])], dim=1)
+        count, _ = self.padded(shape)
         if not self.problem.gates(shape):
-            return _pad(rows, self.padded(shape)[0])
+            return _pad(rows, count)
         half = shape.n // 2
-        blocks = [_pad(side, _up(half)).unflatten(0, (-1, BLOCK)) for side in (rows[:half], rows[half:])]
+        blocks = [_pad(side, count // 2).unflatten(0, (-1, BLOCK)) for side in (rows[:half], rows[half:])]
         return torch.stack(blocks, dim=1).flatten(0, 2)
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
