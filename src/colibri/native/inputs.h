@@ -16,6 +16,7 @@ namespace {
 struct InputGroup {
   float scale;
   int32_t start[2];  // of the sums with the high and the low plane; with zero points: minus the plane's own sum
+  int32_t both;      // of a sum with both planes
   float sum;         // of the group's values, for offsets
 };
 
@@ -137,7 +138,9 @@ inline void unscale(float* values, int64_t count, const float* scales, int64_t b
 
 inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float total, float step) {
   const int32_t factor = p.matrix->zero == COLIBRI_ZERO_U8 ? 1 : p.matrix->center;
-  return {step * p.unit, {-factor * sums[0], -factor * sums[1]}, step * total};
+  const int32_t high = -factor * sums[0], low = -factor * sums[1];
+  const uint32_t both = 256u * static_cast<uint32_t>(high) + static_cast<uint32_t>(low);  // used where it fits
+  return {step * p.unit, {high, low}, static_cast<int32_t>(both), step * total};
 }
 
 // Bytes may alias anything: these loops become vectors only where nothing else is in sight.

@@ -77,14 +77,26 @@ struct Turns {
 
 // How far ahead codes are asked for where `piece` bytes of a strip, a power of two, are read at once: whole pieces, so
 // that none begins in a strip and ends behind it.
-struct Reach {
-  int64_t far, near;
-  explicit Reach(int64_t piece) : far((kFar + piece - 1) & -piece), near((kNear + piece - 1) & -piece) {}
+class Reach {
+ public:
+  Reach(const Packed& p, const Streams& s, int64_t piece)
+      : s_(s), strip_bytes_(p.strip_bytes), piece_(piece), end_(s.codes + p.strip_bytes) {}
 
-  Ahead from(const Packed& p, const Streams& s, int64_t offset) const {
-    return {ahead(s.codes, s.next_codes, offset, far, p.strip_bytes),
-            ahead(s.codes, s.next_codes, offset, near, p.strip_bytes)};
+  Ahead from(int64_t offset) const { return {place(offset, kFar), place(offset, kNear)}; }
+  COLIBRI_INLINE Ahead after(const Ahead& now) const { return {after(now.far), after(now.near)}; }
+
+ private:
+  const uint8_t* place(int64_t offset, int64_t distance) const {
+    return ahead(s_.codes, s_.next_codes, offset, (distance + piece_ - 1) & -piece_, strip_bytes_);
   }
+  COLIBRI_INLINE const uint8_t* after(const uint8_t* now) const {
+    now += piece_;
+    return now == end_ ? s_.next_codes : now;
+  }
+
+  const Streams& s_;
+  int64_t strip_bytes_, piece_;
+  const uint8_t* end_;
 };
 
 // Scales of blocks that are `block` bytes apart: which kind they are of is asked once for all.
@@ -185,8 +197,7 @@ struct GroupSums {
       COLIBRI_EACH(r, Rows)
         COLIBRI_EACH(i, kSums) {
           I32* sum = sums[b][r][i];
-          const int32_t* planes = groups[r]->start;
-          const int32_t start = kSums == InputPlanes ? planes[i] : kPlane * planes[0] + planes[1];
+          const int32_t start = kSums == InputPlanes ? groups[r]->start[i] : groups[r]->both;
           sum[0] = zeros == nullptr ? V::broadcast(is_whole(b) ? start + 16 * start : start)
                                     : V::multiply(zero(p, zeros, b, part), V::broadcast(start));
           if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
@@ -203,18 +214,18 @@ struct GroupSums {
   // `unit`: the first of these blocks' codes; `x`: where each row's inputs of the group are; `soon`: what is fetched on
   // the way, if `fetch`.
   template <class Soon>
-  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, Soon soon, bool fetch,
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, Soon soon, bool fetch, int64_t steps,
                           const int8_t* const (&x)[Rows]) {
-    for (int first = 0; first < p.matrix->group; first += kAtOnce * kUnitColumns) {
+    const int8_t* at[Rows];
+    COLIBRI_EACH(r, Rows) at[r] = x[r];
+    for (const uint8_t* end = unit + steps * kAtOnce * kUnit; unit != end; unit += kAtOnce * kUnit) {
       if (fetch) soon.step();
-      const int8_t* at[Rows];
-      COLIBRI_EACH(r, Rows) at[r] = x[r] + InputPlanes * first;
       if constexpr (Code::short_sums) {
         add_shorts(p, code, unit, at);
       } else {
         add_dots(p, code, unit, at);
       }
-      unit += kAtOnce * kUnit;
+      COLIBRI_EACH(r, Rows) at[r] += InputPlanes * kAtOnce * kUnitColumns;
     }
   }
 
@@ -286,38 +297,39 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
   constexpr int kParts = kRows / V::lanes, kStrips = Blocks / Code::blocks;
   constexpr int kTogether = least(V::together(Rows * InputPlanes * Code::planes), Blocks);
   const colibri_matrix& m = *p.matrix;
-  const Reach reach(m.group / kUnitColumns * kUnit);
+  const int64_t piece = m.group / kUnitColumns * kUnit, steps = piece / (Code::at_once * kUnit);
+  const Reach reach(p, s, piece);
   const Code code(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
     for (auto& part : block)
       for (F32& sum : part) sum = V::zero();
 
+  // Where the current group is, in everything that is read: the end of each group steps to the next.
+  Ahead soon = reach.from(0);
+  const uint8_t *codes = s.codes, *scales = s.scales, *zeros = s.zeros;
+  int64_t scales_read = 0;  // of each block
+  const int8_t* x[Rows];
+  const InputGroup* groups[Rows];
+  COLIBRI_EACH(r, Rows) {
+    x[r] = reinterpret_cast<const int8_t*>(records[r]);
+    groups[r] = reinterpret_cast<const InputGroup*>(records[r] + InputPlanes * p.columns);
+  }
   for (int32_t g = 0; g < p.groups; g++) {
-    const int64_t first = int64_t{g} * m.group, at = first / kUnitColumns * kUnit;
-    const Ahead soon = reach.from(p, s, at);
-    const uint8_t* scales = s.scales + g * p.scale_row;
-    if (m.scale != COLIBRI_SCALE_NONE && g * p.scale_row % kUnit == 0) {  // a line of each block begins
-      const uint8_t* later = ahead(s.scales, s.next_scales, g * p.scale_row, kScalesAhead, p.scale_block);
+    if (scales_read % kUnit == 0 && m.scale != COLIBRI_SCALE_NONE) {  // a line of each block begins
+      const uint8_t* later = ahead(s.scales, s.next_scales, scales_read, kScalesAhead, p.scale_block);
       COLIBRI_EACH(b, Blocks) __builtin_prefetch(later + b * p.scale_block);
-    }
-    const int8_t* x[Rows];
-    const InputGroup* groups[Rows];
-    for (int r = 0; r < Rows; r++) {
-      x[r] = reinterpret_cast<const int8_t*>(records[r]) + InputPlanes * first;
-      groups[r] = reinterpret_cast<const InputGroup*>(records[r] + InputPlanes * p.columns) + g;
     }
     // Block `b` of a strip that has it as its block `in_strip`, and those that are multiplied together with it.
     const auto blocks_from = [&](int b, auto in_strip) __attribute__((always_inline)) {
-      const uint8_t* zeros = m.zero == COLIBRI_ZERO_NONE ? nullptr : s.zeros + b * p.zero_block + g * p.zero_row;
       for (int part = 0; part < kParts; part++) {
         using Group = GroupSums<V, Code, InputPlanes, in_strip, kTogether, Rows>;
         constexpr int kLines = Group::kAtOnce * kTogether / Code::blocks;
         Group group;
-        group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros : nullptr, part, groups);
-        const uint8_t* unit = s.codes + b / Code::blocks * p.strip_bytes + at + part * Group::kPartBytes;
-        const int64_t steps = m.group / (Group::kAtOnce * kUnitColumns);
-        group.add(p, code, unit, Turns<V, kStrips, kLines>(soon, p.strip_bytes, b / kTogether, steps), part == 0, x);
+        group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros + b * p.zero_block : nullptr, part, groups);
+        const uint8_t* unit = codes + b / Code::blocks * p.strip_bytes + part * Group::kPartBytes;
+        const Turns<V, kStrips, kLines> turns(soon, p.strip_bytes, b / kTogether, steps);
+        group.add(p, code, unit, turns, part == 0, steps, x);
         F32 scale[kTogether];
         load_scales<V>(m.scale, scales + b * p.scale_block, p.scale_block, part, scale);
         COLIBRI_EACH(t, kTogether) {
@@ -325,9 +337,6 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
           COLIBRI_EACH(r, Rows) {
             F32& sum = total[b + t][part][r];
             sum = V::fma(group.value(t, r), V::mul(scale[t], V::spread(groups[r]->scale)), sum);
-            if (m.zero == COLIBRI_ZERO_OFFSET_F32) {
-              sum = V::fma(V::floats(zeros + t * p.zero_block, part), V::spread(-groups[r]->sum), sum);
-            }
           }
         }
       }
@@ -336,6 +345,23 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
     for (int b = 0; b < Blocks; b += most(kTogether, Code::blocks)) {
       blocks_from(b, Constant<0>());
       if constexpr (kTogether < Code::blocks) blocks_from(b + 1, Constant<1>());
+    }
+    if (m.zero == COLIBRI_ZERO_OFFSET_F32) {
+      for (int b = 0; b < Blocks; b++)
+        for (int part = 0; part < kParts; part++)
+          for (int r = 0; r < Rows; r++) {
+            F32& sum = total[b][part][r];
+            sum = V::fma(V::floats(zeros + b * p.zero_block, part), V::spread(-groups[r]->sum), sum);
+          }
+    }
+    soon = reach.after(soon);
+    codes += piece;
+    scales += p.scale_row;
+    scales_read += p.scale_row;
+    zeros += p.zero_row;
+    COLIBRI_EACH(r, Rows) {
+      x[r] += InputPlanes * m.group;
+      groups[r]++;
     }
   }
   for (int b = 0; b < Blocks; b++)
@@ -350,7 +376,8 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
   using F32 = typename V::F32;
   constexpr int kParts = kRows / V::lanes;
   const colibri_matrix& m = *p.matrix;
-  const Reach reach(int64_t{m.group} * kRows);
+  const int64_t piece = int64_t{m.group} * kRows;
+  const Reach reach(p, s, piece);
   const typename V::Minifloat minifloat(p);
   F32 total[Blocks][kParts][Rows];
   for (auto& block : total)
@@ -358,8 +385,8 @@ __attribute__((noinline)) void float_product(const Packed& p, const Streams& s, 
       for (F32& sum : part) sum = V::zero();
 
   for (int32_t g = 0; g < p.groups; g++) {
-    const int64_t first = int64_t{g} * m.group, at = first * kRows;
-    const Ahead soon = reach.from(p, s, at);
+    const int64_t first = int64_t{g} * m.group, at = g * piece;
+    const Ahead soon = reach.from(at);
     for (int b = 0; b < Blocks; b++) {
       for (int part = 0; part < kParts; part++) {
         F32 sums[Rows][2];

@@ -134,7 +134,7 @@ class Expander {
   // Tiles are kept at their number & `mask`. Of an odd number of blocks the last is `alone`: it is then both of a pair.
   Expander(const Packed& p, const Streams& s, bool alone, uint16_t* buffer, int64_t mask)
       : p_(p), s_(s), second_(alone ? 0 : 1), buffer_(buffer), mask_(mask),
-        reach_(kTileColumns * kRows), minifloat_(p)
+        reach_(p, s, kTileColumns * kRows), minifloat_(p)
 #ifdef __AVX512FP16__
         ,
         halves_{Halves(p, s.scales), Halves(p, s.scales + second_ * p.scale_block)}
@@ -162,7 +162,7 @@ class Expander {
     constexpr int kBytes = kTileColumns * kRows;  // of a strip's codes
     const int64_t strip = block / p_.strip * p_.strip_bytes;
     const uint8_t* codes = s_.codes + strip + k * kBytes;
-    const Ahead soon = reach_.from(p_, s_, k * kBytes);
+    const Ahead soon = reach_.from(k * kBytes);
     for (int i = block % p_.strip * kUnit; i < kBytes; i += p_.strip * kUnit) soon.fetch(strip + i);
     const int columns = least(m.group, kTileColumns);
 #ifdef __AVX512FP16__
