@@ -23,6 +23,8 @@ namespace {
 
 constexpr int64_t kScalesAhead = 512;  // bytes between what is read and what is asked for
 
+constexpr int kFetchUnits = 2;  // units multiplied between two steps of asking for what comes: evenly, not in bursts
+
 constexpr int kPlane = 256;  // what the high plane of an input counts
 
 // Row blocks read together, each strip a stream of its own, and those that will be read after them: prefetches run into
@@ -211,18 +213,19 @@ struct GroupSums {
     return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero_block, part), V::template shift_left<4>(own)) : own;
   }
 
-  // `unit`: the first of these blocks' codes; `x`: where each row's inputs of the group are; `soon`: what is fetched on
-  // the way, if `fetch`.
+  // `unit`: the first of these blocks' codes, of `bytes` a strip; `x`: where each row's inputs of the group are; `soon`:
+  // what is fetched on the way, if `fetch`.
   template <class Soon>
-  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, Soon soon, bool fetch, int64_t steps,
+  COLIBRI_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, int64_t bytes, Soon soon, bool fetch,
                           const int8_t* const (&x)[Rows]) {
     const int8_t* at[Rows];
     COLIBRI_EACH(r, Rows) at[r] = x[r];
-    for (const uint8_t* end = unit + steps * kAtOnce * kUnit; unit != end; unit += kAtOnce * kUnit) {
-      if (fetch) soon.step();
+    for (const uint8_t* end = unit + bytes; unit != end; unit += kAtOnce * kUnit) {
       if constexpr (Code::short_sums) {
-        add_shorts(p, code, unit, at);
+        add_shorts(p, code, unit, soon, fetch, at);
       } else {
+        static_assert(kAtOnce == kFetchUnits, "one step of fetching");
+        if (fetch) soon.step();
         add_dots(p, code, unit, at);
       }
       COLIBRI_EACH(r, Rows) at[r] += InputPlanes * kAtOnce * kUnitColumns;
@@ -243,9 +246,12 @@ struct GroupSums {
     }
   }
 
-  COLIBRI_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* unit, const int8_t* const (&x)[Rows]) {
+  template <class Soon>
+  COLIBRI_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* unit, Soon& soon, bool fetch,
+                                 const int8_t* const (&x)[Rows]) {
     typename V::Codes shorts[Together][Rows][InputPlanes];
     COLIBRI_EACH(u, kAtOnce) {
+      if (fetch && u % kFetchUnits == 0) soon.step();
       typename V::Codes held[Together][Code::planes];
       look_up(p, code, unit + u * kUnit, held);
       COLIBRI_EACH(r, Rows)
@@ -297,7 +303,7 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
   constexpr int kParts = kRows / V::lanes, kStrips = Blocks / Code::blocks;
   constexpr int kTogether = least(V::together(Rows * InputPlanes * Code::planes), Blocks);
   const colibri_matrix& m = *p.matrix;
-  const int64_t piece = m.group / kUnitColumns * kUnit, steps = piece / (Code::at_once * kUnit);
+  const int64_t piece = m.group / kUnitColumns * kUnit;
   const Reach reach(p, s, piece);
   const Code code(p);
   F32 total[Blocks][kParts][Rows];
@@ -324,12 +330,12 @@ __attribute__((noinline)) void integer_product(const Packed& p, const Streams& s
     const auto blocks_from = [&](int b, auto in_strip) __attribute__((always_inline)) {
       for (int part = 0; part < kParts; part++) {
         using Group = GroupSums<V, Code, InputPlanes, in_strip, kTogether, Rows>;
-        constexpr int kLines = Group::kAtOnce * kTogether / Code::blocks;
+        constexpr int kLines = kFetchUnits * kTogether / Code::blocks;
         Group group;
         group.start(p, m.zero == COLIBRI_ZERO_U8 ? zeros + b * p.zero_block : nullptr, part, groups);
         const uint8_t* unit = codes + b / Code::blocks * p.strip_bytes + part * Group::kPartBytes;
-        const Turns<V, kStrips, kLines> turns(soon, p.strip_bytes, b / kTogether, steps);
-        group.add(p, code, unit, turns, part == 0, steps, x);
+        const Turns<V, kStrips, kLines> turns(soon, p.strip_bytes, b / kTogether, piece / (kFetchUnits * kUnit));
+        group.add(p, code, unit, piece, turns, part == 0, x);
         F32 scale[kTogether];
         load_scales<V>(m.scale, scales + b * p.scale_block, p.scale_block, part, scale);
         COLIBRI_EACH(t, kTogether) {

@@ -34,7 +34,7 @@ struct Avx512 {
   }
 
   static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(sixteen(entries)); }
-  static Codes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static Codes load(const uint8_t* p) { return here(_mm512_loadu_si512(p)); }
   static Codes low(Table table, Codes codes) { return look_up(table, codes); }
   static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
   static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
@@ -80,12 +80,13 @@ struct Avx512 {
   };
 
  private:
-  // In its own register from product to product: GCC else moves all sums to others and back in every step of a loop.
-  static I32 here(I32 sum) {
+  // Sums in their own registers from product to product, and codes in one: GCC else moves all sums to others and back
+  // in every step of a loop, and loads codes once for each use.
+  static __m512i here(__m512i value) {
 #ifdef __x86_64__  // not where it is emulated
-    __asm__("" : "+v"(sum));
+    __asm__("" : "+v"(value));
 #endif
-    return sum;
+    return value;
   }
   // By the low nibble of each byte. vpermb looks at six bits of an index: with the sixteen entries four times over the
   // upper two do not matter, and no nibble needs to be masked.
