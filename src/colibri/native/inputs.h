@@ -16,7 +16,7 @@ namespace {
 struct InputGroup {
   float scale;
   int32_t start[2];  // of the sums with the high and the low plane; with zero points: minus the plane's own sum
-  int32_t both;      // of a sum with both planes
+  int32_t both;      // likewise, of one sum with both planes: only that of small table entries, where it fits
   float sum;         // of the group's values, for offsets
 };
 
@@ -139,7 +139,7 @@ inline void unscale(float* values, int64_t count, const float* scales, int64_t b
 inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float total, float step) {
   const int32_t factor = p.matrix->zero == COLIBRI_ZERO_U8 ? 1 : p.matrix->center;
   const int32_t high = -factor * sums[0], low = -factor * sums[1];
-  const uint32_t both = 256u * static_cast<uint32_t>(high) + static_cast<uint32_t>(low);  // used where it fits
+  const uint32_t both = 256u * static_cast<uint32_t>(high) + static_cast<uint32_t>(low);  // may wrap
   return {step * p.unit, {high, low}, static_cast<int32_t>(both), step * total};
 }
 

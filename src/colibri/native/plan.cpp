@@ -66,7 +66,7 @@ int32_t fit_layer(const colibri_layer& layer, Call& call) {
 }
 
 int32_t fit_work(const colibri_layer& layer, const colibri_work& work, Call& call) {
-  const bool indexed = work.ids != nullptr;
+  const bool indexed = call.by_tokens();
   if (indexed == (work.offsets != nullptr) || work.threads < 1) return COLIBRI_BAD_WORK;
   if (!within(work.x_type, COLIBRI_BF16, COLIBRI_F32) || !within(work.out_type, COLIBRI_BF16, COLIBRI_F32)) {
     return COLIBRI_BAD_WORK;
