@@ -10,7 +10,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU kernels are built with the package where there is a C++ compiler, and left out where there is none.
-BUILT_FROM := pyproject.toml setup.py $(wildcard src/colibri/native/*.cpp src/colibri/native/*.h src/colibri/native/build.py)
+BUILT_FROM := pyproject.toml setup.py $(wildcard src/lancebill/native/*.cpp src/lancebill/native/*.h src/lancebill/native/build.py)
 
 MATRIX ?= 5.17.0 newest
 
@@ -28,7 +28,7 @@ help:
 	@echo "make clean   remove the virtual environment and caches"
 
 demo: $(VENV)/.installed
-	@$(BIN)/python -m colibri.demo
+	@$(BIN)/python -m lancebill.demo
 
 test: lint kernels
 	@echo "== tests"
@@ -53,10 +53,10 @@ test-transformers-%:
 # What the cache has is not compiled again. Where there is no Triton, tests that need it say so and are skipped.
 kernels: $(VENV)/.installed-dev
 	@echo "== kernels"
-	@if $(BIN)/python -c 'import triton' 2>/dev/null; then $(BIN)/colibri kernels build --jobs $(JOBS); fi
+	@if $(BIN)/python -c 'import triton' 2>/dev/null; then $(BIN)/lancebill kernels build --jobs $(JOBS); fi
 
 wheel: $(VENV)/.installed-dev
-	@$(BIN)/colibri kernels build --jobs $(JOBS) --ship
+	@$(BIN)/lancebill kernels build --jobs $(JOBS) --ship
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@$(BIN)/python -m pytest tests/null/test_wheel.py
 
@@ -76,23 +76,23 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix .
 
 $(VENV)/.torch:
-	@$(PYTHON) -c 'import sys; sys.exit("colibri needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
+	@$(PYTHON) -c 'import sys; sys.exit("lancebill needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
 	@echo "== a virtual environment in $(VENV), and torch"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
-	@echo "== colibri, and transformers to run models"
+	@echo "== lancebill, and transformers to run models"
 	@$(PIP) install --quiet --editable '.[transformers,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
-	@echo "== colibri and what its tests need"
+	@echo "== lancebill and what its tests need"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/colibri/native/*.so
+	rm -rf $(VENV) .venv-transformers-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """The CPU kernels as part of installing: built where there is a C++ compiler, left out where there is none.
 
 Everything else about the package is in pyproject.toml. How the kernels are built is known to one file,
-src/colibri/native/build.py, which is run here by its path: colibri itself cannot be imported yet.
+src/lancebill/native/build.py, which is run here by its path: lancebill itself cannot be imported yet.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path(__file__).parent / "src" / "colibri" / "native"
+NATIVE = Path(__file__).parent / "src" / "lancebill" / "native"
 
 
 def _load_build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("colibri_native_build", NATIVE / "build.py")
+    spec = importlib.util.spec_from_file_location("lancebill_native_build", NATIVE / "build.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -46,7 +46,7 @@ class BuildKernels(build_ext):
         try:
             build.build(target)
         except build.BuildFailed as error:
-            self.warn(f"colibri goes on without its CPU kernels: {error}")
+            self.warn(f"lancebill goes on without its CPU kernels: {error}")
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if Path(path).exists()]
@@ -60,6 +60,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("colibri.native.kernels", sources=[], optional=True)],
+    ext_modules=[Extension("lancebill.native.kernels", sources=[], optional=True)],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

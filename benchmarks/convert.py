@@ -1,4 +1,4 @@
-"""How fast and in how little memory `colibri convert` works.
+"""How fast and in how little memory `lancebill convert` works.
 
     python benchmarks/convert.py [--dir FOLDER] [--gigabytes 2]
 
@@ -19,13 +19,13 @@ from typing import Any
 
 import where
 
-from colibri.checkpoint.convert import Options, Report, convert, prepare
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.target import choose
-from colibri.cli.env import describe
-from colibri.grammar import parse_spec
-from colibri.testing.checkpoints import Geometry
-from colibri.testing.models import write_model
+from lancebill.checkpoint.convert import Options, Report, convert, prepare
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.target import choose
+from lancebill.cli.env import describe
+from lancebill.grammar import parse_spec
+from lancebill.testing.checkpoints import Geometry
+from lancebill.testing.models import write_model
 
 RESULTS = Path(__file__).parent / "results" / "convert.json"
 SPECS = ("mxfp4", "int4-g128")
@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     layers = max(1, round(options.gigabytes * 1e9 / (EXPERTS * EXPERT_BYTES) + 0.5))
     size = Geometry(EXPERTS, HIDDEN, INTERMEDIATE, layers, top_k=8)
-    with tempfile.TemporaryDirectory(prefix="colibri-bench-", dir=options.dir) as folder:
+    with tempfile.TemporaryDirectory(prefix="lancebill-bench-", dir=options.dir) as folder:
         source = Path(folder) / "source"
         print(f"writing {layers} layers x {EXPERTS} experts of {EXPERT_BYTES / 1e6:.1f} MB", flush=True)
         write_model(source, size)

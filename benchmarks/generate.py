@@ -21,7 +21,7 @@ import torch
 import transformers
 import where
 
-from colibri.integrations.live import pack_experts
+from lancebill.integrations.live import pack_experts
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 THEIRS = ("eager", "grouped_mm")
@@ -76,9 +76,9 @@ def main() -> None:
 
 def prebuild(specs: Iterable[str], tokens: Iterable[int], **sizes: int) -> None:
     """Compile what these layers will need, on all cores: no first call pays for it."""
-    from colibri.backends.hopper.steps import kernels
-    from colibri.jit.build import build_all
-    from colibri.testing.layers import layer_problem
+    from lancebill.backends.hopper.steps import kernels
+    from lancebill.jit.build import build_all
+    from lancebill.testing.layers import layer_problem
 
     problems = [layer_problem(*name.rsplit(":", 1), **sizes) for name in specs]
     counts = sorted(set(tokens))

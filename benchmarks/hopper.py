@@ -31,24 +31,24 @@ import torch
 from launches import launch_times, products_beside_dense
 from where import clocks, command, commit, machine, scrub
 
-from colibri.backends import registry
-from colibri.backends.hopper.steps import kernels
-from colibri.bench import peers as others
-from colibri.bench.beside import best, compare, summarize
-from colibri.bench.ceilings import Ceilings
-from colibri.bench.check import expected
-from colibri.bench.peer import Peer, SortingPeer
-from colibri.bench.peers import InOrder, TorchGrouped
-from colibri.bench.report import Work
-from colibri.bench.steady import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
-from colibri.bench.timing import Call, host_time
-from colibri.bench.workload import Batch, Weights
-from colibri.dispatch import Indexed
-from colibri.jit.build import build_all
-from colibri.layer import RoutedExperts
-from colibri.oracle import select
-from colibri.problem import BATCH_INVARIANT, Problem, parse_device
-from colibri.testing.layers import Layer, layer_problem, routing, worst_row
+from lancebill.backends import registry
+from lancebill.backends.hopper.steps import kernels
+from lancebill.bench import peers as others
+from lancebill.bench.beside import best, compare, summarize
+from lancebill.bench.ceilings import Ceilings
+from lancebill.bench.check import expected
+from lancebill.bench.peer import Peer, SortingPeer
+from lancebill.bench.peers import InOrder, TorchGrouped
+from lancebill.bench.report import Work
+from lancebill.bench.steady import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
+from lancebill.bench.timing import Call, host_time
+from lancebill.bench.workload import Batch, Weights
+from lancebill.dispatch import Indexed
+from lancebill.jit.build import build_all
+from lancebill.layer import RoutedExperts
+from lancebill.oracle import select
+from lancebill.problem import BATCH_INVARIANT, Problem, parse_device
+from lancebill.testing.layers import Layer, layer_problem, routing, worst_row
 
 SHAPES = {
     "deepseek-v4-flash": {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6},

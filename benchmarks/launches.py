@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from colibri.backends.hopper import workspace
-from colibri.backends.hopper.plan import scratch
-from colibri.backends.hopper.program import Program
-from colibri.backends.hopper.steps import steps
-from colibri.bench.report import Work
-from colibri.bench.steady import PRODUCT, Windows
-from colibri.bench.timing import Call
-from colibri.bench.workload import Batch
-from colibri.dispatch import Indexed
-from colibri.jit.driver import Launch
-from colibri.testing.layers import Layer
+from lancebill.backends.hopper import workspace
+from lancebill.backends.hopper.plan import scratch
+from lancebill.backends.hopper.program import Program
+from lancebill.backends.hopper.steps import steps
+from lancebill.bench.report import Work
+from lancebill.bench.steady import PRODUCT, Windows
+from lancebill.bench.timing import Call
+from lancebill.bench.workload import Batch
+from lancebill.dispatch import Indexed
+from lancebill.jit.driver import Launch
+from lancebill.testing.layers import Layer
 
 
 def bound(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:

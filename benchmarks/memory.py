@@ -25,7 +25,7 @@ import where
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 SPECS = ("int4-g128", "mxfp4")
-OURS, STOCK = "colibri", "transformers"
+OURS, STOCK = "lancebill", "transformers"
 BOUND = 1.1  # times the checkpoint's bytes, for us
 COUNTED = {"anonymous": "RssAnon", "resident": "VmRSS"}
 
@@ -80,7 +80,7 @@ def main() -> None:
         print(json.dumps(measure(chosen.load[0], Path(chosen.load[1]))))
         return
     rows = []
-    with tempfile.TemporaryDirectory(prefix="colibri-bench-", dir=chosen.dir) as folder:
+    with tempfile.TemporaryDirectory(prefix="lancebill-bench-", dir=chosen.dir) as folder:
         source = write(Path(folder) / "source", chosen.layers, chosen.experts)
         for spec in chosen.spec or SPECS:
             packed = pack(source, Path(folder) / spec, spec)
@@ -94,7 +94,7 @@ def measure(who: str, folder: Path) -> dict[str, Any]:
     import torch
     import transformers
 
-    import colibri.integrations.transformers as ours
+    import lancebill.integrations.transformers as ours
 
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -134,22 +134,22 @@ def in_process(who: str, folder: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, layers: int, experts: int, hidden: int = 2048, intermediate: int = 768) -> Path:
-    from colibri.testing.checkpoints import Geometry
-    from colibri.testing.models import write_model
+    from lancebill.testing.checkpoints import Geometry
+    from lancebill.testing.models import write_model
 
     write_model(folder, Geometry(experts, hidden, intermediate, layers, top_k=8))
     return folder
 
 
 def pack(source: Path, folder: Path, spec: str) -> Path:
-    from colibri.cli.convert import run, target_of
+    from lancebill.cli.convert import run, target_of
 
     run(source, folder, target_of(spec), {})
     return folder
 
 
 def save(path: Path, rows: list[dict[str, Any]], layers: int, experts: int) -> None:
-    from colibri.cli.env import describe
+    from lancebill.cli.env import describe
 
     machine = describe()
     document = {

@@ -22,13 +22,13 @@ import transformers
 import where
 from generate import prebuild
 
-import colibri
-from colibri.checkpoint.files import Checkpoint
-from colibri.demo.model import build, dense_tensors
-from colibri.demo.vocabulary import read_metadata
-from colibri.evaluate.perplexity import Perplexity, batches, perplexity, windows
-from colibri.integrations.experts import packed_experts, set_activations
-from colibri.integrations.transformers import refill
+import lancebill
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.demo.model import build, dense_tensors
+from lancebill.demo.vocabulary import read_metadata
+from lancebill.evaluate.perplexity import Perplexity, batches, perplexity, windows
+from lancebill.integrations.experts import packed_experts, set_activations
+from lancebill.integrations.transformers import refill
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS = "mxfp4:bf16,mxfp4:int8,int4-g32:bf16,int4-g32:int8"
@@ -54,7 +54,7 @@ def main() -> None:
     chosen = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.backends.cuda.matmul.allow_tf32 = False
-    with tempfile.TemporaryDirectory(prefix="colibri-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="lancebill-bench-") as scratch:
         moe = chosen.moe or Path(scratch) / "moe"
         if not moe.exists():
             build(chosen.gguf, moe)
@@ -79,7 +79,7 @@ def unquantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> dic
     dense = dense_model(chosen.gguf).to(chosen.device)
     one = timed(dense, ids, chosen)
     del dense
-    mixture = colibri.from_pretrained(moe, device=chosen.device, dtype=torch.float32)
+    mixture = lancebill.from_pretrained(moe, device=chosen.device, dtype=torch.float32)
     two = timed(mixture, ids, chosen)
     apart = abs(two[0].value / one[0].value - 1)
     return {
@@ -117,7 +117,7 @@ def dense_model(gguf: Path) -> Any:
 def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Iterator[dict[str, Any]]:
     """For each pair of weights and activations: the kernels and the reference, on the same quantised numbers."""
     dtype = vars(torch)[chosen.dtype]
-    ours, judge = (colibri.from_pretrained(moe, device=chosen.device, dtype=dtype) for _ in range(2))
+    ours, judge = (lancebill.from_pretrained(moe, device=chosen.device, dtype=dtype) for _ in range(2))
     held = None
     for pair in chosen.pairs.split(","):
         if time.perf_counter() - START > chosen.seconds:

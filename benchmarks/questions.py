@@ -1,4 +1,4 @@
-"""Scores of a run of `colibri eval --questions --answers FILE` that was cut short, from the answers it had kept.
+"""Scores of a run of `lancebill eval --questions --answers FILE` that was cut short, from the answers it had kept.
 
     python benchmarks/questions.py --answers gsm8k-answers.jsonl --options shots=3,answer_tokens=192 --run run.json
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import where
 
-from colibri.evaluate.questions import Question, score
-from colibri.evaluate.run import Result, Variant
+from lancebill.evaluate.questions import Question, score
+from lancebill.evaluate.run import Result, Variant
 
 OUT = Path(__file__).parent / "results" / "gsm8k.json"
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def scored(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """One row a variant, in the order they ran, as `colibri eval` describes them."""
+    """One row a variant, in the order they ran, as `lancebill eval` describes them."""
     said: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
         said.setdefault(row["variant"], {})[row["question"]] = row

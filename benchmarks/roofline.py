@@ -13,8 +13,8 @@ from typing import Any
 
 from tables import RESULTS, newest, races
 
-from colibri.bench import plot
-from colibri.bench.roofline import draw_roofline, is_race
+from lancebill.bench import plot
+from lancebill.bench.roofline import draw_roofline, is_race
 
 
 def main() -> None:

@@ -124,8 +124,8 @@ def matrix() -> Iterator[Case]:
 
 
 def problem_of(case: Case) -> Any:
-    from colibri.activation import Activation
-    from colibri.testing.layers import layer_problem
+    from lancebill.activation import Activation
+    from lancebill.testing.layers import layer_problem
 
     limit = 7.0 if case.activation == "swigluoai" else None
     problem = layer_problem(
@@ -139,8 +139,8 @@ def problem_of(case: Case) -> Any:
 
 def accepted() -> tuple[list[Case], dict[str, str]]:
     """Cases the backend takes, and why not the others."""
-    from colibri.backends import registry
-    from colibri.problem import Device
+    from lancebill.backends import registry
+    from lancebill.problem import Device
 
     taken, refused = [], {}
     for case in dict.fromkeys(matrix()):
@@ -180,10 +180,10 @@ def compute(case: Case) -> Any:
     """The result, on the CPU; rows of no expert are zeros."""
     import torch
 
-    from colibri.dispatch import Indexed, to_batched, to_contiguous
-    from colibri.layout import as_integer
-    from colibri.problem import Device
-    from colibri.testing.layers import make_layer, routing
+    from lancebill.dispatch import Indexed, to_batched, to_contiguous
+    from lancebill.layout import as_integer
+    from lancebill.problem import Device
+    from lancebill.testing.layers import make_layer, routing
 
     torch.manual_seed(0)
     problem = problem_of(case)
@@ -218,7 +218,7 @@ def compute(case: Case) -> Any:
 
 def as_large() -> None:
     """Small layers take the tiles of large ones, which have some of their own."""
-    from colibri.tune.hopper import data
+    from lancebill.tune.hopper import data
 
     for entry in (*data()["16-bit"], *data()["8-bit"]):
         entry.pop("units_from", None)
@@ -226,8 +226,8 @@ def as_large() -> None:
 
 def compile_all(cases: list[Case]) -> int:
     """Fill the cache; the sanitized processes may not compile."""
-    from colibri.backends.hopper.steps import kernels
-    from colibri.jit.build import build_all
+    from lancebill.backends.hopper.steps import kernels
+    from lancebill.jit.build import build_all
 
     sources = {source for case in cases for source in kernels(problem_of(case), case.rows)}
     failed = build_all(sources)
@@ -244,7 +244,7 @@ def sanitize(tool: str, taken: Path, limit: float) -> dict[str, Any]:
         sys.executable, __file__, "--work", tool, "--taken", str(taken),
     ]  # fmt: skip
     environment = {
-        **os.environ, "COLIBRI_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
+        **os.environ, "LANCEBILL_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     start = time.perf_counter()
     child = subprocess.Popen(
@@ -257,7 +257,7 @@ def sanitize(tool: str, taken: Path, limit: float) -> dict[str, Any]:
         output, _ = child.communicate()
     begun = re.findall(r"^case \d+: (.*)", output, re.MULTILINE)
     took = [float(seconds) for seconds in re.findall(r"^took (.*) s", output, re.MULTILINE)]
-    kept = ("=====", "case", "Traceback", "colibri")
+    kept = ("=====", "case", "Traceback", "lancebill")
     return {
         "tool": tool,
         "seconds": round(time.perf_counter() - start, 1),
@@ -274,7 +274,7 @@ def sanitize(tool: str, taken: Path, limit: float) -> dict[str, Any]:
 
 def forms_of(cases: list[Case], said: list[str]) -> Forms:
     """Disassembled kernels by case and name; those that a report names are disassembled side by side."""
-    from colibri.backends.hopper.steps import kernels
+    from lancebill.backends.hopper.steps import kernels
 
     by_label = {case.label: case for case in cases}
 
@@ -301,8 +301,8 @@ def told(source: Any) -> str:
 
 @cache
 def disassembled(source: Any) -> str:
-    from colibri.jit.build import binary
-    from colibri.testing.sass import disassemble
+    from lancebill.jit.build import binary
+    from lancebill.testing.sass import disassemble
 
     return disassemble(binary(source).cubin)
 

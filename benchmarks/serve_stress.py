@@ -1,4 +1,4 @@
-"""Many streaming clients on `colibri serve` for a while: errors, requests that never end, and memory.
+"""Many streaming clients on `lancebill serve` for a while: errors, requests that never end, and memory.
 
     python benchmarks/serve_stress.py --model PATH [--clients 16] [--seconds 60] [--weights mxfp4]
 
@@ -51,7 +51,7 @@ def start(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["serve", str(model), "--weights", weights, "--host", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen([sys.executable, "-m", "colibri.cli.main", *words, "--dtype", "float32"])
+    server = subprocess.Popen([sys.executable, "-m", "lancebill.cli.main", *words, "--dtype", "float32"])
     end = time.monotonic() + PATIENCE
     while True:
         try:
@@ -116,7 +116,7 @@ def resident(pid: int) -> float:
 
 
 def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    from colibri.cli.env import describe
+    from lancebill.cli.env import describe
 
     machine = describe()
     document = {

@@ -62,15 +62,15 @@ def source(*names: str) -> str:
 
 
 def explain() -> str:
-    """What `colibri explain` says of one question, less what only depends on what is installed here."""
-    from colibri import oracle
-    from colibri.grammar import parse_activation, parse_spec
-    from colibri.problem import parse_device
-    from colibri.shapes import parse_shape
+    """What `lancebill explain` says of one question, less what only depends on what is installed here."""
+    from lancebill import oracle
+    from lancebill.grammar import parse_activation, parse_spec
+    from lancebill.problem import parse_device
+    from lancebill.shapes import parse_shape
 
     problem = parse_shape(SHAPE).problem(parse_spec(SPEC), parse_activation(ACTIVATIONS), tp=1)
     choice = oracle.explain(problem, parse_device(DEVICE))
-    lines = [f"$ colibri explain --shape {SHAPE} --weights {SPEC} --activations {ACTIVATIONS} --device {DEVICE}"]
+    lines = [f"$ lancebill explain --shape {SHAPE} --weights {SPEC} --activations {ACTIVATIONS} --device {DEVICE}"]
     for verdict in choice.verdicts:
         taken = choice.chosen is not None and verdict.backend is choice.chosen.backend
         reasons = [reason for reason in verdict.reasons if reason.code not in INSTALLED]
@@ -318,7 +318,7 @@ def generate() -> str:
     rows = []
     for name in dict.fromkeys(row["experts"] for row in found["rows"]):
         first = by[name, batches[0]]
-        who = f"colibri {name.replace(':', ' x ')}" if first["backend"] != "transformers" else f"transformers {name}"
+        who = f"lancebill {name.replace(':', ' x ')}" if first["backend"] != "transformers" else f"transformers {name}"
         cells = [f"{by[name, batch]['tokens_per_second']:,.0f}" for batch in batches]
         rows.append((who, f"{first['expert_bytes'] / 1e9:.1f} GB", *cells))
     model, device = found["model"], found["machine"]["device"]

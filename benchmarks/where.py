@@ -55,9 +55,9 @@ def origin(script: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the sources: `COLIBRI_COMMIT` where it is set, as for a copy whose history is not its own; else git's word."""
+    """The commit of the sources: `LANCEBILL_COMMIT` if set (a copy without history), else what git says."""
     found = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    return os.environ.get("COLIBRI_COMMIT") or (found.stdout.strip() if found.returncode == 0 else "unknown")
+    return os.environ.get("LANCEBILL_COMMIT") or (found.stdout.strip() if found.returncode == 0 else "unknown")
 
 
 def engine(device: str) -> dict[str, str | None]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colibri.backends import registry
-from colibri.backends.base import Backend
-from colibri.problem import Device, parse_device
-from colibri.testing import judge
+from lancebill.backends import registry
+from lancebill.backends.base import Backend
+from lancebill.problem import Device, parse_device
+from lancebill.testing import judge
 
 DEVICES = [Device("cpu"), *([parse_device("cuda")] if torch.cuda.is_available() else [])]
 CASES = list(judge.cases())

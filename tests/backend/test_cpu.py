@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri import native, oracle
-from colibri.activation import Activation
-from colibri.backends.cpu import BACKEND, Cpu
-from colibri.backends.cpu.form import matrix_form
-from colibri.backends.reference import BACKEND as REFERENCE
-from colibri.bench.workload import Weights, batches
-from colibri.codec import dequantize, quantize
-from colibri.dispatch import Contiguous, Indexed
-from colibri.dtypes import CODEBOOK
-from colibri.errors import LaunchError
-from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
-from colibri.layer import RoutedExperts
-from colibri.layout import MatrixShape
-from colibri.native.abi import Level
-from colibri.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
-from colibri.testing import judge
-from colibri.testing.layers import layer_problem, worst_row
+from lancebill import native, oracle
+from lancebill.activation import Activation
+from lancebill.backends.cpu import BACKEND, Cpu
+from lancebill.backends.cpu.form import matrix_form
+from lancebill.backends.reference import BACKEND as REFERENCE
+from lancebill.bench.workload import Weights, batches
+from lancebill.codec import dequantize, quantize
+from lancebill.dispatch import Contiguous, Indexed
+from lancebill.dtypes import CODEBOOK
+from lancebill.errors import LaunchError
+from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
+from lancebill.layer import RoutedExperts
+from lancebill.layout import MatrixShape
+from lancebill.native.abi import Level
+from lancebill.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.testing import judge
+from lancebill.testing.layers import layer_problem, worst_row
 
 CPU = Device("cpu")
 LIBRARY = native.library()

@@ -1,4 +1,4 @@
-"""Packed weights of the CPU backend, read as native/colibri.h says, are the numbers that were packed."""
+"""Packed weights of the CPU backend, read as native/lancebill.h says, are the numbers that were packed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.backends.cpu.form import Form, NoForm, matrix_form
-from colibri.backends.cpu.layout import CpuLayout
-from colibri.codec import dequantize, quantize
-from colibri.dtypes import BNB_FP4, IQ4, NF4
-from colibri.errors import BadValue
-from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
-from colibri.layout import MatrixShape, Packed
-from colibri.native import abi
-from colibri.problem import Problem
-from colibri.quant import DENSE_BF16, QuantSpec, Scale, group
-from colibri.weight import LogicalWeight
+from lancebill.activation import Activation
+from lancebill.backends.cpu.form import Form, NoForm, matrix_form
+from lancebill.backends.cpu.layout import CpuLayout
+from lancebill.codec import dequantize, quantize
+from lancebill.dtypes import BNB_FP4, IQ4, NF4
+from lancebill.errors import BadValue
+from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
+from lancebill.layout import MatrixShape, Packed
+from lancebill.native import abi
+from lancebill.problem import Problem
+from lancebill.quant import DENSE_BF16, QuantSpec, Scale, group
+from lancebill.weight import LogicalWeight
 
 SPECS = (
     "mxfp4", "nvfp4", "nvfp4-div", "nf4", "int4-g32", "int4-g128", "int4-g32-zp", "int4-g64:fp16", "int4-g32:fp32",

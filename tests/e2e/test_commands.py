@@ -1,4 +1,4 @@
-"""`colibri generate` and `colibri eval` on a tiny model with a tokenizer."""
+"""`lancebill generate` and `lancebill eval` on a tiny model with a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 
-from colibri.cli.main import app  # noqa: E402
+from lancebill.cli.main import app  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def test_every_command_has_help(words: list[str]) -> None:
 
 def test_version() -> None:
     for command in (["--version"], ["env", "--json"]):
-        done = subprocess.run([sys.executable, "-m", "colibri", *command], capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.startswith(("colibri ", "{")), done.stderr
+        done = subprocess.run([sys.executable, "-m", "lancebill", *command], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith(("lancebill ", "{")), done.stderr
 
 
 def call(*words: object) -> Any:
@@ -102,8 +102,8 @@ def test_eval(model: Path, tmp_path: Path) -> None:
 
 def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
     """Prompts of one length: nothing is padded, so the answers are those of one by one."""
-    from colibri.cli import models
-    from colibri.evaluate.run import answers
+    from lancebill.cli import models
+    from lancebill.evaluate.run import answers
 
     loaded, tokenizer = models.load(model, dtype="auto")
     prompts = ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]

@@ -13,10 +13,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
-import colibri  # noqa: E402
-from colibri.demo.model import build  # noqa: E402
-from colibri.demo.package import made, weights_file  # noqa: E402
-from colibri.errors import CheckpointError  # noqa: E402
+import lancebill  # noqa: E402
+from lancebill.demo.model import build  # noqa: E402
+from lancebill.demo.package import made, weights_file  # noqa: E402
+from lancebill.errors import CheckpointError  # noqa: E402
 
 HIDDEN, INTER, LAYERS, HEADS, WORDS = 64, 256, 2, 4, 40
 
@@ -83,7 +83,7 @@ def test_the_mixture_equals_the_dense_model(tmp_path: Path) -> None:
     dense = _dense()
     _write(dense, tmp_path / "model.gguf")
     build(tmp_path / "model.gguf", tmp_path / "moe")
-    ours = colibri.from_pretrained(tmp_path / "moe", dtype=torch.float32)
+    ours = lancebill.from_pretrained(tmp_path / "moe", dtype=torch.float32)
     tokens = torch.randint(3, WORDS, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         got, want = ours(tokens).logits, dense(tokens).logits
@@ -98,13 +98,13 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
         made(tmp_path / "file" / "cache")
     assert made(tmp_path / "cache" / "deep").is_dir() and not list((tmp_path / "cache" / "deep").iterdir())
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file"), "PIP_NO_INDEX": "1"}
-    done = subprocess.run([sys.executable, "-m", "colibri.demo"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "lancebill.demo"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "No language model here" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_other_weights_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr("colibri.demo.package.MODULE", "no_such_module_here")
+    monkeypatch.setattr("lancebill.demo.package.MODULE", "no_such_module_here")
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"other")
     with pytest.raises(CheckpointError, match="could not be downloaded"):
         weights_file(tmp_path)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.errors import MalformedFile, SpecError
-from colibri.evaluate import questions as q
-from colibri.evaluate.paired import bootstrap, mcnemar
-from colibri.evaluate.perplexity import batches, perplexity, windows
-from colibri.evaluate.run import Result, Variant
+from lancebill.errors import MalformedFile, SpecError
+from lancebill.evaluate import questions as q
+from lancebill.evaluate.paired import bootstrap, mcnemar
+from lancebill.evaluate.perplexity import batches, perplexity, windows
+from lancebill.evaluate.run import Result, Variant
 
 
 class Bigram:

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 
-import colibri  # noqa: E402
-from colibri.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem  # noqa: E402
+import lancebill  # noqa: E402
+from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem  # noqa: E402
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}),
@@ -93,7 +93,7 @@ def add(out: Any, name: str, tensor: torch.Tensor) -> None:
 def test_whole_models(architecture: str, tmp_path: Path) -> None:
     judge = dense(*FAMILIES[architecture])
     write(judge, architecture, tmp_path / "model.gguf")
-    ours = colibri.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
+    ours = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
     tokens = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         got, want = ours(tokens).logits, judge(tokens).logits
@@ -101,13 +101,13 @@ def test_whole_models(architecture: str, tmp_path: Path) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     last = judge.config.vocab_size - 1  # ours has it from the file
     assert torch.equal(ours.generate(tokens, **options), judge.generate(tokens, **options, eos_token_id=last))
-    assert "int8" in str(ours.colibri_reports()[0].kept["w13"])
+    assert "int8" in str(ours.lancebill_reports()[0].kept["w13"])
     with pytest.raises(CannotEncode, match="GGUF"):
         ours.save_pretrained(tmp_path / "saved")
 
 
 def test_the_command_takes_a_file(tmp_path: Path) -> None:
-    from colibri.cli.main import app
+    from lancebill.cli.main import app
 
     write(dense(*FAMILIES["qwen3moe"]), "qwen3moe", tmp_path / "model.gguf")
     words = ["generate", str(tmp_path / "model.gguf"), "abc", "--max-tokens", "4", "--json"]
@@ -122,7 +122,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     model = dense(*FAMILIES["qwen3moe"])
     write(model, "qwen3moe", tmp_path / "extra.gguf", extra="rope_freqs.weight")
     with pytest.raises(UnexpectedTensor, match="rope_freqs"):
-        colibri.from_pretrained(tmp_path / "extra.gguf")
+        lancebill.from_pretrained(tmp_path / "extra.gguf")
     other = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
     other.add_tensor("token_embd.weight", torch.ones(4, 4).numpy())
     other.write_header_to_file()
@@ -130,4 +130,4 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     other.write_tensors_to_file()
     other.close()
     with pytest.raises(UnsupportedProblem, match="qwen3moe"):
-        colibri.from_pretrained(tmp_path / "other.gguf")
+        lancebill.from_pretrained(tmp_path / "other.gguf")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from colibri.errors import LaunchError, SpecError
-from colibri.evaluate.load import Load, percentiles, run
+from lancebill.errors import LaunchError, SpecError
+from lancebill.evaluate.load import Load, percentiles, run
 
 FIRST, GAP = 0.05, 0.02
 
@@ -86,7 +86,7 @@ def test_stopped_while_requests_are_open() -> None:
         url, held = f"http://127.0.0.1:{silent.getsockname()[1]}/v1", []
         listed = threading.Thread(target=_list_and_hang, args=(silent, held), daemon=True)
         listed.start()
-        command = [sys.executable, "-m", "colibri.cli.main", "bench-serve", url, "--num-prompts", "2"]
+        command = [sys.executable, "-m", "lancebill.cli.main", "bench-serve", url, "--num-prompts", "2"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts)
         try:
             listed.join(60)

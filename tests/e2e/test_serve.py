@@ -1,4 +1,4 @@
-"""`colibri serve` as a process of its own, spoken to over HTTP by the client people use."""
+"""`lancebill serve` as a process of its own, spoken to over HTTP by the client people use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
     command = [
         sys.executable,
         "-m",
-        "colibri.cli.main",
+        "lancebill.cli.main",
         "serve",
         str(folder),
         "--weights",
@@ -98,14 +98,14 @@ def said(url: str, word: str, tokens: int = 5, first: Callable[[], None] = lambd
 
 
 def test_a_taken_port_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
-    from colibri.errors import LaunchError
-    from colibri.integrations.server import reserve
+    from lancebill.errors import LaunchError
+    from lancebill.integrations.server import reserve
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         with pytest.raises(LaunchError, match="in use"):
             reserve("127.0.0.1", taken)
-        command = [sys.executable, "-m", "colibri.cli.main", "serve", str(tmp_path), "--host", "127.0.0.1"]
+        command = [sys.executable, "-m", "lancebill.cli.main", "serve", str(tmp_path), "--host", "127.0.0.1"]
         done = subprocess.run([*command, "--port", str(taken)], capture_output=True, text=True)
         assert done.returncode == 1 and "cannot listen" in done.stderr and "Traceback" not in done.stderr
     with pytest.raises(LaunchError, match="cannot listen"):

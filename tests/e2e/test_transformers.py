@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 
-import colibri  # noqa: E402
-from colibri.checkpoint.files import Checkpoint  # noqa: E402
-from colibri.cli.convert import run, target_of  # noqa: E402
-from colibri.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
-from colibri.formats import registry  # noqa: E402
-from colibri.integrations.experts import PackedExperts  # noqa: E402
-from colibri.integrations.live import pack_experts  # noqa: E402
+import lancebill  # noqa: E402
+from lancebill.checkpoint.files import Checkpoint  # noqa: E402
+from lancebill.cli.convert import run, target_of  # noqa: E402
+from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
+from lancebill.formats import registry  # noqa: E402
+from lancebill.integrations.experts import PackedExperts  # noqa: E402
+from lancebill.integrations.live import pack_experts  # noqa: E402
 
 TOKENS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
 # Formats as their usual tools write them, through our converter.
@@ -85,7 +85,7 @@ def check_equal(ours: Any, reference: Any) -> None:
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_families_as_saved(model_of: Any, family: str) -> None:
     folder = model_of(family)
-    check_equal(colibri.from_pretrained(folder), theirs(folder))
+    check_equal(lancebill.from_pretrained(folder), theirs(folder))
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -94,15 +94,15 @@ def test_families_quantised(model_of: Any, family: str, tmp_path: Path) -> None:
     packed = convert(model_of(family), tmp_path / "packed", spec, name)
     plain = theirs(convert(packed, tmp_path / "plain", "fp32"))
     for backend in ("auto", "torch-cpu"):
-        ours = colibri.from_pretrained(packed, backend=backend)
+        ours = lancebill.from_pretrained(packed, backend=backend)
         check_equal(ours, plain)
-        assert {r.kept["w2"] for r in ours.colibri_reports()} == {spec}
+        assert {r.kept["w2"] for r in ours.lancebill_reports()} == {spec}
 
 
 @pytest.mark.parametrize(("spec", "name"), FORMATS, ids=lambda value: value)
 def test_formats(model_of: Any, spec: str, name: str, tmp_path: Path) -> None:
     packed = convert(model_of("qwen3_moe"), tmp_path / "packed", spec, name)
-    ours = colibri.from_pretrained(packed)
+    ours = lancebill.from_pretrained(packed)
     check_equal(ours, theirs(convert(packed, tmp_path / "plain", "fp32")))
     held = sum(t.nbytes for m in ours.modules() if isinstance(m, PackedExperts) for t in m.parameters())
     weights = 2 * 8 * 3 * 64 * 64
@@ -125,20 +125,20 @@ def test_other_modules_quantised_too(model_of: Any, name: str, everything: bool,
         ignore = {"modules_to_not_convert": skipped}
     source = model_of("qwen3_moe")
     tiny.quantized_copy(source, packed, plain, {**example.config.quant, **ignore}, example.scheme, wanted)
-    check_equal(colibri.from_pretrained(packed), theirs(plain))
+    check_equal(lancebill.from_pretrained(packed), theirs(plain))
 
 
 def test_quantised_while_loading_equals_quantised_on_disk(model_of: Any, tmp_path: Path) -> None:
     folder = model_of("mixtral")
-    on_disk = colibri.from_pretrained(convert(folder, tmp_path / "packed", "mxfp4"))
-    loading = colibri.from_pretrained(folder, weights="mxfp4")
+    on_disk = lancebill.from_pretrained(convert(folder, tmp_path / "packed", "mxfp4"))
+    loading = lancebill.from_pretrained(folder, weights="mxfp4")
     with torch.no_grad():
         assert torch.equal(on_disk(TOKENS).logits, loading(TOKENS).logits)
 
 
 def test_rules_and_activations(model_of: Any) -> None:
-    ours = colibri.from_pretrained(model_of("qwen3_moe"), weights=[("0", "int4-g32")], activations="int8")
-    first, second = ours.colibri_reports()
+    ours = lancebill.from_pretrained(model_of("qwen3_moe"), weights=[("0", "int4-g32")], activations="int8")
+    first, second = ours.lancebill_reports()
     assert (first.kept["w13"], second.kept["w13"]) == ("int4-g32", "fp32")
     assert first.activations["w2"] == "int8"
     with torch.no_grad():
@@ -147,20 +147,20 @@ def test_rules_and_activations(model_of: Any) -> None:
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_experts_implementation(model_of: Any, family: str) -> None:
-    import colibri.integrations.transformers  # noqa: F401
+    import lancebill.integrations.transformers  # noqa: F401
 
     folder = model_of(family)
     ours = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="colibri"
+        folder, dtype=torch.float32, experts_implementation="lancebill"
     )
     check_equal(ours.eval(), theirs(folder))
 
 
 def test_experts_implementation_follows_the_weights(model_of: Any) -> None:
-    import colibri.integrations.transformers  # noqa: F401
+    import lancebill.integrations.transformers  # noqa: F401
 
     ours = transformers.AutoModelForCausalLM.from_pretrained(
-        model_of("gpt_oss"), dtype=torch.float32, experts_implementation="colibri"
+        model_of("gpt_oss"), dtype=torch.float32, experts_implementation="lancebill"
     )
     reference = theirs(model_of("gpt_oss"))
     with torch.no_grad():
@@ -172,11 +172,11 @@ def test_experts_implementation_follows_the_weights(model_of: Any) -> None:
 
 def test_saved_as_a_standard_checkpoint(model_of: Any, tmp_path: Path) -> None:
     folder = convert(model_of("qwen3_moe"), tmp_path / "packed", "int4-g32", "gptq")
-    colibri.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    lancebill.from_pretrained(folder).save_pretrained(tmp_path / "again")
     with Checkpoint.open(folder) as before, Checkpoint.open(tmp_path / "again") as after:
         assert vars(before.config) == vars(after.config)
         assert all(torch.equal(before.read(name), after.read(name)) for name in before.tensors)
-    colibri.from_pretrained(model_of("qwen3_moe"), weights="mxfp4").save_pretrained(tmp_path / "requantised")
+    lancebill.from_pretrained(model_of("qwen3_moe"), weights="mxfp4").save_pretrained(tmp_path / "requantised")
     config = json.loads((tmp_path / "requantised" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
@@ -185,8 +185,8 @@ def test_saved_as_a_standard_checkpoint(model_of: Any, tmp_path: Path) -> None:
 def test_keywords_are_honoured_or_refused(model_of: Any, tmp_path: Path) -> None:
     for name in ("torch_dtype", "device_map", "quantization_config"):
         with pytest.raises(SpecError, match=name):
-            colibri.from_pretrained(model_of("mixtral"), **{name: "auto"})
-    model = colibri.from_pretrained(model_of("mixtral"))
+            lancebill.from_pretrained(model_of("mixtral"), **{name: "auto"})
+    model = lancebill.from_pretrained(model_of("mixtral"))
     with pytest.raises(SpecError, match="push_to_hub"):
         model.save_pretrained(tmp_path / "never", push_to_hub=True)
     model.save_pretrained(tmp_path / "never", is_main_process=False)
@@ -196,24 +196,24 @@ def test_keywords_are_honoured_or_refused(model_of: Any, tmp_path: Path) -> None
 
 
 def test_copies_compute_alike(model_of: Any) -> None:
-    model, ids = colibri.from_pretrained(model_of("mixtral"), weights="mxfp4"), torch.tensor([[1, 2, 3]])
+    model, ids = lancebill.from_pretrained(model_of("mixtral"), weights="mxfp4"), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
 
 
 def test_a_changed_model_is_not_saved_as_it_was(model_of: Any, tmp_path: Path) -> None:
-    ours = colibri.from_pretrained(model_of("qwen3_moe"))
+    ours = lancebill.from_pretrained(model_of("qwen3_moe"))
     with torch.no_grad():
         ours.lm_head.weight.mul_(2)
     with pytest.raises(CannotEncode, match=r"lm_head\.weight: the model was changed"):
         ours.save_pretrained(tmp_path / "out")
-    mixed = colibri.from_pretrained(model_of("qwen3_moe"), weights={"w13": "int4-g32"})
+    mixed = lancebill.from_pretrained(model_of("qwen3_moe"), weights={"w13": "int4-g32"})
     with pytest.raises(CannotEncode, match="one spec"):
         mixed.save_pretrained(tmp_path / "out")
 
 
 def test_models_without_the_interface_are_refused(tmp_path: Path) -> None:
-    from colibri.integrations.transformers import packed_class
+    from lancebill.integrations.transformers import packed_class
 
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
     with torch.device("meta"), pytest.raises(UnsupportedProblem, match="experts interface"):
@@ -225,9 +225,9 @@ def test_calls_that_record_gradients(model_of: Any, ours: bool) -> None:
     """As everyone calls a model; what cannot be had is the gradient, and it is never silently left out."""
     folder, ids = model_of("mixtral"), torch.tensor([[1, 2, 3]])
     if ours:
-        model = colibri.from_pretrained(folder, weights="int4-g32")
+        model = lancebill.from_pretrained(folder, weights="int4-g32")
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="colibri")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="lancebill")
         for name, tensor in model.named_parameters():
             tensor.requires_grad_(".experts." in name)
     recorded = model(ids).logits
@@ -243,13 +243,13 @@ def test_missing_tensors_are_not_made_up(model_of: Any, tmp_path: Path) -> None:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if name != "model.norm.weight"}
         tiny._write(tmp_path / "cut", tensors, dict(checkpoint.config.model))
     with pytest.raises(CheckpointProblems, match=r"model\.norm\.weight"):
-        colibri.from_pretrained(tmp_path / "cut")
+        lancebill.from_pretrained(tmp_path / "cut")
 
 
 @pytest.mark.parametrize(("family", "spec"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nvfp4")])
 def test_packed_in_memory_equals_quantised_while_loading(model_of: Any, family: str, spec: str) -> None:
     live = theirs(model_of(family))
     pack_experts(live, weights=spec, activations="int8")
-    loading = colibri.from_pretrained(model_of(family), weights=spec, activations="int8")
+    loading = lancebill.from_pretrained(model_of(family), weights=spec, activations="int8")
     with torch.no_grad():
         assert torch.equal(live(TOKENS).logits, loading(TOKENS).logits)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.save import CheckpointWriter
-from colibri.codec import dequantize, quantize
-from colibri.formats.base import Scheme
-from colibri.stored import DTYPE_NAMES, Stored
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.codec import dequantize, quantize
+from lancebill.formats.base import Scheme
+from lancebill.stored import DTYPE_NAMES, Stored
 
 COMMON = {
     "hidden_size": 64,

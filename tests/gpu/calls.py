@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from colibri.backends import registry
-from colibri.backends.base import Backend
-from colibri.backends.hopper import workspace
-from colibri.backends.hopper.steps import kernels
-from colibri.dispatch import Dispatch
-from colibri.jit.compile import Source
-from colibri.layout import Packed, as_integer
-from colibri.problem import Device, Problem
-from colibri.testing.layers import plausible_weight, worst_row
+from lancebill.backends import registry
+from lancebill.backends.base import Backend
+from lancebill.backends.hopper import workspace
+from lancebill.backends.hopper.steps import kernels
+from lancebill.dispatch import Dispatch
+from lancebill.jit.compile import Source
+from lancebill.layout import Packed, as_integer
+from lancebill.problem import Device, Problem
+from lancebill.testing.layers import plausible_weight, worst_row
 
 GPU = Device("cuda", 90)
 _GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hold

@@ -19,6 +19,6 @@ def compiled(request: pytest.FixtureRequest) -> None:
     if planned:
         from calls import sources_of
 
-        from colibri.jit.build import build_all
+        from lancebill.jit.build import build_all
 
         build_all(sources_of(planned))

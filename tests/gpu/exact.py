@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from colibri.backends import registry
-from colibri.backends.hopper.plan import HopperPlan
-from colibri.codec import dequantize
-from colibri.dispatch import Indexed
-from colibri.layout import MatrixShape, Packed
-from colibri.problem import Problem
-from colibri.quant import FP8_CHANNEL
-from colibri.testing.layers import plausible_weight
-from colibri.weight import LogicalWeight
+from lancebill.backends import registry
+from lancebill.backends.hopper.plan import HopperPlan
+from lancebill.codec import dequantize
+from lancebill.dispatch import Indexed
+from lancebill.layout import MatrixShape, Packed
+from lancebill.problem import Problem
+from lancebill.quant import FP8_CHANNEL
+from lancebill.testing.layers import plausible_weight
+from lancebill.weight import LogicalWeight
 
 OPEN = 6  # hidden features that are not zero
 SPARSE = 24  # inputs of a row that are not zero

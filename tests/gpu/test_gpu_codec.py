@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colibri.codec import CEIL, dequantize, loss, quantize, requantize
-from colibri.grammar import parse_spec
-from colibri.weight import LogicalWeight
+from lancebill.codec import CEIL, dequantize, loss, quantize, requantize
+from lancebill.grammar import parse_spec
+from lancebill.weight import LogicalWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

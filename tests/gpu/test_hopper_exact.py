@@ -12,12 +12,12 @@ from calls import call, poison_scratch
 from exact import ExactLayer, exact_inputs, exact_weights_of_slots, judge, make
 from torch import Tensor
 
-from colibri.backends import registry
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.shipped import TOKENS, problems
-from colibri.dispatch import Indexed
-from colibri.problem import BATCH_INVARIANT, Problem
-from colibri.testing.layers import layer_problem, make_layer, routing
+from lancebill.backends import registry
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.shipped import TOKENS, problems
+from lancebill.dispatch import Indexed
+from lancebill.problem import BATCH_INVARIANT, Problem
+from lancebill.testing.layers import layer_problem, make_layer, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)

@@ -11,11 +11,11 @@ import torch
 from calls import check_error
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.dispatch import Indexed
-from colibri.grammar import ACTIVATIONS
-from colibri.problem import Problem
-from colibri.testing.layers import layer_problem, make_layer, routing
+from lancebill.activation import Activation
+from lancebill.dispatch import Indexed
+from lancebill.grammar import ACTIVATIONS
+from lancebill.problem import Problem
+from lancebill.testing.layers import layer_problem, make_layer, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)

@@ -10,14 +10,14 @@ import torch
 from calls import GPU, call, check_error, packed, poison_scratch
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.backends import registry
-from colibri.backends.hopper import workspace
-from colibri.backends.hopper.plan import HopperPlan, scratch
-from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
-from colibri.grammar import parse_activation
-from colibri.problem import BATCHED, CONTIGUOUS, Problem
-from colibri.testing.layers import layer_problem, routing
+from lancebill.activation import Activation
+from lancebill.backends import registry
+from lancebill.backends.hopper import workspace
+from lancebill.backends.hopper.plan import HopperPlan, scratch
+from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
+from lancebill.grammar import parse_activation
+from lancebill.problem import BATCHED, CONTIGUOUS, Problem
+from lancebill.testing.layers import layer_problem, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)

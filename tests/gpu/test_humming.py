@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colibri.activation import Activation
-from colibri.backends.humming import BACKEND
-from colibri.backends.humming.layout import HummingLayout
-from colibri.grammar import parse_activation, parse_spec
-from colibri.layout import MatrixShape, PlainLayout
-from colibri.problem import Device
-from colibri.testing.layers import layer_problem, make_layer, plausible_weight, routing, worst_row
+from lancebill.activation import Activation
+from lancebill.backends.humming import BACKEND
+from lancebill.backends.humming.layout import HummingLayout
+from lancebill.grammar import parse_activation, parse_spec
+from lancebill.layout import MatrixShape, PlainLayout
+from lancebill.problem import Device
+from lancebill.testing.layers import layer_problem, make_layer, plausible_weight, routing, worst_row
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -26,7 +26,7 @@ BOUND = 1.2e-2  # h is stored in 16 bits, and exponentials are the fast ones
 @pytest.mark.parametrize(("n", "k"), [(512, 256), (192, 384)])
 def test_the_layout_is_the_package_s(spec: str, n: int, k: int) -> None:
     """Bit for bit: weights and scales of three experts."""
-    from colibri.backends.humming.package import make_matrix
+    from lancebill.backends.humming.package import make_matrix
 
     if spec == "fp8-block" and n % 128:
         pytest.skip("whole blocks only")

@@ -3,7 +3,7 @@
 //   driver [seed] [cases]      random cases on every level that is here
 //   driver time THREADS [FORMAT ...]  a decode and a prefill step, against the rate memory streams at
 //
-// Weights are packed here by the words of colibri.h and read back only by the kernels.
+// Weights are packed here by the words of lancebill.h and read back only by the kernels.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -14,10 +14,10 @@
 #include <string>
 #include <vector>
 
-#include "colibri.h"
+#include "lancebill.h"
 #include "plan.h"
 
-using namespace colibri;
+using namespace lancebill;
 
 namespace {
 
@@ -63,7 +63,7 @@ double round_up_to(double x, double multiple) { return std::ceil(x / multiple) *
 
 // One matrix of every expert: the packed form, and in double what it means.
 struct Matrix {
-  colibri_matrix abi = {};
+  lancebill_matrix abi = {};
   int experts = 0, rows = 0, columns = 0;
   std::vector<uint8_t> codes, scales, zeros;
   std::vector<float> row_scale, bias, pre_scale, input_scale;
@@ -79,11 +79,11 @@ double random_scale(int kind, std::vector<uint8_t>& bytes, size_t place) {
   const double wanted = std::exp(normal() * 0.4) * 0.02;
   const float exact = static_cast<float>(wanted);
   switch (kind) {
-    case COLIBRI_SCALE_BF16: append(bytes, place, bf16_bits(wanted)); return bf16(wanted);
-    case COLIBRI_SCALE_F16: append(bytes, place, f16_bits(wanted)); return f16(wanted);
-    case COLIBRI_SCALE_F32: append(bytes, place, exact); return exact;
-    case COLIBRI_SCALE_E8M0: bytes[place] = static_cast<uint8_t>(pick(118, 123)); return std::ldexp(1.0, bytes[place] - 127);
-    case COLIBRI_SCALE_E4M3: bytes[place] = static_cast<uint8_t>(pick(0, 120)); return minifloat(bytes[place], 3);
+    case LANCEBILL_SCALE_BF16: append(bytes, place, bf16_bits(wanted)); return bf16(wanted);
+    case LANCEBILL_SCALE_F16: append(bytes, place, f16_bits(wanted)); return f16(wanted);
+    case LANCEBILL_SCALE_F32: append(bytes, place, exact); return exact;
+    case LANCEBILL_SCALE_E8M0: bytes[place] = static_cast<uint8_t>(pick(118, 123)); return std::ldexp(1.0, bytes[place] - 127);
+    case LANCEBILL_SCALE_E4M3: bytes[place] = static_cast<uint8_t>(pick(0, 120)); return minifloat(bytes[place], 3);
     default: return 1;
   }
 }
@@ -91,17 +91,17 @@ constexpr double kOffsets = 0.1;
 constexpr int kBytesOfScale[] = {0, 2, 2, 4, 1, 1};
 
 void choose_codes(Matrix& w) {
-  colibri_matrix& m = w.abi;
+  lancebill_matrix& m = w.abi;
   static const double nf4[] = {-1.0, -0.6962, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0.0,
                                0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262, 0.72296, 1.0};
   static const int e2m1[] = {0, 1, 2, 3, 4, 6, 8, 12};
-  m.codes = one_of({COLIBRI_TABLE4, COLIBRI_TABLE4, COLIBRI_BYTE, COLIBRI_FLOAT8});
+  m.codes = one_of({LANCEBILL_TABLE4, LANCEBILL_TABLE4, LANCEBILL_BYTE, LANCEBILL_FLOAT8});
   m.step = 1;
-  if (m.codes == COLIBRI_FLOAT8) {
+  if (m.codes == LANCEBILL_FLOAT8) {
     m.mantissa = pick(2, 4);
     m.step = one_of({1.0f, 0.5f});
     w.name = "float8 m" + std::to_string(m.mantissa);
-  } else if (m.codes == COLIBRI_BYTE) {
+  } else if (m.codes == LANCEBILL_BYTE) {
     m.center = one_of({128, 100});
     w.name = "byte";
   } else if (const int kind = pick(0, 2); kind == 0) {
@@ -119,28 +119,28 @@ void choose_codes(Matrix& w) {
     for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(8191 + std::lround(nf4[i] * 8191));
     w.name = "nf4";
   }
-  m.zero = m.codes == COLIBRI_FLOAT8 ? one_of({COLIBRI_ZERO_NONE, COLIBRI_ZERO_OFFSET_F32})
-                                     : one_of({COLIBRI_ZERO_NONE, COLIBRI_ZERO_NONE, COLIBRI_ZERO_U8, COLIBRI_ZERO_OFFSET_F32});
+  m.zero = m.codes == LANCEBILL_FLOAT8 ? one_of({LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_OFFSET_F32})
+                                     : one_of({LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_U8, LANCEBILL_ZERO_OFFSET_F32});
 }
 
-double code_value(const colibri_matrix& m, int code, int zero) {
-  if (m.codes == COLIBRI_FLOAT8) return m.step * minifloat(code, m.mantissa);
-  const int number = m.codes == COLIBRI_TABLE4 ? m.table[code] : code;
-  return static_cast<double>(m.step) * (number - (m.zero == COLIBRI_ZERO_U8 ? zero : m.center));
+double code_value(const lancebill_matrix& m, int code, int zero) {
+  if (m.codes == LANCEBILL_FLOAT8) return m.step * minifloat(code, m.mantissa);
+  const int number = m.codes == LANCEBILL_TABLE4 ? m.table[code] : code;
+  return static_cast<double>(m.step) * (number - (m.zero == LANCEBILL_ZERO_U8 ? zero : m.center));
 }
 
-int random_code(const colibri_matrix& m) {
-  if (m.codes == COLIBRI_TABLE4) return pick(0, 15);
-  if (m.codes == COLIBRI_BYTE) return pick(0, 255);
+int random_code(const lancebill_matrix& m) {
+  if (m.codes == LANCEBILL_TABLE4) return pick(0, 15);
+  if (m.codes == LANCEBILL_BYTE) return pick(0, 255);
   const int top = m.mantissa == 2 ? 0x7b : m.mantissa == 3 ? 0x7e : 0x7f;  // no NaN, no infinity
   return pick(0, top) | (pick(0, 1) << 7);
 }
 
-double typical_weight(const colibri_matrix& m) {
+double typical_weight(const lancebill_matrix& m) {
   const double scales[] = {1, 0.02, 0.02, 0.02, 0.01, 60};
   double squares = 0;
-  for (int i = 0; i < 256; i++) squares += std::pow(code_value(m, random_code(m), m.codes == COLIBRI_BYTE ? 128 : 8), 2);
-  return std::sqrt(squares / 256) * scales[m.scale] + (m.zero == COLIBRI_ZERO_OFFSET_F32 ? kOffsets : 0);
+  for (int i = 0; i < 256; i++) squares += std::pow(code_value(m, random_code(m), m.codes == LANCEBILL_BYTE ? 128 : 8), 2);
+  return std::sqrt(squares / 256) * scales[m.scale] + (m.zero == LANCEBILL_ZERO_OFFSET_F32 ? kOffsets : 0);
 }
 
 // Where a natural row lies among the packed ones.
@@ -151,28 +151,28 @@ int packed_row(int row, int rows, bool gated) {
 }
 
 void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
-  colibri_matrix& m = w.abi;
+  lancebill_matrix& m = w.abi;
   w.experts = experts, w.rows = m.rows = rows, w.columns = m.columns = columns;
   choose_codes(w);
   m.group = one_of({16, 32, 64, 128});
-  m.scale = one_of({COLIBRI_SCALE_NONE, COLIBRI_SCALE_BF16, COLIBRI_SCALE_F16, COLIBRI_SCALE_F32, COLIBRI_SCALE_E8M0, COLIBRI_SCALE_E4M3});
-  m.input = one_of({COLIBRI_INPUT_BF16, COLIBRI_INPUT_BF16, COLIBRI_INPUT_F16, COLIBRI_INPUT_F32, COLIBRI_INPUT_INT8, COLIBRI_INPUT_E4M3});
+  m.scale = one_of({LANCEBILL_SCALE_NONE, LANCEBILL_SCALE_BF16, LANCEBILL_SCALE_F16, LANCEBILL_SCALE_F32, LANCEBILL_SCALE_E8M0, LANCEBILL_SCALE_E4M3});
+  m.input = one_of({LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_F16, LANCEBILL_INPUT_F32, LANCEBILL_INPUT_INT8, LANCEBILL_INPUT_E4M3});
   m.input_group = one_of({0, 0, m.group, 2 * m.group});
   const int padded = static_cast<int>(round_up_to(columns, std::max(m.group, 32))), groups = padded / m.group;
-  const bool nibbles = m.codes == COLIBRI_TABLE4;
+  const bool nibbles = m.codes == LANCEBILL_TABLE4;
   const int packed_rows = static_cast<int>(gated ? 2 * round_up_to(rows / 2, 16) : round_up_to(rows, nibbles ? 32 : 16));
   const int blocks = packed_rows / 16;
   w.codes.resize(size_t(experts) * blocks * padded * (nibbles ? 8 : 16));
-  for (uint8_t& byte : w.codes) byte = static_cast<uint8_t>(m.codes == COLIBRI_FLOAT8 ? 0x11 : pick(0, 255));  // padding: anything
+  for (uint8_t& byte : w.codes) byte = static_cast<uint8_t>(m.codes == LANCEBILL_FLOAT8 ? 0x11 : pick(0, 255));  // padding: anything
   w.scales.resize(size_t(experts) * blocks * groups * 16 * kBytesOfScale[m.scale]);
-  w.zeros.resize(size_t(experts) * blocks * groups * 16 * (m.zero == COLIBRI_ZERO_U8 ? 1 : m.zero ? 4 : 0));
+  w.zeros.resize(size_t(experts) * blocks * groups * 16 * (m.zero == LANCEBILL_ZERO_U8 ? 1 : m.zero ? 4 : 0));
   const double tame = 1 / (std::sqrt(columns) * typical_weight(m));  // brings products of normal inputs near one
   if (pick(0, 1) || tame < 0.5 || tame > 2) w.row_scale.resize(size_t(experts) * blocks * 16);
   if (pick(0, 1)) w.bias.resize(size_t(experts) * blocks * 16);
-  const bool may_permute = m.input != COLIBRI_INPUT_INT8 || m.input_group == 0;
+  const bool may_permute = m.input != LANCEBILL_INPUT_INT8 || m.input_group == 0;
   if (pick(0, 3) == 0 && may_permute) w.perm.resize(size_t(experts) * columns);
   if (pick(0, 3) == 0) w.pre_scale.resize(size_t(experts) * columns);
-  if (pick(0, 3) == 0 && m.input >= COLIBRI_INPUT_INT8) w.input_scale.resize(experts);
+  if (pick(0, 3) == 0 && m.input >= LANCEBILL_INPUT_INT8) w.input_scale.resize(experts);
   w.dense.resize(size_t(experts) * rows * columns);
   for (int e = 0; e < experts; e++) {
     std::vector<int> order(columns);
@@ -180,7 +180,7 @@ void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
     if (!w.perm.empty()) std::shuffle(order.begin(), order.end(), random_bits);
     for (int k = 0; k < columns && !w.perm.empty(); k++) w.perm[size_t(e) * columns + k] = order[k];
     for (int k = 0; k < columns && !w.pre_scale.empty(); k++) w.pre_scale[size_t(e) * columns + k] = static_cast<float>(std::exp(normal() * 0.2));
-    if (!w.input_scale.empty()) w.input_scale[e] = static_cast<float>(m.input == COLIBRI_INPUT_INT8 ? 0.02 : 0.005);
+    if (!w.input_scale.empty()) w.input_scale[e] = static_cast<float>(m.input == LANCEBILL_INPUT_INT8 ? 0.02 : 0.005);
     for (int n = 0; n < rows; n++) {
       const int place = packed_row(n, rows, gated), lane = place % 16;
       const size_t block = size_t(e) * blocks + place / 16, row = size_t(e) * blocks * 16 + place;
@@ -191,15 +191,15 @@ void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
         const double scale = random_scale(m.scale, w.scales, at);
         int zero = 0;
         double offset = 0;
-        if (m.zero == COLIBRI_ZERO_U8) zero = w.zeros[at] = static_cast<uint8_t>(nibbles ? pick(0, 16) : pick(0, 255));
-        if (m.zero == COLIBRI_ZERO_OFFSET_F32) append(w.zeros, at, static_cast<float>(offset = static_cast<float>(normal() * kOffsets)));
+        if (m.zero == LANCEBILL_ZERO_U8) zero = w.zeros[at] = static_cast<uint8_t>(nibbles ? pick(0, 16) : pick(0, 255));
+        if (m.zero == LANCEBILL_ZERO_OFFSET_F32) append(w.zeros, at, static_cast<float>(offset = static_cast<float>(normal() * kOffsets)));
         for (int k = g * m.group; k < std::min((g + 1) * m.group, columns); k++) {
           const int code = random_code(m);
           uint8_t* bytes = w.codes.data() + (nibbles ? block / 2 : block) * padded * 16;
           if (nibbles) {
             uint8_t& byte = bytes[k / 4 * 64 + lane * 4 + k % 4];
             byte = static_cast<uint8_t>(place / 16 % 2 == 0 ? (byte & 0xf0) | code : (byte & 0x0f) | code << 4);
-          } else if (m.codes == COLIBRI_BYTE) {
+          } else if (m.codes == LANCEBILL_BYTE) {
             bytes[k / 4 * 64 + lane * 4 + k % 4] = static_cast<uint8_t>(code);
           } else {
             bytes[k / 4 * 64 + k % 4 * 16 + lane] = static_cast<uint8_t>(code);
@@ -215,13 +215,13 @@ void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
   m.pre_scale = data(w.pre_scale), m.input_scale = data(w.input_scale);
 }
 
-// The rules of colibri.inputs.
+// The rules of lancebill.inputs.
 std::vector<double> represented(const Matrix& w, int expert, std::vector<double> x) {
-  const colibri_matrix& m = w.abi;
+  const lancebill_matrix& m = w.abi;
   for (int k = 0; k < w.columns && !w.pre_scale.empty(); k++) x[k] = static_cast<float>(x[k]) * w.pre_scale[size_t(expert) * w.columns + k];
-  for (double& v : x) v = m.input == COLIBRI_INPUT_BF16 ? bf16(v) : m.input == COLIBRI_INPUT_F16 ? f16(v) : static_cast<float>(v);
-  if (m.input < COLIBRI_INPUT_INT8) return x;
-  const bool integers = m.input == COLIBRI_INPUT_INT8, fixed = !w.input_scale.empty();
+  for (double& v : x) v = m.input == LANCEBILL_INPUT_BF16 ? bf16(v) : m.input == LANCEBILL_INPUT_F16 ? f16(v) : static_cast<float>(v);
+  if (m.input < LANCEBILL_INPUT_INT8) return x;
+  const bool integers = m.input == LANCEBILL_INPUT_INT8, fixed = !w.input_scale.empty();
   const int block = m.input_group && !fixed ? m.input_group : w.columns;
   for (int first = 0; first < w.columns; first += block) {
     const int end = std::min(first + block, w.columns);
@@ -247,28 +247,28 @@ std::vector<double> times(const Matrix& w, int expert, bool gated, const std::ve
   return y;
 }
 
-double activated(const colibri_layer& a, double g, double u) {
+double activated(const lancebill_layer& a, double g, double u) {
   const double limit = a.limit > 0 ? a.limit : INFINITY, clamped = std::max(-limit, std::min(limit, u));
   const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
   const auto gelu = [](double x) { return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0))); };
   const auto gelu_tanh = [](double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); };
   switch (a.activation) {
-    case COLIBRI_SILU: g = std::min(g, limit); return g * sigmoid(g) * clamped;
-    case COLIBRI_GELU: return gelu(g) * u;
-    case COLIBRI_GELU_TANH: return gelu_tanh(g) * u;
-    case COLIBRI_SWIGLUOAI: g = std::min(g, limit); return g * sigmoid(a.alpha * g) * (clamped + a.beta);
-    case COLIBRI_SWIGLUSTEP: return std::min(g * sigmoid(g), limit) * clamped;
-    case COLIBRI_SITU: return a.beta * std::tanh(g / a.beta) * sigmoid(g) * (a.limit > 0 ? limit * std::tanh(u / limit) : u);
-    case COLIBRI_RELU2_NO_MUL: return g > 0 ? g * g : 0;
-    case COLIBRI_SILU_NO_MUL: return g * sigmoid(g);
-    case COLIBRI_GELU_NO_MUL: return gelu(g);
+    case LANCEBILL_SILU: g = std::min(g, limit); return g * sigmoid(g) * clamped;
+    case LANCEBILL_GELU: return gelu(g) * u;
+    case LANCEBILL_GELU_TANH: return gelu_tanh(g) * u;
+    case LANCEBILL_SWIGLUOAI: g = std::min(g, limit); return g * sigmoid(a.alpha * g) * (clamped + a.beta);
+    case LANCEBILL_SWIGLUSTEP: return std::min(g * sigmoid(g), limit) * clamped;
+    case LANCEBILL_SITU: return a.beta * std::tanh(g / a.beta) * sigmoid(g) * (a.limit > 0 ? limit * std::tanh(u / limit) : u);
+    case LANCEBILL_RELU2_NO_MUL: return g > 0 ? g * g : 0;
+    case LANCEBILL_SILU_NO_MUL: return g * sigmoid(g);
+    case LANCEBILL_GELU_NO_MUL: return gelu(g);
     default: return gelu_tanh(g);
   }
 }
 
 struct Case {
-  colibri_layer layer = {};
-  colibri_work work = {};
+  lancebill_layer layer = {};
+  lancebill_work work = {};
   Matrix w13, w2;
   bool gated = false, linear = false;
   int out_columns = 0;
@@ -291,15 +291,15 @@ std::vector<double> expert_row(const Case& c, int expert, const std::vector<doub
 
 void make_inputs(Case& c, int rows) {
   const int columns = c.w13.columns;
-  c.work.x_type = one_of({COLIBRI_BF16, COLIBRI_F16, COLIBRI_F32});
+  c.work.x_type = one_of({LANCEBILL_BF16, LANCEBILL_F16, LANCEBILL_F32});
   c.work.x_stride = columns;
   c.x.resize(size_t(rows) * columns);
-  c.x_bytes.resize(c.x.size() * (c.work.x_type == COLIBRI_F32 ? 4 : 2));
+  c.x_bytes.resize(c.x.size() * (c.work.x_type == LANCEBILL_F32 ? 4 : 2));
   for (size_t i = 0; i < c.x.size(); i++) {
     const double v = normal() * (pick(0, 50) == 0 ? 8 : 1);
-    if (c.work.x_type == COLIBRI_BF16) append(c.x_bytes, i, bf16_bits(c.x[i] = bf16(v)));
-    if (c.work.x_type == COLIBRI_F16) append(c.x_bytes, i, f16_bits(c.x[i] = f16(v)));
-    if (c.work.x_type == COLIBRI_F32) append(c.x_bytes, i, static_cast<float>(c.x[i] = static_cast<float>(v)));
+    if (c.work.x_type == LANCEBILL_BF16) append(c.x_bytes, i, bf16_bits(c.x[i] = bf16(v)));
+    if (c.work.x_type == LANCEBILL_F16) append(c.x_bytes, i, f16_bits(c.x[i] = f16(v)));
+    if (c.work.x_type == LANCEBILL_F32) append(c.x_bytes, i, static_cast<float>(c.x[i] = static_cast<float>(v)));
   }
   c.work.x = c.x_bytes.data();
 }
@@ -353,9 +353,9 @@ void add_grouped(Case& c, int tokens) {
 void make_case(Case& c) {
   c.layer.experts = pick(1, 4);
   c.linear = pick(0, 4) == 0;
-  c.layer.activation = pick(0, 2) ? pick(COLIBRI_SILU, COLIBRI_SITU) : pick(COLIBRI_RELU2_NO_MUL, COLIBRI_GELU_TANH_NO_MUL);
-  c.gated = !c.linear && c.layer.activation <= COLIBRI_SITU;
-  const bool needs = c.layer.activation == COLIBRI_SWIGLUOAI || c.layer.activation == COLIBRI_SWIGLUSTEP;
+  c.layer.activation = pick(0, 2) ? pick(LANCEBILL_SILU, LANCEBILL_SITU) : pick(LANCEBILL_RELU2_NO_MUL, LANCEBILL_GELU_TANH_NO_MUL);
+  c.gated = !c.linear && c.layer.activation <= LANCEBILL_SITU;
+  const bool needs = c.layer.activation == LANCEBILL_SWIGLUOAI || c.layer.activation == LANCEBILL_SWIGLUSTEP;
   c.layer.limit = needs || pick(0, 1) ? 3.0f : 0.0f;
   c.layer.alpha = 1.702f, c.layer.beta = 1.25f;
   const int hidden = pick(0, 1) ? 16 * pick(1, 20) : pick(1, 200), width = pick(0, 1) ? 16 * pick(1, 12) : pick(1, 100);
@@ -372,10 +372,10 @@ void make_case(Case& c) {
 
 // A level straight from its function: this is how emulated ones run, which the machine says it does not have.
 int32_t run_level(const Level& level, const Case& c, std::vector<float>& out) {
-  colibri_work work = c.work;
+  lancebill_work work = c.work;
   out.assign(c.want.size(), NAN);
   work.out = out.data();
-  work.out_type = COLIBRI_F32;
+  work.out_type = LANCEBILL_F32;
   work.out_stride = c.out_columns;
   Call call;
   if (const int32_t status = plan(&c.layer, &work, level.tiles, call)) return status;
@@ -384,7 +384,7 @@ int32_t run_level(const Level& level, const Case& c, std::vector<float>& out) {
   lay_out(call, aligned);
   if (const int32_t status = sort_slots(call)) return status;
   level.run(call);
-  return COLIBRI_OK;
+  return LANCEBILL_OK;
 }
 
 // The error of the worst row, relative to the row; rows that cancel out are measured against a typical one.
@@ -422,12 +422,12 @@ std::vector<Tried> levels_here() {
   const Getter getters[] = {level_portable,   level_neon,   level_avx2, level_avxvnni,
                             level_avx512vnni, level_avx512, level_amx};
   std::vector<Tried> found;
-  for (int i = 0; i < COLIBRI_LEVELS; i++) {
+  for (int i = 0; i < LANCEBILL_LEVELS; i++) {
     if (getters[i] == nullptr) continue;
-#ifdef COLIBRI_EMULATED
+#ifdef LANCEBILL_EMULATED
     const bool usable = true;
 #else
-    const bool usable = colibri_levels() >> i & 1;
+    const bool usable = lancebill_levels() >> i & 1;
 #endif
     found.push_back({getters[i](), usable});
   }
@@ -436,7 +436,7 @@ std::vector<Tried> levels_here() {
 
 std::string describe_case(const Case& c) {
   char text[400];
-  const colibri_matrix &a = c.w13.abi, &b = c.linear ? c.w13.abi : c.w2.abi;
+  const lancebill_matrix &a = c.w13.abi, &b = c.linear ? c.w13.abi : c.w2.abi;
   std::snprintf(text, sizeof text,
                 "%s%s %dx%d g%d scale %d zero %d input %d/%d perm %d pre %d static %d | %s %dx%d g%d scale %d zero %d input %d/%d perm %d pre %d static %d | "
                 "act %d rows %zu %s",
@@ -449,7 +449,7 @@ std::string describe_case(const Case& c) {
 
 int check(unsigned seed, int cases) {
   int failures = 0;
-  std::vector<double> worst(COLIBRI_LEVELS);
+  std::vector<double> worst(LANCEBILL_LEVELS);
   const auto levels = levels_here();
   for (int i = 0; i < cases; i++) {
     random_bits.seed(seed + i);
@@ -465,7 +465,7 @@ int check(unsigned seed, int cases) {
       const bool same = out.size() == again.size() && std::memcmp(out.data(), again.data(), out.size() * 4) == 0;
       const double error = worst_row(c, out), limit = bound(c, levels[l].level->tiles);
       worst[l] = std::max(worst[l], error / limit);
-      if (status != COLIBRI_OK || !same || !(error <= limit)) {
+      if (status != LANCEBILL_OK || !same || !(error <= limit)) {
         std::printf("FAILED %s seed %u: status %d, error %.3g (limit %.3g)%s: %s\n", levels[l].level->name, seed + i, status,
                     error, limit, same ? "" : ", bits depend on threads", describe_case(c).c_str());
         failures++;
@@ -482,35 +482,35 @@ int check(unsigned seed, int cases) {
 // ---- time: a layer of 128 experts, top-8, hidden 2048, intermediate 768, caches emptied before every call
 
 struct Timed {
-  colibri_layer layer = {};
-  colibri_matrix w13 = {}, w2 = {};
+  lancebill_layer layer = {};
+  lancebill_matrix w13 = {}, w2 = {};
   std::vector<uint8_t> bytes[6];
   int64_t expert_bytes = 0;
 };
 
 void make_timed(Timed& t, const char* format, int experts, int hidden, int width) {
   const std::string name = format;
-  colibri_matrix m = {};
-  m.step = 1, m.center = 8, m.group = 32, m.scale = COLIBRI_SCALE_BF16, m.input = COLIBRI_INPUT_BF16;
+  lancebill_matrix m = {};
+  m.step = 1, m.center = 8, m.group = 32, m.scale = LANCEBILL_SCALE_BF16, m.input = LANCEBILL_INPUT_BF16;
   for (int i = 0; i < 16; i++) m.table[i] = static_cast<uint16_t>(i);
   if (name == "int4-g128") m.group = 128;
-  if (name == "int4-a8") m.input = COLIBRI_INPUT_INT8, m.input_group = 32;
-  if (name == "int4-zp") m.zero = COLIBRI_ZERO_U8;
-  if (name == "mxfp4") m.scale = COLIBRI_SCALE_E8M0;
-  if (name == "nvfp4") m.scale = COLIBRI_SCALE_E4M3, m.group = 16;
+  if (name == "int4-a8") m.input = LANCEBILL_INPUT_INT8, m.input_group = 32;
+  if (name == "int4-zp") m.zero = LANCEBILL_ZERO_U8;
+  if (name == "mxfp4") m.scale = LANCEBILL_SCALE_E8M0;
+  if (name == "nvfp4") m.scale = LANCEBILL_SCALE_E4M3, m.group = 16;
   if (name == "nf4") m.table[15] = 16000, m.center = 8000;
-  if (name == "int8") m.codes = COLIBRI_BYTE, m.center = 128, m.group = 128;
-  if (name == "fp8") m.codes = COLIBRI_FLOAT8, m.mantissa = 3, m.group = 128;
+  if (name == "int8") m.codes = LANCEBILL_BYTE, m.center = 128, m.group = 128;
+  if (name == "fp8") m.codes = LANCEBILL_FLOAT8, m.mantissa = 3, m.group = 128;
   t.w13 = t.w2 = m;
   t.w13.rows = 2 * width, t.w13.columns = hidden, t.w2.rows = hidden, t.w2.columns = width;
   int i = 0;
-  for (colibri_matrix* w : {&t.w13, &t.w2}) {
+  for (lancebill_matrix* w : {&t.w13, &t.w2}) {
     int64_t sizes[3];
-    colibri_packed_bytes(w, 0, sizes);
+    lancebill_packed_bytes(w, 0, sizes);
     for (int64_t size : sizes) {
       std::vector<uint8_t>& bytes = t.bytes[i++];
       bytes.resize(size * experts);
-      colibri_huge_pages(bytes.data(), static_cast<int64_t>(bytes.size()));
+      lancebill_huge_pages(bytes.data(), static_cast<int64_t>(bytes.size()));
       static std::vector<uint8_t> noise;
       for (; noise.size() < 1 << 20; noise.push_back(static_cast<uint8_t>(random_bits()))) {}
       for (size_t k = 0; k < bytes.size(); k += noise.size()) {
@@ -519,13 +519,13 @@ void make_timed(Timed& t, const char* format, int experts, int hidden, int width
       t.expert_bytes += size;
     }
     for (size_t k = 0; k < t.bytes[i - 2].size(); k++) {  // scales near 2^-6, whatever their type
-      const bool two = m.scale == COLIBRI_SCALE_BF16;
-      t.bytes[i - 2][k] = two ? (k % 2 ? 0x3c : 0x80) : m.scale == COLIBRI_SCALE_E8M0 ? 121 : 0x08;
+      const bool two = m.scale == LANCEBILL_SCALE_BF16;
+      t.bytes[i - 2][k] = two ? (k % 2 ? 0x3c : 0x80) : m.scale == LANCEBILL_SCALE_E8M0 ? 121 : 0x08;
     }
     w->code_bytes = t.bytes[i - 3].data(), w->scale_bytes = t.bytes[i - 2].data();
     w->zero_bytes = m.zero ? t.bytes[i - 1].data() : nullptr;
   }
-  t.layer.experts = experts, t.layer.activation = COLIBRI_SILU, t.layer.w13 = &t.w13, t.layer.w2 = &t.w2;
+  t.layer.experts = experts, t.layer.activation = LANCEBILL_SILU, t.layer.w13 = &t.w13, t.layer.w2 = &t.w2;
 }
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -550,23 +550,23 @@ void time_format(const char* format, int threads, std::vector<uint8_t>& big) {
         seen[order[j]] = 1;
       }
     }
-    for (int level = COLIBRI_NEON; level < COLIBRI_LEVELS; level++) {
-      const bool slow = level == COLIBRI_AVX2 || level == COLIBRI_AVXVNNI;
-      if (!(colibri_levels() >> level & 1) || (tokens == 512 && slow)) continue;
-      if (tokens < 512 && level == COLIBRI_AMX) continue;
-      colibri_work work = {};
+    for (int level = LANCEBILL_NEON; level < LANCEBILL_LEVELS; level++) {
+      const bool slow = level == LANCEBILL_AVX2 || level == LANCEBILL_AVXVNNI;
+      if (!(lancebill_levels() >> level & 1) || (tokens == 512 && slow)) continue;
+      if (tokens < 512 && level == LANCEBILL_AMX) continue;
+      lancebill_work work = {};
       work.x = x.data(), work.out = out.data(), work.x_stride = work.out_stride = kHidden;
       work.tokens = tokens, work.top_k = kTop, work.ids = ids.data(), work.threads = threads, work.level = level;
-      std::vector<uint8_t> scratch(colibri_scratch_bytes(&t.layer, &work) + 64);
+      std::vector<uint8_t> scratch(lancebill_scratch_bytes(&t.layer, &work) + 64);
       work.scratch = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
       double best = 1e9;
       for (int i = 0; i < (tokens == 512 ? 2 : 4); i++) {
-        colibri_stream(big.data(), static_cast<int64_t>(big.size()), threads, 8);
+        lancebill_stream(big.data(), static_cast<int64_t>(big.size()), threads, 8);
         const double start = seconds();
-        colibri_run(&t.layer, &work);
+        lancebill_run(&t.layer, &work);
         best = std::min(best, seconds() - start);
       }
-      std::printf("%-9s threads %d tokens %3d %-8s %8.3f ms %6.1f GB/s %6.0f GFLOP/s\n", format, threads, tokens, colibri_level_name(level),
+      std::printf("%-9s threads %d tokens %3d %-8s %8.3f ms %6.1f GB/s %6.0f GFLOP/s\n", format, threads, tokens, lancebill_level_name(level),
                   best * 1e3, experts * static_cast<double>(t.expert_bytes) / best / 1e9, 6.0 * tokens * kTop * kHidden * kWidth / best / 1e9);
     }
   }
@@ -576,7 +576,7 @@ void time_all(int threads, const std::vector<std::string>& formats) {
   std::vector<uint8_t> big(400 << 20, 1);
   for (int i = 0; i < 3; i++) {
     const double start = seconds();
-    colibri_stream(big.data(), static_cast<int64_t>(big.size()), threads, 8);
+    lancebill_stream(big.data(), static_cast<int64_t>(big.size()), threads, 8);
     std::printf("stream    threads %d %6.1f GB/s\n", threads, static_cast<double>(big.size()) / (seconds() - start) / 1e9);
   }
   for (const std::string& format : formats) {

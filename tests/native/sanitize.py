@@ -14,14 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from colibri.native import build
+from lancebill.native import build
 
 TESTS = Path(__file__).parents[1] / "backend"
 CHILD = """
 import sys, pytest
-from colibri.native import build
+from lancebill.native import build
 build.LIBRARY = sys.argv[1]
-from colibri import native
+from lancebill import native
 print("kernels:", native.state().why, [str(level) for level in native.library().levels], flush=True)
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
 """
@@ -32,7 +32,7 @@ def main() -> None:
     if cxx is None:
         sys.exit("no C++ compiler")
     runtime = subprocess.run([cxx, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    with tempfile.TemporaryDirectory(prefix="colibri-sanitize-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lancebill-sanitize-") as folder:
         library = build.build(Path(folder) / build.LIBRARY, build.SANITIZE)
         settings = {
             "LD_PRELOAD": runtime.stdout.strip(),

@@ -1,4 +1,4 @@
-"""colibri.h and its ctypes mirror say the same; the built library agrees with both."""
+"""lancebill.h and its ctypes mirror say the same; the built library agrees with both."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from colibri.native import abi, build
+from lancebill.native import abi, build
 
-HEADER = (build.HERE / "colibri.h").read_text(encoding="utf-8")
+HEADER = (build.HERE / "lancebill.h").read_text(encoding="utf-8")
 ENUMS: dict[str, tuple[type[IntEnum], str]] = {
-    "colibri_codes": (abi.Codes, "COLIBRI_"),
-    "colibri_scale": (abi.Scale, "COLIBRI_SCALE_"),
-    "colibri_zero": (abi.Zero, "COLIBRI_ZERO_"),
-    "colibri_input_kind": (abi.Input, "COLIBRI_INPUT_"),
-    "colibri_float": (abi.Float, "COLIBRI_"),
-    "colibri_activation": (abi.Activation, "COLIBRI_"),
-    "colibri_level": (abi.Level, "COLIBRI_"),
+    "lancebill_codes": (abi.Codes, "LANCEBILL_"),
+    "lancebill_scale": (abi.Scale, "LANCEBILL_SCALE_"),
+    "lancebill_zero": (abi.Zero, "LANCEBILL_ZERO_"),
+    "lancebill_input_kind": (abi.Input, "LANCEBILL_INPUT_"),
+    "lancebill_float": (abi.Float, "LANCEBILL_"),
+    "lancebill_activation": (abi.Activation, "LANCEBILL_"),
+    "lancebill_level": (abi.Level, "LANCEBILL_"),
 }
-STRUCTS = {"colibri_matrix": abi.Matrix, "colibri_layer": abi.Layer, "colibri_work": abi.Work}
+STRUCTS = {"lancebill_matrix": abi.Matrix, "lancebill_layer": abi.Layer, "lancebill_work": abi.Work}
 
 
 @pytest.mark.parametrize("name", ENUMS)
@@ -30,18 +30,18 @@ def test_numbers_are_those_of_the_header(name: str) -> None:
     mine, prefix = ENUMS[name]
     body = re.search(rf"enum {name} \{{(.*?)\}}", HEADER, re.DOTALL)
     assert body is not None
-    said = {key.removeprefix(prefix): int(value) for key, value in re.findall(r"(COLIBRI_\w+) = (\d+)", body[1])}
+    said = {key.removeprefix(prefix): int(value) for key, value in re.findall(r"(LANCEBILL_\w+) = (\d+)", body[1])}
     said.pop("LEVELS", None)
     assert said == {member.name: member.value for member in mine}
 
 
 def test_the_version_is_that_of_the_header() -> None:
-    assert f"#define COLIBRI_ABI {abi.ABI}\n" in HEADER
+    assert f"#define LANCEBILL_ABI {abi.ABI}\n" in HEADER
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_fields_lie_where_the_compiler_puts_them(tmp_path: Path) -> None:
-    lines = ['#include "colibri.h"', "#include <cstdio>", "int main() {"]
+    lines = ['#include "lancebill.h"', "#include <cstdio>", "int main() {"]
     wanted = []
     for name, struct in STRUCTS.items():
         lines.append(f'std::printf("%zu\\n", sizeof({name}));')

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from colibri import native
-from colibri.native import build
+from lancebill import native
+from lancebill.native import build
 
 COMPILER = build.compiler() is not None
-LEVEL = "from colibri import native; print(native.state().why)"
+LEVEL = "from lancebill import native; print(native.state().why)"
 CHOSEN = """
-from colibri import oracle
-from colibri.problem import Device
-from colibri.shapes import parse_shape
-from colibri.grammar import ACTIVATIONS, parse_spec
+from lancebill import oracle
+from lancebill.problem import Device
+from lancebill.shapes import parse_shape
+from lancebill.grammar import ACTIVATIONS, parse_spec
 problem = parse_shape("4,64,64,2").problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
 choice = oracle.select(problem, Device("cpu"), tokens=1)
 print(choice.backend.name)
@@ -34,23 +34,23 @@ def run(code: str, **variables: str) -> str:
 
 
 def test_switched_off_plain_torch_computes_and_the_table_says_why() -> None:
-    told = run(CHOSEN, COLIBRI_NATIVE="off")
+    told = run(CHOSEN, LANCEBILL_NATIVE="off")
     assert told.startswith("torch-cpu\n")
-    assert "cpu: switched off (COLIBRI_NATIVE=off)" in told
+    assert "cpu: switched off (LANCEBILL_NATIVE=off)" in told
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
 def test_a_level_can_be_named() -> None:
-    assert run(LEVEL, COLIBRI_NATIVE="portable") == "built, runs portable\n"
+    assert run(LEVEL, LANCEBILL_NATIVE="portable") == "built, runs portable\n"
     told = subprocess.run(
-        [sys.executable, "-c", LEVEL], capture_output=True, text=True, env=os.environ | {"COLIBRI_NATIVE": "mmx"}
+        [sys.executable, "-c", LEVEL], capture_output=True, text=True, env=os.environ | {"LANCEBILL_NATIVE": "mmx"}
     )
     assert "no such level" in told.stderr and "got mmx" in told.stderr
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
 def test_built_kernels_are_chosen() -> None:
-    assert run(CHOSEN, COLIBRI_NATIVE="").startswith("cpu\n")
+    assert run(CHOSEN, LANCEBILL_NATIVE="").startswith("cpu\n")
 
 
 def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.convert import Options, Report, convert, prepare
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.load import load_projection
-from colibri.checkpoint.target import choose
-from colibri.codec import dequantize
-from colibri.formats import registry
-from colibri.formats.base import Example
-from colibri.grammar import parse_spec
-from colibri.testing.checkpoints import Geometry, generate, save
-from colibri.weight import same_bits
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.convert import Options, Report, convert, prepare
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.load import load_projection
+from lancebill.checkpoint.target import choose
+from lancebill.codec import dequantize
+from lancebill.formats import registry
+from lancebill.formats.base import Example
+from lancebill.grammar import parse_spec
+from lancebill.testing.checkpoints import Geometry, generate, save
+from lancebill.weight import same_bits
 
 SIZE = Geometry(experts=2, hidden=256, intermediate=128, layers=1)
 

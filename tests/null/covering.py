@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from colibri.checkpoint.naming import TABLE, Form, Naming
-from colibri.checkpoint.placement import LINEAR, ROUND_ROBIN, Placement
-from colibri.codec import dequantize
-from colibri.dtypes import DType
-from colibri.errors import CannotEncode
-from colibri.formats import registry
-from colibri.formats.base import Example, Format
-from colibri.quant import DIV, Scale
-from colibri.testing.weights import random_example
-from colibri.weight import LogicalWeight
+from lancebill.checkpoint.naming import TABLE, Form, Naming
+from lancebill.checkpoint.placement import LINEAR, ROUND_ROBIN, Placement
+from lancebill.codec import dequantize
+from lancebill.dtypes import DType
+from lancebill.errors import CannotEncode
+from lancebill.formats import registry
+from lancebill.formats.base import Example, Format
+from lancebill.quant import DIV, Scale
+from lancebill.testing.weights import random_example
+from lancebill.weight import LogicalWeight
 
 SIZES = {"tp": (1, 2, 4), "ep": (1, 2, 4), "redundant": (0, 2)}
 Layout = tuple[int, int, int]

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from colibri import errors as e
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.gguf import ARRAY
-from colibri.testing.gguf import string_bytes, value_bytes
+from lancebill import errors as e
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.gguf import ARRAY
+from lancebill.testing.gguf import string_bytes, value_bytes
 
-Row = tuple[Any, type[e.ColibriError], str]
+Row = tuple[Any, type[e.LancebillError], str]
 HUGE = 1 << 62
 SLACK = 1 << 20
 
 
-def assert_refused(path: Path, kind: type[e.ColibriError], fragment: str) -> None:
+def assert_refused(path: Path, kind: type[e.LancebillError], fragment: str) -> None:
     """The error, of exactly this kind, saying where; in time; in no more memory than the files have."""
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
     tracemalloc.start()
     started = time.process_time()  # of this process alone: a busy machine refuses no later
     try:
-        with pytest.raises(e.ColibriError) as caught:
+        with pytest.raises(e.LancebillError) as caught:
             Checkpoint.open(path)
         elapsed, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]
     finally:

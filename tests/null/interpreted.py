@@ -21,20 +21,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as interpreting
 
-from colibri.backends import registry
-from colibri.backends.hopper import plan as planning
-from colibri.backends.hopper import rowwise, workspace
-from colibri.backends.hopper.layout import HopperLayout
-from colibri.backends.hopper.plan import HopperPlan, make_plan, scratch
-from colibri.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
-from colibri.backends.hopper.steps import steps
-from colibri.codec import dequantize
-from colibri.dispatch import Contiguous, Indexed, to_batched, to_contiguous
-from colibri.grammar import parse_activation
-from colibri.kernels import decode, epilogue, rows
-from colibri.layout import Packed, as_integer
-from colibri.problem import BATCHED, CONTIGUOUS, Device, Problem
-from colibri.testing.layers import layer_problem, plausible_weight, routing, worst_row
+from lancebill.backends import registry
+from lancebill.backends.hopper import plan as planning
+from lancebill.backends.hopper import rowwise, workspace
+from lancebill.backends.hopper.layout import HopperLayout
+from lancebill.backends.hopper.plan import HopperPlan, make_plan, scratch
+from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
+from lancebill.backends.hopper.steps import steps
+from lancebill.codec import dequantize
+from lancebill.dispatch import Contiguous, Indexed, to_batched, to_contiguous
+from lancebill.grammar import parse_activation
+from lancebill.kernels import decode, epilogue, rows
+from lancebill.layout import Packed, as_integer
+from lancebill.problem import BATCHED, CONTIGUOUS, Device, Problem
+from lancebill.testing.layers import layer_problem, plausible_weight, routing, worst_row
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

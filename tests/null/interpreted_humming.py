@@ -10,8 +10,8 @@ import pytest
 import torch
 from interpreted import scalars
 
-from colibri.backends.humming import rows
-from colibri.bench import reading
+from lancebill.backends.humming import rows
+from lancebill.bench import reading
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colibri.dtypes import ZERO16, DType, codebook
-from colibri.grammar import parse_spec
-from colibri.quant import DIV, Level, QuantSpec, Scale, Zero, group
-from colibri.weight import LogicalWeight
+from lancebill.dtypes import ZERO16, DType, codebook
+from lancebill.grammar import parse_spec
+from lancebill.quant import DIV, Level, QuantSpec, Scale, Zero, group
+from lancebill.weight import LogicalWeight
 
 # One name for every kind of spec: each number type, each shape of block, every combination of levels.
 NAMES = [

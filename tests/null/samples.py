@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from colibri.checkpoint.raw import bytes_of
-from colibri.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
+from lancebill.checkpoint.raw import bytes_of
+from lancebill.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
 
 
 def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.codec import dequantize, quantize
-from colibri.dtypes import F16
-from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
-from colibri.formats import detect
-from colibri.formats.awq import FORMAT, AwqScheme
-from colibri.formats.base import Config, Dense, Module, Stored
-from colibri.grammar import parse_spec
-from colibri.quant import CHANNEL, group, int_spec
-from colibri.testing.weights import random_weight
+from lancebill.codec import dequantize, quantize
+from lancebill.dtypes import F16
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import detect
+from lancebill.formats.awq import FORMAT, AwqScheme
+from lancebill.formats.base import Config, Dense, Module, Stored
+from lancebill.grammar import parse_spec
+from lancebill.quant import CHANNEL, group, int_spec
+from lancebill.testing.weights import random_weight
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 NAME = "model.layers.0.mlp.experts.7.gate_proj"

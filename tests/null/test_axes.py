@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri import axes as ax
-from colibri.packing import pack_bits, unpack_bits
+from lancebill import axes as ax
+from lancebill.packing import pack_bits, unpack_bits
 
 ASSERTS = pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")
 NIBBLES, BYTES, WORD4, WORD3 = (4, 8), (8, 8), (4, 32), (3, 32)

@@ -1,4 +1,4 @@
-"""The benchmark harness: fair turns, checked results, honest floors, and what `colibri bench` writes."""
+"""The benchmark harness: fair turns, checked results, honest floors, and what `lancebill bench` writes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-import colibri.backends as backends
-from colibri import oracle
-from colibri.activation import Activation
-from colibri.backends.base import Plan
-from colibri.backends.reference import BACKEND as REFERENCE
-from colibri.backends.reference import Reference
-from colibri.bench import ceilings as rates
-from colibri.bench import peers, timing, workload
-from colibri.bench.ceilings import Ceilings
-from colibri.bench.check import check, expected
-from colibri.bench.report import Row, Work
-from colibri.bench.run import Setup, run
-from colibri.bench.timing import Call, Clock, Times, last_level_cache, measure
-from colibri.bench.workload import Batch, Weights, batches
-from colibri.cli.main import app
-from colibri.dispatch import Dispatch
-from colibri.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
-from colibri.grammar import ACTIVATIONS, parse_spec
-from colibri.layout import Packed, PlainLayout
-from colibri.problem import Problem
-from colibri.shapes import Shape, parse_shape
+import lancebill.backends as backends
+from lancebill import oracle
+from lancebill.activation import Activation
+from lancebill.backends.base import Plan
+from lancebill.backends.reference import BACKEND as REFERENCE
+from lancebill.backends.reference import Reference
+from lancebill.bench import ceilings as rates
+from lancebill.bench import peers, timing, workload
+from lancebill.bench.ceilings import Ceilings
+from lancebill.bench.check import check, expected
+from lancebill.bench.report import Row, Work
+from lancebill.bench.run import Setup, run
+from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
+from lancebill.bench.workload import Batch, Weights, batches
+from lancebill.cli.main import app
+from lancebill.dispatch import Dispatch
+from lancebill.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
+from lancebill.grammar import ACTIVATIONS, parse_spec
+from lancebill.layout import Packed, PlainLayout
+from lancebill.problem import Problem
+from lancebill.shapes import Shape, parse_shape
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def problem_of(weights: str = "mxfp4", activations: str = "bf16", shape: Shape =
     return shape.problem(parse_spec(weights), ACTIVATIONS[activations])
 
 
-def colibri(*words: object) -> Result:
+def lancebill(*words: object) -> Result:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
@@ -134,7 +134,7 @@ def test_wrong_results_are_not_timed(defect: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(WrongResult, match="wrong, 3 tokens"):
         run(Setup(SHAPE, "mxfp4", tokens=(3,), backends=("wrong",), repeats=1))
     words = ("--shape", "4,64,64,2", "--weights", "mxfp4", "--tokens", "3", "--repeats", "1", "--backend", "wrong")
-    result = colibri("bench", *words)
+    result = lancebill("bench", *words)
     assert result.exit_code == PROBLEM
     assert "wrong, 3 tokens" in result.stderr
 
@@ -345,7 +345,7 @@ ROW = {"shape", "weights", "activations", "tokens", "routing", "part", "us", "sp
 def test_bench_writes_its_figures(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     file = tmp_path / "bench.json"
-    result = colibri(*WORDS, "--peers", "torch-grouped,torch-loop", "--threads", 1, "--json", file)
+    result = lancebill(*WORDS, "--peers", "torch-grouped,torch-loop", "--threads", 1, "--json", file)
     assert result.exit_code == FINE, result.output
     assert "torch-loop" in result.stdout
     assert "4 tokens" in result.stderr
@@ -370,7 +370,7 @@ def test_bench_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_bench_takes_batch_invariant_order(tmp_path: Path) -> None:
-    result = colibri(*WORDS, "--order", "batch-invariant", "--json", tmp_path / "bench.json")
+    result = lancebill(*WORDS, "--order", "batch-invariant", "--json", tmp_path / "bench.json")
     assert result.exit_code == FINE, result.output
     assert json.loads((tmp_path / "bench.json").read_text())["meta"]["problem"]["order"] == "batch-invariant"
 
@@ -378,7 +378,7 @@ def test_bench_takes_batch_invariant_order(tmp_path: Path) -> None:
 def test_bench_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for file in (tmp_path / "bench.png", tmp_path / "bench.svg"):
-        result = colibri(*WORDS, "--peers", "torch-loop-fp32", "--routing", "zipf", "--plot", file)
+        result = lancebill(*WORDS, "--peers", "torch-loop-fp32", "--routing", "zipf", "--plot", file)
         assert result.exit_code == FINE, result.output
         assert file.stat().st_size > 10_000
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -386,7 +386,7 @@ def test_bench_draws(tmp_path: Path) -> None:
 
 def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = colibri(*WORDS, "--plot", tmp_path / "bench.png")
+    result = lancebill(*WORDS, "--plot", tmp_path / "bench.png")
     assert result.exit_code == PROBLEM
     assert "pip install matplotlib" in result.stderr
     assert "measuring" not in result.stderr
@@ -409,7 +409,7 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_not_used_right(words: tuple[str, str]) -> None:
-    result = colibri(*WORDS, *words)
+    result = lancebill(*WORDS, *words)
     assert result.exit_code == USAGE
     assert "measuring" not in result.stderr
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from colibri.bench.beside import best, compare, geometric_mean, summarize
-from colibri.bench.first import Question, first_forward
-from colibri.bench.roofline import draw_roofline, fractions, is_race
-from colibri.bench.run import Setup, run
-from colibri.bench.steady import Steady
-from colibri.cli.main import app
-from colibri.errors import LaunchError, SpecError
-from colibri.shapes import parse_shape
+from lancebill.bench.beside import best, compare, geometric_mean, summarize
+from lancebill.bench.first import Question, first_forward
+from lancebill.bench.roofline import draw_roofline, fractions, is_race
+from lancebill.bench.run import Setup, run
+from lancebill.bench.steady import Steady
+from lancebill.cli.main import app
+from lancebill.errors import LaunchError, SpecError
+from lancebill.shapes import parse_shape
 
 
 def cell(part: str, tokens: int, ours: float, **peers_us: float) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def race() -> dict[str, Any]:
 
 def test_fractions_of_the_floor() -> None:
     lines = fractions([row for row in race()["rows"] if row["part"] == "qwen3-mxfp4-bf16"])
-    assert [tokens for tokens, _ in lines["colibri"]] == [1, 64]
-    assert [share for _, share in lines["colibri"]] == pytest.approx([0.8, 0.8])
+    assert [tokens for tokens, _ in lines["lancebill"]] == [1, 64]
+    assert [share for _, share in lines["lancebill"]] == pytest.approx([0.8, 0.8])
     assert [share for _, share in lines["humming"]] == pytest.approx([0.8 / 1.5] * 2)
 
 

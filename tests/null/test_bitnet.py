@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.bitnet import pack_weights, unpack_weights
 
-from colibri.codec import dequantize, quantize
-from colibri.dtypes import BF16, F32, TERNARY
-from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
-from colibri.formats import detect
-from colibri.formats.base import Config, Dense, Module, Stored
-from colibri.formats.bitnet import FORMAT, BitNetScheme
-from colibri.grammar import parse_activation, parse_spec
-from colibri.quant import DIV, MUL, TENSOR, QuantSpec, Scale
+from lancebill.codec import dequantize, quantize
+from lancebill.dtypes import BF16, F32, TERNARY
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import detect
+from lancebill.formats.base import Config, Dense, Module, Stored
+from lancebill.formats.bitnet import FORMAT, BitNetScheme
+from lancebill.grammar import parse_activation, parse_spec
+from lancebill.quant import DIV, MUL, TENSOR, QuantSpec, Scale
 
 DIGITS = [[-1, 0], [1, 1], [0, -1], [1, 0], [-1, -1], [0, 1], [1, 1], [0, 0]]
 STORED = {".weight": Stored("U8", (2, 2)), ".weight_scale": Stored("F32", (1,))}

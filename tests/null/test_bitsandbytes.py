@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri import axes as ax
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint.load import load_expert, plan_layer
-from colibri.checkpoint.placement import Placement
-from colibri.codec import dequantize, quantize
-from colibri.dtypes import BNB_FP4, NF4
-from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
-from colibri.formats import detect
-from colibri.formats.base import Config, Dense, Module, Scheme, Stored
-from colibri.formats.bitsandbytes import FORMAT, INT8, Bnb4Scheme
-from colibri.grammar import parse_spec
-from colibri.quant import NF4_G64
-from colibri.stored import DTYPE_NAMES
-from colibri.testing.checkpoints import Generated
-from colibri.weight import same_bits
+from lancebill import axes as ax
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint.load import load_expert, plan_layer
+from lancebill.checkpoint.placement import Placement
+from lancebill.codec import dequantize, quantize
+from lancebill.dtypes import BNB_FP4, NF4
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import detect
+from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
+from lancebill.formats.bitsandbytes import FORMAT, INT8, Bnb4Scheme
+from lancebill.grammar import parse_spec
+from lancebill.quant import NF4_G64
+from lancebill.stored import DTYPE_NAMES
+from lancebill.testing.checkpoints import Generated
+from lancebill.weight import same_bits
 
 NAME = "model.layers.0.mlp.experts.0.gate_proj"
 

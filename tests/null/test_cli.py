@@ -13,14 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.files import Checkpoint
-from colibri.cli import console as ui
-from colibri.cli.main import app
-from colibri.formats import registry
-from colibri.formats.base import Example
-from colibri.testing.checkpoints import Geometry, generate, save
-from colibri.testing.gguf import write_gguf
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.cli import console as ui
+from lancebill.cli.main import app
+from lancebill.formats import registry
+from lancebill.formats.base import Example
+from lancebill.testing.checkpoints import Geometry, generate, save
+from lancebill.testing.gguf import write_gguf
 
 SIZE = Geometry(experts=4, hidden=256, intermediate=256, layers=2)
 FINE, PROBLEM, USAGE = 0, 1, 2
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     return checkpoint(tmp_path)
 
 
-def colibri(*words: object) -> Result:
+def lancebill(*words: object) -> Result:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.output
@@ -59,7 +59,7 @@ def parsed(result: Result) -> dict[str, Any]:
 
 def test_inspect_tells_what_a_checkpoint_is(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, "compressed-tensors", "mxfp4-pack-quantized-mxfp4")
-    found = parsed(colibri("inspect", source, "--json"))
+    found = parsed(lancebill("inspect", source, "--json"))
     assert (found["format"], found["family"]) == ("compressed-tensors", "qwen3_moe")
     assert (found["layers"], found["experts"], found["hidden"], found["intermediate"]) == (2, 4, 256, 256)
     (group,) = found["groups"]
@@ -68,7 +68,7 @@ def test_inspect_tells_what_a_checkpoint_is(tmp_path: Path) -> None:
     assert group["w13"]["bits_per_weight"] == found["bits_per_weight"] == 4.25
     assert found["bytes"]["experts"] == 2 * 4 * 3 * 256 * 256 * 17 // 32
     assert found["problems"] == 0
-    text = colibri("inspect", source)
+    text = lancebill("inspect", source)
     assert text.exit_code == FINE
     for word in ("compressed-tensors", "2 layers x 4 experts", "mxfp4", "4.250", "835.58 kB"):
         assert word in text.stdout
@@ -83,26 +83,26 @@ def test_inspect_names_layers_that_differ(tmp_path: Path) -> None:
     tensors |= {n: t for n, t in other.tensors.items() if ".layers.1." in n}
     quant = {**made.config.quant, "dynamic": {r"-:model\.layers\.1\.": {}}}
     source = save(replace(made, tensors=tensors, config=replace(made.config, quant=quant)), tmp_path / "mixed")
-    groups = parsed(colibri("inspect", source, "--json"))["groups"]
+    groups = parsed(lancebill("inspect", source, "--json"))["groups"]
     assert [(g["layers"], g["w2"]["spec"]) for g in groups] == [("0, 2", "int4-g64:fp16"), ("1", "bf16")]
 
 
 def test_inspect_plans_memory_and_lists_a_layer(model: Path) -> None:
-    found = parsed(colibri("inspect", model, "--memory", "--tp", 2, "--ep", 4, "--layer", 1, "--json"))
+    found = parsed(lancebill("inspect", model, "--memory", "--tp", 2, "--ep", 4, "--layer", 1, "--json"))
     assert [(r["tp_rank"], r["ep_rank"]) for r in found["memory"]["ranks"]] == [
         (t, e) for e in range(4) for t in (0, 1)
     ]
     assert sum(rank["final"] for rank in found["memory"]["ranks"]) == found["bytes"]["experts"]
     assert found["layer"]["tensors"][0]["tensor"] == "model.layers.1.mlp.experts.0.gate_proj.weight"
-    text = colibri("inspect", model, "--tp", 2, "--layer", 0).stdout
+    text = lancebill("inspect", model, "--tp", 2, "--layer", 0).stdout
     assert "peak of loading" in text and "model.layers.0.mlp.experts.0.down_proj.weight" in text
 
 
 def test_inspect_refuses_what_cannot_be(model: Path) -> None:
-    result = colibri("inspect", model, "--memory", "--tp", 3, "--json")
+    result = lancebill("inspect", model, "--memory", "--tp", 3, "--json")
     assert result.exit_code == PROBLEM
     assert parsed(result)["error"]["error"] == "ShardError"
-    result = colibri("inspect", model, "--layer", 9)
+    result = lancebill("inspect", model, "--layer", 9)
     assert result.exit_code == PROBLEM
     assert "0-1" in result.stderr
 
@@ -111,12 +111,12 @@ def test_inspect_refuses_what_cannot_be(model: Path) -> None:
 
 
 def test_verify_finds_nothing_wrong(model: Path) -> None:
-    result = colibri("verify", model, "--values", "--json")
+    result = lancebill("verify", model, "--values", "--json")
     assert result.exit_code == FINE
     found = parsed(result)
     assert found["ok"] and not found["problems"] and not found["warnings"]
     assert found["checked"] == {"layers": 2, "tensors": 24, "matrices": 24}
-    assert "fine" in colibri("verify", model).stdout
+    assert "fine" in lancebill("verify", model).stdout
 
 
 def test_verify_lists_everything_at_once(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_verify_lists_everything_at_once(tmp_path: Path) -> None:
     del made.tensors[f"{home}.0.up_proj.weight"]
     made.tensors[f"{home}.2.down_proj.weight"] = torch.zeros(3, 4).to(torch.float8_e4m3fn)
     made.tensors[f"{home}.7.extra"] = torch.zeros(1)
-    result = colibri("verify", save(made, tmp_path / "bad"), "--values", "--json")
+    result = lancebill("verify", save(made, tmp_path / "bad"), "--values", "--json")
     assert result.exit_code == PROBLEM
     kinds = {problem["error"] for problem in parsed(result)["problems"]}
     assert {"MissingTensor", "WrongShape", "UnexpectedTensor"} <= kinds
-    text = colibri("verify", tmp_path / "bad").stdout
+    text = lancebill("verify", tmp_path / "bad").stdout
     assert "layer 1, expert 2, down" in text and "problems" in text
 
 
@@ -141,8 +141,8 @@ def test_verify_values_names_the_tensor(model: Path) -> None:
     with info.file.open("r+b") as file:
         file.seek(info.start)
         file.write(b"\xc0\x7f")
-    assert colibri("verify", model).exit_code == FINE
-    result = colibri("verify", model, "--values", "--json")
+    assert lancebill("verify", model).exit_code == FINE
+    result = lancebill("verify", model, "--values", "--json")
     assert result.exit_code == PROBLEM
     (problem,) = parsed(result)["problems"]
     assert problem["where"] == f"layer 1, expert 3, up ({name})"
@@ -153,10 +153,10 @@ def test_unknown_config_keys_warn_and_fail_when_strict(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"]["moonphase"] = 3
     (source / "config.json").write_text(json.dumps(config))
-    relaxed = colibri("verify", source, "--json")
+    relaxed = lancebill("verify", source, "--json")
     assert relaxed.exit_code == FINE
     assert "moonphase" in parsed(relaxed)["warnings"][0]["what"]
-    assert colibri("verify", source, "--strict").exit_code == PROBLEM
+    assert lancebill("verify", source, "--strict").exit_code == PROBLEM
 
 
 BROKEN = {
@@ -176,11 +176,11 @@ BROKEN = {
 def test_no_command_dies_of_a_bad_file(kind: str, model: Path, tmp_path: Path) -> None:
     BROKEN[kind](model)
     for words in (("verify", model), ("inspect", model), ("convert", model, tmp_path / "out", "--to", "mxfp4")):
-        result = colibri(*words, "--json")
+        result = lancebill(*words, "--json")
         assert result.exit_code == PROBLEM, words
         found = parsed(result)
         assert found["problems"] if words[0] == "verify" else found["error"]
-        text = colibri(*words)
+        text = lancebill(*words)
         assert text.exit_code == PROBLEM
         assert "problem" in text.output or "error" in text.output
     assert not (tmp_path / "out").exists()
@@ -190,26 +190,26 @@ def test_no_command_dies_of_a_bad_file(kind: str, model: Path, tmp_path: Path) -
 
 
 def test_convert_reports_what_it_did(model: Path, tmp_path: Path) -> None:
-    result = colibri("convert", model, tmp_path / "out", "--to", "nvfp4", "--json")
+    result = lancebill("convert", model, tmp_path / "out", "--to", "nvfp4", "--json")
     assert result.exit_code == FINE
     found = parsed(result)
     assert (found["spec"], found["format"]) == ("nvfp4-div", "compressed-tensors")
     assert [row["layer"] for row in found["loss"]["layers"]] == [0, 1]
     assert 0 < found["loss"]["total"]["rms_error"] < 0.2
-    assert colibri("verify", tmp_path / "out", "--values", "--strict").exit_code == FINE
-    again = colibri("convert", tmp_path / "out", tmp_path / "back", "--to", "bf16")
+    assert lancebill("verify", tmp_path / "out", "--values", "--strict").exit_code == FINE
+    again = lancebill("convert", tmp_path / "out", tmp_path / "back", "--to", "bf16")
     assert again.exit_code == FINE
     assert "RMS error" in again.stdout and "all" in again.stdout
-    assert parsed(colibri("inspect", tmp_path / "back", "--json"))["format"] == "dense"
+    assert parsed(lancebill("inspect", tmp_path / "back", "--json"))["format"] == "dense"
 
 
 def test_convert_replaces_only_when_told(model: Path, tmp_path: Path) -> None:
-    assert colibri("convert", model, tmp_path / "out", "--to", "int8").exit_code == FINE
-    refused = colibri("convert", model, tmp_path / "out", "--to", "mxfp4", "--json")
+    assert lancebill("convert", model, tmp_path / "out", "--to", "int8").exit_code == FINE
+    refused = lancebill("convert", model, tmp_path / "out", "--to", "mxfp4", "--json")
     assert refused.exit_code == PROBLEM
     assert "--overwrite" in parsed(refused)["error"]["hint"]
-    assert colibri("convert", model, tmp_path / "out", "--to", "mxfp4", "--overwrite").exit_code == FINE
-    assert parsed(colibri("inspect", tmp_path / "out", "--json"))["groups"][0]["w2"]["spec"] == "mxfp4"
+    assert lancebill("convert", model, tmp_path / "out", "--to", "mxfp4", "--overwrite").exit_code == FINE
+    assert parsed(lancebill("inspect", tmp_path / "out", "--json"))["groups"][0]["w2"]["spec"] == "mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -224,16 +224,16 @@ def test_convert_replaces_only_when_told(model: Path, tmp_path: Path) -> None:
 )
 def test_convert_says_what_could_be_asked_for(to: str, fmt: str | None, hint: str, model: Path, tmp_path: Path) -> None:
     words = ["convert", model, tmp_path / "out", "--to", to, *(["--format", fmt] if fmt else [])]
-    result = colibri(*words)
+    result = lancebill(*words)
     assert result.exit_code == USAGE
     assert hint in result.stderr
-    assert parsed(colibri(*words, "--json"))["error"]["what"]
+    assert parsed(lancebill(*words, "--json"))["error"]["what"]
 
 
 def test_the_mx_rule_matters(model: Path, tmp_path: Path) -> None:
     losses = {}
     for rule in ("floor", "ceil"):
-        found = parsed(colibri("convert", model, tmp_path / rule, "--to", "mxfp4", "--mx-rule", rule, "--json"))
+        found = parsed(lancebill("convert", model, tmp_path / rule, "--to", "mxfp4", "--mx-rule", rule, "--json"))
         losses[rule] = found["loss"]["total"]
     assert losses["floor"]["saturated"] > 0 == losses["ceil"]["saturated"]
 
@@ -256,11 +256,11 @@ def test_gguf_is_converted_by_its_experts_or_refused(tmp_path: Path) -> None:
     }
     source = tmp_path / "model.gguf"
     write_gguf(source, metadata, tensors)
-    assert parsed(colibri("inspect", source, "--json"))["format"] == "gguf"
-    refused = colibri("convert", source, tmp_path / "out", "--to", "fp16")
+    assert parsed(lancebill("inspect", source, "--json"))["format"] == "gguf"
+    refused = lancebill("convert", source, tmp_path / "out", "--to", "fp16")
     assert refused.exit_code == PROBLEM
     assert "--experts-only" in refused.stderr
-    assert colibri("convert", source, tmp_path / "out", "--to", "fp16", "--experts-only").exit_code == FINE
+    assert lancebill("convert", source, tmp_path / "out", "--to", "fp16", "--experts-only").exit_code == FINE
     with Checkpoint.open(tmp_path / "out") as written:
         assert len(written.tensors) == 6
         kept = written.read("model.layers.0.mlp.experts.1.down_proj.weight")
@@ -271,24 +271,24 @@ def test_gguf_is_converted_by_its_experts_or_refused(tmp_path: Path) -> None:
 
 
 def test_env_knows_this_machine() -> None:
-    found = parsed(colibri("env", "--json"))
+    found = parsed(lancebill("env", "--json"))
     assert found["packages"]["torch"] == torch.__version__
     assert {"gptq", "compressed-tensors", "dense"} <= set(found["formats"])
     assert found["cpu"]["cores"] >= 1
-    assert "formats" in colibri("env").stdout
+    assert "formats" in lancebill("env").stdout
 
 
 @pytest.mark.parametrize("words", [("verify",), ("inspect",), ("convert", "--to", "mxfp4")])
 def test_paths_that_are_not_there_are_a_mistake_of_use(words: tuple[str, ...], tmp_path: Path) -> None:
     paths = [tmp_path / "nowhere", *([tmp_path / "out"] if words[0] == "convert" else [])]
-    result = colibri(words[0], *paths, *words[1:], "--json")
+    result = lancebill(words[0], *paths, *words[1:], "--json")
     assert result.exit_code == USAGE
     assert parsed(result)["error"]["what"] == "no such file or folder"
-    assert colibri(words[0]).exit_code == USAGE
+    assert lancebill(words[0]).exit_code == USAGE
 
 
 def test_names_from_files_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from colibri.errors import MalformedFile
+    from lancebill.errors import MalformedFile
 
     ui.print_error(MalformedFile("[bold]x[/bold] [/nonsense]", where="[red]"), ui.console())
     assert "[bold]x[/bold] [/nonsense]" in capsys.readouterr().out
@@ -301,10 +301,10 @@ def test_numbers_for_people() -> None:
 
 def test_the_program_itself(model: Path) -> None:
     """One real process: help without torch, and a command from start to end."""
-    code = "import sys; from colibri.cli.main import app; app(['--help'], standalone_mode=False); "
+    code = "import sys; from lancebill.cli.main import app; app(['--help'], standalone_mode=False); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-    command = [sys.executable, "-m", "colibri.cli.main", "inspect", str(model), "--json"]
+    command = [sys.executable, "-m", "lancebill.cli.main", "inspect", str(model), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == FINE and done.stderr == ""
     assert json.loads(done.stdout)["experts"] == 4

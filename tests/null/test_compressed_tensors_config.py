@@ -9,15 +9,15 @@ import pytest
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 
-from colibri.dtypes import BF16
-from colibri.errors import CannotEncode, UnsupportedFormat
-from colibri.formats import _ct_schemes as ct
-from colibri.formats._ct_config import FIXED, FLOAT, INT, PACK, write_config
-from colibri.formats._floats import FloatScheme
-from colibri.formats.base import Config, Module, Scheme, Stored
-from colibri.formats.compressed_tensors import FORMAT
-from colibri.grammar import parse_activation, parse_spec
-from colibri.quant import (
+from lancebill.dtypes import BF16
+from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats import _ct_schemes as ct
+from lancebill.formats._ct_config import FIXED, FLOAT, INT, PACK, write_config
+from lancebill.formats._floats import FloatScheme
+from lancebill.formats.base import Config, Module, Scheme, Stored
+from lancebill.formats.compressed_tensors import FORMAT
+from lancebill.grammar import parse_activation, parse_spec
+from lancebill.quant import (
     CHANNEL,
     DENSE_BF16,
     DENSE_F16,

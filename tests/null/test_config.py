@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colibri.checkpoint.config import read_config
-from colibri.errors import UnsupportedFormat
+from lancebill.checkpoint.config import read_config
+from lancebill.errors import UnsupportedFormat
 
 GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}

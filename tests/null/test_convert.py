@@ -9,19 +9,19 @@ import pytest
 import torch
 from conversion import SIZE, biases, dense_source, example_of, files, matrices, read_config, row_of, run, same
 
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.convert import fit
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.naming import GATE, UP
-from colibri.checkpoint.target import choose
-from colibri.codec import dequantize, quantize
-from colibri.formats.base import Example, Format
-from colibri.grammar import parse_spec
-from colibri.quant import NVFP4, NVFP4_DIV
-from colibri.testing.checkpoints import Geometry, generate, save
-from colibri.testing.conformance import all_examples
-from colibri.testing.models import write_model
-from colibri.weight import same_bits
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.convert import fit
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.naming import GATE, UP
+from lancebill.checkpoint.target import choose
+from lancebill.codec import dequantize, quantize
+from lancebill.formats.base import Example, Format
+from lancebill.grammar import parse_spec
+from lancebill.quant import NVFP4, NVFP4_DIV
+from lancebill.testing.checkpoints import Geometry, generate, save
+from lancebill.testing.conformance import all_examples
+from lancebill.testing.models import write_model
+from lancebill.weight import same_bits
 
 CONTAINERS = ("gguf",)  # formats with files of their own
 ROUND_TRIPS = [

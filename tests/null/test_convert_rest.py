@@ -11,19 +11,19 @@ import torch
 from conversion import SIZE, dense_source, example_of, files, matrices, read_config, row_of, run, same
 from torch import Tensor
 
-from colibri.checkpoint.convert import fit
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.target import choose
-from colibri.codec import dequantize, quantize
-from colibri.dtypes import F16
-from colibri.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
-from colibri.formats import registry
-from colibri.formats.base import Example, Module
-from colibri.formats.gptq import gptq_scheme
-from colibri.grammar import parse_spec
-from colibri.quant import DENSE_BF16, DENSE_F32, FP8_BLOCK, group, int_spec
-from colibri.testing.checkpoints import Generated, generate, save
-from colibri.weight import LogicalWeight, same_bits
+from lancebill.checkpoint.convert import fit
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.target import choose
+from lancebill.codec import dequantize, quantize
+from lancebill.dtypes import F16
+from lancebill.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
+from lancebill.formats import registry
+from lancebill.formats.base import Example, Module
+from lancebill.formats.gptq import gptq_scheme
+from lancebill.grammar import parse_spec
+from lancebill.quant import DENSE_BF16, DENSE_F32, FP8_BLOCK, group, int_spec
+from lancebill.testing.checkpoints import Generated, generate, save
+from lancebill.weight import LogicalWeight, same_bits
 
 # The rest of the model ------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
 
 
 def test_a_long_tensor_is_copied_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colibri.checkpoint.convert.COPY_BYTES", 1000)
+    monkeypatch.setattr("lancebill.checkpoint.convert.COPY_BYTES", 1000)
     example = example_of("dense", "bf16")
     extra = {"model.embed_tokens.weight": torch.randn(77, 256), "model.empty.weight": torch.randn(0, 256)}
     source = with_others(tmp_path / "source", example, extra)

@@ -36,10 +36,10 @@ from hostile import (
     pair,
 )
 
-from colibri import errors as e
-from colibri.checkpoint.files import INDEX, Checkpoint
-from colibri.checkpoint.gguf import STRING
-from colibri.testing.gguf import info_bytes, string_bytes, value_bytes
+from lancebill import errors as e
+from lancebill.checkpoint.files import INDEX, Checkpoint
+from lancebill.checkpoint.gguf import STRING
+from lancebill.testing.gguf import info_bytes, string_bytes, value_bytes
 
 # safetensors headers
 
@@ -161,7 +161,7 @@ def test_index(tmp_path: Path, name: str) -> None:
 
 # JSON configs
 
-CONFIGS: dict[str, tuple[str, bytes, type[e.ColibriError], str]] = {
+CONFIGS: dict[str, tuple[str, bytes, type[e.LancebillError], str]] = {
     "empty": ("config.json", b"", e.MalformedFile, "config.json"),
     "a list": ("config.json", b"[]", e.MalformedFile, "not an object"),
     "null": ("config.json", b"null", e.MalformedFile, "not an object"),

@@ -10,12 +10,12 @@ from typing import Any
 import safetensors
 from hostile import ARCH, GOOD, HUGE, PAIR, array, file_bytes, gguf_bytes, index, info, make_folder, nested, pair
 
-from colibri import errors as e
-from colibri.checkpoint.config import read_config
-from colibri.checkpoint.files import INDEX, Checkpoint
-from colibri.checkpoint.gguf import STRING
-from colibri.checkpoint.strict_json import parse_object
-from colibri.testing.gguf import string_bytes
+from lancebill import errors as e
+from lancebill.checkpoint.config import read_config
+from lancebill.checkpoint.files import INDEX, Checkpoint
+from lancebill.checkpoint.gguf import STRING
+from lancebill.checkpoint.strict_json import parse_object
+from lancebill.testing.gguf import string_bytes
 
 NUMBERS = (
     0,
@@ -76,7 +76,7 @@ def read_everything(path: Path) -> bool:
         with Checkpoint.open(path) as checkpoint:
             for name, tensor in checkpoint.tensors.items():
                 assert checkpoint.read(name).nbytes == tensor.nbytes
-    except e.ColibriError as error:
+    except e.LancebillError as error:
         str(error).encode("utf-8")
         return False
     return True
@@ -134,7 +134,7 @@ def test_mutated_configs_and_indexes(tmp_path: Path) -> None:
         rewrite(folder / "config.json", json.dumps(mutated(mutated(config, rng), rng)).encode())
         try:
             read_config(folder)
-        except e.ColibriError as error:
+        except e.LancebillError as error:
             str(error).encode("utf-8")
     (folder / "config.json").unlink()
     for _ in range(1500):

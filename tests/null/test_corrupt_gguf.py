@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hostile import ALIGNED, ARCH, HUGE, PAIR, U32, U64, Row, array, assert_refused, gguf_bytes, info, nested, pair
 
-from colibri import errors as e
-from colibri.checkpoint.gguf import ARRAY, STRING
-from colibri.testing.gguf import string_bytes, value_bytes
+from lancebill import errors as e
+from lancebill.checkpoint.gguf import ARRAY, STRING
+from lancebill.testing.gguf import string_bytes, value_bytes
 
 GGUF: dict[str, Row] = {
     "empty file": (b"", e.MalformedFile, "magic"),

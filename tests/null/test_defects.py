@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.backends import registry
-from colibri.backends.base import Backend, Plan, Reason
-from colibri.dispatch import Batched, Contiguous, Dispatch, Indexed
-from colibri.grammar import ACTIVATIONS
-from colibri.layout import Layout, Packed
-from colibri.problem import Device, Problem
-from colibri.testing import judge
+from lancebill.activation import Activation
+from lancebill.backends import registry
+from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.grammar import ACTIVATIONS
+from lancebill.layout import Layout, Packed
+from lancebill.problem import Device, Problem
+from lancebill.testing import judge
 
 CPU = Device("cpu")
 REFERENCE = registry()["reference"]

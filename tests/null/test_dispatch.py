@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.backends.reference import BACKEND
-from colibri.codec import dequantize, quantize
-from colibri.dispatch import Indexed, combine, localize, sort, to_batched, to_contiguous
-from colibri.errors import LaunchError
-from colibri.grammar import ACTIVATIONS
-from colibri.layout import MatrixShape, Packed
-from colibri.problem import BATCHED, CONTIGUOUS, Device, Problem
-from colibri.quant import CHANNEL, int_spec
-from colibri.weight import LogicalWeight
+from lancebill.activation import Activation
+from lancebill.backends.reference import BACKEND
+from lancebill.codec import dequantize, quantize
+from lancebill.dispatch import Indexed, combine, localize, sort, to_batched, to_contiguous
+from lancebill.errors import LaunchError
+from lancebill.grammar import ACTIVATIONS
+from lancebill.layout import MatrixShape, Packed
+from lancebill.problem import BATCHED, CONTIGUOUS, Device, Problem
+from lancebill.quant import CHANNEL, int_spec
+from lancebill.weight import LogicalWeight
 
 IDS = torch.tensor([[1, 2], [0, 1], [1, 3]])
 HIDDEN, INTER, EXPERTS, TOP_K = 16, 12, 6, 3

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import colibri.formats as formats
-from colibri.checkpoint.convert import Options, convert, prepare
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.target import choose
-from colibri.grammar import parse_spec
-from colibri.testing import conformance
-from colibri.testing.checkpoints import Geometry
-from colibri.testing.models import write_model
+import lancebill.formats as formats
+from lancebill.checkpoint.convert import Options, convert, prepare
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.target import choose
+from lancebill.grammar import parse_spec
+from lancebill.testing import conformance
+from lancebill.testing.checkpoints import Geometry
+from lancebill.testing.models import write_model
 
 ROOT = Path(__file__).parents[2]
 SMALL = Geometry(experts=2, hidden=128, intermediate=64)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import typer
 
-import colibri
-from colibri.cli.main import app
-from colibri.testing import tables
+import lancebill
+from lancebill.cli.main import app
+from lancebill.testing import tables
 
-PACKAGE = Path(colibri.__file__).parent
+PACKAGE = Path(lancebill.__file__).parent
 ROOT = PACKAGE.parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -25,19 +25,19 @@ def test_commands_that_are_spoken_of_exist() -> None:
     commands = set(vars(typer.main.get_command(app))["commands"])
     said = {path.name: path.read_text(encoding="utf-8") for path in (*DOCS, *FILES.values())}
     for name, text in said.items():
-        spoken = set(re.findall(r"[`$] ?colibri ([a-z-]+)\b", text))
+        spoken = set(re.findall(r"[`$] ?lancebill ([a-z-]+)\b", text))
         assert spoken <= commands, f"{name} speaks of {spoken - commands}"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_commands_that_are_shown_have_these_options(path: Path) -> None:
-    """Lines of code blocks that call `colibri` or a script of the benchmarks."""
+    """Lines of code blocks that call `lancebill` or a script of the benchmarks."""
     commands = vars(typer.main.get_command(app))["commands"]
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"^ *(?:\$ )?((?:colibri|python benchmarks/).*)", "\n".join(blocks), re.MULTILINE):
+    for line in re.findall(r"^ *(?:\$ )?((?:lancebill|python benchmarks/).*)", "\n".join(blocks), re.MULTILINE):
         caller, name, *words = line.split()
         options = set(re.findall(r"(?<=[\[ ])--[a-z-]+", " ".join(["", *words])))
-        if caller == "colibri":
+        if caller == "lancebill":
             assert name in commands, f"{path.name} shows `{line}`"
             known = {option for parameter in commands[name].params for option in parameter.opts}
         else:
@@ -78,7 +78,7 @@ def _names(folder: str) -> frozenset[str]:
 
 def test_the_page_of_formats_is_up_to_date() -> None:
     written = (ROOT / tables.PAGE).read_text(encoding="utf-8")
-    assert written == tables.page(), "run `python -m colibri.testing.tables > docs/formats.md`"
+    assert written == tables.page(), "run `python -m lancebill.testing.tables > docs/formats.md`"
 
 
 def test_every_feature_has_its_row() -> None:

@@ -1,4 +1,4 @@
-"""`colibri explain`: every backend's verdict, on devices that are not here, from a checkpoint or a shape."""
+"""`lancebill explain`: every backend's verdict, on devices that are not here, from a checkpoint or a shape."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import colibri.backends as backends
-from colibri import oracle
-from colibri.backends.base import Reason
-from colibri.backends.reference import Reference
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.manifest import Layer
-from colibri.cli.main import app
-from colibri.errors import ShardError, SpecError
-from colibri.grammar import ACTIVATIONS, parse_spec
-from colibri.loading import from_checkpoint
-from colibri.oracle import explain as colibri_explain
-from colibri.problem import Device, Problem
-from colibri.shapes import NAMED, parse_shape
-from colibri.testing import judge
-from colibri.testing.checkpoints import Geometry
-from colibri.testing.models import write_model
+import lancebill.backends as backends
+from lancebill import oracle
+from lancebill.backends.base import Reason
+from lancebill.backends.reference import Reference
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.manifest import Layer
+from lancebill.cli.main import app
+from lancebill.errors import ShardError, SpecError
+from lancebill.grammar import ACTIVATIONS, parse_spec
+from lancebill.loading import from_checkpoint
+from lancebill.oracle import explain as lancebill_explain
+from lancebill.problem import Device, Problem
+from lancebill.shapes import NAMED, parse_shape
+from lancebill.testing import judge
+from lancebill.testing.checkpoints import Geometry
+from lancebill.testing.models import write_model
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 SMALL = Geometry(experts=4, hidden=128, intermediate=64, layers=2)
@@ -59,14 +59,14 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def colibri(*words: object) -> Result:
+def lancebill(*words: object) -> Result:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
 
 def parsed(*words: object, code: int = FINE) -> dict[str, Any]:
-    result = colibri("explain", *words, "--json")
+    result = lancebill("explain", *words, "--json")
     assert result.exit_code == code, result.output
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
@@ -114,7 +114,7 @@ def test_a_family_that_keeps_blocks_whole_does_so_by_name(tp: int, share: int) -
 def test_a_cut_that_is_not_possible() -> None:
     with pytest.raises(ShardError, match="768"):
         NAMED["qwen3-30b-a3b"].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"], tp=5)
-    assert colibri("explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--tp", 5).exit_code == PROBLEM
+    assert lancebill("explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--tp", 5).exit_code == PROBLEM
 
 
 # verdicts --------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_devices_that_are_not_here(shape: str, device: str) -> None:
     by_name = {backend["name"]: backend for backend in found["backends"]}
     assert by_name[found["choice"]]["supported"]
     problem = NAMED[shape].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
-    assert colibri_explain(problem, device).describe()["backends"] == found["backends"]
+    assert lancebill_explain(problem, device).describe()["backends"] == found["backends"]
     for backend in found["backends"]:
         assert backend["supported"] == (not backend["reasons"])
         assert (backend["estimate_us"] is not None) == backend["supported"]
@@ -152,7 +152,7 @@ def test_every_reason_of_everyone() -> None:
         ],
         "estimate_us": None,
     }
-    text = colibri("explain", *words).stdout
+    text = lancebill("explain", *words).stdout
     for said in ("needs a [quantum] computer", "wait a few years", "int4-g32 is not to its taste", "on request"):
         assert said in text
     assert "reference: the only one that can" in text
@@ -165,7 +165,7 @@ def test_a_request_is_honoured_or_refused() -> None:
     refused = parsed(*words, "--backend", "picky", code=PROBLEM)
     assert refused["choice"] is None
     assert len(refused["backends"]) == 3
-    result = colibri("explain", *words, "--backend", "picky")
+    result = lancebill("explain", *words, "--backend", "picky")
     assert result.exit_code == PROBLEM
     assert "refused" in result.stdout
     assert "wait a few years" in result.stdout
@@ -188,7 +188,7 @@ def test_a_checkpoint_is_explained_as_it_would_load(model: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         layer = from_checkpoint(checkpoint, 1)
     assert layer.choice.describe() == {key: found[key] for key in layer.choice.describe()}
-    assert "layer 0" in colibri("explain", model).stdout
+    assert "layer 0" in lancebill("explain", model).stdout
 
 
 def test_wishes_beyond_the_checkpoint(model: Path) -> None:
@@ -210,8 +210,8 @@ def test_what_could_not_be_loaded_is_not_promised(model: Path) -> None:
 def test_layers_that_are_quantised_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     plain, mxfp4 = (parse_spec(name) for name in ("bf16", "mxfp4"))
     monkeypatch.setattr(Layer, "spec", lambda layer, name: mxfp4 if layer.index == 1 else plain)
-    assert "quantised otherwise, ask with --layer: 1" in colibri("explain", model).stdout
-    assert "quantised otherwise, ask with --layer: 0" in colibri("explain", model, "--layer", 1).stdout
+    assert "quantised otherwise, ask with --layer: 1" in lancebill("explain", model).stdout
+    assert "quantised otherwise, ask with --layer: 0" in lancebill("explain", model, "--layer", 1).stdout
 
 
 @pytest.mark.parametrize(

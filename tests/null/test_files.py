@@ -17,18 +17,18 @@ from safetensors.torch import save_file
 from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
-from colibri.checkpoint import raw, slices
-from colibri.checkpoint.files import INDEX, Checkpoint
-from colibri.checkpoint.gguf import TYPES
-from colibri.checkpoint.raw import bytes_of
-from colibri.errors import (
+from lancebill.checkpoint import raw, slices
+from lancebill.checkpoint.files import INDEX, Checkpoint
+from lancebill.checkpoint.gguf import TYPES
+from lancebill.checkpoint.raw import bytes_of
+from lancebill.errors import (
     MalformedFile,
     MissingTensor,
     UnexpectedTensor,
     WrongShape,
 )
-from colibri.stored import TORCH_DTYPES, Stored
-from colibri.testing.gguf import write_gguf
+from lancebill.stored import TORCH_DTYPES, Stored
+from lancebill.testing.gguf import write_gguf
 
 # Reading
 

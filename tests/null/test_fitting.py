@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from colibri.backends.base import Fitting
+from lancebill.backends.base import Fitting
 
 ROWS, SLOTS = (6, 8), (6, 2)
 GOOD = {

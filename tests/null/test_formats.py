@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import colibri.formats as formats
-from colibri.formats.base import Example, Format
-from colibri.testing import conformance
+import lancebill.formats as formats
+from lancebill.formats.base import Example, Format
+from lancebill.testing import conformance
 
 CASES = [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in conformance.all_examples()]
 
@@ -39,10 +39,10 @@ def test_nan_scales_are_refused_both_ways(fmt: Format, example: Example) -> None
 
 
 NEW_FORMAT = """
-from colibri.dtypes import E5M2
-from colibri.formats.base import BIAS, Config, Example, Format, Scheme, codes_of, dense, part
-from colibri.quant import CHANNEL, fp8_spec
-from colibri.weight import LogicalWeight
+from lancebill.dtypes import E5M2
+from lancebill.formats.base import BIAS, Config, Example, Format, Scheme, codes_of, dense, part
+from lancebill.quant import CHANNEL, fp8_spec
+from lancebill.weight import LogicalWeight
 import torch
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from colibri.codec import dequantize, quantize
-from colibri.dtypes import BF16, E4M3, E8M0
-from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
-from colibri.formats import detect
-from colibri.formats._floats import skip_list
-from colibri.formats.base import Config, Module, Stored
-from colibri.formats.fp8 import FORMAT
-from colibri.grammar import parse_activation
-from colibri.quant import (
+from lancebill.codec import dequantize, quantize
+from lancebill.dtypes import BF16, E4M3, E8M0
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import detect
+from lancebill.formats._floats import skip_list
+from lancebill.formats.base import Config, Module, Stored
+from lancebill.formats.fp8 import FORMAT
+from lancebill.grammar import parse_activation
+from lancebill.quant import (
     DENSE_BF16,
     FP8_BLOCK,
     FP8_BLOCK_SIDES,
@@ -30,8 +30,8 @@ from colibri.quant import (
     fp8_spec,
     group,
 )
-from colibri.stored import DTYPE_NAMES
-from colibri.weight import same_bits
+from lancebill.stored import DTYPE_NAMES
+from lancebill.weight import same_bits
 
 N, K = 256, 384
 BLOCK = {"weight_block_size": [128, 128]}

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.load import load_projection
-from colibri.checkpoint.manifest import build
-from colibri.codec import dequantize
-from colibri.dtypes import E2M1, F16
-from colibri.errors import BadValue, CannotEncode, UnsupportedFormat
-from colibri.formats import detect
-from colibri.formats._gguf_blocks import BLOCK_TYPES, BlockType
-from colibri.formats.base import Config, Module, Stored
-from colibri.formats.gguf import FORMAT, gguf_scheme
-from colibri.quant import NVFP4
-from colibri.weight import same_bits
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.load import load_projection
+from lancebill.checkpoint.manifest import build
+from lancebill.codec import dequantize
+from lancebill.dtypes import E2M1, F16
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import detect
+from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType
+from lancebill.formats.base import Config, Module, Stored
+from lancebill.formats.gguf import FORMAT, gguf_scheme
+from lancebill.quant import NVFP4
+from lancebill.weight import same_bits
 
 N, BLOCKS = 32, 16
 NIBBLES = "f0e1d2c3b4a5968778695a4b3c2d1e0f"

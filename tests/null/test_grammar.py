@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri import dtypes as d
-from colibri.errors import SpecError
-from colibri.grammar import ACTIVATIONS, NAMED, activation_name, parse_activation, parse_spec, spec_name
-from colibri.quant import (
+from lancebill import dtypes as d
+from lancebill.errors import SpecError
+from lancebill.grammar import ACTIVATIONS, NAMED, activation_name, parse_activation, parse_spec, spec_name
+from lancebill.quant import (
     ALL,
     CHANNEL,
     DENSE_BF16,

@@ -16,7 +16,7 @@ from hazards import Place, count, explain, findings
 from phases import meetings
 from sanitize import Case, accepted, clean, judged, problem_of
 
-from colibri.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.plan import make_plan
 
 # What the assembler made of a decode kernel, less what neither branches nor touches shared memory.
 CODE = """

@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colibri.activation import Activation
-from colibri.backends import registry
-from colibri.backends.hopper import Hopper, _call, _copy
-from colibri.backends.hopper.layout import HopperLayout
-from colibri.backends.hopper.plan import make_plan, scratch
-from colibri.backends.hopper.refs import CALL, SCRATCH, Ref
-from colibri.backends.hopper.steps import kernels, steps
-from colibri.backends.hopper.workspace import SECOND
-from colibri.codec import dequantize
-from colibri.dispatch import Batched, Contiguous, Indexed
-from colibri.dtypes import F32
-from colibri.errors import LaunchError
-from colibri.kernels import compat
-from colibri.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from colibri.testing.layers import layer_problem, plausible_weight
-from colibri.tune import hopper as tune
-from colibri.weight import LogicalWeight
+from lancebill.activation import Activation
+from lancebill.backends import registry
+from lancebill.backends.hopper import Hopper, _call, _copy
+from lancebill.backends.hopper.layout import HopperLayout
+from lancebill.backends.hopper.plan import make_plan, scratch
+from lancebill.backends.hopper.refs import CALL, SCRATCH, Ref
+from lancebill.backends.hopper.steps import kernels, steps
+from lancebill.backends.hopper.workspace import SECOND
+from lancebill.codec import dequantize
+from lancebill.dispatch import Batched, Contiguous, Indexed
+from lancebill.dtypes import F32
+from lancebill.errors import LaunchError
+from lancebill.kernels import compat
+from lancebill.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.testing.layers import layer_problem, plausible_weight
+from lancebill.tune import hopper as tune
+from lancebill.weight import LogicalWeight
 
 SPECS = [
     "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",

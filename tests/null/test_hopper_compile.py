@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from colibri.backends import registry
-from colibri.errors import CompileError
-from colibri.grammar import parse_activation
-from colibri.jit import compile as compiler
-from colibri.jit.build import binary, build_all
-from colibri.jit.cache import Cache
-from colibri.jit.compile import Binary
-from colibri.problem import Device
-from colibri.testing.layers import layer_problem
+from lancebill.backends import registry
+from lancebill.errors import CompileError
+from lancebill.grammar import parse_activation
+from lancebill.jit import compile as compiler
+from lancebill.jit.build import binary, build_all
+from lancebill.jit.cache import Cache
+from lancebill.jit.compile import Binary
+from lancebill.problem import Device
+from lancebill.testing.layers import layer_problem
 
 pytest.importorskip("triton")
 
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.shipped import shipped
-from colibri.backends.hopper.steps import Step, steps
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.shipped import shipped
+from lancebill.backends.hopper.steps import Step, steps
 
 REGISTERS = 65536  # of an SM
 SHARED = 227 * 1024  # of a block

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from colibri import oracle
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.files import Checkpoint
-from colibri.formats import registry
-from colibri.kernels import compat
-from colibri.layer import RoutedExperts
-from colibri.problem import Device
-from colibri.testing.checkpoints import Geometry, generate, save
-from colibri.testing.layers import layer_problem
+from lancebill import oracle
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.formats import registry
+from lancebill.kernels import compat
+from lancebill.layer import RoutedExperts
+from lancebill.problem import Device
+from lancebill.testing.checkpoints import Geometry, generate, save
+from lancebill.testing.layers import layer_problem
 
 
 @pytest.fixture

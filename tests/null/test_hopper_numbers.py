@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.codec import dequantize
-from colibri.grammar import ACTIVATIONS
-from colibri.inputs import represent
-from colibri.testing.layers import layer_problem, plausible_weight, worst_row
+from lancebill.activation import Activation
+from lancebill.codec import dequantize
+from lancebill.grammar import ACTIVATIONS
+from lancebill.inputs import represent
+from lancebill.testing.layers import layer_problem, plausible_weight, worst_row
 
 LAYER = layer_problem("mxfp4", "fp8", hidden=512, intermediate=512, experts=1, top_k=1)
 

@@ -16,19 +16,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colibri.backends.hopper import program as bound
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.refs import CALL, Ref
-from colibri.backends.hopper.steps import steps
-from colibri.dispatch import Contiguous, Indexed
-from colibri.errors import ContextError, DriverError, LaunchError
-from colibri.jit import driver, load
-from colibri.jit.compile import Binary, Desc, Source
-from colibri.layer import RoutedExperts
-from colibri.oracle import Choice, Verdict
-from colibri.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from colibri.testing.layers import layer_problem, make_layer, routing
-from colibri.tune import hopper as tune
+from lancebill.backends.hopper import program as bound
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.refs import CALL, Ref
+from lancebill.backends.hopper.steps import steps
+from lancebill.dispatch import Contiguous, Indexed
+from lancebill.errors import ContextError, DriverError, LaunchError
+from lancebill.jit import driver, load
+from lancebill.jit.compile import Binary, Desc, Source
+from lancebill.layer import RoutedExperts
+from lancebill.oracle import Choice, Verdict
+from lancebill.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.testing.layers import layer_problem, make_layer, routing
+from lancebill.tune import hopper as tune
 
 FUNCTION, READY, NODE = 1 << 33, 1 << 34, 1 << 35  # handles, all of whose bits must arrive
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from colibri.jit.build import binary
-from colibri.testing import sass
-from colibri.testing.layers import layer_problem
+from lancebill.jit.build import binary
+from lancebill.testing import sass
+from lancebill.testing.layers import layer_problem
 
 pytest.importorskip("triton")
 
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.shipped import shipped
-from colibri.backends.hopper.steps import steps
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.shipped import shipped
+from lancebill.backends.hopper.steps import steps
 
 MULTIPLY = "QGMMA.64x64x32.F32.E4M3.E4M3"
 

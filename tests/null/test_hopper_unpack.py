@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from colibri.backends.hopper.layout import HopperLayout, _units
-from colibri.codec import dequantize
-from colibri.kernels import forms as f
-from colibri.kernels import fragments
-from colibri.kernels.forms import Form
-from colibri.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
-from colibri.layout import as_integer
-from colibri.testing import ptx as emulator
-from colibri.testing.layers import layer_problem, plausible_weight
+from lancebill.backends.hopper.layout import HopperLayout, _units
+from lancebill.codec import dequantize
+from lancebill.kernels import forms as f
+from lancebill.kernels import fragments
+from lancebill.kernels.forms import Form
+from lancebill.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
+from lancebill.layout import as_integer
+from lancebill.testing import ptx as emulator
+from lancebill.testing.layers import layer_problem, plausible_weight
 
 N, K = 256, 256
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import pytest
 
-import colibri
-from colibri import errors
+import lancebill
+from lancebill import errors
 
-PACKAGE = Path(colibri.__file__).parent
+PACKAGE = Path(lancebill.__file__).parent
 ROOT = PACKAGE.parent.parent
 Node = TypeVar("Node", bound=ast.AST)
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -29,7 +29,7 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 # Imports run one way -----------------------------------------------------------------------------------
 
 # A module imports from rows above its own, and from its own package. A name stands for a module or a
-# whole package of src/colibri.
+# whole package of src/lancebill.
 ROWS = (
     ("errors",),
     ("dtypes", "stored", "axes", "packing", "activation", "dispatch", "simulation", "kernels", "jit", "native"),
@@ -48,7 +48,7 @@ ROWS = (
     ("push",),
     ("loading",),
     ("integrations", "bench", "evaluate"),
-    ("",),  # colibri itself: the public names
+    ("",),  # lancebill itself: the public names
     ("cli",),
     ("__main__",),
     ("testing",),
@@ -69,7 +69,7 @@ LATE = {
     ("layer", "compiled"),
     ("layer", "loading"),  # `from_checkpoint` is a method of what it makes
     ("layer", "push"),
-    *(("", home.split(".")[1]) for home in vars(colibri)["_HOMES"].values()),
+    *(("", home.split(".")[1]) for home in vars(lancebill)["_HOMES"].values()),
     ("", "integrations"),
 }
 
@@ -85,9 +85,9 @@ def _tree(name: str) -> ast.Module:
 
 
 def _unit(module: str) -> str:
-    """The unit of the table a dotted name below colibri belongs to; a public name is colibri's own."""
-    unit = module.removeprefix("colibri").lstrip(".").partition(".")[0]
-    return "" if unit in vars(colibri)["__all__"] and unit not in ROW else unit
+    """The unit of the table a dotted name below lancebill belongs to; a public name is lancebill's own."""
+    unit = module.removeprefix("lancebill").lstrip(".").partition(".")[0]
+    return "" if unit in vars(lancebill)["__all__"] and unit not in ROW else unit
 
 
 def _imports(name: str) -> Iterator[tuple[str, bool]]:
@@ -100,10 +100,10 @@ def _imports(name: str) -> Iterator[tuple[str, bool]]:
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{name} imports relatively"
                 named = child.module or ""
-                names = [f"colibri.{a.name}" for a in child.names] if named == "colibri" else [named]
+                names = [f"lancebill.{a.name}" for a in child.names] if named == "lancebill" else [named]
             else:
                 names = []
-            yield from ((_unit(n), late) for n in names if n.partition(".")[0] == "colibri")
+            yield from ((_unit(n), late) for n in names if n.partition(".")[0] == "lancebill")
             typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
             yield from visit(child, late or typing or isinstance(child, ast.FunctionDef))
 
@@ -127,7 +127,7 @@ def test_imports_run_one_way() -> None:
             if unit == home or (late and (home, unit) in LATE):
                 continue
             if ROW[unit] >= ROW[home] or unit in STRANGERS.get(home, set()):
-                wrong.append(f"{name} imports colibri.{unit}")
+                wrong.append(f"{name} imports lancebill.{unit}")
     assert not wrong
 
 
@@ -145,10 +145,10 @@ NAMES_DECIDE = {
     "testing/demo.py": "counts tensors for a line of text",
 }
 ENVIRONMENT = {
-    "jit/cache.py": {"COLIBRI_CACHE", "COLIBRI_NO_COMPILE"},
-    "native/__init__.py": {"COLIBRI_NATIVE"},
+    "jit/cache.py": {"LANCEBILL_CACHE", "LANCEBILL_NO_COMPILE"},
+    "native/__init__.py": {"LANCEBILL_NATIVE"},
     "native/build.py": set(),  # CXX
-    "bench/peers_cpu.py": {"COLIBRI_VLLM_OPS"},
+    "bench/peers_cpu.py": {"LANCEBILL_VLLM_OPS"},
     "demo/package.py": set(),  # where the desktop's standard puts caches
 }
 
@@ -241,7 +241,7 @@ def test_environment_variables_are_few_and_written_down() -> None:
     """The most that one of them changes is which kernels run."""
     assert {name for name in FILES if re.search(r"\bos\.(environ|getenv)\b", _text(name))} <= set(ENVIRONMENT)
     known = {variable for variables in ENVIRONMENT.values() for variable in variables}
-    assert {word for name in FILES for word in re.findall(r"COLIBRI_[A-Z_]+", _text(name))} <= known
+    assert {word for name in FILES for word in re.findall(r"LANCEBILL_[A-Z_]+", _text(name))} <= known
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert not [variable for variable in known if f"`{variable}`" not in page]
 
@@ -298,7 +298,7 @@ UNREACHABLE = {"DriverError": "a CUDA driver that fails", "CompileError": "a com
 
 def _error_classes() -> dict[str, str]:
     """Every error of ours and the file that defines it."""
-    known, found = {"ColibriError"}, {"ColibriError": "errors.py"}
+    known, found = {"LancebillError"}, {"LancebillError": "errors.py"}
     for name in ("errors.py", *(n for n in FILES if n != "errors.py")):
         for node in ast.walk(_tree(name)):
             if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & known:
@@ -315,7 +315,7 @@ def test_every_error_is_raised_tested_and_explained() -> None:
     made = {ast.unparse(node.func) for _, node in _nodes(ast.Call)}
     tests = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    for name in sorted(set(_error_classes()) - {"ColibriError"}):
+    for name in sorted(set(_error_classes()) - {"LancebillError"}):
         assert f"`{name}`" in page, f"docs/errors.md does not explain {name}"
         assert name in made, f"nothing raises {name}"
         assert name in UNREACHABLE or re.search(rf"\b{name}\b", tests), f"no test knows {name}"
@@ -339,11 +339,11 @@ LEAN = """
 import sys, time
 import torch
 before, start = set(sys.modules), time.process_time()
-import colibri
+import lancebill
 spent, loaded = time.process_time() - start, set(sys.modules) - before
 assert not torch.cuda.is_initialized()
 print(spent, *sorted({name.partition(".")[0] for name in loaded}))
-print(*sorted(name for name in loaded if name.startswith("colibri.")))
+print(*sorted(name for name in loaded if name.startswith("lancebill.")))
 """
 
 
@@ -353,13 +353,13 @@ def test_importing_is_cheap() -> None:
     first, second = done.stdout.splitlines()
     spent, *roots = first.split()
     assert not set(roots) & HEAVY
-    assert set(second.split()) <= {"colibri.errors"}
+    assert set(second.split()) <= {"lancebill.errors"}
     assert float(spent) < 0.2
 
 
 def test_public_names_are_there() -> None:
-    for name in colibri.__all__:
-        assert vars(colibri).get(name) is not None or colibri.__getattr__(name) is not None
-    assert set(colibri.__all__) <= set(dir(colibri))
+    for name in lancebill.__all__:
+        assert vars(lancebill).get(name) is not None or lancebill.__getattr__(name) is not None
+    assert set(lancebill.__all__) <= set(dir(lancebill))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        colibri.nothing  # noqa: B018
+        lancebill.nothing  # noqa: B018

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from colibri import oracle
-from colibri.activation import Activation
-from colibri.backends import registry
-from colibri.backends.humming import BACKEND, support
-from colibri.backends.humming.layout import HummingLayout, padded
-from colibri.dispatch import Contiguous
-from colibri.errors import LaunchError, UnsupportedProblem
-from colibri.grammar import parse_spec
-from colibri.layout import MatrixShape
-from colibri.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
-from colibri.testing.layers import layer_problem, plausible_weight
+from lancebill import oracle
+from lancebill.activation import Activation
+from lancebill.backends import registry
+from lancebill.backends.humming import BACKEND, support
+from lancebill.backends.humming.layout import HummingLayout, padded
+from lancebill.dispatch import Contiguous
+from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.grammar import parse_spec
+from lancebill.layout import MatrixShape
+from lancebill.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.testing.layers import layer_problem, plausible_weight
 
 HOPPER = Device("cuda", 90)
 SIZES = {"hidden": 256, "intermediate": 128, "experts": 4, "top_k": 2}

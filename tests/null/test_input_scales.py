@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.inputs import FACTORS, product_inputs
-from colibri.checkpoint.load import load_inputs
-from colibri.checkpoint.placement import Placement
-from colibri.codec import dequantize
-from colibri.errors import BadValue, CheckpointProblems, MissingTensor
-from colibri.formats import registry
-from colibri.inputs import represent
-from colibri.layer import QuantizedLinear, RoutedExperts
-from colibri.quant import NVFP4, ActivationSpec
-from colibri.testing.checkpoints import Generated, Geometry, generate, save
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.inputs import FACTORS, product_inputs
+from lancebill.checkpoint.load import load_inputs
+from lancebill.checkpoint.placement import Placement
+from lancebill.codec import dequantize
+from lancebill.errors import BadValue, CheckpointProblems, MissingTensor
+from lancebill.formats import registry
+from lancebill.inputs import represent
+from lancebill.layer import QuantizedLinear, RoutedExperts
+from lancebill.quant import NVFP4, ActivationSpec
+from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 
 SIZE = Geometry(experts=4, hidden=128, intermediate=256, top_k=2)
 ROW = names.find({"model_type": "qwen3_moe"})

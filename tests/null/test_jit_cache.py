@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from colibri.errors import CacheError, CompileError, MissingKernel
-from colibri.jit import build as builder
-from colibri.jit import compile as compiler
-from colibri.jit.cache import ENV_FORBID, MADE_BY, SUFFIX, Cache, parse, read, render
-from colibri.jit.compile import Binary, Source, compiler_version, source_digest
-from colibri.jit.ship import MOST_KERNELS, ship
+from lancebill.errors import CacheError, CompileError, MissingKernel
+from lancebill.jit import build as builder
+from lancebill.jit import compile as compiler
+from lancebill.jit.cache import ENV_FORBID, MADE_BY, SUFFIX, Cache, parse, read, render
+from lancebill.jit.compile import Binary, Source, compiler_version, source_digest
+from lancebill.jit.ship import MOST_KERNELS, ship
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
-SOURCE = Source("colibri.kernels.rows", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2)))
+SOURCE = Source("lancebill.kernels.rows", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2)))
 KEY = SOURCE.key(compiler_version())
 
 
@@ -94,7 +94,7 @@ def test_keys_follow_all_that_decides_a_binary() -> None:
     other = [replace(SOURCE, arch=100), replace(SOURCE, constants=()), replace(SOURCE, options=(("num_warps", 8),))]
     keys = {KEY, SOURCE.key("triton 0"), *(source.key(compiler_version()) for source in other)}
     assert len(keys) == 5
-    assert source_digest("colibri.kernels.rows") != source_digest("colibri.kernels.gemm")
+    assert source_digest("lancebill.kernels.rows") != source_digest("lancebill.kernels.gemm")
 
 
 def test_sources_count_with_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_threads_share_one_build(tmp_path: Path) -> None:
 BUILDER = f"""
 import sys, time
 from pathlib import Path
-from colibri.jit.cache import Cache
-from colibri.jit.compile import Binary, Source
+from lancebill.jit.cache import Cache
+from lancebill.jit.compile import Binary, Source
 folder, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def build():
     with log.open("a") as file:
@@ -197,7 +197,7 @@ def test_a_folder_that_others_write_is_refused(tmp_path: Path, mode: int) -> Non
     for ask in (lambda: store.find(SOURCE), lambda: store.get(SOURCE, never)):
         with pytest.raises(CacheError, match="others may write") as caught:
             ask()
-        assert caught.value.where == str(store.folder) and "COLIBRI_CACHE" in str(caught.value)
+        assert caught.value.where == str(store.folder) and "LANCEBILL_CACHE" in str(caught.value)
     store.folder.chmod(0o700)
     assert store.find(SOURCE) == CODE
 
@@ -230,7 +230,7 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Cache(tmp_path / "file" / "kernels", tmp_path / "shipped")
-    with caplog.at_level(logging.WARNING, "colibri"):
+    with caplog.at_level(logging.WARNING, "lancebill"):
         assert store.get(SOURCE, lambda: CODE) == CODE
     assert "cannot be stored" in caplog.text
     with pytest.raises(CacheError, match="cannot be stored"):
@@ -242,9 +242,9 @@ def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
     script = f"""
 import resource
 from pathlib import Path
-from colibri.errors import CacheError
-from colibri.jit.cache import Cache
-from colibri.jit.compile import Binary, Source
+from lancebill.errors import CacheError
+from lancebill.jit.cache import Cache
+from lancebill.jit.compile import Binary, Source
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for must_keep in (False, True):
     store = Cache(Path({str(tmp_path)!r}) / "kernels", Path({str(tmp_path)!r}) / "shipped", must_keep=must_keep)
@@ -297,7 +297,7 @@ def test_shipping_replaces_the_set_and_keeps_to_its_size(tmp_path: Path) -> None
 
 
 def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ENV_FORBID == "COLIBRI_NO_COMPILE"
+    assert ENV_FORBID == "LANCEBILL_NO_COMPILE"
     store = cache(tmp_path)
     for value in ("1", "yes"):
         monkeypatch.setenv(ENV_FORBID, value)
@@ -312,11 +312,11 @@ def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_compiling_on_first_use_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     builder._announce.cache_clear()
     for chunk in (1, 2):
-        source = replace(SOURCE, module="colibri.kernels.none", constants=(("CHUNK", chunk),))
-        with caplog.at_level(logging.INFO, "colibri"), pytest.raises((CompileError, ModuleNotFoundError)):
+        source = replace(SOURCE, module="lancebill.kernels.none", constants=(("CHUNK", chunk),))
+        with caplog.at_level(logging.INFO, "lancebill"), pytest.raises((CompileError, ModuleNotFoundError)):
             builder.binary(source, cache(tmp_path))
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1 and "colibri kernels build" in warned[0].getMessage()
+    assert len(warned) == 1 and "lancebill kernels build" in warned[0].getMessage()
     assert len(caplog.records) == 3
 
 

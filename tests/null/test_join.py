@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from colibri.jit.join import join
+from lancebill.jit.join import join
 
 FENCE, COMMIT = "\twgmma.fence.sync.aligned;", "\twgmma.commit_group.sync.aligned;"
 
@@ -92,12 +92,12 @@ def test_copies_of_an_operand_are_the_operand() -> None:
 def test_kernels_multiply_all_their_tokens_at_once(spec: str, activations: str, tokens: int) -> None:
     """In the assembler's own code there is no product of a part of a tile."""
     pytest.importorskip("triton")
-    from colibri.backends.hopper.plan import make_plan
-    from colibri.backends.hopper.steps import steps
-    from colibri.jit.build import binary
-    from colibri.testing import sass
-    from colibri.testing.layers import layer_problem
-    from colibri.tune.hopper import Rule
+    from lancebill.backends.hopper.plan import make_plan
+    from lancebill.backends.hopper.steps import steps
+    from lancebill.jit.build import binary
+    from lancebill.testing import sass
+    from lancebill.testing.layers import layer_problem
+    from lancebill.tune.hopper import Rule
 
     problem = layer_problem(spec, activations, hidden=256, intermediate=256, experts=4, top_k=2)
     plan = make_plan(problem, 400, Rule((tokens,), False), decode=False)

@@ -1,4 +1,4 @@
-"""`colibri kernels` as a user meets it; compiling itself is tested beside the kernels."""
+"""`lancebill kernels` as a user meets it; compiling itself is tested beside the kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from colibri.backends.hopper.shipped import shipped
-from colibri.cli.main import app
-from colibri.jit import build as builder
-from colibri.jit.cache import SUFFIX, Cache
-from colibri.jit.compile import Binary, compiler_version
+from lancebill.backends.hopper.shipped import shipped
+from lancebill.cli.main import app
+from lancebill.jit import build as builder
+from lancebill.jit.cache import SUFFIX, Cache
+from lancebill.jit.compile import Binary, compiler_version
 
 CODE = Binary(b"\x7fELF", "kernel", 0, 256, 64)
 

@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri import module, push
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.placement import Placement
-from colibri.codec import dequantize
-from colibri.dtypes import BF16, F16, F32
-from colibri.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
-from colibri.formats import registry
-from colibri.formats.base import Example
-from colibri.layer import QuantizedLinear, RoutedExperts
-from colibri.problem import Device
-from colibri.routing import Routing
-from colibri.testing.checkpoints import Generated, Geometry, generate, save
-from colibri.testing.conformance import all_examples, whole_matrices
+from lancebill import module, push
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.placement import Placement
+from lancebill.codec import dequantize
+from lancebill.dtypes import BF16, F16, F32
+from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
+from lancebill.formats import registry
+from lancebill.formats.base import Example
+from lancebill.layer import QuantizedLinear, RoutedExperts
+from lancebill.problem import Device
+from lancebill.routing import Routing
+from lancebill.testing.checkpoints import Generated, Geometry, generate, save
+from lancebill.testing.conformance import all_examples, whole_matrices
 
 SIZE = Geometry(experts=4, hidden=128, intermediate=256, layers=2, top_k=2)
 ROWS = {row.family: row for row in names.TABLE}
@@ -377,8 +377,8 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fmt", "example"), [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in all_examples()])
 def test_every_format_computes(fmt: object, example: Example) -> None:
     """Each variant of each format, from memory through the reference backend."""
-    from colibri.checkpoint import manifest as manifests
-    from colibri.recipe import Options, Recipe
+    from lancebill.checkpoint import manifest as manifests
+    from lancebill.recipe import Options, Recipe
 
     family = example.config.model.get("model_type", "qwen3_moe")
     row = names.find({"model_type": family})

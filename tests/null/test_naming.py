@@ -6,19 +6,19 @@ import time
 
 import pytest
 
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.load import load_expert, plan_layer
-from colibri.checkpoint.naming import DOWN, GATE, UP, Form, Naming
-from colibri.checkpoint.placement import Placement
-from colibri.codec import dequantize
-from colibri.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
-from colibri.formats import registry
-from colibri.formats.base import Example
-from colibri.stored import Stored
-from colibri.testing.checkpoints import Geometry, generate
-from colibri.testing.conformance import whole_matrices
-from colibri.weight import same_bits
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.load import load_expert, plan_layer
+from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
+from lancebill.checkpoint.placement import Placement
+from lancebill.codec import dequantize
+from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
+from lancebill.formats import registry
+from lancebill.formats.base import Example
+from lancebill.stored import Stored
+from lancebill.testing.checkpoints import Geometry, generate
+from lancebill.testing.conformance import whole_matrices
+from lancebill.weight import same_bits
 
 ROWS = [pytest.param(row, form, id=f"{row.family}-{i}") for row in names.TABLE for i, form in enumerate(row.forms)]
 SIZE = Geometry(experts=3, hidden=32, intermediate=48, layers=2)
@@ -151,7 +151,7 @@ def test_sixty_thousand_names_resolve_in_seconds() -> None:
         for e in range(256)
         for p, shape in shapes.items()
     }
-    from colibri.stored import Config
+    from lancebill.stored import Config
 
     start = time.process_time()
     manifest = manifests.build(Config(model), headers, row)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hostile import assert_refused
 
-from colibri.errors import CheckpointError
+from lancebill.errors import CheckpointError
 
 HERE = Path(__file__).parent
 REFUSING = (

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colibri.codec import dequantize
-from colibri.dtypes import E2M1
-from colibri.packing import (
+from lancebill.codec import dequantize
+from lancebill.dtypes import E2M1
+from lancebill.packing import (
     AWQ_ORDER,
     as_bytes,
     pack_awq,
@@ -20,8 +20,8 @@ from colibri.packing import (
     unpack_bits,
     unpack_padded,
 )
-from colibri.quant import QuantSpec
-from colibri.weight import LogicalWeight
+from lancebill.quant import QuantSpec
+from lancebill.weight import LogicalWeight
 
 WORDS = [torch.int32, torch.uint8, torch.int16, torch.int64]
 

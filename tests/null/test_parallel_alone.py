@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint.naming import TABLE
-from colibri.checkpoint.placement import Placement
-from colibri.errors import LaunchError, RanksDisagree, ShardError, SpecError
-from colibri.formats import registry
-from colibri.layer import RoutedExperts
-from colibri.parallel import GATHER, ExpertParallel, Mesh
-from colibri.parallel.groups import OUTSIDE, Group
-from colibri.problem import BATCH_INVARIANT
-from colibri.recipe import Options, Recipe
-from colibri.testing.checkpoints import Geometry, generate
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint.naming import TABLE
+from lancebill.checkpoint.placement import Placement
+from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError
+from lancebill.formats import registry
+from lancebill.layer import RoutedExperts
+from lancebill.parallel import GATHER, ExpertParallel, Mesh
+from lancebill.parallel.groups import OUTSIDE, Group
+from lancebill.problem import BATCH_INVARIANT
+from lancebill.recipe import Options, Recipe
+from lancebill.testing.checkpoints import Geometry, generate
 
 ROW = next(row for row in TABLE if row.family == "qwen3_moe")
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri.checkpoint.placement import Placement
-from colibri.errors import ShardError
-from colibri.parallel.balance import arrange, busiest, keep_slots, pack, rebalance, replicate
-from colibri.parallel.replicas import Assignment
+from lancebill.checkpoint.placement import Placement
+from lancebill.errors import ShardError
+from lancebill.parallel.balance import arrange, busiest, keep_slots, pack, rebalance, replicate
+from lancebill.parallel.replicas import Assignment
 
 
 def test_spare_places_go_to_whoever_carries_most_per_copy() -> None:

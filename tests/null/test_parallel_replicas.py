@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colibri.checkpoint.placement import Placement
-from colibri.errors import ShardError
-from colibri.parallel.groups import Group
-from colibri.parallel.moves import carry_out, plan_moves
-from colibri.parallel.replicas import Assignment, Tables, count_load
+from lancebill.checkpoint.placement import Placement
+from lancebill.errors import ShardError
+from lancebill.parallel.groups import Group
+from lancebill.parallel.moves import carry_out, plan_moves
+from lancebill.parallel.replicas import Assignment, Tables, count_load
 
 CPU = torch.device("cpu")
 

@@ -7,18 +7,18 @@ import torch
 from covering import GATE_SCALE, LAYOUTS, SIZES, Case, cases, is_tame, spellings, tame
 from torch import Tensor
 
-from colibri.activation import Activation
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint.manifest import Manifest
-from colibri.checkpoint.naming import DOWN
-from colibri.checkpoint.placement import Placement
-from colibri.formats import registry
-from colibri.layer import RoutedExperts
-from colibri.parallel.replicas import Assignment, Tables
-from colibri.problem import BATCH_INVARIANT
-from colibri.recipe import Options, Recipe
-from colibri.testing import checkpoints
-from colibri.testing.checkpoints import Generated, Geometry, generate
+from lancebill.activation import Activation
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint.manifest import Manifest
+from lancebill.checkpoint.naming import DOWN
+from lancebill.checkpoint.placement import Placement
+from lancebill.formats import registry
+from lancebill.layer import RoutedExperts
+from lancebill.parallel.replicas import Assignment, Tables
+from lancebill.problem import BATCH_INVARIANT
+from lancebill.recipe import Options, Recipe
+from lancebill.testing import checkpoints
+from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 CASES = cases()
 TOKENS = 5

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from colibri.errors import UnsupportedFormat
-from colibri.formats import _patterns, registry
-from colibri.formats._patterns import compiled
-from colibri.formats.base import Config, Module
+from lancebill.errors import UnsupportedFormat
+from lancebill.formats import _patterns, registry
+from lancebill.formats._patterns import compiled
+from lancebill.formats.base import Config, Module
 
 NAME = "model.language_model.layers.10.mlp.experts.100.gate_proj"
 HOSTILE = [

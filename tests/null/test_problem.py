@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from colibri.activation import Activation
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.files import Checkpoint
-from colibri.checkpoint.load import plan_layer
-from colibri.checkpoint.placement import Placement
-from colibri.errors import MissingTensor, SpecError, UnsupportedProblem
-from colibri.formats import registry
-from colibri.grammar import ACTIVATIONS, parse_activation, parse_spec
-from colibri.inputs import represent
-from colibri.layer import RoutedExperts
-from colibri.layout import MatrixShape
-from colibri.problem import Device, Problem, parse_device
-from colibri.quant import DENSE_BF16, MXFP4
-from colibri.recipe import wide_inputs
-from colibri.rules import activation_specs, weight_targets
-from colibri.stored import Config
-from colibri.testing.checkpoints import Geometry, generate
+from lancebill.activation import Activation
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.load import plan_layer
+from lancebill.checkpoint.placement import Placement
+from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
+from lancebill.formats import registry
+from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
+from lancebill.inputs import represent
+from lancebill.layer import RoutedExperts
+from lancebill.layout import MatrixShape
+from lancebill.problem import Device, Problem, parse_device
+from lancebill.quant import DENSE_BF16, MXFP4
+from lancebill.recipe import wide_inputs
+from lancebill.rules import activation_specs, weight_targets
+from lancebill.stored import Config
+from lancebill.testing.checkpoints import Geometry, generate
 
 
 def _problem(rows: int, inter: int, activation: str, **others: Any) -> Problem:

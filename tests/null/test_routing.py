@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.errors import LaunchError, SpecError
-from colibri.routing import (
+from lancebill.errors import LaunchError, SpecError
+from lancebill.routing import (
     NONE,
     SIGMOID,
     SOFTMAX,
@@ -24,7 +24,7 @@ from colibri.routing import (
     first_largest,
     route,
 )
-from colibri.simulation import Simulation
+from lancebill.simulation import Simulation
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.0, -1.0]])
 GROUPED = torch.tensor([[0.9, 0.1, 0.5, 0.45, 0.6, 0.05, 0.2, 0.55]])

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from colibri.activation import Activation
-from colibri.checkpoint import naming
-from colibri.checkpoint.gguf import read_gguf
-from colibri.checkpoint.routing_config import GGUF_ROWS, ROWS, activation_for, routing_for
-from colibri.errors import UnsupportedFormat
-from colibri.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer
-from colibri.testing.gguf import write_gguf
+from lancebill.activation import Activation
+from lancebill.checkpoint import naming
+from lancebill.checkpoint.gguf import read_gguf
+from lancebill.checkpoint.routing_config import GGUF_ROWS, ROWS, activation_for, routing_for
+from lancebill.errors import UnsupportedFormat
+from lancebill.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer
+from lancebill.testing.gguf import write_gguf
 
 _V3 = Routing(
     8,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.errors import LaunchError, SpecError
-from colibri.routing import NONE, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer, route
-from colibri.simulation import KINDS, Simulation
+from lancebill.errors import LaunchError, SpecError
+from lancebill.routing import NONE, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer, route
+from lancebill.simulation import KINDS, Simulation
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.0, -1.0]])
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
-from colibri.checkpoint.files import INDEX, Checkpoint
-from colibri.checkpoint.save import CheckpointWriter
-from colibri.errors import (
+from lancebill.checkpoint.files import INDEX, Checkpoint
+from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,
     DuplicateTensor,
@@ -24,7 +24,7 @@ from colibri.errors import (
     WrongDtype,
     WrongShape,
 )
-from colibri.stored import TORCH_DTYPES, Stored
+from lancebill.stored import TORCH_DTYPES, Stored
 
 
 def write_all(destination: Path, tensors: Mapping[str, Tensor], **options: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colibri.layer import RoutedExperts
+from lancebill.layer import RoutedExperts
 
 transformers = pytest.importorskip("transformers")
 

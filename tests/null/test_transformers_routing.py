@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colibri.checkpoint import naming
-from colibri.checkpoint.routing_config import activation_for, routing_for
-from colibri.routing import Routed, Routing, route
+from lancebill.checkpoint import naming
+from lancebill.checkpoint.routing_config import activation_for, routing_for
+from lancebill.routing import Routed, Routing, route
 
 pytest.importorskip("transformers")
 

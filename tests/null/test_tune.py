@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from colibri.backends.hopper.plan import HopperPlan, make_plan
-from colibri.backends.hopper.steps import steps
-from colibri.bench import tuning
-from colibri.bench.steady import Steady
-from colibri.bench.tuning import Journal, Layer, Search, plan_of
-from colibri.bench.workload import Batch
-from colibri.cli.main import app
-from colibri.kernels.forms import BF16, E2M1_CODE, E4M3, E4M3_CODE, E8M0_G32, NO_SCALE, Form
-from colibri.testing.layers import layer_problem
-from colibri.tune import hopper, search
-from colibri.tune.hopper import Rule
-from colibri.tune.search import Candidate, Cell
+from lancebill.backends.hopper.plan import HopperPlan, make_plan
+from lancebill.backends.hopper.steps import steps
+from lancebill.bench import tuning
+from lancebill.bench.steady import Steady
+from lancebill.bench.tuning import Journal, Layer, Search, plan_of
+from lancebill.bench.workload import Batch
+from lancebill.cli.main import app
+from lancebill.kernels.forms import BF16, E2M1_CODE, E4M3, E4M3_CODE, E8M0_G32, NO_SCALE, Form
+from lancebill.testing.layers import layer_problem
+from lancebill.tune import hopper, search
+from lancebill.tune.hopper import Rule
+from lancebill.tune.search import Candidate, Cell
 
 FLAGS = Rule((16, 8), True)
 SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6}

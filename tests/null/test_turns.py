@@ -11,10 +11,10 @@ from itertools import product
 
 import pytest
 
-from colibri.backends.hopper.plan import make_plan
-from colibri.backends.hopper.steps import steps
-from colibri.testing import sass
-from colibri.testing.layers import layer_problem
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.steps import steps
+from lancebill.testing import sass
+from lancebill.testing.layers import layer_problem
 
 Action = tuple[str, int]  # what, and which: a step of the ring of stages, or a turn
 TURNS = 20
@@ -67,7 +67,7 @@ def test_a_smaller_ring_would_lose_turns(at_once: bool) -> None:
 def test_kernels_have_such_a_ring() -> None:
     """A barrier for each stage that is full, for each that is empty, and for each turn."""
     pytest.importorskip("triton")
-    from colibri.jit.build import binary
+    from lancebill.jit.build import binary
 
     problem = layer_problem("mxfp4", "bf16", hidden=256, intermediate=128, experts=8, top_k=2)
     for step in steps(make_plan(problem, 100)):

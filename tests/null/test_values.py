@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint import naming as names
-from colibri.checkpoint.memory import plan_memory
-from colibri.checkpoint.naming import DOWN, GATE, UP
-from colibri.checkpoint.values import Findings, check_values
-from colibri.errors import ShardError
-from colibri.formats import registry
-from colibri.formats.base import Example, Format
-from colibri.layout import PlainLayout
-from colibri.testing.checkpoints import Generated, Geometry, generate
-from colibri.testing.conformance import all_examples
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.memory import plan_memory
+from lancebill.checkpoint.naming import DOWN, GATE, UP
+from lancebill.checkpoint.values import Findings, check_values
+from lancebill.errors import ShardError
+from lancebill.formats import registry
+from lancebill.formats.base import Example, Format
+from lancebill.layout import PlainLayout
+from lancebill.testing.checkpoints import Generated, Geometry, generate
+from lancebill.testing.conformance import all_examples
 
 SIZE = Geometry(experts=2, hidden=256, intermediate=256)
 HOME = "model.layers.0.mlp.experts.1"

@@ -16,11 +16,11 @@ DIST = Path(__file__).parents[2] / "dist"
 SCRIPT = """
 import sys
 from pathlib import Path
-import colibri
-from colibri.backends.hopper.shipped import shipped
-from colibri.jit.build import binary
-from colibri.jit.cache import Cache
-assert Path(colibri.__file__).is_relative_to(sys.argv[1]), colibri.__file__
+import lancebill
+from lancebill.backends.hopper.shipped import shipped
+from lancebill.jit.build import binary
+from lancebill.jit.cache import Cache
+assert Path(lancebill.__file__).is_relative_to(sys.argv[1]), lancebill.__file__
 sources = list(shipped())
 size = sum(len(binary(source).cubin) for source in sources)
 assert 100 < len(sources) <= 200 and size <= 20 << 20, (len(sources), size)
@@ -30,13 +30,13 @@ print(len(sources), "kernels", size, "bytes")
 
 
 def test_a_wheel_carries_the_shipped_set(tmp_path: Path) -> None:
-    wheels = sorted(DIST.glob("colibri_moe-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheels = sorted(DIST.glob("lancebill-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         pytest.skip("there is no wheel; `make wheel` builds one")
     root, empty = tmp_path / "root", tmp_path / "cache"
     with zipfile.ZipFile(wheels[-1]) as archive:
         archive.extractall(root)
-    environment = {**os.environ, "PYTHONPATH": str(root), "COLIBRI_CACHE": str(empty), "COLIBRI_NO_COMPILE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "LANCEBILL_CACHE": str(empty), "LANCEBILL_NO_COMPILE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(root)], capture_output=True, text=True, env=environment, cwd=tmp_path
     )

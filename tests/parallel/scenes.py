@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colibri.checkpoint import manifest as manifests
-from colibri.checkpoint.naming import TABLE
-from colibri.checkpoint.placement import Placement
-from colibri.formats import registry
-from colibri.layer import RoutedExperts
-from colibri.parallel import ExpertParallel, Mesh
-from colibri.push import Pusher
-from colibri.recipe import Options, Recipe
-from colibri.testing.checkpoints import Generated, Geometry, generate
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint.naming import TABLE
+from lancebill.checkpoint.placement import Placement
+from lancebill.formats import registry
+from lancebill.layer import RoutedExperts
+from lancebill.parallel import ExpertParallel, Mesh
+from lancebill.push import Pusher
+from lancebill.recipe import Options, Recipe
+from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 Batch = tuple[Tensor, Tensor, Tensor]
 ROWS = {row.family: row for row in TABLE}

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from scenes import batches, checkpoint, close, load, run
 from torch import Tensor
 
-from colibri.backends.base import Plan
-from colibri.backends.reference import Reference, run_expert
-from colibri.checkpoint.placement import Placement
-from colibri.dispatch import Dispatch, Indexed
-from colibri.layout import Packed
-from colibri.parallel import ExpertParallel, Mesh, all_to_all, gather
-from colibri.parallel.replicas import Assignment, Tables
+from lancebill.backends.base import Plan
+from lancebill.backends.reference import Reference, run_expert
+from lancebill.checkpoint.placement import Placement
+from lancebill.dispatch import Dispatch, Indexed
+from lancebill.layout import Packed
+from lancebill.parallel import ExpertParallel, Mesh, all_to_all, gather
+from lancebill.parallel.replicas import Assignment, Tables
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda", 0)

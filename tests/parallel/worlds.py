@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 multiprocessing.set_forkserver_preload(
-    ["torch.distributed", "colibri.loading", "colibri.parallel", "colibri.testing.checkpoints"]
+    ["torch.distributed", "lancebill.loading", "lancebill.parallel", "lancebill.testing.checkpoints"]
 )
 
 

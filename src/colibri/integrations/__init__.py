@@ -1,1 +1,0 @@
-"""colibri inside other projects: one module for each."""

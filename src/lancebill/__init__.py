@@ -1,0 +1,64 @@
+"""lancebill: quantised Mixture-of-Experts layers for LLM inference.
+
+    layer = lancebill.RoutedExperts.from_checkpoint("path/to/model", layer=3)
+    y = layer(x, topk_ids=ids, topk_weights=weights)
+
+These few names are all most users need. They are loaded when first used, so that `import lancebill`
+costs nothing, touches no GPU and needs none of the optional packages.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lancebill import errors as errors
+
+if TYPE_CHECKING:
+    from lancebill.checkpoint.files import Checkpoint as Checkpoint
+    from lancebill.checkpoint.placement import Placement as Placement
+    from lancebill.dtypes import DType as DType
+    from lancebill.grammar import parse_spec as parse_spec
+    from lancebill.layer import QuantizedLinear as QuantizedLinear
+    from lancebill.layer import RoutedExperts as RoutedExperts
+    from lancebill.oracle import explain as explain
+    from lancebill.problem import Problem as Problem
+    from lancebill.quant import QuantSpec as QuantSpec
+
+_HOMES = {
+    "Checkpoint": "lancebill.checkpoint.files",
+    "DType": "lancebill.dtypes",
+    "Placement": "lancebill.checkpoint.placement",
+    "Problem": "lancebill.problem",
+    "QuantSpec": "lancebill.quant",
+    "QuantizedLinear": "lancebill.layer",
+    "RoutedExperts": "lancebill.layer",
+    "explain": "lancebill.oracle",
+    "parse_spec": "lancebill.grammar",
+}
+__all__ = [*_HOMES, "errors", "from_pretrained"]
+
+
+def from_pretrained(path: Any, **options: Any) -> Any:
+    """A transformers model whose experts stay packed; see `integrations.transformers.from_pretrained`."""
+    try:
+        from lancebill.integrations.transformers import from_pretrained
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise errors.UnsupportedProblem(
+            "transformers is not installed", hint="pip install 'lancebill[transformers]'"
+        ) from None
+    return from_pretrained(path, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lancebill' has no attribute '{name}'")
+    value = globals()[name] = vars(import_module(_HOMES[name]))[name]
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,79 @@
+"""CPUs, at the speed of memory: our own kernels (`lancebill.native`), every spec of up to 8 bits in one pass.
+
+Codes are looked up in registers and multiplied as integers, or as tiles where the CPU has them; 16-bit inputs
+keep 16 bits, int8 and fp8 ones are rounded only where the problem says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from lancebill import native
+from lancebill.backends.base import Backend, NoForm, Plan, Reason, Shortcut
+from lancebill.backends.cpu import call
+from lancebill.backends.cpu.form import matrix_form
+from lancebill.backends.cpu.layout import CpuLayout
+from lancebill.backends.cpu.plan import CpuPlan, make_plan
+from lancebill.dispatch import Dispatch
+from lancebill.dtypes import BF16, F16, F32
+from lancebill.errors import LaunchError
+from lancebill.layout import Layout, Packed
+from lancebill.native.abi import Level
+from lancebill.problem import Device, Problem
+
+
+class Cpu(Backend):
+    """With `level`, kept to that set of instructions; else the best there is."""
+
+    name = "cpu"
+    drops_wild_ids = True
+
+    def __init__(self, level: Level | None = None) -> None:
+        self._level = level
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        if device.kind != "cpu":
+            yield Reason("device", "runs on CPUs only")
+        state = native.state()
+        if state.library is None:
+            yield Reason("library", state.why, state.hint)
+        elif self._level is not None and self._level not in state.library.levels:
+            yield Reason("level", f"{self._level} does not run on this machine")
+        if problem.input not in (BF16, F16, F32):
+            yield Reason("input", f"{problem.input} inputs", "bf16, fp16 and fp32 have kernels")
+        if problem.w13 == problem.w2 and problem.activations != problem.second_activations:
+            yield Reason("activations", "two matrices of one shape whose inputs differ")
+        for shape, inputs in zip(problem.matrices.values(), (problem.activations, problem.second_activations)):
+            try:
+                matrix_form(shape, inputs)
+            except NoForm as why:
+                yield why.reason
+
+    def layout(self, problem: Problem) -> Layout:
+        return CpuLayout(problem)
+
+    def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
+        return make_plan(problem, tokens, _library().best if self._level is None else self._level)
+
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        if x.numel() == 0:
+            return out
+        call.run(_library(), plan, x, dispatch, weights, out)
+        return out
+
+    def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
+        assert isinstance(plan, CpuPlan)
+        return call.Again(_library(), plan, x, weights) if x.numel() and x.dtype in call.FLOAT else None
+
+
+def _library() -> native.Library:
+    state = native.state()
+    if state.library is None:
+        raise LaunchError(state.why, hint=state.hint)
+    return state.library
+
+
+BACKEND = Cpu()

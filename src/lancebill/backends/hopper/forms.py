@@ -1,0 +1,109 @@
+"""Which kernel form a matrix takes, or the reasons why none does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lancebill.backends.base import NoForm, Reason
+from lancebill.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
+from lancebill.kernels import forms as f
+from lancebill.kernels.forms import Form
+from lancebill.layout import MatrixShape
+from lancebill.quant import (
+    ALL,
+    DENSE_BF16,
+    DENSE_F16,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MUL,
+    ActivationSpec,
+    QuantSpec,
+    Scale,
+    Zero,
+)
+
+_ACTIVATIONS = {DENSE_BF16: f.BF16, DENSE_F16: f.F16, FP8_CHANNEL: f.E4M3}
+_STATIC = {FP8_TENSOR: f.E4M3}  # one scale for all of an expert's input, from the checkpoint
+_GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
+
+
+def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
+    """The form of a matrix; raises NoForm with the reason."""
+    spec = shape.spec
+    act = (_STATIC if activations.static else _ACTIVATIONS).get(activations.spec)
+    if act is None:
+        raise _no("activations", f"{activations} activations have no Hopper kernel", "bf16, fp16 and fp8 have one")
+    form = _form(spec, act)
+    if shape.k % 32 or shape.n % 16:
+        raise _no("sizes", f"a matrix of {shape.n} x {shape.k}", "K must be a multiple of 32, N of 16")
+    if form.group and shape.k % form.group:
+        raise _no("group", f"K = {shape.k} is no multiple of the group of {form.group}", None)
+    return _narrow_form(spec, form) if act == f.E4M3 else form
+
+
+def _narrow_form(spec: QuantSpec, form: Form) -> Form:
+    """With fp8 activations: group scales are applied to the sums of 128 columns, in fp32."""
+    if form.code == f.INT8_CODE or form.scale == f.E4M3_G16:
+        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
+    if form.zero and form.scale == f.NO_SCALE:
+        raise _no("spec", f"{spec} x fp8: a zero point for all of a row has no Hopper kernel", "in groups it has one")
+    if form.scale in (f.NO_SCALE, f.E8M0_G32):
+        return form
+    if form.group % 128:
+        raise _no("group", f"groups of {form.group} columns x fp8", "multiples of 128 have a kernel")
+    if form.zero and form.scale == f.F32_GROUP:
+        raise _no("spec", f"{spec} x fp8: fp32 scales leave no room for zero points", "bf16 and fp16 ones do")
+    return replace(form, scale=f.F32_GROUP)
+
+
+def _form(spec: QuantSpec, act: str) -> Form:
+    if spec.minimum or not spec.scales:
+        raise _no("spec", f"{spec} has no Hopper kernel", None)
+    inner, outer = spec.scales[0], spec.scales[1:]
+    if any(level.block[1] != ALL for level in outer) or (inner.op != MUL and inner.block[1] != ALL):
+        raise _no("spec", f"{spec}: only one level of scales may vary along K", None)
+    code = _code(spec)
+    group = inner.block[1]
+    if code == f.E2M1_CODE and inner.dtype == E8M0 and inner.block == (1, 32) and not outer:
+        return Form(code, f.E8M0_G32, 32, act)
+    if code == f.E2M1_CODE and inner.dtype == E4M3 and inner.block == (1, 16) and outer:
+        return Form(code, f.E4M3_G16, 16, act)
+    if code == f.E2M1_CODE:
+        raise _no("spec", f"{spec}: e2m1 takes e8m0 scales for 32 columns, or e4m3 for 16", None)
+    zero = spec.zero is not None
+    if group == ALL:
+        return Form(code, f.NO_SCALE, 0, act, zero)
+    if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1 and code == f.INT4_CODE)):
+        raise _no("group", f"groups of {group} columns", "multiples of 64, and 32 of 4 bits, have a kernel")
+    scale = _GROUP_SCALES.get(inner.dtype)
+    if (
+        scale is None
+        or (scale == f.F32_GROUP and (zero or group == 32))
+        or (code == f.E4M3_CODE and scale != f.F32_GROUP)
+    ):
+        raise _no("spec", f"{spec}: scales of {inner.dtype} for this code have no Hopper kernel", None)
+    return Form(code, scale, group, act, zero)
+
+
+def _code(spec: QuantSpec) -> str:
+    if spec.dtype == E2M1:
+        return f.E2M1_CODE
+    if spec.dtype == E4M3:
+        return f.E4M3_CODE
+    if spec.dtype.kind == INTEGER and spec.quantized:
+        if spec.zero is None and spec.dtype == biased_type(4):
+            return f.INT4_CODE
+        if spec.zero is None and spec.dtype == biased_type(8):
+            return f.INT8_CODE
+        if spec.zero is not None and spec.dtype == uint_type(4) and spec.zero == Zero(ZERO16, spec.scales[0].block):
+            return f.INT4_CODE
+    raise _no("spec", f"{spec} has no Hopper kernel yet", "e2m1, int4, int8 and e4m3 codes have one")
+
+
+def _no(code: str, text: str, hint: str | None) -> NoForm:
+    return NoForm(Reason(code, text, hint))
+
+
+def outer_levels(spec: QuantSpec) -> tuple[Scale, ...]:
+    """Levels that cover all of K: they become one factor a row."""
+    return tuple(level for level in spec.scales if level.block[1] == ALL)

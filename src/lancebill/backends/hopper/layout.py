@@ -1,0 +1,299 @@
+"""Weights as the Hopper kernels read them: units of 128 features in fragment order.
+
+Of a gated w13, a unit is 64 gate rows over the 64 up rows of the same features, so that both meet in one
+thread. Sizes are padded to whole units and slices with zeros, whose factor is zero too.
+
+What the kernel reads: `codes`, `scales` (inside the loop), `factors` (fp32, one a row: all scales that
+cover K, and powers of two the loop's scales leave out), `bias`, `perm`. `outer` keeps scales that a factor
+cannot give back, for `unpack` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.hopper.forms import kernel_form, outer_levels
+from lancebill.dtypes import E2M1
+from lancebill.kernels import forms as f
+from lancebill.kernels import fragments
+from lancebill.kernels.forms import HALF, ROWS, Form
+from lancebill.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
+from lancebill.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
+from lancebill.layout import Layout, MatrixShape, as_integer
+from lancebill.problem import Problem
+from lancebill.quant import CHANNEL, DIV, QuantSpec, Scale
+from lancebill.weight import LogicalWeight, expand
+
+_COUNTING = Lock()
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# e8m0 exponents relative to the row's: the largest and the smallest that a form multiplies exactly, and
+# what is added to make the stored byte (the exponent field of the factor).
+_REACH = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, LEAST_EXPONENT, -LEAST_EXPONENT)}
+
+
+@dataclass
+class Rerounded:
+    """Codes whose group lies so far below its row's largest scale that they were rounded again."""
+
+    groups: int = 0
+    of: int = 0
+
+    def add(self, groups: int, of: int) -> None:
+        """Loaders pack experts side by side."""
+        with _COUNTING:
+            self.groups, self.of = self.groups + groups, self.of + of
+
+
+@dataclass(frozen=True)
+class HopperLayout(Layout):
+    """The layout of one problem's matrices."""
+
+    problem: Problem
+    rerounded: Rerounded = field(default_factory=Rerounded, compare=False)
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.rerounded.groups:
+            return ()
+        return (
+            f"{self.rerounded.groups} of {self.rerounded.of} groups lie too far below their row's largest scale "
+            "for fp8 arithmetic and were rounded again",
+        )
+
+    def form(self, shape: MatrixShape) -> Form:
+        return kernel_form(shape, self.problem.inputs_of(shape))
+
+    def padded(self, shape: MatrixShape) -> tuple[int, int]:
+        """Rows in whole units, columns in whole slices."""
+        columns = self.form(shape).slice_columns
+        rows = 2 * _up(shape.n // 2, HALF) if self.problem.gates(shape) else _up(shape.n, ROWS)
+        return rows, _up(shape.k, columns)
+
+    def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        form, (n, k) = self.form(shape), self.padded(shape)
+        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "codes": ((fragments.code_words(form, n, k),), torch.int32),
+            "factors": ((n,), torch.int32),
+        }
+        if form.scale_words:
+            held["scales"] = (fragments.scale_count(form, n, k),), torch.int32
+        for i, level in enumerate(_kept(shape.spec)):
+            held[f"outer{i}"] = level.shape(shape.n, shape.k), _INTEGER[level.dtype.storage.itemsize]
+        if shape.bias:
+            held["bias"] = (n,), torch.int32
+        if shape.act_order:
+            held["perm"] = (shape.k,), torch.int32
+        return held
+
+    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+        form = self.form(shape)
+        codes, scales, factors = self._scales(shape, form, weight)
+        out["codes"].copy_(fragments.pack_codes(form, self._place(shape, codes, self.padded(shape)[1])))
+        if scales is not None:
+            out["scales"].copy_(scales)
+        out["factors"].copy_(as_integer(self._place(shape, factors.float())))
+        levels = dict(zip(weight.spec.scales, weight.scales))
+        for i, level in enumerate(_kept(shape.spec)):
+            out[f"outer{i}"].copy_(as_integer(levels[level]))
+        if shape.bias:
+            bias = weight.bias if weight.bias is not None else torch.zeros(shape.n, device=codes.device)
+            out["bias"].copy_(as_integer(self._place(shape, bias.float())))
+        if shape.act_order:
+            natural = torch.arange(shape.k, dtype=torch.int32)
+            out["perm"].copy_(natural if weight.perm is None else weight.perm)
+
+    def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
+        form, (n, k) = self.form(shape), self.padded(shape)
+        codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[:, : shape.k].contiguous()
+        factors = self._take(shape, packed["factors"].view(torch.float32))
+        levels: dict[Scale, Tensor] = {}
+        for i, level in enumerate(_kept(shape.spec)):
+            levels[level] = packed[f"outer{i}"].view(level.dtype.storage)
+        powers = factors / _outer_factors(levels, shape.n, factors.device)
+        for level in shape.spec.scales:
+            if level not in levels and level in outer_levels(shape.spec):
+                levels[level] = factors.unsqueeze(1).to(level.dtype.storage)
+            elif level not in levels:
+                levels[level] = self._unpack_level(shape, form, packed["scales"], powers)
+        return LogicalWeight(
+            shape.spec,
+            codes,
+            tuple(levels[level] for level in shape.spec.scales),
+            self._unpack_zero(shape, form, packed["scales"]) if form.zero else None,
+            bias=self._take(shape, packed["bias"].view(torch.float32)) if shape.bias else None,
+            perm=packed["perm"] if shape.act_order else None,
+        )
+
+    # ------------------------------------------------------------ rows and columns
+
+    def _place(self, shape: MatrixShape, rows: Tensor, columns: int | None = None) -> Tensor:
+        """Natural rows [n, ...] in the kernel's order, padded with zeros (to `columns` too, where given)."""
+        n, _ = self.padded(shape)
+        if columns is not None:
+            rows = _pad(rows.t(), columns).t()
+        if not self.problem.gates(shape):
+            return _pad(rows, n).contiguous()
+        gate, up = (_pad(side, n // 2).unflatten(0, (-1, HALF)) for side in rows.chunk(2))
+        return torch.stack([gate, up], 1).flatten(0, 2)
+
+    def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
+        """The inverse for rows: padding dropped, gates over ups."""
+        if not self.problem.gates(shape):
+            return rows[: shape.n]
+        gate, up = rows.unflatten(0, (-1, 2, HALF)).unbind(1)
+        return torch.cat([side.flatten(0, 1)[: shape.n // 2] for side in (gate, up)])
+
+    def _groups(self, shape: MatrixShape, form: Form) -> int:
+        """Groups along the padded K."""
+        return self.padded(shape)[1] // form.group if form.group else 1
+
+    # ------------------------------------------------------------ scales
+
+    def _scales(self, shape: MatrixShape, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Codes (rounded again where they must be), the loop's scale words, one factor a row."""
+        n, k, codes = shape.n, shape.k, weight.codes
+        levels = dict(zip(weight.spec.scales, weight.scales))
+        outer = {level: levels[level] for level in outer_levels(weight.spec)}
+        factors = _outer_factors(outer, n, codes.device) * 2.0 ** row_shift(form)
+        if not form.scale_words:
+            return codes, None, factors
+        words: list[Tensor] = []
+        if form.scale == f.E8M0_G32:
+            codes, exponents, base = self._exponents(form, weight)
+            return codes, fragments.pack_bytes(form, self._meta(shape, form, exponents)), factors * torch.exp2(base)
+        if form.scale == f.E4M3_G16:
+            return codes, fragments.pack_bytes(form, self._meta(shape, form, weight.scales[0].int())), factors
+        if form.scale != f.NO_SCALE:
+            level = weight.spec.scales[0]
+            each = expand(weight.scales[0], (level.block[0], 1), n, k)
+            if form.promoted:
+                held = as_integer(self._meta(shape, form, each.float()))
+                if form.zero and weight.zero is not None:
+                    held = held | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
+                return codes, fragments.pack_floats(form, held).reshape(-1), factors
+            base = _nibble_base(each, form) if form.subnormal else _excess(each, form)
+            factors = factors * torch.exp2(base.squeeze(1))
+            placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
+            placed = as_integer((placed * _units(form, len(placed), each.device)).to(each.dtype))
+            pack = fragments.pack_floats if form.scale == f.F32_GROUP else fragments.pack_halves
+            words.append(pack(form, placed))
+        if form.zero and weight.zero is not None:
+            each = expand(weight.zero, (weight.spec.scales[0].block[0], 1), n, k).int() + INT4_MAGIC[form.activations]
+            words.append(fragments.pack_halves(form, self._meta(shape, form, each.to(torch.int16))))
+        return codes, torch.cat(words, -1).reshape(-1), factors
+
+    def _meta(self, shape: MatrixShape, form: Form, values: Tensor) -> Tensor:
+        return self._place(shape, values, self._groups(shape, form))
+
+    def _exponents(self, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
+        """Exponent bytes relative to each row's base, and codes that fit them.
+
+        A group too far below its row's largest is brought up to the reach and its codes rounded again.
+        """
+        top, bottom, offset = _REACH[form.activations]
+        exponents = weight.scales[0].int() - 127
+        base = exponents.amax(1, keepdim=True) - top
+        if form.activations == f.BF16:  # almost every row: no base at all
+            base = base.clamp(min=0)
+        relative = exponents - base
+        short = (bottom - relative).clamp(min=0)
+        codes = weight.codes
+        self.rerounded.add(int((short > 0).sum()), relative.numel())
+        if bool(short.any()):
+            shift = torch.exp2(-short.float()).repeat_interleave(32, 1)[:, : weight.k]
+            codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
+        return codes, (relative + short + offset) & 255, base.squeeze(1).float()
+
+    def _unpack_level(self, shape: MatrixShape, form: Form, words: Tensor, powers: Tensor) -> Tensor:
+        """The innermost scales as stored; `powers` of two went to the rows' factors."""
+        n, _ = self.padded(shape)
+        groups = self._groups(shape, form)
+        level = shape.spec.scales[0]
+        rows, columns = level.shape(shape.n, shape.k)
+        if form.scale in (f.E8M0_G32, f.E4M3_G16):
+            values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
+            if form.scale == f.E8M0_G32:
+                offset = _REACH[form.activations][2]
+                values = values - offset + 127 + torch.log2(powers).int().unsqueeze(1)
+            return values[:, :columns].to(torch.uint8)
+        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
+        if form.scale == f.F32_GROUP:
+            bits = fragments.unpack_floats(form, held, n, groups)
+            values = (bits & ~ZERO_BITS if form.zero else bits).view(torch.float32)
+        else:
+            values = fragments.unpack_halves(form, held, n, groups).view(level.dtype.storage)
+        values = self._take(shape, values.double() / _units(form, n, values.device)) * powers.double().unsqueeze(1)
+        return values[:: level.block[0]][:rows, :columns].to(level.dtype.storage).contiguous()
+
+    def _unpack_zero(self, shape: MatrixShape, form: Form, words: Tensor) -> Tensor:
+        n, _ = self.padded(shape)
+        assert shape.spec.zero is not None
+        rows, columns = shape.spec.zero.shape(shape.n, shape.k)
+        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)
+        groups = self._groups(shape, form)
+        if form.promoted:
+            values = self._take(shape, fragments.unpack_floats(form, held, n, groups)) & ZERO_BITS
+        else:
+            held = held[..., form.scale_words - form.zero_words :]
+            values = self._take(shape, fragments.unpack_halves(form, held, n, groups))
+            values = values - INT4_MAGIC[form.activations]
+        return values[:: shape.spec.zero.block[0] or shape.n][:rows, :columns].to(torch.int16).contiguous()
+
+
+def _pad(rows: Tensor, count: int) -> Tensor:
+    extra = count - rows.shape[0]
+    return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
+
+
+def _up(size: int, side: int) -> int:
+    return -(-size // side) * side
+
+
+def _excess(scales: Tensor, form: Form) -> Tensor:
+    """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor.
+
+    With fp16 activations rows are brought up to it too: its own smallest numbers are near.
+    """
+    excess = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1] - 6
+    return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
+
+
+def _nibble_base(scales: Tensor, form: Form) -> Tensor:
+    """Per row, the power of two that leaves the loop's scale, so that a nibble's unit can enter it.
+
+    bf16 has room below 2**-5, as almost every row is; fp16 below 2**-8, and rows are brought up to it
+    too: its own smallest numbers are near.
+    """
+    exponent = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1]
+    return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
+
+
+def _units(form: Form, n: int, device: torch.device) -> Tensor:
+    """[n, 1]: what a row's scale is multiplied by in the kernel's order, so that codes may lie as is cheapest.
+
+    Of nibbles that are subnormal numbers, rows r + 8 have the high ones.
+    """
+    high = torch.arange(n, device=device) >> 3 & 1
+    shift = NIBBLE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + code_shift(form)
+    return torch.exp2(shift.double()).unsqueeze(1)
+
+
+def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
+    """The product of scales that cover all of K, one for each row."""
+    factors = torch.ones(n, device=device)
+    for level, stored in levels.items():
+        each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1).reshape(-1)
+        factors = factors / each if level.op == DIV else factors * each
+    return factors
+
+
+def _kept(spec: QuantSpec) -> tuple[Scale, ...]:
+    """Levels over all of K that a row's factor cannot give back."""
+    outer = outer_levels(spec)
+    if len(outer) == 1 and len(spec.scales) == 1 and outer[0].block == CHANNEL and outer[0].op != DIV:
+        return () if outer[0].dtype.wide is not None else outer
+    return outer

@@ -1,0 +1,90 @@
+"""The kernels of a plan as compile-time values: what `lancebill kernels build` compiles and a run loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lancebill.jit.compile import Desc, Source
+from lancebill.kernels.forms import BF16, BOX, E4M3, F16, Form
+from lancebill.tune.hopper import Tile
+
+GEMM, DECODE, ROWS_MODULE = "lancebill.kernels.gemm", "lancebill.kernels.decode", "lancebill.kernels.rows"
+ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
+GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what a product's rows become
+ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for the one before it
+_REGISTERS = 65536  # of an SM
+
+
+def product(
+    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int, prefetch: bool,
+    promote: bool,
+) -> Source:  # fmt: skip
+    """One product over one class of tiles."""
+    element = ELEMENT[form.activations]
+    arguments: list[tuple[str, str | Desc]] = [
+        ("x_desc", Desc(element, (tile.box, form.slice_columns), 128)),
+        ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
+        ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
+        ("out", f"*{out}"),
+        *((name, "*i32" if name in ("slots", "tiles", "tile_count", "taken") else "*fp32")
+          for name in ("slots", "factors", "bias", "token_scales", "tiles", "tile_count", "taken")),
+        *((name, "i32") for name in ("units", "slices", "scale_blocks", "columns")),
+        *((name, "fp32") for name in ("limit", "alpha", "beta")),
+    ]  # fmt: skip
+    constants = {
+        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        "TOKENS": tile.tokens, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
+        "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch, "PROMOTE": promote,
+    }  # fmt: skip
+    aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
+    options = (("num_warps", 4), ("maxnreg", tile.registers))
+    return Source(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
+
+
+def _scale_box(form: Form, tile: Tile) -> int:
+    """Words that one copy of scales brings; a form that has none is never asked for any."""
+    return min(form.stage_scale_words(tile.slices), BOX) or BOX
+
+
+def rows_kernel(
+    name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int, blocks: int = 1
+) -> Source:
+    """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16.
+
+    `blocks`: programs that an SM has registers for.
+    """
+    aligned = tuple(
+        a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
+    )
+    # With no number the assembler may spill for occupancy's sake; with one it does not look how many threads there are.
+    options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
+    return Source(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
+
+
+def slotwise(
+    form: Form, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
+    weighted: bool, depend: bool, prefetch: bool, promote: bool,
+) -> Source:  # fmt: skip
+    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, `slots` a token."""
+    integers = ("experts", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row")
+    pointers = {
+        "x": out, "out": out, "scales": "fp32", "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32",
+        "ids": "i32", "weights": "fp32",
+    }  # fmt: skip
+    arguments: list[tuple[str, str | Desc]] = [
+        ("x_desc", Desc("i32", (8, 32), 128) if form.activations == E4M3 else Desc(out, (8, form.slice_columns), 128)),
+        ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
+        ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
+        *((name, f"*{element}") for name, element in pointers.items()),
+        *((name, "i32") for name in integers),
+        *((name, "fp32") for name in ("limit", "alpha", "beta")),
+    ]
+    constants = {
+        "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
+        "STAGES": tile.stages, "SLICES": tile.slices, "HELD": tile.held, "SPLIT": split, "SLOTS": slots, "KIND": kind,
+        "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
+        "PROMOTE": promote,
+    }  # fmt: skip
+    options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "width", "columns")
+    return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), aligned, options)

@@ -1,0 +1,93 @@
+"""The package humming-kernels: its products for GPUs ours do not reach, and the peer ours are measured against.
+
+Taken only by name. It compiles its kernels on the machine when a size is first met; weights keep every number, so
+what the package itself would round at load (biases, and scales folded into codes for fp8 inputs) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.humming.layout import HummingLayout
+from lancebill.backends.humming.support import PACKAGE, missing, unsupported
+from lancebill.dispatch import Dispatch, Indexed
+from lancebill.dtypes import E2M1, E4M3, F16
+from lancebill.errors import LaunchError
+from lancebill.layout import Layout, Packed
+from lancebill.problem import Device, Problem
+
+if TYPE_CHECKING:
+    from lancebill.backends.humming.package import Experts
+
+ARCHS = (80, 86, 87, 89, 90)  # later ones read weights in another order
+_GBS, _TFLOPS, _START_US = 1500.0, 250.0, 30.0  # about an A100: this backend is asked for by name
+
+
+class Humming(Backend):
+    name = "humming"
+    on_request = True
+
+    def __init__(self) -> None:
+        # By the layer's own tensor, which the values do not keep alive; problems are kept, so that ids stay theirs.
+        self._experts: MutableMapping[Tensor, dict[int, tuple[Problem, Experts]]] = WeakTensorKeyDictionary()
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        if device.kind != "cuda" or device.arch not in ARCHS:
+            yield Reason("device", f"needs a GPU from sm_80 to sm_90, not {device}")
+        absent = missing()
+        if absent:
+            yield Reason("package", absent, f"pip install {PACKAGE}")
+        yield from unsupported(problem)
+        for name, shape in problem.matrices.items():
+            if shape.bias:
+                yield Reason("bias", f"the biases of {name} would be rounded to {problem.input}")
+            if problem.input == F16 and shape.spec.dtype in (E2M1, E4M3):
+                yield Reason("input", f"{shape.spec} x fp16 would be stored with other scales", "bf16 inputs")
+        if problem.activations.spec.quantized or problem.second_activations.spec.quantized:
+            yield Reason("activations", "fp8 inputs take weights with their scales folded in, rounded", "bf16")
+
+    def layout(self, problem: Problem) -> Layout:
+        return HummingLayout()
+
+    def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
+        elements = sum(shape.n * shape.k for shape in problem.matrices.values())
+        held = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
+        reached = min(problem.experts, tokens * problem.top_k)
+        flops = 2.0 * tokens * problem.top_k * elements
+        us = max(reached * held / (_GBS * 1e3), flops / (_TFLOPS * 1e6)) + _START_US
+        rows = tokens * problem.top_k * (problem.w13.n + problem.intermediate + problem.hidden)
+        notes = ("compiles its kernels on first use of a size",)
+        return Plan(problem, tokens, us, rows * problem.input.storage.itemsize, notes)
+
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        if not isinstance(dispatch, Indexed):
+            raise LaunchError("humming computes experts by token ids", got=type(dispatch))
+        if dispatch.tokens == 0:
+            return out
+        ids, scale = dispatch.ids.contiguous(), dispatch.weights.contiguous()
+        experts = self._layer(plan.problem, weights)
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        experts.compute(x.contiguous(), experts.sort(ids), ids, scale, target)
+        return target if target is out else out.copy_(target)
+
+    def _layer(self, problem: Problem, weights: Mapping[str, Packed]) -> Experts:
+        """The package's view of packed weights: no copies, so a refit is seen."""
+        from lancebill.backends.humming.package import INDEXED, Experts, view_matrix
+
+        known = self._experts.setdefault(weights["w13"]["weight"], {})
+        if id(problem) not in known:
+            matrices = {
+                name: view_matrix(shape, problem.experts, weights[name], problem.input.storage)
+                for name, shape in problem.matrices.items()
+            }
+            known[id(problem)] = problem, Experts(problem, matrices, INDEXED)
+        return known[id(problem)][1]
+
+
+BACKEND = Humming()

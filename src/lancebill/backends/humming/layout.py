@@ -1,0 +1,115 @@
+"""Weights as the package's kernels for 16-bit inputs read them.
+
+Codes go in blocks of 64 rows x 16 columns, 32 codes to a thread: for each of four bands of 16 rows its two halves
+of 8, and in each the two columns it has in either half of 8. Within a word the first four codes are those of even
+columns. Scales and channels are permuted alike. Sizes are padded as engines do, with zeros, and with one in the
+scales that have no zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lancebill.dtypes import BF16, E8M0, biased_type
+from lancebill.layout import Layout, MatrixShape, as_integer
+from lancebill.packing import pack_bits, unpack_bits
+from lancebill.quant import ALL
+from lancebill.weight import LogicalWeight
+
+PAD_ROWS, PAD_COLUMNS = 256, 128
+_ONE = 127  # the code of 1 in e8m0
+_GROUPED = [8 * row + first for first in range(8) for row in range(8)]  # 64 channels
+_CHANNELS = [8 * band + first + half for first in range(0, 8, 2) for band in range(4) for half in range(2)]  # 32
+
+
+class HummingLayout(Layout):
+    """`weight` and `weight_scale`, as the package names them."""
+
+    def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        n, k = padded(shape)
+        level = shape.spec.scales[0]
+        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[level.dtype.storage.itemsize]
+        high, wide = level.shape(n, k)
+        return {
+            "weight": ((k // 16, n * shape.spec.dtype.bits // 2), torch.int32),
+            "weight_scale": ((wide, high), kind),
+        }
+
+    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+        (n, k), bits = padded(shape), shape.spec.dtype.bits
+        codes = torch.nn.functional.pad(weight.codes, (0, k - shape.k, 0, n - shape.n))
+        codes = _halves(codes) if _unbiased(shape) else codes
+        # band, half, row of 8 | half, pair, column of the pair
+        spread = codes.view(n // 64, 4, 2, 8, k // 16, 2, 4, 2).permute(4, 0, 3, 6, 1, 2, 5, 7)
+        words = spread.reshape(k // 16, n // 64, 32, 32)[..., _order(bits, codes.device)]
+        out["weight"].copy_(pack_bits(words.contiguous(), bits, torch.int32).view(k // 16, -1))
+        out["weight_scale"].copy_(self._scales(shape, as_integer(weight.scales[0])))
+
+    def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
+        (n, k), bits = padded(shape), shape.spec.dtype.bits
+        words = packed["weight"].contiguous().view(k // 16, n // 64, 32, bits)
+        order = torch.argsort(_order(bits, words.device))
+        spread = unpack_bits(words, bits, 32)[..., order].view(k // 16, n // 64, 8, 4, 4, 2, 2, 2)
+        codes = spread.permute(1, 4, 5, 2, 0, 6, 3, 7).reshape(n, k)[: shape.n, : shape.k]
+        codes = _whole(codes) if _unbiased(shape) else codes
+        level = shape.spec.scales[0]
+        rows, columns = level.shape(shape.n, shape.k)
+        scales = self._unpermuted(shape, packed["weight_scale"].contiguous()).t()[:rows, :columns]
+        stored = scales.contiguous().view(level.dtype.storage)
+        return LogicalWeight(shape.spec, codes.contiguous(), (stored,))
+
+    def _scales(self, shape: MatrixShape, scales: Tensor) -> Tensor:
+        """[blocks along N, along K] to [along K, along N], padded, rows in the kernels' order."""
+        level = shape.spec.scales[0]
+        rows, columns = level.shape(*padded(shape))
+        value = _ONE if level.dtype == E8M0 else 0
+        size = (0, columns - scales.shape[1], 0, rows - scales.shape[0])
+        turned = torch.nn.functional.pad(scales, size, value=value).t().contiguous()
+        order = _channel_order(shape)
+        if order is None:
+            return turned
+        return turned.view(-1, len(order))[:, order].view(turned.shape)
+
+    def _unpermuted(self, shape: MatrixShape, scales: Tensor) -> Tensor:
+        order = _channel_order(shape)
+        if order is None:
+            return scales
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return scales.view(-1, len(order))[:, back].view(scales.shape)
+
+
+def padded(shape: MatrixShape) -> tuple[int, int]:
+    """Rows and columns as stored."""
+    return -(-shape.n // PAD_ROWS) * PAD_ROWS, -(-shape.k // PAD_COLUMNS) * PAD_COLUMNS
+
+
+def _order(bits: int, device: torch.device) -> Tensor:
+    """Which of a thread's 32 codes stands at each place: in every word, even columns first."""
+    per = 32 // bits
+    places = [first + 2 * (i % (per // 2)) + i // (per // 2) for first in range(0, 32, per) for i in range(per)]
+    return torch.tensor(places, device=device)
+
+
+def _channel_order(shape: MatrixShape) -> list[int] | None:
+    """Scales of blocks along N stay in order; others as the kernels apply them, to weights or to sums."""
+    high, wide = shape.spec.scales[0].block
+    if high > 1:
+        return None
+    return _CHANNELS if wide == ALL else _GROUPED
+
+
+def _unbiased(shape: MatrixShape) -> bool:
+    """Whether the kernels make bf16 of eight-bit integers: the lower half of the codes then runs backwards."""
+    return shape.spec.dtype == biased_type(8) and shape.spec.scales[0].dtype == BF16
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """128 .. 255 become 0 .. 127, and 0 .. 127 become 255 .. 128."""
+    return torch.where(codes >= 128, codes - 128, 255 - codes)
+
+
+def _whole(codes: Tensor) -> Tensor:
+    return torch.where(codes < 128, codes + 128, 255 - codes)

@@ -1,0 +1,229 @@
+"""The package humming-kernels (0.1.19) as values: weights in its order, its two ways through a layer.
+
+`indexed` products gather rows by themselves; `grouped` ones want rows in expert order, which the package's own
+input kernel makes while it quantises. The activation runs in that kernel too. What the package has not, grouping
+slots and summing a token's rows, is in `rows`. Everything is imported when first used: the package asks for a
+GPU as soon as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.activation import Activation
+from lancebill.backends.humming.layout import PAD_COLUMNS, PAD_ROWS
+from lancebill.backends.humming.rows import Grouped, group, weighted_sum
+from lancebill.dtypes import E8M0
+from lancebill.layout import MatrixShape
+from lancebill.problem import Problem
+from lancebill.quant import ActivationSpec
+
+INDEXED, GROUPED = WAYS = ("indexed", "grouped_contiguous")
+_LOCKS = 2048  # words by which parts of a sum wait for each other
+_AT_ONCE = 16  # experts whose codes are spread out to 32 bits each
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A configuration of the package's, as it takes it, and how many rows its tiles have."""
+
+    height: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of all experts: the package's description and its tensors."""
+
+    config: Any
+    tensors: Mapping[str, Tensor]
+    locks: Tensor
+
+    def product(self, way: str, x: Tensor, scale: Tensor | None, out: Tensor, tuned: Tuned, **routing: Any) -> None:
+        from humming.forward import humming_forward
+
+        humming_forward(
+            self.config, inputs=x, input_scale=scale, outputs=out, locks=self.locks, valid_shape_m=out.shape[0],
+            compute_config=_compute(way), tuning_config=tuned.text, **self.tensors, **routing,
+        )  # fmt: skip
+
+    def tuned(self, way: str, rows: int) -> Tuned:
+        """The package's own choice for so many rows."""
+        from humming.tune import get_heuristics_config
+
+        chosen = get_heuristics_config(self.config, shape_m=rows, gemm_type=way, device=self.locks.device)
+        return Tuned(chosen["block_shape"][0], json.dumps(chosen))
+
+    def compile(self, way: str, tuned: Tuned) -> None:
+        from humming.kernel.humming import HummingKernel
+
+        HummingKernel.prepare_kernels(self.config.to_str(), _compute(way), tuned.text, self.locks.device)
+
+
+@lru_cache
+def _compute(way: str) -> str:
+    return json.dumps({"use_f16_accum": False, "gemm_type": way})
+
+
+def make_matrix(
+    shape: MatrixShape, experts: int, plain: Mapping[str, Tensor], activations: ActivationSpec, dtype: torch.dtype
+) -> Matrix:
+    """From tensors as `PlainLayout` has them, by the package's own conversion: scales may be folded, biases rounded."""
+    from humming import dtypes
+    from humming.schema import HummingInputSchema
+    from humming.transform import prepare_fp16_e8m0_scale, prepare_layer_config, transform_humming_tensors
+
+    level, codes = shape.spec.scales[0], plain["codes"]
+    scale = plain["scale0"].view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
+    tensors = {"weight": codes.view(torch.int32), "weight_scale": scale}
+    if shape.bias:
+        tensors["bias"] = plain["bias"].view(torch.float32).to(dtype)
+    schema, tensors = _centred(_schema(shape), tensors)
+    inputs = HummingInputSchema(a_dtype=dtypes.float8e4m3) if activations.spec.quantized else None
+    config = prepare_layer_config(
+        shape.n, shape.k, schema, inputs, experts, PAD_ROWS, PAD_COLUMNS, shape.bias, dtype, codes.device, tensors
+    )
+    config, tensors = prepare_fp16_e8m0_scale(config, tensors)
+    return Matrix(config, transform_humming_tensors(config, tensors), _new_locks(codes.device))
+
+
+def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], dtype: torch.dtype) -> Matrix:
+    """Of tensors as `HummingLayout` has them: the same memory under the package's dtypes."""
+    from humming.transform import prepare_layer_config
+
+    level, codes = shape.spec.scales[0], packed["weight"].detach()
+    scale = packed["weight_scale"].detach().view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
+    config = prepare_layer_config(
+        shape.n, shape.k, _schema(shape), None, experts, PAD_ROWS, PAD_COLUMNS, False, dtype, codes.device
+    )
+    return Matrix(config, {"weight": codes, "weight_scale": scale}, _new_locks(codes.device))
+
+
+def _schema(shape: MatrixShape) -> Any:
+    from humming import dtypes
+    from humming.schema import HummingWeightSchema
+
+    level = shape.spec.scales[0]
+    high, wide = level.block
+    return HummingWeightSchema(
+        b_dtype=dtypes.DataType.from_str(_WEIGHTS[shape.spec.dtype.name]),
+        bs_dtype=dtypes.float8e8m0 if level.dtype == E8M0 else None,
+        weight_scale_group_size=wide if wide < shape.k else 0,
+        weight_scale_group_size_n=high if high > 1 else 0,
+    )
+
+
+def _new_locks(device: torch.device) -> Tensor:
+    return torch.zeros(_LOCKS, dtype=torch.int32, device=device)
+
+
+_WEIGHTS = {"e2m1": "float4e2m1", "uint4b8": "uint4", "uint8b128": "uint8", "e4m3fn": "float8e4m3"}
+
+
+def _centred(schema: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Symmetric integers as sign and magnitude where no code is the lowest one: the package's faster form."""
+    if not schema.b_dtype.is_integer_type:
+        return schema, tensors
+    found = []
+    for part in tensors["weight"].split(_AT_ONCE):
+        changed, made = schema.convert_symmetric_integer_weight({"weight": part.contiguous()})
+        if changed is schema:
+            return schema, tensors
+        found.append(made["weight"])
+    return changed, tensors | {"weight": torch.cat(found)}
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A batch as the products want it, and where the rows of a slot end up."""
+
+    blocks: Mapping[int, Grouped]  # by height of the tiles; 1 where rows are in expert order
+    order: Tensor | None  # the place of each slot's row, or None: rows stay in slot order
+
+
+class Experts:
+    """A layer in this package, in one of its ways."""
+
+    def __init__(self, problem: Problem, matrices: Mapping[str, Matrix], way: str) -> None:
+        self.problem, self.way = problem, way
+        self.matrices = (matrices["w13"], matrices["w2"])
+        self._tuned: dict[int, tuple[Tuned, ...]] = {}
+
+    def tuned(self, rows: int) -> tuple[Tuned, ...]:
+        """Of both products."""
+        if rows not in self._tuned:
+            self._tuned[rows] = tuple(matrix.tuned(self.way, rows) for matrix in self.matrices)
+        return self._tuned[rows]
+
+    def compile(self, tokens: Sequence[int]) -> None:
+        """The products' kernels for these numbers of tokens, side by side: each is its own process."""
+        wanted = [zip(self.matrices, self.tuned(count * self.problem.top_k)) for count in tokens]
+        jobs = {(matrix.config.to_str(), tuned): matrix for pairs in wanted for matrix, tuned in pairs}
+        with ThreadPoolExecutor(min(32, len(jobs))) as pool:
+            list(pool.map(lambda job: job[1].compile(self.way, job[0][1]), jobs.items()))
+
+    def sort(self, ids: Tensor) -> Routed:
+        """Group the slots: for tiles of each height in use, or in expert order."""
+        if self.way == GROUPED:
+            groups = group(ids, self.problem.experts)
+            return Routed({1: groups}, groups.places)
+        heights = {tuned.height for tuned in self.tuned(ids.numel())}
+        return Routed({height: group(ids, self.problem.experts, height) for height in heights}, None)
+
+    def compute(self, x: Tensor, routed: Routed, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """The layer from sorted slots to the weighted sum."""
+        tokens, top_k = ids.shape
+        problem, slots = self.problem, tokens * top_k
+        widths = (problem.w13.n, problem.intermediate, problem.hidden)
+        wide, narrow, rows = (x.new_empty(slots, width) for width in widths)
+        order = routed.order
+        quantised = _process(
+            self.matrices[0], x, **({} if order is None else {"layout": "scatter", "scatter_idx": order})
+        )
+        self._product(0, *quantised, wide, routed, top_k)
+        kind = {"activation_type": "binary_split", "activation_impl": expression(problem.activation)}
+        target = {} if self.matrices[1].config.input_quant_mode.should_quantize else {"outputs": narrow}
+        self._product(1, *_process(self.matrices[1], wide, **kind, **target), rows, routed, 1)
+        return weighted_sum(rows, ids if order is None else order, weights, out, in_order=order is None)
+
+    def _product(self, which: int, x: Tensor, scale: Tensor | None, out: Tensor, routed: Routed, per_row: int) -> None:
+        matrix, tuned = self.matrices[which], self.tuned(out.shape[0])[which]
+        if self.way == GROUPED:
+            how: dict[str, Any] = {"expert_layout": routed.blocks[1].edges}
+        else:
+            groups = routed.blocks[tuned.height]
+            how = {
+                "sorted_ids": groups.slots, "expert_ids": groups.owners, "num_tokens_padded": groups.edges[-1:],
+                "top_k": per_row,
+            }  # fmt: skip
+        matrix.product(self.way, x, scale, out, tuned, **how)
+
+
+def _process(matrix: Matrix, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
+    """The input of a product: activated, brought into order, quantised; and its scales."""
+    from humming.forward import may_process_input
+
+    rows, _, scales = may_process_input(matrix.config, x, **how)
+    return rows, scales
+
+
+def expression(activation: Activation) -> str:
+    """An activation of gate `a` and up `b` in the language of the package's kernels."""
+    gate, up = "a", "b"
+    if activation.limit is not None:
+        gate = f"fminf(a, {activation.limit!r}f)"
+        up = f"fmaxf(fminf(b, {activation.limit!r}f), -{activation.limit!r}f)"
+    if activation.name == "silu":
+        return f"__fdividef({gate}, 1.0f + __expf(-{gate})) * {up}"
+    if activation.name == "swigluoai":
+        sigmoid = f"1.0f + __expf({-activation.alpha!r}f * {gate})"
+        return f"__fdividef({gate}, {sigmoid}) * ({up} + {activation.beta!r}f)"
+    raise KeyError(activation.name)

@@ -1,0 +1,75 @@
+"""What the package humming-kernels computes as we call it: reasons against a problem, none of which needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from lancebill.backends.base import Reason
+from lancebill.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, biased_type
+from lancebill.layout import MatrixShape
+from lancebill.problem import EXPERTS, FAST, INDEXED, Problem
+from lancebill.quant import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MXFP4
+
+PACKAGE = "humming-kernels"
+ACTIVATIONS = ("silu", "swigluoai")
+_DENSE = {BF16: DENSE_BF16, F16: DENSE_F16}
+
+
+def missing() -> str | None:
+    """Why the package cannot be used; None where it can."""
+    for name in (PACKAGE, "triton"):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            return f"{name} is not installed"
+    return None
+
+
+def unsupported(problem: Problem) -> Iterator[Reason]:
+    """Every reason, as a peer that may round biases and fold scales into fp8 codes."""
+    if problem.kind != EXPERTS or problem.dispatch != INDEXED:
+        yield Reason("dispatch", f"computes experts by token ids, not {problem.kind} as {problem.dispatch} rows")
+    if problem.activation.name not in ACTIVATIONS:
+        yield Reason("activation", f"{problem.activation} between the products", " and ".join(ACTIVATIONS))
+    if problem.order != FAST:
+        yield Reason("order", "sums in an order that depends on the batch")
+    if problem.weight_on_input or problem.pre_scale:
+        yield Reason("input-scale", "does not scale its inputs")
+    if problem.input not in _DENSE:
+        yield Reason("input", f"{problem.input} inputs", "bf16 and fp16")
+    for name, shape in problem.matrices.items():
+        inputs = problem.activations if name == "w13" else problem.second_activations
+        narrow = inputs.spec == FP8_CHANNEL and not inputs.static
+        if not narrow and inputs.spec != _DENSE.get(problem.input):
+            yield Reason("activations", f"{inputs} activations", f"{problem.input}, or fp8")
+        if narrow and shape.spec != MXFP4:
+            yield Reason("spec", f"{shape.spec} x fp8", "mxfp4 x fp8")
+        yield from _shape(name, shape, problem)
+
+
+def _shape(name: str, shape: MatrixShape, problem: Problem) -> Iterator[Reason]:
+    if not readable(shape, problem):
+        yield Reason("spec", f"{name} is {shape.spec}", "mxfp4, int4 in groups, int8 by channel, fp8 in blocks of 128")
+    if shape.act_order:
+        yield Reason("act-order", f"the columns of {name} are reordered")
+    if shape.n % 8 or shape.k % 32:
+        yield Reason("sizes", f"a matrix of {shape.n} x {shape.k}", "K must be a multiple of 32, N of 8")
+
+
+def readable(shape: MatrixShape, problem: Problem) -> bool:
+    """Whether there is a schema for these weights."""
+    spec = shape.spec
+    if len(spec.scales) != 1 or spec.zero is not None or spec.minimum:
+        return False
+    level = spec.scales[0]
+    high, wide = level.block
+    if spec.dtype == E2M1:
+        return level.dtype == E8M0 and level.block == (1, 32)
+    if spec.dtype == biased_type(4):
+        return level.dtype == problem.input and high == 1 and wide in (32, 64, 128) and shape.k % wide == 0
+    if spec.dtype == biased_type(8):
+        return level.dtype == problem.input and level.block == (1, ALL)
+    return (
+        spec.dtype == E4M3 and level.dtype == F32 and level.block == (128, 128) and not (shape.n % 128 or shape.k % 128)
+    )

@@ -1,0 +1,129 @@
+"""The living definition: dequantise and multiply, in fp32, for every spec, activation and device.
+
+Slow and readable; it judges every other backend. Weights stay packed: only experts that have rows
+are dequantised, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.codec import dequantize
+from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
+from lancebill.inputs import represent
+from lancebill.layout import Layout, MatrixShape, Packed, PlainLayout
+from lancebill.problem import BATCH_INVARIANT, Device, Problem
+from lancebill.quant import ActivationSpec
+
+_LAYOUT = PlainLayout()
+# Rough fp32 rates, what dequantising a weight costs in products, and the calls of torch for an expert: for
+# ordering backends only.
+_CPU_GFLOPS, _GPU_GFLOPS = 50.0, 20_000.0
+_CPU_EXPANDING, _GPU_EXPANDING = 300, 10
+_EXPERT_US = 200.0
+
+
+class Reference(Backend):
+    name = "reference"
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        return iter(())
+
+    def layout(self, problem: Problem) -> Layout:
+        return _LAYOUT
+
+    def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
+        slots = tokens * problem.top_k
+        elements = sum(shape.n * shape.k for shape in problem.matrices.values())
+        activated = min(problem.experts, slots)
+        cpu = device.kind == "cpu"
+        rate, expanding = (_CPU_GFLOPS, _CPU_EXPANDING) if cpu else (_GPU_GFLOPS, _GPU_EXPANDING)
+        estimate = (2 * slots + expanding * activated) * elements / rate / 1e3 + _EXPERT_US * activated
+        return Plan(problem, tokens, estimate, notes=("dequantises each activated expert, multiplies in fp32",))
+
+    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
+        problem = plan.problem
+        if isinstance(dispatch, Indexed):
+            return self._run_indexed(problem, x, dispatch, weights, out)
+        if isinstance(dispatch, Contiguous):
+            return self._run_groups(problem, x, dispatch.offsets, weights, out)
+        return self._run_batched(problem, x, dispatch, weights, out)
+
+    def _run_indexed(
+        self, problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor
+    ) -> Tensor:
+        groups = sort(dispatch.ids, problem.experts)
+        rows = x[groups.rows(problem.top_k)].float()
+        if problem.weight_on_input:
+            rows = rows * dispatch.weights.reshape(-1)[groups.slots].unsqueeze(-1)
+            dispatch = Indexed(dispatch.ids, torch.ones_like(dispatch.weights))
+        results = torch.empty(rows.shape[0], out.shape[1], dtype=torch.float32, device=x.device)
+        self._run_groups(problem, rows, groups.offsets, weights, results)
+        return combine(results, groups, dispatch, out)
+
+    def _run_batched(
+        self, problem: Problem, x: Tensor, dispatch: Batched, weights: Mapping[str, Packed], out: Tensor
+    ) -> Tensor:
+        for expert, count in enumerate(dispatch.counts.tolist()):
+            if count:
+                out[expert, :count] = run_expert(problem, x[expert, :count], weights, expert)
+        return out
+
+    def _run_groups(
+        self, problem: Problem, rows: Tensor, offsets: Tensor, weights: Mapping[str, Packed], out: Tensor
+    ) -> Tensor:
+        edges = offsets.tolist()
+        for expert in range(problem.experts):
+            low, high = edges[expert], edges[expert + 1]
+            if high > low:
+                out[low:high] = run_expert(problem, rows[low:high], weights, expert)
+        return out
+
+
+def run_expert(problem: Problem, rows: Tensor, weights: Mapping[str, Packed], expert: int) -> Tensor:
+    """One expert on its rows, fp32: w2 @ act(w13 @ q(x) + b13), h quantised again on the way."""
+    each = _each_row if problem.order == BATCH_INVARIANT else _all_rows
+    projected = product(problem.w13, weights["w13"], expert, rows, problem.activations, each)
+    if problem.w2 is None:
+        return projected
+    hidden = each(problem.activation, projected)
+    return product(problem.w2, weights["w2"], expert, hidden, problem.second_activations, each)
+
+
+RowFunction = Callable[[Tensor], Tensor]
+
+
+def _all_rows(function: RowFunction, rows: Tensor) -> Tensor:
+    return function(rows)
+
+
+def _each_row(function: RowFunction, rows: Tensor) -> Tensor:
+    """Row by row: libraries choose their order of sums by the number of rows, and with it the bits."""
+    return torch.cat([function(row.clone()) for row in rows.split(1)])
+
+
+def product(
+    shape: MatrixShape,
+    packed: Packed,
+    expert: int,
+    rows: Tensor,
+    activations: ActivationSpec,
+    each: Callable[[RowFunction, Tensor], Tensor] = _all_rows,
+) -> Tensor:
+    """rows @ W.T + bias in fp32, the input represented as `activations` says."""
+    weight = _LAYOUT.unpack(shape, {name: t[expert] for name, t in packed.items()})
+    rows = rows.float()
+    if "pre_scale" in packed:
+        rows = rows * packed["pre_scale"][expert].view(torch.float32)
+    static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
+    rows = represent(rows, activations, static)
+    matrix = dequantize(weight).t()
+    result = each(lambda row: row @ matrix, rows)
+    return result if weight.bias is None else result + weight.bias
+
+
+BACKEND = Reference()

@@ -1,0 +1,118 @@
+"""Peers on NVIDIA GPUs: Humming and vLLM's Marlin. Each is used where its package is installed.
+
+Each is made from the same quantised weights through its own package's functions, and calls what that package
+would have an engine call. Humming leaves grouping slots and summing a token's rows to its caller: kernels as good
+as any do that here. Marlin's routing is its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.humming.support import unsupported
+from lancebill.bench.peer import Peer, SortingPeer
+from lancebill.bench.workload import Weights
+from lancebill.errors import SpecError
+from lancebill.layout import PlainLayout
+from lancebill.problem import Problem
+from lancebill.quant import MXFP4
+
+
+class HummingIndexed(SortingPeer[Any]):
+    """Products that gather their rows by themselves."""
+
+    way = "indexed"
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        for reason in unsupported(problem):
+            raise SpecError(f"Humming: {reason}")
+        from lancebill.backends.humming.package import Experts, make_matrix
+
+        if problem.activations.spec.quantized:
+            self.activations = "fp8"
+        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
+        matrices = weights.once(
+            "humming",
+            lambda: {
+                name: make_matrix(shape, problem.experts, plain[name], problem.activations, problem.input.storage)
+                for name, shape in problem.matrices.items()
+            },
+        )
+        self.experts = Experts(problem, matrices, self.way)
+        self._out = torch.empty(0)
+
+    def ready(self, tokens: Sequence[int]) -> None:
+        self.experts.compile(tokens)
+
+    def sort(self, ids: Tensor) -> Any:
+        return self.experts.sort(ids)
+
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: Any) -> Tensor:
+        if self._out.shape != x.shape:
+            self._out = torch.full_like(x, torch.nan)
+        return self.experts.compute(x, routed, ids, weights, self._out)
+
+
+class HummingGrouped(HummingIndexed):
+    """Products of rows in expert order, which its input kernel makes."""
+
+    way = "grouped_contiguous"
+
+
+class Marlin(Peer):
+    """vLLM's Marlin through its fused layer, `fused_marlin_moe`."""
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.fused_marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+        from vllm.scalar_type import scalar_types
+
+        _require_plain_silu(problem)
+        spec = problem.w13.spec
+        self.layer, self.takes = fused_marlin_moe, set(inspect.signature(fused_marlin_moe).parameters)
+        self.held: dict[str, Any] = {}
+        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
+        for name, (matrix, shape) in zip(("w1", "w2"), problem.matrices.items()):
+            codes, scales, dtype = plain[matrix]["codes"], plain[matrix]["scale0"], problem.input.storage
+            none = torch.empty(0, dtype=torch.int32, device=codes.device)
+            words = [code.view(torch.int32).t().contiguous() for code in codes]
+            self.held[name] = torch.stack([ops.gptq_marlin_repack(w, none, shape.k, shape.n, 4) for w in words])
+            stored = torch.float8_e8m0fnu if spec == MXFP4 else spec.scales[0].dtype.storage
+            group = spec.scales[0].block[1]
+            placed = [
+                marlin_utils.marlin_permute_scales(
+                    scale.view(stored).to(dtype).t().contiguous(), shape.k, shape.n, group
+                )
+                for scale in scales
+            ]
+            if spec == MXFP4:
+                placed = [marlin_utils_fp4.mxfp4_marlin_process_scales(scale) for scale in placed]
+            self.held[f"{name}_scale"] = torch.stack(placed)
+        kind = scalar_types.float4_e2m1f if spec == MXFP4 else scalar_types.uint4b8
+        self.held |= {"quant_type_id": kind.id, "bias1": None, "bias2": None, "gating_output": None}
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        given = self.held | {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
+        result: Tensor = self.layer(**{name: value for name, value in given.items() if name in self.takes})
+        return result
+
+
+def _require_plain_silu(problem: Problem) -> None:
+    biased = any(shape.bias for shape in problem.matrices.values())
+    four_bit = all(shape.spec.dtype.bits == 4 for shape in problem.matrices.values())
+    if biased or str(problem.activation) != "silu" or not four_bit or problem.activations.spec.quantized:
+        raise SpecError("Marlin: computes silu experts of 4-bit weights without biases here, with 16-bit inputs")
+
+
+PEERS: dict[str, type[Peer]] = {
+    "humming-indexed": HummingIndexed,
+    "humming-grouped": HummingGrouped,
+    "marlin": Marlin,
+}
+FAMILIES = {"humming": ("humming-indexed", "humming-grouped")}

@@ -1,0 +1,103 @@
+"""Which configuration a folder has: the model's, and the first quantisation section found.
+
+Writers put that section in five places and name their method in as many ways. Here it becomes one
+`Config` with a normalised `method`; what the section means is the format's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lancebill.checkpoint.strict_json import read_json as read_json
+from lancebill.checkpoint.tensors import quoted
+from lancebill.errors import MalformedFile, UnsupportedFormat
+from lancebill.stored import Config
+
+MODEL_CONFIG = "config.json"
+MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
+CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ)
+
+# A section that does not name its method is known by keys that only one writer uses.
+TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
+    (frozenset({"quant_algo"}), "modelopt"),
+    (frozenset({"load_in_4bit"}), "bitsandbytes"),
+    (frozenset({"load_in_8bit"}), "bitsandbytes"),
+    (frozenset({"bits", "desc_act"}), "gptq"),
+    (frozenset({"w_bit"}), "awq"),
+    (frozenset({"zero_point"}), "awq"),
+    (frozenset({"config_groups"}), "compressed-tensors"),
+)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a checkpoint folder; an absent config.json reads as empty."""
+    path = folder / MODEL_CONFIG
+    model = read_json(path) if _present(path) else {}
+    for source, section, fallback in _sections(folder, model):
+        return Config(model, section, _method(section, fallback, str(folder / source)), source)
+    return Config(model)
+
+
+def config_of_model(model: Mapping[str, Any], source: str = MODEL_CONFIG) -> Config:
+    """The configuration of a model whose config.json is already in memory."""
+    for section, fallback in _model_sections(model, source):
+        return Config(model, section, _method(section, fallback, source), source)
+    return Config(model)
+
+
+def _model_sections(model: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+    text = _section(model, "text_config", where)
+    for key, fallback in (("quantization_config", None), ("compression_config", "compressed-tensors")):
+        for holder in (model, text):
+            if section := _section(holder, key, where):
+                yield section, fallback
+
+
+def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
+    """(file, section, method where the place itself tells it), in order of precedence."""
+    for section, told in _model_sections(model, str(folder / MODEL_CONFIG)):
+        yield MODEL_CONFIG, section, told
+    for name, fallback in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq")):
+        if _present(folder / name):
+            section = read_json(folder / name)
+            if name == MODELOPT:
+                section = dict(_section(section, "quantization", str(folder / name)))
+            if section:
+                yield name, section, fallback
+
+
+def _present(path: Path) -> bool:
+    """A dangling link counts: its config is lost, which is not the same as having none."""
+    return path.is_symlink() or path.exists()
+
+
+def _section(holder: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """A nested object; absent and null are empty."""
+    value = holder.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MalformedFile(f"'{key}' is not an object", where=where, expected="{...}", got=quoted(value))
+    return value
+
+
+def _method(section: Mapping[str, Any], fallback: str | None, where: str) -> str:
+    named = section.get("quant_method")
+    if named is not None:
+        if not isinstance(named, str) or not named.strip():
+            raise UnsupportedFormat("'quant_method' is not a name", where=where, got=quoted(named))
+        named = named.strip().lower()
+        return "compressed-tensors" if named == "sparseml" else named
+    for keys, method in TELLTALE_KEYS:
+        if keys <= section.keys():
+            return method
+    if fallback is None:
+        raise UnsupportedFormat(
+            "the quantisation section names no quant_method and its keys fit none",
+            where=where,
+            expected="quant_method, or keys of one of " + ", ".join(dict.fromkeys(m for _, m in TELLTALE_KEYS)),
+            got="keys " + quoted(sorted(section)),
+        )
+    return fallback

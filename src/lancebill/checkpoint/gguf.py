@@ -1,0 +1,365 @@
+"""The header of a GGUF file: metadata, then tensor infos, then aligned data.
+
+Every length and count is compared with the bytes that are left before it is used, so that a header
+cannot make us allocate or loop beyond the file. Long arrays (vocabularies) are skipped, not kept.
+
+A quantised tensor is presented as bytes with its blocks visible: Q4_K of [E, N, K] has the shape
+(E, N, K/256, 144), so that a shard is cut between blocks like any other tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lancebill.checkpoint.raw import opened
+from lancebill.checkpoint.tensors import TensorInfo, quoted
+from lancebill.errors import CheckpointError, MalformedFile
+from lancebill.stored import TORCH_DTYPES, Config
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
+MAX_DIMS = 4
+MAX_NAME = 65_535  # bytes of a key or a tensor's name
+MAX_TEXT = 100_000_000  # bytes of a string that is kept
+MAX_DEPTH = 4  # of arrays in arrays
+MAX_WALKED = 1 << 21  # array elements of their own length: each costs a step of the reader
+KEPT = 1024  # numbers of an array that are kept; of longer ones only the length
+MIN_PAIR, MIN_INFO = 14, 33  # bytes of the smallest key-value pair and tensor info
+
+STRING, ARRAY, BOOL = 8, 9, 7
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """`size` bytes hold `elements` numbers; `dtype` where they are plain numbers."""
+
+    name: str
+    elements: int
+    size: int
+    dtype: str | None = None
+
+
+def _types() -> dict[int, GgmlType]:
+    plain = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+    blocks = {
+        2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+        10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+        14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+        19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+        23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    }  # fmt: skip
+    types = {i: GgmlType(*block) for i, block in blocks.items()}
+    return types | {i: GgmlType(name, 1, TORCH_DTYPES[name].itemsize, name) for i, name in plain.items()}
+
+
+TYPES = _types()
+TYPE_IDS = {kind.name: i for i, kind in TYPES.items()}
+
+# Metadata that says what the experts are, under the names config.json uses ({} = the architecture).
+MODEL_KEYS = {
+    "num_hidden_layers": "{}.block_count",
+    "hidden_size": "{}.embedding_length",
+    "intermediate_size": "{}.feed_forward_length",
+    "num_experts": "{}.expert_count",
+    "num_experts_per_tok": "{}.expert_used_count",
+    "moe_intermediate_size": "{}.expert_feed_forward_length",
+    "num_shared_experts": "{}.expert_shared_count",
+    "vocab_size": "{}.vocab_size",
+    "expert_gating_func": "{}.expert_gating_func",
+    "expert_weights_scale": "{}.expert_weights_scale",
+    "expert_weights_norm": "{}.expert_weights_norm",
+    "expert_group_count": "{}.expert_group_count",
+    "expert_group_used_count": "{}.expert_group_used_count",
+    "num_hash_layers": "{}.hash_layer_count",
+    "swiglu_limit": "{}.swiglu_clamp_exp",
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An array too long to keep."""
+
+    length: int
+
+
+@dataclass
+class _Reader:
+    """A cursor that never reads what is not there."""
+
+    file: BinaryIO
+    size: int
+    where: str
+    at: int = 0
+    walked: int = 0
+
+    def fail(self, what: str, **facts: object) -> MalformedFile:
+        return MalformedFile(what, where=f"{self.where} (header, byte {self.at})", **facts)  # type: ignore[arg-type]
+
+    def need(self, count: int, what: str) -> None:
+        left = self.size - self.at
+        if count > left:
+            raise self.fail(f"{what} does not fit the file", expected=f"<= {left} bytes", got=count)
+
+    def take(self, count: int, what: str) -> bytes:
+        self.need(count, what)
+        data = self.file.read(count)
+        if len(data) != count:
+            raise self.fail("the file was cut while it was read")
+        self.at += count
+        return data
+
+    def skip(self, count: int, what: str) -> None:
+        self.need(count, what)
+        self.file.seek(count, 1)
+        self.at += count
+
+    def number(self, form: str, what: str) -> Any:
+        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))[0]
+
+    def count(self, what: str, least: int) -> int:
+        """A number of things of at least `least` bytes each: more than the file can hold is an error."""
+        value: int = self.number("Q", what)
+        self.need(value * least, f"{what} of {value}")
+        return value
+
+    def name(self, what: str) -> str:
+        length = self.number("Q", what)
+        if not 0 < length <= MAX_NAME:
+            raise self.fail(f"the length of {what} is out of range", expected=f"1 to {MAX_NAME}", got=length)
+        try:
+            text = self.take(length, what).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not valid UTF-8") from None
+        if not text.isprintable():
+            raise self.fail(f"{what} is not printable", got=quoted(text))
+        return text
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+        if kind == STRING:
+            length = self.number("Q", what)
+            if length > MAX_TEXT:
+                raise self.fail(f"{what} is too long", expected=f"<= {MAX_TEXT} bytes", got=length)
+            return self.take(length, what).decode("utf-8", errors="replace")
+        if kind == ARRAY:
+            return self._array(what, depth)
+        if kind not in NUMBERS:
+            raise self.fail(f"{what} has an unknown type", expected="0 to 12", got=kind)
+        value = self.number(NUMBERS[kind], what)
+        if kind != BOOL:
+            return value
+        if value > 1:
+            raise self.fail(f"{what} is not a bool", expected="0 or 1", got=value)
+        return bool(value)
+
+    def _array(self, what: str, depth: int) -> Any:
+        if depth == MAX_DEPTH:
+            raise self.fail(f"{what} nests arrays too deeply", expected=f"<= {MAX_DEPTH}")
+        kind = self.number("I", what)
+        if kind in NUMBERS:
+            width = struct.calcsize("<" + NUMBERS[kind])
+            count = self.count(f"the array length of {what}", width)
+            if count > KEPT:
+                self.skip(count * width, what)
+                return Skipped(count)
+            return struct.unpack(f"<{count}{NUMBERS[kind]}", self.take(count * width, what))
+        if kind not in (STRING, ARRAY):
+            raise self.fail(f"{what} is an array of an unknown type", expected="0 to 12", got=kind)
+        count = self.count(f"the array length of {what}", 8 if kind == STRING else 12)
+        self.walked += count
+        if self.walked > MAX_WALKED:
+            raise self.fail(f"{what} has too many elements", expected=f"<= {MAX_WALKED}", got=self.walked)
+        if kind == STRING:
+            self._skip_strings(count, what)
+        else:
+            for _ in range(count):
+                self._array(what, depth + 1)
+        return Skipped(count)
+
+    def _skip_strings(self, count: int, what: str) -> None:
+        """A vocabulary has half a million of these: `skip`, without its cost for each."""
+        read, seek, at, size = self.file.read, self.file.seek, self.at, self.size
+        for _ in range(count):
+            prefix = read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > size - at - 8:
+                self.at = at
+                raise self.fail(
+                    f"a string of {what} does not fit the file", expected=f"<= {size - at - 8} bytes", got=length
+                )
+            if length:
+                seek(length, 1)
+            at += 8 + length
+        self.at = at
+
+
+@dataclass(frozen=True)
+class _Header:
+    metadata: Mapping[str, Any]
+    tensors: list[TensorInfo]
+    types: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_gguf(files: Sequence[Path]) -> tuple[Config, list[TensorInfo]]:
+    """The configuration and tensors of a model in one file or in splits."""
+    headers = [_read_header(path) for path in files]
+    for path, header in zip(files, headers):
+        count = header.metadata.get("split.count", len(files))
+        if len(files) > 1 and count != len(files):
+            raise MalformedFile(
+                "split.count disagrees with the file names", where=str(path), expected=len(files), got=quoted(count)
+            )
+    types = {name: kind for header in headers for name, kind in header.types.items()}
+    model = _model(headers[0].metadata, str(files[0]))
+    config = Config(model, {"types": types}, "gguf", files[0].name)
+    return config, [tensor for header in headers for tensor in header.tensors]
+
+
+def split_files(path: Path) -> tuple[Path, ...]:
+    """All files of the model `path` belongs to: name-00001-of-00003.gguf has two siblings."""
+    match = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if match is None:
+        return (path,)
+    total = int(match[3])
+    if not 1 <= int(match[2]) <= total:
+        raise CheckpointError("the number of this split is out of range", where=str(path), expected=f"1 to {total}")
+    files = tuple(path.with_name(f"{match[1]}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1))
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise CheckpointError("files of a split model are missing", where=str(path.parent), got=shown)
+    return files
+
+
+def _read_header(path: Path) -> _Header:
+    with opened(path) as (file, size):
+        reader = _Reader(file, size, str(path))
+        _check_start(reader)
+        tensors = reader.count("the number of tensors", MIN_INFO)
+        pairs = reader.count("the number of metadata pairs", MIN_PAIR)
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = reader.name("a metadata key")
+            if key in metadata:
+                raise reader.fail(f"the metadata key {quoted(key)} occurs twice")
+            metadata[key] = reader.value(reader.number("I", key), f"the metadata {quoted(key)}")
+        alignment = _alignment(metadata, reader)
+        infos = [_info(reader) for _ in range(tensors)]
+        begin = -(-reader.at // alignment) * alignment
+    return _placed(infos, begin, alignment, size, metadata, path)
+
+
+def _check_start(reader: _Reader) -> None:
+    magic = reader.take(4, "the magic number")
+    if magic != MAGIC:
+        raise reader.fail("not a GGUF file", expected=MAGIC, got=magic)
+    version = reader.number("I", "the version")
+    if version in VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+        raise reader.fail("a big-endian GGUF file", expected="little-endian", hint="convert it to little-endian")
+    raise reader.fail("this GGUF version is not known", expected=" or ".join(map(str, VERSIONS)), got=version)
+
+
+def _alignment(metadata: Mapping[str, Any], reader: _Reader) -> int:
+    value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+    if type(value) is not int or value < 1 or value & (value - 1):
+        raise reader.fail(f"{ALIGNMENT_KEY} is not a power of two", got=quoted(value))
+    return value
+
+
+@dataclass(frozen=True)
+class _Info:
+    """A tensor as the header spells it; `shape` in numpy's order, `offset` from where data begins."""
+
+    name: str
+    kind: GgmlType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.kind.elements * self.kind.size
+
+
+def _info(reader: _Reader) -> _Info:
+    name = reader.name("a tensor's name")
+    what = f"tensor {quoted(name)}"
+    rank = reader.number("I", what)
+    if not 1 <= rank <= MAX_DIMS:
+        raise reader.fail(f"{what} has too many or no dimensions", expected=f"1 to {MAX_DIMS}", got=rank)
+    dims = tuple(reader.number("Q", what) for _ in range(rank))
+    if 0 in dims:
+        raise reader.fail(f"{what} has a dimension of 0", got=dims)
+    number = reader.number("I", what)
+    if number not in TYPES:
+        raise reader.fail(f"{what} has an unknown ggml type", expected=f"one of {sorted(TYPES)}", got=number)
+    kind = TYPES[number]
+    if dims[0] % kind.elements:
+        raise reader.fail(
+            f"{what} of {kind.name} is not made of whole blocks",
+            expected=f"a first dimension in multiples of {kind.elements}",
+            got=dims[0],
+        )
+    return _Info(name, kind, dims[::-1], reader.number("Q", what))
+
+
+def _placed(
+    infos: list[_Info], begin: int, alignment: int, size: int, metadata: Mapping[str, Any], path: Path
+) -> _Header:
+    """Tensors follow each other with nothing between them but the padding of the alignment."""
+    tensors, at = [], 0
+    for info in sorted(infos, key=lambda i: i.offset):
+        where = f"{path}: tensor {quoted(info.name)}"
+        if info.offset % alignment:
+            raise MalformedFile("the offset is not aligned", where=where, expected=f"a multiple of {alignment}")
+        if info.offset != at:
+            kind = "overlaps the one before" if info.offset < at else "leaves a hole before it"
+            raise MalformedFile(f"the tensor {kind}", where=where, expected=f"offset {at}", got=info.offset)
+        start = begin + info.offset
+        if start + info.nbytes > size:
+            raise MalformedFile(
+                "the tensor reaches past the end of the file",
+                where=where,
+                expected=f"{start + info.nbytes} bytes",
+                got=f"{size} bytes",
+            )
+        at += -(-info.nbytes // alignment) * alignment
+        tensors.append(_present(info, path, start))
+    return _Header(metadata, tensors, {info.name: info.kind.name for info in infos})
+
+
+def _present(info: _Info, path: Path, start: int) -> TensorInfo:
+    dtype, shape = info.kind.dtype, info.shape
+    if dtype is None:
+        dtype, shape = "U8", (*shape[:-1], shape[-1] // info.kind.elements, info.kind.size)
+    return TensorInfo(info.name, dtype, shape, path, start, start + info.nbytes)
+
+
+def _model(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The few facts about the experts, under plain keys."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise MalformedFile("general.architecture is not a string", where=where, got=quoted(architecture))
+    model: dict[str, Any] = {"model_type": "gguf", "architecture": architecture}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Skipped):
+        model["vocab_size"] = tokens.length
+    for key, spelled in MODEL_KEYS.items():
+        value = metadata.get(spelled.format(architecture))
+        if isinstance(value, tuple) and len(set(value)) == 1:  # listed layer by layer, all the same
+            value = value[0]
+        if value is None or isinstance(value, tuple | Skipped):
+            continue
+        if isinstance(value, str) or not math.isfinite(value):
+            raise MalformedFile(f"'{spelled.format(architecture)}' is not a number", where=where, got=quoted(value))
+        model[key] = value
+    return model

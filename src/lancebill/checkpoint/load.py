@@ -1,0 +1,365 @@
+"""From files to packed experts, expert by expert.
+
+Each projection is read as the smallest slice of its stored tensors that covers this rank's share,
+decoded, cut exactly, and packed into buffers that were allocated first. Whatever the format, the
+family and the parallel layout, this is the whole path; nothing here branches on any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lancebill import axes as ax
+from lancebill.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
+from lancebill.checkpoint.manifest import Layer, Projection, Source
+from lancebill.checkpoint.naming import DOWN, GATE, UP
+from lancebill.checkpoint.placement import Cut, Placement
+from lancebill.codec import Loss, keeps_codes, requantize
+from lancebill.errors import LancebillError, ShardError
+from lancebill.layout import Layout, MatrixShape, Packed
+from lancebill.quant import ALL, QuantSpec
+from lancebill.weight import INPUT_ROLES, LogicalWeight, stack
+
+Reader = Callable[[str, tuple[int | slice, ...]], Tensor]
+Span = tuple[int, int]
+
+AT_ONCE = 2  # experts: one is read while another is packed
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert's share on this rank: gate over up, and down. Act-order of down is folded away."""
+
+    w13: LogicalWeight
+    w2: LogicalWeight
+    inputs13: ProductInputs
+    inputs2: ProductInputs
+
+    def pack(self, plan: LayerPlan, layout: Layout, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write this expert into its rows of a layer's buffers."""
+        for matrix, shape, weight in (("w13", plan.w13, self.w13), ("w2", plan.w2, self.w2)):
+            assert weight.spec == shape.spec and (weight.perm is None or shape.act_order), "not what was planned"
+            layout.pack(shape, weight, rows[matrix])
+        self.inputs13.write(rows["w13"])
+        self.inputs2.write(rows["w2"])
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What loading one layer under one placement gives, known from metadata alone."""
+
+    layer: Layer
+    placement: Placement
+    cut: Cut
+    experts: tuple[int, ...]  # logical experts in slot order
+    w13: MatrixShape
+    w2: MatrixShape
+    requantize: Mapping[str, QuantSpec] = field(default_factory=dict)  # target specs, by w13 | w2
+
+    @property
+    def ordered(self) -> bool:
+        """Whether w2's act-order is the order of w13's rows."""
+        return keeps_order(self.layer.sample(DOWN), self.requantize.get("w2"))
+
+    def bytes(self, layout: Layout) -> int:
+        return len(self.experts) * (layout.bytes(self.w13) + layout.bytes(self.w2))
+
+
+def plan_layer(
+    layer: Layer,
+    placement: Placement,
+    *,
+    uneven: bool = False,
+    requantize: Mapping[str, QuantSpec] | None = None,
+) -> LayerPlan:
+    """Sizes and specs of a rank's share; raises `ShardError` where the cut is not possible.
+
+    `requantize` gives target specs for w13 and w2: whole matrices are converted before they are
+    cut, so that every rank holds a slice of the same numbers.
+    """
+    targets = requantize or {}
+    gate, down = layer.sample(GATE), layer.sample(DOWN)
+    down_spec = targets.get("w2", down.scheme.spec)
+    cut = placement.cut(layer.intermediate, block=down_spec.widest, uneven=uneven)
+    ordered = keeps_order(down, targets.get("w2"))
+    rows = _row_spec(gate, cut.granule, ordered=ordered, target=targets.get("w13"))
+    w13 = MatrixShape(
+        cut.size * (2 if layer.gated else 1),
+        layer.hidden,
+        rows.stacked(cut.size) if layer.gated else rows,
+        "bias" in gate.sources,
+        keeps_order(gate, targets.get("w13")),
+    )
+    w2 = MatrixShape(layer.hidden, cut.size, down_spec.map_blocks(1, cut.granule), "bias" in down.sources)
+    return LayerPlan(layer, placement, cut, placement.experts(layer.experts), w13, w2, targets)
+
+
+def keeps_order(projection: Projection, target: QuantSpec | None) -> bool:
+    """Whether columns stay in their act-order: a spec that keeps the codes keeps it, any other is fitted without."""
+    scheme = projection.scheme
+    return scheme.act_order and (target is None or keeps_codes(scheme.spec, target))
+
+
+def _row_spec(
+    projection: Projection, granule: int, *, ordered: bool = False, target: QuantSpec | None = None
+) -> QuantSpec:
+    """The spec of this projection's rows once fused halves, cuts and reordering are undone."""
+    spec = target or projection.scheme.spec
+    if ordered or (projection.step > 1 and target is None):
+        return spec.map_blocks(0, 1)
+    if projection.stored_n != projection.n and target is None:
+        spec = spec.map_blocks(0, projection.n)  # the second half starts at row n
+    return spec.map_blocks(0, granule)
+
+
+def load_expert(
+    read: Reader, plan: LayerPlan, expert: int, losses: Callable[[str, Loss], None] | None = None
+) -> ExpertWeights:
+    """Read, decode, requantise where asked, and cut one expert."""
+    layer, cut = plan.layer, plan.cut
+    load = partial(_load_target, read, plan, losses)
+    down = layer.projections[expert, DOWN]
+    w2, order = load("w2", down, (0, down.n), (cut.start, cut.stop))
+    w2 = _pad(w2, plan.w2.n, plan.w2.k)
+    if plan.placement.tp_rank > 0 and w2.bias is not None:
+        w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must count it once
+    halves = []
+    for name in (GATE, UP) if layer.gated else (GATE,):
+        half = layer.projections[expert, name]
+        rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
+        halves.append(_pad(load("w13", half, rows, (0, half.k))[0], cut.size, layer.hidden))
+    try:
+        inputs = product_inputs([half.inputs for half in halves]), product_inputs([w2.inputs])
+        return ExpertWeights(stack(halves) if layer.gated else halves[0], w2, *inputs)
+    except LancebillError as error:
+        raise error.within(f"layer {layer.index}, expert {expert}") from error
+
+
+def _load_target(
+    read: Reader,
+    plan: LayerPlan,
+    losses: Callable[[str, Loss], None] | None,
+    matrix: str,
+    projection: Projection,
+    rows: Span | Tensor,
+    columns: Span,
+) -> tuple[LogicalWeight, Tensor | None]:
+    """One projection's share under the plan's spec, and the act-order of its columns if it was cut
+    along them: columns are cut in sorted order so that groups stay whole."""
+    target = plan.requantize.get(matrix)
+    granule = plan.cut.granule
+    cut_columns = matrix == "w2"
+    spec = plan.w2.spec if cut_columns else _row_spec(projection, granule, ordered=plan.ordered, target=target)
+    if target is None and isinstance(rows, tuple) and not (cut_columns and projection.scheme.act_order):
+        return _load(read, projection, rows, columns, spec), None
+    whole = load_projection(read, projection)
+    if target is not None:
+        whole, loss = requantize(whole, target, keep_order=keeps_order(projection, target))
+        if losses is not None:
+            losses(matrix, loss)
+    order = whole.perm if cut_columns else None
+    whole = replace(whole, perm=None) if cut_columns else whole
+    if isinstance(rows, Tensor):
+        return whole.rows(rows), order
+    return whole.reblock(spec).cut(rows, columns), order
+
+
+def load_layer(
+    read: Reader,
+    plan: LayerPlan,
+    layout: Layout,
+    *,
+    out: Mapping[str, Packed] | None = None,
+    losses: Callable[[str, Loss], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Packed]:
+    """Fill final buffers, two experts at a time.
+
+    One thread reads, decodes and packs an expert from start to end: scratch memory that one thread takes
+    and another gives back is held back by allocators. With `out` an earlier load's buffers are filled
+    again, in place.
+    """
+    packed = (
+        dict(out)
+        if out is not None
+        else {
+            "w13": layout.allocate(plan.w13, len(plan.experts)),
+            "w2": layout.allocate(plan.w2, len(plan.experts)),
+        }
+    )
+
+    def fill(slot: int) -> list[tuple[str, Loss]]:
+        cost: list[tuple[str, Loss]] = []
+        weights = load_expert(read, plan, plan.experts[slot], lambda matrix, loss: cost.append((matrix, loss)))
+        weights.pack(plan, layout, expert_rows(packed, slot))
+        return cost
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        for cost in pool.map(fill, range(len(plan.experts))):
+            if losses is not None:
+                for matrix, loss in cost:  # in the order of experts, so that sums are always the same
+                    losses(matrix, loss)
+            if progress is not None:
+                progress(1)
+    return packed
+
+
+def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:
+    """Views of one slot of a layer's buffers."""
+    return {matrix: {name: tensor[slot] for name, tensor in held.items()} for matrix, held in packed.items()}
+
+
+def load_inputs(read: Reader, layer: Layer) -> dict[tuple[int, str], dict[str, Tensor]]:
+    """Activation-side tensors of every expert, local or not: {(expert, projection): {role: value}}.
+
+    What each projection stores, for callers that want one number for all ranks; the loader keeps what
+    the local experts need.
+    """
+    found: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for key, projection in layer.projections.items():
+        held = {role: _read(read, s, projection, None) for role, s in projection.sources.items() if role in INPUT_ROLES}
+        if held:
+            found[key] = held
+    return found
+
+
+def load_projection(read: Reader, projection: Projection) -> LogicalWeight:
+    """One projection whole, in its own spec: what verify and convert look at."""
+    return _load(read, projection, (0, projection.n), (0, projection.k), _row_spec(projection, 0))
+
+
+def _load(read: Reader, projection: Projection, rows: Span, columns: Span, spec: QuantSpec) -> LogicalWeight:
+    """Rows and columns of a projection with the blocks of `spec`, from the smallest covering read."""
+    try:
+        scheme = projection.scheme
+        units = scheme.units()
+        stored_rows = _stored_rows(projection, rows)
+        if units is None or scheme.act_order:
+            around_rows, around_columns = (0, projection.stored_n), (0, projection.k)
+        else:
+            around_rows = _widen(stored_rows, units["n"], projection.stored_n)
+            around_columns = _widen(columns, units["k"], projection.k)
+        stored = {
+            role: _read(read, source, projection, (around_rows, around_columns))
+            for role, source in projection.sources.items()
+        }
+        size = around_rows[1] - around_rows[0], around_columns[1] - around_columns[0]
+        weight = scheme.decode(stored, *size)
+        return _trim(weight, projection, rows, columns, (around_rows[0], around_columns[0]), spec)
+    except LancebillError as error:
+        raise error.within(f"{projection.where} ({projection.module})") from error
+
+
+def _trim(
+    weight: LogicalWeight, projection: Projection, rows: Span, columns: Span, origin: Span, spec: QuantSpec
+) -> LogicalWeight:
+    """Cut a decoded covering read to exactly [rows, columns), with the blocks of `spec`."""
+    if projection.step > 1:
+        weight = weight.rows(torch.arange(rows[0], rows[1]) * projection.step + projection.first - origin[0])
+        local_rows: Span = (0, weight.n)
+    else:
+        offset = projection.first - origin[0]
+        local_rows = rows[0] + offset, rows[1] + offset
+    local_columns = columns[0] - origin[1], columns[1] - origin[1]
+    if local_rows == (0, weight.n) and local_columns == (0, weight.k):
+        return weight.reblock(spec)
+    return weight.reblock(spec).cut(local_rows, local_columns)
+
+
+def _stored_rows(projection: Projection, rows: Span) -> Span:
+    """The stored rows that cover logical `rows` of a (possibly fused) projection."""
+    if projection.step > 1:
+        return rows[0] * projection.step, rows[1] * projection.step
+    return rows[0] + projection.first, rows[1] + projection.first
+
+
+def _widen(span: Span, unit: int, size: int) -> Span:
+    return span[0] // unit * unit, min(size, -(-span[1] // unit) * unit)
+
+
+def _read(read: Reader, source: Source, projection: Projection, around: tuple[Span, Span] | None) -> Tensor:
+    """One part of a projection, cut to the covering read, the right way round."""
+    ratio = source.part.ratio(source.dtype)
+    full = ax.shape(source.axes, projection.stored_n, projection.k, ratio)
+    if around is None or not source.part.cuttable:
+        index: tuple[slice, ...] = tuple(slice(None) if s == ax.ANY else slice(0, s) for s in full)
+    else:
+        index = ax.slices(source.axes, *around, projection.stored_n, projection.k, ratio)
+    if source.reversed:
+        index = index[::-1]
+    tensor = read(source.tensor, _expert_index(source, index))
+    return tensor.t().contiguous() if source.reversed else tensor
+
+
+def _expert_index(source: Source, index: tuple[slice, ...]) -> tuple[int | slice, ...]:
+    if source.expert is None:
+        return index
+    if source.rows_per_expert:
+        base = source.expert * source.rows_per_expert
+        first = index[0]
+        return (slice(base + first.start, base + first.stop), *index[1:])
+    return (source.expert, *index)
+
+
+def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
+    """Zeros up to [n, k], with neutral scales: they add nothing to any product."""
+    if (weight.n, weight.k) == (n, k):
+        return weight
+    spec = weight.spec
+    for axis, (old, new) in enumerate(((weight.n, n), (weight.k, k))):
+        inside = any(level.block[axis] == ALL or old % level.block[axis] for level in spec.minimum)
+        if old != new and inside:
+            raise ShardError(f"{spec} cannot be padded inside a block", expected="whole blocks", got=old)
+    if weight.perm is not None and k != weight.k:
+        raise ShardError("an act-ordered matrix cannot be padded along K")
+
+    def grow(tensor: Tensor, shape: tuple[int, int], fill: Tensor) -> Tensor:
+        out = fill.expand(shape).clone()
+        out[: tensor.shape[0], : tensor.shape[1]] = tensor
+        return out
+
+    one = torch.ones(1)
+    zero = weight.zero
+    if spec.zero is not None and zero is not None:
+        zero = grow(zero, spec.zero.shape(n, k), torch.zeros(1, dtype=zero.dtype))
+    codes = _zero_codes(weight, zero, n, k)
+    codes[: weight.n, : weight.k] = weight.codes
+    nothing = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
+    return replace(
+        weight,
+        codes=codes,
+        scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(one)) for s, t in zip(spec.scales, weight.scales)),
+        zero=zero,
+        minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, nothing)),
+        bias=None if weight.bias is None else torch.nn.functional.pad(weight.bias, (0, n - weight.n)),
+        inputs={role: _pad_input(role, t, k - weight.k) for role, t in weight.inputs.items()},
+    )
+
+
+def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
+    """Codes that mean 0: the zero points, which padding may share with real numbers of its block."""
+    spec = weight.spec
+    if spec.zero is None or zero is None:
+        return spec.dtype.encode(torch.zeros(n, k))
+    rows, columns = (
+        torch.zeros(size, dtype=torch.int64) if side == ALL else torch.arange(size) // side
+        for size, side in zip((n, k), spec.zero.block)
+    )
+    codes = spec.zero.dtype.decode(zero)[rows][:, columns]
+    legal = codes.round().clamp(0, spec.dtype.max)
+    if not torch.equal(codes[weight.n :], legal[weight.n :]):  # columns beyond the last only ever meet zeros
+        raise ShardError(
+            "padding would share a zero point that no code stands for", expected=f"0 to {spec.dtype.max:g}"
+        )
+    return legal.to(weight.codes.dtype)
+
+
+def _pad_input(role: str, tensor: Tensor, columns: int) -> Tensor:
+    """Only the factors have a number for each column; one more multiplies nothing."""
+    return torch.nn.functional.pad(tensor, (0, columns), value=1.0) if role == FACTORS else tensor

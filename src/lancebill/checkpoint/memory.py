@@ -1,0 +1,55 @@
+"""What loading will take, rank by rank, told from metadata alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lancebill.checkpoint.load import AT_ONCE, LayerPlan, plan_layer
+from lancebill.checkpoint.manifest import Manifest
+from lancebill.checkpoint.placement import LINEAR, Placement
+from lancebill.layout import Layout, MatrixShape
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's share of all layers: final bytes, and the most that is held while loading."""
+
+    tp_rank: int
+    ep_rank: int
+    experts: int  # of each layer
+    intermediate: int  # local, padding included
+    final: int
+    peak: int
+
+
+def plan_memory(
+    manifest: Manifest, layout: Layout, *, tp: int = 1, ep: int = 1, strategy: str = LINEAR
+) -> Iterator[RankMemory]:
+    """Every rank's plan; raises `ShardError` where a cut is not possible."""
+    for ep_rank in range(ep):
+        for tp_rank in range(tp):
+            placement = Placement(tp_rank, tp, ep_rank, ep, strategy)
+            plans = [plan_layer(layer, placement, uneven=manifest.naming.uneven) for layer in manifest.layers.values()]
+            final = sum(plan.bytes(layout) for plan in plans)
+            working = max((_expert_bytes(plan) for plan in plans), default=0)
+            yield RankMemory(
+                tp_rank,
+                ep_rank,
+                max((len(plan.experts) for plan in plans), default=0),
+                max((plan.cut.size for plan in plans), default=0),
+                final,
+                final + AT_ONCE * working,
+            )
+
+
+def _expert_bytes(plan: LayerPlan) -> int:
+    """One expert in canonical form: a byte a code, levels as stored."""
+    return _canonical_bytes(plan.w13) + _canonical_bytes(plan.w2)
+
+
+def _canonical_bytes(shape: MatrixShape) -> int:
+    spec = shape.spec
+    codes = shape.n * shape.k * spec.dtype.storage.itemsize
+    return codes + sum(math.prod(level.shape(shape.n, shape.k)) * level.dtype.storage.itemsize for level in spec.levels)

@@ -1,0 +1,305 @@
+"""One layer of a checkpoint, resolved: geometry, schemes, where each part is, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from lancebill import axes as ax
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.layers import Layer, Projection, Source
+from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form
+from lancebill.errors import (
+    CheckpointError,
+    DuplicateTensor,
+    MissingTensor,
+    UnexpectedTensor,
+    WrongDtype,
+    WrongShape,
+)
+from lancebill.formats.base import Format, Module, Part, Scheme
+from lancebill.stored import Config, Stored
+
+
+@dataclass
+class Owned:
+    """The tensors found under one module, by suffix."""
+
+    prefix: str
+    names: dict[str, str] = field(default_factory=dict)
+
+
+class LayerBuilder:
+    """Resolves one layer: geometry, schemes, sources, completeness."""
+
+    def __init__(
+        self,
+        config: Config,
+        fmt: Format,
+        form: Form,
+        index: int,
+        owned: Mapping[tuple[int | None, str], Owned],
+        tensors: Mapping[str, Stored],
+    ) -> None:
+        self.config, self.format, self.form, self.index = config, fmt, form, index
+        self.owned, self.tensors = owned, tensors
+        self.sizes = names.sizes(config.model)
+        self.prefix = next(iter(owned.values())).prefix
+        self.problems: list[CheckpointError] = []
+
+    def build(self, wanted: Container[int] | None = None) -> Layer | None:
+        """The layer, if all of it (or of the `wanted` experts) can be resolved."""
+        schemes = self._schemes()
+        geometry = self._geometry(schemes)
+        if geometry is None:
+            return None
+        experts, hidden, inter = geometry
+        projections: dict[tuple[int, str], Projection] = {}
+        chosen = [e for e in range(experts) if wanted is None or e in wanted]
+        for expert in chosen:
+            for stored in self.form.names:
+                for projection in self._resolve(schemes, expert, stored, hidden, inter):
+                    projections[expert, projection.name] = projection
+        self._check_strays(experts)
+        self._check_agreement(projections, chosen)
+        if len(projections) < len(chosen) * (3 if self.form.gated else 2):
+            return None
+        return Layer(self.index, self.prefix, self.form, experts, hidden, inter, projections)
+
+    def _module_name(self, expert: int, stored: str) -> str:
+        return self.form.module(self.prefix, self.index, expert, stored)
+
+    def _schemes(self) -> dict[tuple[int | None, str], Scheme]:
+        """A scheme for every module that has tensors; equal answers are shared."""
+        schemes: dict[tuple[int | None, str], Scheme] = {}
+        shared: dict[Scheme, Scheme] = {}
+        for (expert, stored), owned in self.owned.items():
+            name = self._module_name(expert or 0, stored)
+            headers = {suffix: self.tensors[tensor] for suffix, tensor in owned.names.items()}
+            try:
+                scheme = self.format.scheme(self.config, Module(name, headers))
+            except CheckpointError as error:
+                self.problems.append(error)
+                continue
+            schemes[expert, stored] = shared.setdefault(scheme, scheme)
+        return schemes
+
+    def _geometry(self, schemes: Mapping[tuple[int | None, str], Scheme]) -> tuple[int, int, int] | None:
+        """(experts, hidden, intermediate): from the config, else from the tensors themselves."""
+        told = self.sizes
+        experts, hidden, inter = told.experts, told.hidden, told.intermediate
+        if experts is None:
+            experts = self._stored_experts()
+        if hidden is None or inter is None:
+            down = next((key for key in schemes if key[1] == DOWN), None)
+            seen = self._infer(schemes[down], down) if down else {}
+            hidden, inter = hidden or seen.get("n"), inter or seen.get("k")
+        if not experts or not hidden or not inter:
+            self.problems.append(
+                MissingTensor(
+                    "neither the config nor the tensors tell the size of the experts",
+                    where=f"layer {self.index}",
+                    expected="num_experts, hidden_size and moe_intermediate_size in config.json",
+                )
+            )
+            return None
+        return experts, hidden, inter
+
+    def _stored_experts(self) -> int | None:
+        if not self.form.stacked:
+            return max((e for e, _ in self.owned if e is not None), default=-1) + 1
+        first = next(iter(self.owned.values()))
+        return max((self.tensors[n].shape[0] for n in first.names.values() if self.tensors[n].shape), default=None)
+
+    def _infer(self, scheme: Scheme, key: tuple[int | None, str]) -> dict[str, int]:
+        part = scheme.part("codes")
+        for suffix in part.suffix if part else ():
+            tensor = self.owned[key].names.get(suffix)
+            if part is None or tensor is None:
+                continue
+            stored = self.tensors[tensor]
+            shape = stored.shape[1:] if self.form.stacked else stored.shape
+            if len(shape) == len(ax.parse(part.axes[0])) and stored.dtype in part.dtypes:
+                return ax.infer(part.axes[0], shape, part.ratio(stored.dtype))
+        return {}
+
+    def _resolve(
+        self, schemes: Mapping[tuple[int | None, str], Scheme], expert: int, stored: str, hidden: int, inter: int
+    ) -> Iterable[Projection]:
+        """The projections a stored module gives one expert: two for a fused one."""
+        key = (None if self.form.stacked else expert, stored)
+        where = f"layer {self.index}, expert {expert}, {stored}"
+        if key not in schemes:
+            if key not in self.owned:
+                self._missing_module(schemes, key, expert, where)
+            return
+        scheme, module = schemes[key], self._module_name(expert, stored)
+        n, k = (hidden, inter) if stored == DOWN else (inter, hidden)
+        stored_n = 2 * n if stored == GATE_UP else n
+        sources = self._sources(scheme, key, expert, stored_n, k, where)
+        if sources is None:
+            return
+        base = Projection(self.index, expert, stored, module, scheme, n, k, sources, stored_n)
+        if stored != GATE_UP:
+            yield base
+            return
+        step = 2 if self.form.interleaved else 1
+        yield replace(base, name=GATE, first=0, step=step)
+        yield replace(base, name=UP, first=1 if step == 2 else n, step=step)
+
+    def _sources(
+        self, scheme: Scheme, key: tuple[int | None, str], expert: int, n: int, k: int, where: str
+    ) -> dict[str, Source] | None:
+        names_here, sources, complete = self.owned[key].names, {}, True
+        for part in scheme.parts:
+            spelled = [s for s in part.suffix if s in names_here]
+            if len(spelled) > 1:
+                self.problems.append(
+                    DuplicateTensor(f"'{part.role}' is stored twice", where=where, got=", ".join(spelled))
+                )
+            if not spelled:
+                if not part.optional:
+                    complete = False
+                    self._missing(part, expert, key, where)
+                continue
+            source = self._source(part, names_here[spelled[0]], expert, n, k, key[1], where)
+            if source is not None:
+                sources[part.role] = source
+            complete = complete and source is not None
+        return sources if complete else None
+
+    def _missing_module(
+        self, schemes: Mapping[tuple[int | None, str], Scheme], key: tuple[int | None, str], expert: int, where: str
+    ) -> None:
+        """No tensor of a module is there: name all it needs, by what its siblings look like."""
+        sibling = next((scheme for other, scheme in schemes.items() if other[1] == key[1]), None)
+        module = Module(self._module_name(expert, key[1]))
+        scheme = sibling or self.format.scheme(self.config, module)
+        for part in scheme.parts:
+            if not part.optional:
+                self._missing(part, expert, key, where)
+
+    def _missing(self, part: Part, expert: int, key: tuple[int | None, str], where: str) -> None:
+        if key[0] is None and expert > 0:
+            return  # a stacked tensor is missing once, not once for each expert
+        name = self._module_name(expert, key[1]) + part.suffix[0]
+        self.problems.append(MissingTensor(f"'{part.role}' is missing", where=where, expected=name))
+
+    def _source(self, part: Part, tensor: str, expert: int, n: int, k: int, stored: str, where: str) -> Source | None:
+        header = self.tensors[tensor]
+        first_report = not self.form.stacked or expert == 0
+        if header.dtype not in part.dtypes:
+            if first_report:
+                self.problems.append(
+                    WrongDtype(f"'{part.role}' in {tensor}", where=where, expected=part.dtypes, got=header.dtype)
+                )
+            return None
+        transposed = stored in self.form.transposed
+        experts = self.sizes.experts or self._stored_experts() or 0
+        expected: list[tuple[int, ...]] = []
+        for axes in part.axes:
+            flip = transposed and is_matrix_like(axes)
+            shape = ax.shape(axes, n, k, part.ratio(header.dtype))
+            shape = shape[::-1] if flip else shape
+            for candidate, index in self._stackings(shape, axes, experts, expert):
+                expected.append(candidate)
+                if ax.fits(candidate, header.shape):
+                    rows = shape[0] if self.form.flat and shape else 0
+                    return Source(tensor, part, axes, header.dtype, index, flip, rows)
+        if first_report:
+            listed = " or ".join(str(list(s)) for s in dict.fromkeys(expected))
+            self.problems.append(
+                WrongShape(f"'{part.role}' in {tensor}", where=where, expected=listed, got=list(header.shape))
+            )
+        return None
+
+    def _stackings(
+        self, shape: tuple[int, ...], axes: str, experts: int, expert: int
+    ) -> Iterable[tuple[tuple[int, ...], int | None]]:
+        """The shapes this part may have here, each with the expert's index along the first axis."""
+        if not self.form.stacked:
+            yield shape, None
+        elif self.form.flat and shape:
+            yield (experts * shape[0], *shape[1:]), expert
+        else:
+            yield (experts, *shape), expert
+            if not axes:
+                yield (), None  # one scalar for all experts
+
+    def _check_strays(self, experts: int) -> None:
+        for (expert, stored), owned in self.owned.items():
+            if expert is not None and expert >= experts:
+                self.problems.append(
+                    UnexpectedTensor(
+                        "an expert the config does not know",
+                        where=f"layer {self.index}, expert {expert}, {stored}",
+                        expected=f"experts 0 to {experts - 1}",
+                        got=next(iter(owned.names.values())),
+                    )
+                )
+
+    def _check_agreement(self, projections: Mapping[tuple[int, str], Projection], experts: list[int]) -> None:
+        """Experts share a spec; an optional part is there for all or for none; no tensor is extra."""
+        for group in ((GATE, UP), (DOWN,)):
+            members = [p for e in experts for name in group if (p := projections.get((e, name)))]
+            if not members:
+                continue
+            self._check_specs(members)
+            present = {role for p in members for role in p.sources}
+            for role in sorted(present):
+                lacking = [p for p in members if role not in p.sources]
+                self.problems.extend(
+                    MissingTensor(
+                        f"'{role}' is present for other experts but not here", where=p.where, expected=_spell(p, role)
+                    )
+                    for p in lacking
+                )
+        self._check_suffixes(projections)
+
+    def _check_specs(self, members: list[Projection]) -> None:
+        first = members[0]
+        for p in members[1:]:
+            if (p.scheme.spec, p.scheme.act_order) != (first.scheme.spec, first.scheme.act_order):
+                self.problems.append(
+                    WrongDtype(
+                        "experts of one layer, and gate and up, must be quantised alike",
+                        where=p.where,
+                        expected=f"{_kind(first.scheme)} as {first.where}",
+                        got=_kind(p.scheme),
+                    )
+                )
+
+    def _check_suffixes(self, projections: Mapping[tuple[int, str], Projection]) -> None:
+        known = {p.module: {s for part in p.scheme.parts for s in part.suffix} for p in projections.values()}
+        for (expert, stored), owned in self.owned.items():
+            module = self._module_name(expert or 0, stored)
+            for suffix, tensor in owned.names.items():
+                if module in known and suffix not in known[module]:
+                    self.problems.append(
+                        UnexpectedTensor(
+                            "no part of this format is stored under this name",
+                            where=f"layer {self.index}, expert {expert if expert is not None else 'all'}, {stored}",
+                            expected=", ".join(sorted(known[module])),
+                            got=tensor,
+                        )
+                    )
+
+
+def _kind(scheme: Scheme) -> str:
+    return f"{scheme.spec} with act-order" if scheme.act_order else str(scheme.spec)
+
+
+def _spell(projection: Projection, role: str) -> str:
+    part = projection.scheme.part(role)
+    return projection.module + (part.suffix[0] if part else "")
+
+
+def is_matrix_like(axes: str) -> bool:
+    """Matrices and block scales are what a transposed export transposes."""
+    parsed = ax.parse(axes)
+    return (
+        len(parsed) == 2
+        and all(a.symbol in ("n", "k") for a in parsed)
+        and len({a.per > 1 for a in parsed}) == 1
+        and not any(a.packed for a in parsed)
+    )

@@ -1,0 +1,129 @@
+"""The header of a .safetensors file, believed only after every number in it was checked.
+
+The file is 8 bytes of header length, a JSON header, and one buffer that the tensors cover exactly:
+no holes, no overlaps, nothing after the last. Sizes are Python integers, so none can wrap.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from lancebill.checkpoint.raw import opened
+from lancebill.checkpoint.strict_json import parse_object
+from lancebill.checkpoint.tensors import TensorInfo, quoted
+from lancebill.errors import MalformedFile, WrongDtype
+from lancebill.stored import TORCH_DTYPES
+
+MAX_HEADER = 100_000_000
+PREFIX = 8
+METADATA = "__metadata__"
+FIELDS = {"dtype", "shape", "data_offsets"}
+MAX_DIMS = 64  # what torch can index
+MAX_EMPTY = 1 << 60  # product of the axes of an empty tensor that are not zero
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
+_LFS = b"version https://git-lfs"
+
+
+def read_header(path: Path) -> tuple[TensorInfo, ...]:
+    """Every tensor of the file, in the order of its bytes."""
+    where = str(path)
+    with opened(path) as (file, size):
+        length = _header_length(file.read(len(_LFS)), size, where)
+        file.seek(PREFIX)
+        data = file.read(length)
+    if len(data) != length:
+        raise MalformedFile("the file was cut while it was read", where=where)
+    if not data.startswith(b"{"):
+        raise MalformedFile("the header is not a JSON object", where=where, expected="'{' at byte 8")
+    entries = parse_object(data, f"{where} (header)")
+    _check_metadata(entries.pop(METADATA, {}), where)
+    begin = PREFIX + length
+    tensors = [_tensor(name, entry, path, begin, size) for name, entry in entries.items()]
+    tensors.sort(key=lambda t: (t.start, t.end))
+    _check_covered(tensors, begin, size, where)
+    return tuple(tensors)
+
+
+def _header_length(start: bytes, size: int, where: str) -> int:
+    if len(start) < PREFIX:
+        raise MalformedFile("the file is too short for a header", where=where, expected=">= 8 bytes", got=size)
+    length = int.from_bytes(start[:PREFIX], "little")
+    hint = "this is a Git LFS pointer: fetch the real file with `git lfs pull`" if start == _LFS else None
+    if length > MAX_HEADER:
+        raise MalformedFile(
+            "the header is too large", where=where, expected=f"<= {MAX_HEADER} bytes", got=length, hint=hint
+        )
+    if PREFIX + length > size:
+        raise MalformedFile(
+            "the header does not fit the file", where=where, expected=f"<= {size - PREFIX} bytes", got=length
+        )
+    return length
+
+
+def _check_metadata(metadata: Any, where: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise MalformedFile(f"{METADATA} is not a map of strings", where=where)
+
+
+def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorInfo:
+    if not name or not name.isprintable():
+        raise MalformedFile("a tensor's name is empty or not printable", where=_at(path, name))
+    if not isinstance(entry, dict) or set(entry) != FIELDS:
+        got = quoted(sorted(entry) if isinstance(entry, dict) else entry)
+        raise MalformedFile("a header entry has exactly dtype, shape and data_offsets", where=_at(path, name), got=got)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise WrongDtype(
+            "the stored dtype is not known", where=_at(path, name), expected=", ".join(_ITEM_BYTES), got=quoted(dtype)
+        )
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS:
+        expected = f"at most {MAX_DIMS} sizes >= 0"
+        raise MalformedFile(
+            "the shape is not a list of sizes", where=_at(path, name), expected=expected, got=quoted(shape)
+        )
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedFile("data_offsets is not [start, end]", where=_at(path, name), got=quoted(offsets))
+    nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
+    start, end = begin + offsets[0], begin + offsets[1]
+    if not nbytes and math.prod(max(s, 1) for s in shape) >= MAX_EMPTY:  # no bytes bound the axes of an empty tensor
+        raise MalformedFile("the shape is beyond any file", where=_at(path, name), got=quoted(shape))
+    if end - start != nbytes:
+        what = f"shape {quoted(shape)} of {dtype} and data_offsets disagree"
+        raise MalformedFile(what, where=_at(path, name), expected=f"{nbytes} bytes", got=f"{end - start} bytes")
+    if end > size:
+        raise MalformedFile(
+            "the tensor reaches past the end of the file",
+            where=_at(path, name),
+            expected=f"<= {size - begin}",
+            got=offsets[1],
+        )
+    return TensorInfo(name, dtype, tuple(shape), path, start, end)
+
+
+def _at(path: Path, name: str) -> str:
+    return f"{path}: tensor {quoted(name)}"
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_covered(tensors: list[TensorInfo], begin: int, size: int, where: str) -> None:
+    """Each tensor starts where the last one ended, and the last ends where the file does."""
+    at = begin
+    for tensor in tensors:
+        if tensor.start != at:
+            kind = "overlaps the one before" if tensor.start < at else "leaves a hole before it"
+            raise MalformedFile(
+                f"the tensor {kind}",
+                where=_at(tensor.file, tensor.name),
+                expected=f"start {at - begin}",
+                got=tensor.start - begin,
+            )
+        at = tensor.end
+    if at != size:
+        raise MalformedFile(
+            "bytes after the last tensor", where=where, expected=f"{at} bytes in all", got=f"{size} bytes"
+        )

@@ -1,0 +1,292 @@
+"""Writing a checkpoint as it is made: declared first, filled in any order, published whole or not at all.
+
+Since every tensor is declared before the first is written, headers and offsets are final from the
+start and tensors can be written by any thread as they come. All goes to a hidden folder beside the
+destination, which takes the destination's name only when complete and on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from lancebill.checkpoint.files import INDEX
+from lancebill.checkpoint.raw import drain, reason
+from lancebill.checkpoint.safetensors import MAX_HEADER, METADATA, PREFIX
+from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, WrongDtype, WrongShape
+from lancebill.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
+
+SHARD_BYTES = 5_000_000_000
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to be: its header, and where each tensor goes in it."""
+
+    name: str
+    header: bytes
+    offsets: Mapping[str, int]
+    size: int
+
+
+def plan_shards(tensors: Mapping[str, Stored], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Tensors in the order given, a new file whenever the next would pass `limit`."""
+    groups: list[dict[str, Stored]] = [{}]
+    filled = 0
+    for name, stored in tensors.items():
+        size = _nbytes(stored)
+        if groups[-1] and filled + size > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = stored
+        filled += size
+    if len(groups) == 1:
+        return [_shard(SINGLE, groups[0])]
+    total = len(groups)
+    return [_shard(f"model-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+
+
+def _shard(name: str, tensors: Mapping[str, Stored]) -> Shard:
+    """Wide dtypes first, so that every tensor starts on a multiple of its element size."""
+    order = sorted(tensors.items(), key=lambda item: -TORCH_DTYPES[item[1].dtype].itemsize)
+    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
+    starts, at = {}, 0
+    for tensor, stored in order:
+        starts[tensor], end = at, at + _nbytes(stored)
+        entries[tensor] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError("too many tensors for one file", where=name, hint="choose a smaller shard size")
+    header = len(text).to_bytes(PREFIX, "little") + text
+    return Shard(name, header, {n: len(header) + start for n, start in starts.items()}, len(header) + at)
+
+
+def _nbytes(stored: Stored) -> int:
+    return math.prod(stored.shape) * TORCH_DTYPES[stored.dtype].itemsize
+
+
+class CheckpointWriter:
+    """`with CheckpointWriter(path, tensors) as out:` then `write` each tensor; leaving publishes.
+
+    An exception inside the block removes what was written and leaves the destination as it was.
+    """
+
+    def __init__(
+        self,
+        destination: str | Path,
+        tensors: Mapping[str, Stored],
+        *,
+        source: str | Path | None = None,
+        max_shard_bytes: int = SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
+        self.destination = Path(destination).resolve()
+        self.tensors = dict(tensors)
+        self.shards = plan_shards(self.tensors, max_shard_bytes)
+        self._place = {name: shard for shard in self.shards for name in shard.offsets}
+        self._overwrite = overwrite
+        self._started: dict[str, list[tuple[int, int]]] = {}
+        self._rows: dict[str, int] = {}
+        self._written: set[str] = set()
+        self._names = {shard.name for shard in self.shards} | ({INDEX} if len(self.shards) > 1 else set())
+        self._lock = threading.Lock()
+        self._descriptors: dict[str, int] = {}
+        _check_destination(self.destination, overwrite)
+        if source is not None:
+            _check_apart(self.destination, Path(source).resolve())
+        self.folder = self.destination.with_name(f".{self.destination.name}.{secrets.token_hex(6)}.partial")
+
+    def __enter__(self) -> CheckpointWriter:
+        with _typed(self.destination):
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir()
+            try:
+                self._check_space()
+                for shard in self.shards:
+                    self._descriptors[shard.name] = self._create(shard)
+            except BaseException:
+                self.abort()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self.abort()  # after a finish there is nothing left to remove
+
+    def write(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
+        """Store a declared tensor, or with `first_row` some of its rows. Any order, any thread, once."""
+        shard, stored = self._place.get(name), self.tensors.get(name)
+        if shard is None or stored is None:
+            raise CheckpointError(f"tensor '{name}' was not declared", where=str(self.destination))
+        got = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        if got != stored.dtype:
+            raise WrongDtype("the tensor is not as declared", where=name, expected=stored.dtype, got=got)
+        whole = stored.shape[0] if stored.shape else 1
+        first, rows = (0, whole) if first_row is None else (first_row, len(tensor))
+        shape = (rows, *stored.shape[1:]) if stored.shape else ()
+        if tuple(tensor.shape) != shape or first < 0 or first + rows > whole:
+            got = f"{tuple(tensor.shape)}" + ("" if first_row is None else f" from row {first}")
+            raise WrongShape("the tensor is not as declared", where=name, expected=stored.shape, got=got)
+        self._claim(name, first, first + rows)
+        data = tensor.detach().cpu().contiguous()
+        offset = shard.offsets[name] + first * (_nbytes(stored) // max(whole, 1))
+        drain(self._descriptors[shard.name], data, offset, self.destination / shard.name)
+        with self._lock:
+            self._rows[name] = self._rows.get(name, 0) + rows
+            if self._rows[name] == whole:  # spans never overlap, so this many rows are all of them
+                self._written.add(name)
+
+    def _claim(self, name: str, first: int, stop: int) -> None:
+        """Set rows aside for one writer: each is written once."""
+        with self._lock:
+            spans = self._started.setdefault(name, [])
+            if name in self._written or any(first < high and low < stop for low, high in spans):
+                raise DuplicateTensor(f"tensor '{name}' is written twice", where=str(self.destination))
+            spans.append((first, stop))
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """A JSON file beside the tensors."""
+        path = self._new_file(name)
+        with _typed(path):
+            path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+    def copy_file(self, source: Path) -> None:
+        """A file copied as it is, under its own name."""
+        path = self._new_file(source.name)
+        with _typed(source):
+            shutil.copyfile(source, path)
+
+    def abort(self) -> None:
+        """Remove everything written so far; the destination was never touched."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _new_file(self, name: str) -> Path:
+        with self._lock:
+            if Path(name).name != name or name in self._names:
+                what = "is written twice" if name in self._names else "is not a plain file name"
+                raise CheckpointError(f"file '{name}' {what}", where=str(self.destination))
+            self._names.add(name)
+        return self.folder / name
+
+    def _check_space(self) -> None:
+        needed, free = sum(shard.size for shard in self.shards), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise CheckpointError(
+                "not enough space on the disk",
+                where=str(self.destination.parent),
+                expected=f"{needed} bytes",
+                got=f"{free} bytes free",
+            )
+
+    def _create(self, shard: Shard) -> int:
+        descriptor = os.open(self.folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(shard.header)
+        os.ftruncate(descriptor, shard.size)
+        return descriptor
+
+    def _finish(self) -> None:
+        problems = [
+            MissingTensor(f"tensor '{name}' was declared but never written", where=str(self.destination))
+            for name in self.tensors
+            if name not in self._written
+        ]
+        if problems:
+            raise problems[0] if len(problems) == 1 else CheckpointProblems(problems, where=str(self.destination))
+        with _typed(self.destination):
+            if len(self.shards) > 1:
+                self._write_index()
+            for file in self.folder.iterdir():
+                _sync(file)
+            _sync(self.folder)
+            _check_destination(self.destination, self._overwrite)  # again: time has passed
+            _publish(self.folder, self.destination)
+
+    def _write_index(self) -> None:
+        index = {
+            "metadata": {"total_size": sum(_nbytes(stored) for stored in self.tensors.values())},
+            "weight_map": {name: self._place[name].name for name in sorted(self.tensors)},
+        }
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_destination(destination: Path, overwrite: bool) -> None:
+    """Nothing there, an empty folder, or (with `overwrite`) a checkpoint: never any other folder."""
+    if not destination.exists():
+        return
+    if not destination.is_dir():
+        raise CheckpointError("the destination is a file", where=str(destination), expected="a folder")
+    names = [file.name for file in destination.iterdir()]
+    if not names:
+        return
+    if not overwrite:
+        raise CheckpointError(
+            "the destination exists and is not empty", where=str(destination), hint="--overwrite replaces a checkpoint"
+        )
+    if not any(name == "config.json" or name.endswith((".safetensors", ".gguf")) for name in names):
+        raise CheckpointError(
+            "the destination is not a checkpoint, so it is not replaced",
+            where=str(destination),
+            hint="remove it yourself if that is what you want",
+        )
+
+
+def _check_apart(destination: Path, source: Path) -> None:
+    if source.is_relative_to(destination) or (source.is_dir() and destination.is_relative_to(source)):
+        raise CheckpointError("the destination would overwrite the source", where=str(destination), got=str(source))
+
+
+def _publish(folder: Path, destination: Path) -> None:
+    """Give `folder` the name `destination`; what had that name comes back if this fails."""
+    old = None
+    if destination.exists() and any(destination.iterdir()):
+        old = folder.with_suffix(".old")
+        destination.rename(old)
+    try:
+        folder.rename(destination)
+    except BaseException:
+        if old is not None:
+            old.rename(destination)
+        raise
+    _sync(destination.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _typed(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write: {reason(error)}", where=str(path)) from None

@@ -1,0 +1,371 @@
+"""What a conversion will write, decided from metadata alone: format, spec, names, shapes, config.
+
+Everything is known before the first byte is read: the whole output is declared, read back as a
+manifest and checked, so that a conversion that starts can only fail for want of disk or data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lancebill import axes as ax
+from lancebill.checkpoint import manifest as manifests
+from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.manifest import Layer, Manifest, Projection
+from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
+from lancebill.checkpoint.others import OtherModule
+from lancebill.checkpoint.resolve import is_matrix_like
+from lancebill.codec import quantize, recasts
+from lancebill.dtypes import BF16, F16, F32, INV127
+from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats import registry
+from lancebill.formats.base import FLOATS, Format, Module, Part, Scheme
+from lancebill.quant import ALL, CHANNEL, DENSE_BF16, DIV, MUL, TENSOR, QuantSpec, Scale, is_integer
+from lancebill.stored import DTYPE_NAMES, Config, Stored
+
+DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"
+ALIASES = {"gpt-oss": "mxfp4"}
+QUANT_SECTIONS = ("quantization_config", "compression_config")
+GGUF = "gguf"
+# A GGUF file names an architecture; its experts are spelled as the family it came from spells them.
+ARCHITECTURES = {
+    "llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3vlmoe": "qwen3_vl_moe",
+    "olmoe": "olmoe", "deepseek2": "deepseek_v3", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss", "llama4": "llama4",
+    "minimax-m2": "minimax_m2", "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe", "jamba": "jamba",
+    "dbrx": "dbrx", "granitemoe": "granitemoe",
+}  # fmt: skip
+PROBE = 256  # rows and at least as many columns of a matrix that shows what a scheme writes
+
+
+@dataclass(frozen=True)
+class Target:
+    """The format to write and the spec its numbers will have, in the form this format holds."""
+
+    format: Format
+    spec: QuantSpec
+
+    def scheme(self) -> Scheme:
+        return self.format.export(self.spec, ())[1]
+
+
+def choose(spec: QuantSpec, name: str | None = None) -> Target:
+    """The format that is to hold `spec`: the one named, else the usual one."""
+    name = ALIASES.get(name or "", name) or (DEFAULT_FORMAT if spec.quantized else DENSE_FORMAT)
+    formats = registry()
+    if name not in formats:
+        raise UnsupportedFormat(
+            f"no format is called '{name}'", expected=", ".join(sorted({*formats, *ALIASES} - set(ALIASES.values())))
+        )
+    try:
+        return _hold(formats[name], spec)
+    except CannotEncode as error:
+        able = [other.name for other in formats.values() if _can_hold(other, spec)]
+        hint = f"formats that hold {spec}: {', '.join(able)}" if able else error.hint
+        raise CannotEncode(error.what, where=name, expected=error.expected, got=spec, hint=hint) from error
+
+
+def _hold(format: Format, spec: QuantSpec) -> Target:
+    first: CannotEncode | None = None
+    for spelled in _spellings(spec):
+        try:
+            format.export(spelled, ())
+            return Target(format, spelled)
+        except CannotEncode as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _can_hold(format: Format, spec: QuantSpec) -> bool:
+    try:
+        _hold(format, spec)
+    except CannotEncode:
+        return False
+    return True
+
+
+def _spellings(spec: QuantSpec) -> Iterator[QuantSpec]:
+    """The spec as named, then the other ways formats store the same kind of numbers: an outer scale
+    that divides, scales in another float type, bitsandbytes' int8 rows."""
+    yield spec
+    if len(spec.scales) == 2:
+        outer = spec.scales[1]
+        yield replace(spec, scales=(spec.scales[0], replace(outer, op=MUL if outer.op == DIV else DIV)))
+    if len(spec.scales) == 1 and spec.scales[0].dtype in (BF16, F16, F32):
+        for dtype in (F16, BF16, F32):
+            yield replace(spec, scales=(replace(spec.scales[0], dtype=dtype),))
+    if is_integer(spec) and spec.dtype.bits == 8 and spec.zero is None and spec.scales[0].block == CHANNEL:
+        yield replace(spec, scales=(Scale(F32, CHANNEL), Scale(INV127, TENSOR)))
+
+
+# What is written where -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One module of the output and the projections it is made from (gate and up of a fused one)."""
+
+    layer: int
+    expert: int
+    stored: str
+    module: str
+    sources: tuple[Projection, ...]
+
+    @property
+    def bias(self) -> bool:
+        return "bias" in self.sources[0].sources
+
+
+@dataclass(frozen=True)
+class Output:
+    """All of it: the config, every tensor in the order they are written, and who makes them."""
+
+    target: Target
+    form: Form
+    config: dict[str, Any]
+    scheme: Scheme
+    plain_scheme: Scheme  # of modules that are dequantised
+    tensors: dict[str, Stored]
+    jobs: tuple[Job, ...]
+    copied: tuple[str, ...]
+    recast: tuple[OtherModule, ...]
+    dequantized: tuple[OtherModule, ...]
+    experts: Mapping[int, int] = field(default_factory=dict)  # of each layer
+
+    def place(self, job: Job, role: str) -> tuple[str, int | None]:
+        """The tensor that holds a part of a job's module, and the expert's index in it if stacked."""
+        part = self.scheme.part(role)
+        assert part is not None
+        return job.module + _suffix(part, self.form, self.target.format), job.expert if self.form.stacked else None
+
+    def flipped(self, job: Job, role: str) -> bool:
+        part = self.scheme.part(role)
+        return part is not None and job.stored in self.form.transposed and is_matrix_like(part.axes[0])
+
+
+def plan(
+    manifest: Manifest,
+    target: Target,
+    tensors: Mapping[str, Stored],
+    others: Sequence[OtherModule] = (),
+    *,
+    experts_only: bool = False,
+) -> Output:
+    """Decide the whole output; `others` are the quantised modules outside the experts."""
+    naming = _family(manifest)
+    form = _form(manifest, naming, target)
+    claimed = {source.tensor for module in others for source in module.sources.values()}
+    copied = [] if experts_only else [n for n in tensors if n not in manifest.expert_tensors and n not in claimed]
+    kept = [] if experts_only else list(others)
+    exact = [m for m in kept if _stays_quantized(m, target)]
+    plain = [m for m in kept if m not in exact]
+    left = [*_dense_modules(copied, tensors), *(m.module for m in plain)] if target.spec.quantized else []
+    quant, scheme = target.format.export(target.spec, left)
+    plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
+    output = Output(
+        target,
+        form,
+        _config(manifest, naming, quant),
+        scheme,
+        registry()[DENSE_FORMAT].export(plain_spec, ())[1],
+        {name: tensors[name] for name in copied},
+        tuple(job for layer in manifest.layers.values() for job in _jobs(layer, form)),
+        tuple(copied),
+        tuple(exact),
+        tuple(plain),
+        {index: layer.experts for index, layer in manifest.layers.items()},
+    )
+    _declare(output, tensors)
+    _check(output, quant)
+    return output
+
+
+def _family(manifest: Manifest) -> Naming:
+    """The naming row of the output: the source's own, or for GGUF that of its architecture."""
+    if manifest.naming.family != GGUF:
+        return manifest.naming
+    architecture = manifest.config.model.get("architecture")
+    family = ARCHITECTURES.get(str(architecture))
+    if family is None:
+        raise UnsupportedFormat(
+            f"the family of GGUF architecture '{architecture}' is not known",
+            expected=", ".join(sorted(ARCHITECTURES)),
+        )
+    return next(row for row in names.TABLE if row.family == family)
+
+
+def _form(manifest: Manifest, naming: Naming, target: Target) -> Form:
+    """How experts are spelled: unquantised ones as in the source, stacked where the format stacks,
+    else one set of tensors for each expert."""
+    source = next(iter(manifest.layers.values())).form
+    foreign = naming is not manifest.naming
+    if target.format.stacked:
+        able = [f for f in naming.forms if f.stacked and not f.flat and f.gated == source.gated]
+        if not able:
+            raise CannotEncode(
+                f"{target.format.name} stacks experts and the family '{naming.family}' has no such names",
+                where=target.format.name,
+            )
+        return able[0]
+    if not foreign and (not target.spec.quantized or not (source.stacked or source.fused)):
+        return source
+    able = [f for f in naming.forms if not f.stacked and not f.fused and f.gated == source.gated]
+    if not able:
+        raise CannotEncode(f"the family '{naming.family}' has no names for one expert's tensors")
+    return able[0]
+
+
+def _jobs(layer: Layer, form: Form) -> Iterator[Job]:
+    prefix = layer.prefix if layer.prefix in form.prefixes and layer.form.prefixes == form.prefixes else _prefix(form)
+    for expert in range(layer.experts):
+        for stored in form.names:
+            parts = (GATE, UP) if stored == GATE_UP else (stored,)
+            sources = tuple(layer.projections[expert, part] for part in parts)
+            yield Job(layer.index, expert, stored, form.module(prefix, layer.index, expert, stored), sources)
+
+
+def _prefix(form: Form) -> str:
+    return "model." if "model." in form.prefixes else form.prefixes[0]
+
+
+def _suffix(part: Part, form: Form, format: Format) -> str:
+    """The spelling of a part: the last is the one of stacked tensors where a format has both."""
+    return part.suffix[-1] if form.stacked and not format.stacked else part.suffix[0]
+
+
+def _dense_modules(copied: Iterable[str], tensors: Mapping[str, Stored]) -> list[str]:
+    """Matrices left as they are: a config must name them, or an engine would look for their scales."""
+    weight = ".weight"
+    return [
+        name.removesuffix(weight)
+        for name in copied
+        if name.endswith(weight) and len(tensors[name].shape) == 2 and tensors[name].dtype in FLOATS
+    ]
+
+
+def _stays_quantized(module: OtherModule, target: Target) -> bool:
+    """Whether a module outside the experts can be said in the target's spec with no number changed."""
+    if not target.spec.quantized or target.format.stacked or module.scheme.act_order:
+        return False
+    if not divides(target.spec, module.k) or "pre_quant_scale" in module.sources:
+        return False
+    return recasts(module.scheme.spec, target.spec)
+
+
+def divides(spec: QuantSpec, k: int) -> bool:
+    """Whether rows of `k` end with a whole group. Blocks of several rows may be partial."""
+    return all(level.block[0] != 1 or level.block[1] == ALL or k % level.block[1] == 0 for level in spec.levels)
+
+
+# Names and shapes ------------------------------------------------------------------------------------
+
+
+def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
+    """Add every tensor that will be made to `output.tensors`."""
+    for module in output.dequantized:
+        _declare_module(output, module, output.plain_scheme, tensors)
+    for module in output.recast:
+        _declare_module(output, module, output.scheme, tensors)
+    for job in output.jobs:
+        n = sum(p.n for p in job.sources)
+        k = job.sources[0].k
+        if not divides(output.target.spec, k):
+            raise CannotEncode(
+                f"rows of {k} do not end with a whole group of {output.target.spec}",
+                where=job.sources[0].where,
+                expected=f"a group size that divides {k}: {', '.join(map(str, _groups(k)))}",
+            )
+        held = dict(_encoded(output.scheme, n, k))
+        if job.bias:
+            held["bias"] = replace(_bias(job.sources[0], tensors), shape=(n,))
+        for role, stored in held.items():
+            name, expert = output.place(job, role)
+            shape = stored.shape[::-1] if output.flipped(job, role) else stored.shape
+            if expert is not None:
+                count = output.experts[job.layer]
+                flat = output.form.flat and shape
+                shape = (count * shape[0], *shape[1:]) if flat else (count, *shape)
+            output.tensors[name] = Stored(stored.dtype, shape)
+
+
+def _declare_module(output: Output, module: OtherModule, scheme: Scheme, tensors: Mapping[str, Stored]) -> None:
+    held = dict(_encoded(scheme, module.n, module.k))
+    if "bias" in module.sources:
+        held["bias"] = _bias(module, tensors)
+    for role, stored in held.items():
+        part = scheme.part(role)
+        if part is None:
+            raise CannotEncode(f"this format has no place for '{role}'", where=module.where)
+        output.tensors[module.module + part.suffix[0]] = stored
+
+
+def _bias(projection: Projection, tensors: Mapping[str, Stored]) -> Stored:
+    return Stored(tensors[projection.sources["bias"].tensor].dtype, (projection.n,))
+
+
+@lru_cache(maxsize=64)
+def _encoded(scheme: Scheme, n: int, k: int) -> Mapping[str, Stored]:
+    """The tensors `scheme` makes of an [n, k] matrix.
+
+    Asked of the scheme itself with a small matrix of zeros, which tells what it writes and in which
+    of the shapes it allows; only where a tensor's size follows from no axes, with one of full size.
+    """
+    side = math.lcm(PROBE, *(level.block[1] or 1 for level in scheme.spec.levels))
+    small = scheme.encode(quantize(torch.zeros(PROBE, side), scheme.spec))
+    declared = {}
+    for role, tensor in small.items():
+        part, dtype = scheme.part(role), DTYPE_NAMES[tensor.dtype]
+        assert part is not None
+        axes = next(a for a in part.axes if ax.fits(ax.shape(a, PROBE, side, part.ratio(dtype)), tuple(tensor.shape)))
+        declared[role] = Stored(dtype, ax.shape(axes, n, k, part.ratio(dtype)))
+    if any(ax.ANY in stored.shape for stored in declared.values()):
+        full = scheme.encode(quantize(torch.zeros(n, k), scheme.spec))
+        return {role: Stored(DTYPE_NAMES[t.dtype], tuple(t.shape)) for role, t in full.items()}
+    return declared
+
+
+def _groups(k: int) -> list[int]:
+    return [size for size in (16, 32, 64, 128, 256, 512) if k % size == 0] or [math.gcd(k, 128)]
+
+
+# The config ------------------------------------------------------------------------------------------
+
+
+def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's config with the new quantisation section in place of the old."""
+    stale = {*QUANT_SECTIONS, *manifest.format.model_keys}
+    model = {key: value for key, value in manifest.config.model.items() if key not in stale}
+    text = model.get("text_config")
+    if isinstance(text, Mapping):
+        model["text_config"] = {key: value for key, value in text.items() if key not in stale}
+    if naming is not manifest.naming:
+        model["model_type"] = naming.model_types[0]
+    if quant:
+        model["quantization_config"] = dict(quant)
+    return model
+
+
+def _check(output: Output, quant: Mapping[str, Any]) -> None:
+    """Read the declared output back, as any reader would, before anything is written."""
+    config = Config(output.config, quant, quant.get("quant_method"))
+    written = manifests.build(config, output.tensors)
+    written.check("the converted checkpoint")
+    missing = sorted(set(output.experts) - set(written.layers))
+    wrong = [i for i, layer in written.layers.items() if layer.spec(DOWN) != output.target.spec]
+    if missing or wrong:
+        raise CannotEncode(
+            f"{output.target.format.name} would not read back what it writes",
+            expected=f"{output.target.spec} in {len(output.experts)} layers",
+            got=f"missing layers {missing}, other specs in layers {wrong}",
+        )
+    for module in output.recast:
+        spelled = [suffix for part in output.scheme.parts for suffix in part.suffix]
+        stored = {s: output.tensors[module.module + s] for s in spelled if module.module + s in output.tensors}
+        if written.format.scheme(config, Module(module.module, stored)).spec != output.target.spec:
+            raise CannotEncode("the format would not read this module back", where=module.where)

@@ -1,0 +1,34 @@
+"""Where one tensor lies: what a container's header says, after it was checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lancebill.stored import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A stored tensor; `start` and `end` are byte offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def quoted(name: object, limit: int = 120) -> str:
+    """A name from a file, safe to print: escaped, and cut where it is absurdly long."""
+    text = ascii(name) if not isinstance(name, str) else repr(name[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 3] + "..."

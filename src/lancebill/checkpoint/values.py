@@ -1,0 +1,129 @@
+"""Stored numbers that cannot be right, found by decoding every matrix.
+
+Always wrong: NaN or infinity among codes, scales, minima, zero points and biases; a zero point
+outside 0 .. 2**bits; an act-order that is no permutation; an activation scale that is not positive; a
+scale of zero over codes that are not (unless scales are themselves small integers, as in GGUF,
+where a zero scale is how an empty block is written). A negative scale is only noted, and only for
+float codes: integer formats use the sign to reach one step further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.load import Reader, load_projection
+from lancebill.checkpoint.manifest import Projection
+from lancebill.dtypes import FLOAT, INTEGER, ZERO16, DType
+from lancebill.errors import BadValue, LancebillError
+from lancebill.weight import LogicalWeight, expand
+
+OUTER_SCALE = "scale_2"  # what formats call the part that holds a second level
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is wrong with one projection, and what is only unusual."""
+
+    problems: tuple[LancebillError, ...] = ()
+    notes: tuple[BadValue, ...] = ()
+
+
+def check_values(read: Reader, projection: Projection) -> Findings:
+    """Decode one projection and look at every number of it."""
+    try:
+        weight = load_projection(read, projection)
+    except LancebillError as error:
+        return Findings((error,))
+    checker = _Checker(projection, weight)
+    return Findings(tuple(checker.problems()), tuple(checker.notes()))
+
+
+class _Checker:
+    def __init__(self, projection: Projection, weight: LogicalWeight) -> None:
+        self.projection, self.weight, self.spec = projection, weight, weight.spec
+
+    def problems(self) -> Iterator[BadValue]:
+        weight, spec = self.weight, self.spec
+        yield from self._finite("codes", "codes", spec.dtype, weight.codes)
+        for i, (level, codes) in enumerate(zip(spec.scales, weight.scales)):
+            yield from self._finite(self._scale_role(i), f"scale {i + 1}", level.dtype, codes)
+        yield from self._zero_scales()
+        for i, (level, codes) in enumerate(zip(spec.minimum, weight.minimum)):
+            yield from self._finite("minimum", f"minimum {i + 1}", level.dtype, codes)
+        yield from self._zero_points()
+        yield from self._order()
+        if weight.bias is not None:
+            yield from self._report("bias", "bias", "not finite", ~weight.bias.float().isfinite())
+        for role, tensor in weight.inputs.items():
+            bad = ~tensor.float().isfinite()
+            if role != "input_zero_point":
+                bad |= tensor.float() <= 0
+            yield from self._report(role, role, "not a positive number", bad)
+
+    def notes(self) -> Iterator[BadValue]:
+        if self.spec.dtype.kind != FLOAT:
+            return
+        for i, (level, codes) in enumerate(zip(self.spec.scales, self.weight.scales)):
+            yield from self._report(self._scale_role(i), f"scale {i + 1}", "negative", level.dtype.decode(codes) < 0)
+
+    def _finite(self, role: str, what: str, dtype: DType, codes: Tensor) -> Iterator[BadValue]:
+        if dtype.wide is not None:
+            bad = ~codes.isfinite() if codes.is_floating_point() else None
+        elif len(dtype.valid_codes) < len(dtype.table):
+            legal = torch.zeros(len(dtype.table), dtype=torch.bool)
+            legal[list(dtype.valid_codes)] = True
+            bad = ~legal[codes.int()]
+        else:
+            bad = None
+        if bad is not None:
+            yield from self._report(role, what, "NaN or infinite", bad)
+
+    def _zero_scales(self) -> Iterator[BadValue]:
+        """Where a scale is zero its codes have no say: they must be zero too."""
+        weight, spec = self.weight, self.spec
+        if any(level.dtype.kind == INTEGER for level in spec.scales):
+            return
+        for i, (level, codes) in enumerate(zip(spec.scales, weight.scales)):
+            zero = level.dtype.decode(codes) == 0
+            if not bool(zero.any()):
+                continue
+            values = spec.dtype.decode(weight.codes)
+            if spec.zero is not None and weight.zero is not None:
+                values -= expand(spec.zero.dtype.decode(weight.zero), spec.zero.block, weight.n, weight.k)
+            lost = expand(zero, level.block, weight.n, weight.k) & (values != 0)
+            yield from self._report(self._scale_role(i), f"scale {i + 1}", "zero over codes that are not", lost)
+
+    def _zero_points(self) -> Iterator[BadValue]:
+        weight, spec = self.weight, self.spec
+        if weight.zero is None or spec.zero is None:
+            return
+        if spec.zero.dtype == ZERO16:
+            highest = 1 << spec.dtype.bits
+            bad = (weight.zero < 0) | (weight.zero > highest)
+            yield from self._report("zero", "zero points", f"outside 0 to {highest}", bad)
+        else:
+            yield from self._finite("zero", "zero points", spec.zero.dtype, weight.zero)
+
+    def _order(self) -> Iterator[BadValue]:
+        perm = self.weight.perm
+        if perm is not None and not torch.equal(perm.sort().values, torch.arange(self.weight.k, dtype=perm.dtype)):
+            yield BadValue("the act-order is not a permutation", where=self._where("perm"))
+
+    def _report(self, role: str, what: str, how: str, bad: Tensor) -> Iterator[BadValue]:
+        count = int(bad.sum())
+        if count:
+            first = [int(i) for i in bad.nonzero()[0]]
+            got = f"{count} of {bad.numel()}, the first at {first}"
+            yield BadValue(f"{what}: {how}", where=self._where(role), got=got)
+
+    def _scale_role(self, level: int) -> str:
+        """The part that holds a level of scales; some formats have no part for each."""
+        return OUTER_SCALE if level and OUTER_SCALE in self.projection.sources else "scale"
+
+    def _where(self, role: str) -> str:
+        source = self.projection.sources.get(role)
+        return f"{self.projection.where} ({source.tensor if source is not None else self.projection.module})"

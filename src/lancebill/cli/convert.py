@@ -1,0 +1,160 @@
+"""`lancebill convert`: any spec to any spec, written as a checkpoint other engines load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from lancebill.cli import console as ui
+from lancebill.cli.console import Json
+
+if TYPE_CHECKING:
+    from lancebill.checkpoint.convert import Report
+    from lancebill.checkpoint.target import Output, Target
+    from lancebill.codec import Loss
+
+
+class Device(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class MxRule(str, Enum):
+    floor = "floor"
+    ceil = "ceil"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[str, typer.Option("--to", help="The spec: mxfp4, nvfp4, int4-g128, fp8-block, bf16 ...")],
+    format_name: Annotated[
+        str | None,
+        typer.Option("--format", help="compressed-tensors (the default), gptq, awq, modelopt, fp8, gpt-oss ..."),
+    ] = None,
+    device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.cpu,
+    mx_rule: Annotated[MxRule, typer.Option("--mx-rule", help="How power-of-two scales round.")] = MxRule.floor,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
+    experts_only: Annotated[bool, typer.Option("--experts-only", help="Leave everything but the experts out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Requantise the experts; copy or re-encode the rest; report what it cost, layer by layer.
+
+    The output is weight-only: scales of activations are not carried over.
+    """
+    options = {
+        "device": device.value,
+        "mx_rule": mx_rule.value,
+        "overwrite": overwrite,
+        "experts_only": experts_only,
+    }
+    with ui.reported(as_json, ui.USAGE):
+        ui.existing(source, as_json)
+        target = target_of(to, format_name)
+        _check_device(device.value)
+    with ui.reported(as_json):
+        found = run(source, destination, target, options)
+    if as_json:
+        ui.print_json(found)
+    else:
+        show(found, ui.console())
+
+
+def target_of(to: str, format_name: str | None = None) -> Target:
+    """The format and spec that the options ask for."""
+    from lancebill.checkpoint.target import choose
+    from lancebill.grammar import parse_spec
+
+    return choose(parse_spec(to), format_name)
+
+
+def run(source: Path, destination: Path, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert and describe what was done, ready for JSON."""
+    from lancebill.checkpoint.convert import Options, prepare, work_bytes
+    from lancebill.checkpoint.convert import convert as convert_checkpoint
+    from lancebill.checkpoint.files import Checkpoint
+
+    chosen = Options(**options)
+    start = time.perf_counter()
+    with Checkpoint.open(source) as checkpoint:
+        output = prepare(checkpoint, target, chosen)
+        with ui.progress(f"to {target.spec}", work_bytes(checkpoint, output), in_bytes=True) as advance:
+            report = convert_checkpoint(checkpoint, destination, output, chosen, advance)
+        before = sum(info.nbytes for info in checkpoint.tensors.values())
+    return _describe(source, destination, report, output, before, time.perf_counter() - start)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    from lancebill.errors import SpecError
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("no CUDA device is available", where="--device", hint="`lancebill env` shows what torch sees")
+
+
+def _describe(
+    source: Path, destination: Path, report: Report, output: Output, before: int, seconds: float
+) -> dict[str, Any]:
+    return {
+        "source": str(source),
+        "destination": str(destination),
+        "format": report.target.format.name,
+        "spec": str(report.target.spec),
+        "seconds": round(seconds, 3),
+        "bytes": {"before": before, "after": report.written_bytes, "experts_read": report.source_bytes},
+        "tensors": len(output.tensors),
+        "copied": report.copied,
+        "recast": list(report.recast),
+        "dequantized": list(report.dequantized),
+        "inputs_left_behind": report.dropped,
+        "loss": {
+            "layers": [{"layer": index, **asdict(loss)} for index, loss in sorted(report.layers.items())],
+            "total": asdict(report.total),
+        },
+    }
+
+
+def show(found: Mapping[str, Any], out: Console) -> None:
+    from lancebill.codec import Loss
+
+    rows = ui.table("layer", ">weights", ">max error", ">RMS error", ">saturated", ">flushed")
+    losses = {str(row.pop("layer")): Loss(**row) for row in map(dict, found["loss"]["layers"])}
+    for name, loss in losses.items():
+        rows.add_row(name, *_loss_cells(loss))
+    if len(losses) > 1:
+        rows.add_row("[bold]all[/]", *(f"[bold]{cell}[/]" for cell in _loss_cells(Loss(**found["loss"]["total"]))))
+    out.print(rows)
+    sizes = found["bytes"]
+    rate = sizes["before"] / max(found["seconds"], 1e-9)
+    out.print(
+        f"[bold green]wrote[/] [bold]{escape(found['destination'])}[/]: [bold cyan]{found['spec']}[/] "
+        f"as {found['format']}, {ui.size(sizes['before'])} to {ui.size(sizes['after'])} "
+        f"in {found['seconds']:.1f} s ({ui.size(int(rate))}/s)",
+        soft_wrap=True,
+    )
+    for text, names in (
+        ("modules outside the experts re-encoded exactly", found["recast"]),
+        ("modules outside the experts dequantised", found["dequantized"]),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            out.print(f"{len(names)} {text}: {escape(', '.join(names[:3]))}{more}", soft_wrap=True)
+    for role, count in found["inputs_left_behind"].items():
+        word = "folded into the weights" if role == "pre_quant_scale" else "left behind: the output is weight-only"
+        out.print(f"{count} {role} tensors {word}")
+
+
+def _loss_cells(loss: Loss) -> list[str]:
+    def error(value: float) -> str:
+        return "exact" if value == 0 else f"{value:.3%}"
+
+    return [f"{loss.count:,}", error(loss.max_error), error(loss.rms_error), f"{loss.saturated:,}", f"{loss.flushed:,}"]

@@ -1,0 +1,135 @@
+"""`lancebill env`: what this machine has, for bug reports and for curiosity."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from lancebill.cli import console as ui
+from lancebill.cli.console import Json
+
+PACKAGES = (
+    "lancebill", "torch", "triton", "transformers", "humming-kernels", "vllm", "gguf", "compressed-tensors",
+)  # fmt: skip
+# What decides how fast integers and 16-bit floats multiply on a CPU.
+FLAGS = (
+    "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512_vbmi", "avx_vnni",
+    "amx_bf16", "amx_int8",
+    "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
+)  # fmt: skip
+
+
+def env(as_json: Json = False) -> None:
+    """Show versions, devices, formats and backends."""
+    with ui.reported(as_json):
+        found = describe()
+    if as_json:
+        ui.print_json(found)
+    else:
+        show(found, ui.console())
+
+
+def describe() -> dict[str, Any]:
+    from lancebill import backends, formats
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version_of(name) for name in PACKAGES},
+        "cpu": _cpu(),
+        "native": _native(),
+        "cuda": _cuda(),
+        "formats": list(formats.registry()),
+        "backends": list(backends.registry()),
+    }
+
+
+def show(found: dict[str, Any], out: Console) -> None:
+    rows = ui.table("", "")
+    rows.show_header = False
+    rows.add_row("python", f"{found['python']} on {escape(found['platform'])}")
+    for name, number in found["packages"].items():
+        rows.add_row(name, number or "[dim]not installed[/]")
+    cpu = found["cpu"]
+    rows.add_row("cpu", f"{escape(cpu['model'])}, {cpu['cores']} cores, {' '.join(cpu['flags']) or 'no known flags'}")
+    rows.add_row("cpu kernels", _kernels_line(found["native"]))
+    for device in found["cuda"]["devices"]:
+        memory = ui.size(device["memory"])
+        rows.add_row("cuda", f"{escape(device['name'])}, sm_{device['capability']}, {memory}")
+    if not found["cuda"]["devices"]:
+        rows.add_row("cuda", f"[dim]{escape(found['cuda']['why_not'])}[/]")
+    rows.add_row("formats", ", ".join(found["formats"]))
+    rows.add_row("backends", ", ".join(found["backends"]))
+    out.print(rows)
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.exists() else ""
+    lines = [line.partition(":") for line in text.splitlines() if ":" in line]
+    facts = {key.strip().lower(): value.strip() for key, _, value in reversed(lines)}
+    flags = set((facts.get("flags") or facts.get("features") or "").split())
+    part = f" (implementer {facts['cpu implementer']}, part {facts['cpu part']})" if "cpu part" in facts else ""
+    model = facts.get("model name") or platform.machine() + part
+    return {"model": model, "cores": os.cpu_count(), "flags": [flag for flag in FLAGS if flag in flags]}
+
+
+def _native() -> dict[str, Any]:
+    """Which CPU kernels run, or why none and what to do; plain torch computes then."""
+    from lancebill import native
+
+    state = native.state()
+    held = state.library
+    return {
+        "level": None if held is None else str(held.best),
+        "levels": [] if held is None else [str(level) for level in held.levels],
+        "openmp": held is not None and held.openmp,
+        "why": state.why,
+        "hint": state.hint,
+    }
+
+
+def _kernels_line(found: dict[str, Any]) -> str:
+    if found["level"] is None:
+        how = f" ({escape(found['hint'])})" if found["hint"] else ""
+        return f"[dim]{escape(found['why'])}: plain torch computes{how}[/]"
+    others = [level for level in found["levels"] if level != found["level"]]
+    threads = "" if found["openmp"] else ", one thread: built without OpenMP"
+    return f"{found['level']}{threads}" + (f" [dim](also {', '.join(others)})[/]" if others else "")
+
+
+def _cuda() -> dict[str, Any]:
+    """CUDA devices; a driver that is absent or broken is an answer, not an error."""
+    import torch
+
+    try:
+        if not torch.cuda.is_available():
+            built = torch.version.cuda
+            why = "no device is visible" if built else "this torch is built without CUDA"
+            return {"version": built, "devices": [], "why_not": why}
+        devices = [_device(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+    except RuntimeError as error:
+        return {"version": torch.version.cuda, "devices": [], "why_not": str(error).splitlines()[0]}
+    return {"version": torch.version.cuda, "devices": devices, "why_not": None}
+
+
+def _device(properties: Any) -> dict[str, Any]:
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}{properties.minor}",
+        "memory": properties.total_memory,
+        "processors": properties.multi_processor_count,
+    }

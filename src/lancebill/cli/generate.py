@@ -1,0 +1,71 @@
+"""`lancebill generate`: text from a model whose experts stay packed, as it comes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from lancebill.cli import console as ui
+from lancebill.cli import models
+from lancebill.cli.console import Json
+from lancebill.errors import SpecError
+
+
+def generate(
+    path: models.Model,
+    prompt: Annotated[str | None, typer.Argument(help="What to say to the model; without it, lines of stdin.")] = None,
+    tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="At most so many new tokens.")] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of sampling.")] = 0,
+    weights: models.Weights = None,
+    activations: models.Activations = None,
+    backend: models.Backend = "auto",
+    device: models.Device = "cpu",
+    dtype: models.Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Answer a prompt, streamed, with tokens per second."""
+    with ui.reported(as_json):
+        ui.existing(path, as_json)
+        chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
+        model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
+        if not as_json:
+            models.announce(path, model, ui.console(error=True))
+        sampling: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens}
+        if temperature > 0:
+            sampling["temperature"] = temperature
+        if prompt is None and sys.stdin.isatty():
+            ui.console(error=True).print("[dim]a line is a question; Ctrl-D ends[/]")
+        answers = [
+            _answer(model, tokenizer, line, raw, seed, as_json, sampling)
+            for line in ([prompt] if prompt is not None else filter(None, map(str.strip, sys.stdin)))
+        ]
+        if as_json:
+            ui.print_json({"path": str(path), **models.describe(model), "answers": answers})
+
+
+def _answer(
+    model: Any, tokenizer: Any, line: str, raw: bool, seed: int, quiet: bool, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    import torch
+
+    from lancebill.integrations.speaking import chat_prompt, speak
+
+    torch.manual_seed(seed)
+    prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
+    if not prompt["input_ids"].numel():
+        raise SpecError("the prompt has no tokens", got=repr(line))
+    said = speak(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
+    if not quiet:
+        _stream("\n")
+        ui.console(error=True).print(f"[dim]{said}[/]")
+    return {"prompt": line, **asdict(said)}
+
+
+def _stream(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,220 @@
+"""`lancebill inspect`: what a checkpoint is, from its headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from lancebill.cli import console as ui
+from lancebill.cli.console import Json, Source
+
+if TYPE_CHECKING:
+    from lancebill.checkpoint.files import Checkpoint
+    from lancebill.checkpoint.manifest import Layer, Manifest, Projection
+
+
+def inspect(
+    path: Source,
+    memory: Annotated[bool, typer.Option("--memory", help="Show what each rank would hold.")] = False,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks.")] = 1,
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="List the tensors of this layer.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show format, family, layers x experts, specs, bits per weight and bytes."""
+    with ui.reported(as_json):
+        ui.existing(path, as_json)
+        from lancebill.checkpoint import manifest as manifests
+        from lancebill.checkpoint.files import Checkpoint
+
+        with Checkpoint.open(path) as checkpoint:
+            manifest = manifests.build(checkpoint.config, checkpoint.headers)
+            found = describe(checkpoint, manifest)
+            if memory or tp > 1 or ep > 1:
+                found["memory"] = describe_memory(manifest, tp, ep)
+            if layer is not None:
+                found["layer"] = _describe_layer(manifest, layer)
+    if as_json:
+        ui.print_json(found)
+    else:
+        show(found, ui.console())
+    raise typer.Exit(ui.PROBLEM if found["problems"] else ui.FINE)
+
+
+def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
+    """Everything headers and config tell, ready for JSON."""
+    layers = list(manifest.layers.values())
+    first = layers[0] if layers else None
+    expert_bytes = sum(checkpoint.tensors[name].nbytes for name in manifest.expert_tensors)
+    weights = sum(_weights(layer) for layer in layers)
+    complete = layers and not manifest.problems
+    return {
+        "path": str(checkpoint.path),
+        "format": manifest.format.name,
+        "family": manifest.naming.family,
+        "files": len(checkpoint.files),
+        "tensors": len(checkpoint.tensors),
+        "layers": len(layers),
+        "experts": first.experts if first else manifest.sizes.experts,
+        "top_k": manifest.sizes.top_k,
+        "hidden": first.hidden if first else manifest.sizes.hidden,
+        "intermediate": first.intermediate if first else manifest.sizes.intermediate,
+        "gated": first.gated if first else None,
+        "names": _spelling(first) if first else None,
+        "groups": _groups(checkpoint, manifest),
+        "bytes": {"experts": expert_bytes, "all": sum(info.nbytes for info in checkpoint.tensors.values())},
+        "bits_per_weight": round(8 * expert_bytes / weights, 4) if complete else None,
+        "problems": len(manifest.problems) + len(checkpoint.problems),
+    }
+
+
+def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
+    """The plan of a load, rank by rank."""
+    from dataclasses import asdict
+
+    from lancebill.checkpoint.memory import plan_memory
+    from lancebill.layout import PlainLayout
+
+    return {
+        "tp": tp,
+        "ep": ep,
+        "layout": "plain: codes packed densely, scales as stored",
+        "ranks": [asdict(rank) for rank in plan_memory(manifest, PlainLayout(), tp=tp, ep=ep)],
+    }
+
+
+def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
+    """Layers that are quantised alike, together."""
+    groups: dict[tuple[str, ...], list[Layer]] = {}
+    for layer in manifest.layers.values():
+        groups.setdefault(tuple(_matrix(manifest, layer, name)["spec"] for name in ("w13", "w2")), []).append(layer)
+    return [
+        {
+            "layers": ui.ranges([layer.index for layer in members]),
+            "w13": _matrix(manifest, members[0], "w13"),
+            "w2": _matrix(manifest, members[0], "w2"),
+        }
+        for members in groups.values()
+    ]
+
+
+def _matrix(manifest: Manifest, layer: Layer, name: str) -> dict[str, Any]:
+    from lancebill.checkpoint.naming import DOWN, GATE
+
+    projection = layer.sample(DOWN if name == "w2" else GATE)
+    spec = projection.scheme.spec
+    return {
+        "spec": str(spec),
+        "bits_per_weight": round(spec.bits_per_weight(projection.n, projection.k), 4),
+        "activations": _activations(manifest, projection),
+        "act_order": projection.scheme.act_order,
+        "bias": "bias" in projection.sources,
+    }
+
+
+def _activations(manifest: Manifest, projection: Projection) -> str | None:
+    """How the config wants inputs represented; None = 16 bit."""
+    wanted = manifest.format.activations(manifest.config, projection.as_module(manifest.tensors))
+    return None if wanted is None else str(wanted)
+
+
+def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
+    """The stored tensors of the first expert of a layer."""
+    from lancebill.errors import MissingTensor
+
+    if index not in manifest.layers:
+        raise MissingTensor(
+            "no such layer of experts", where=f"layer {index}", expected=ui.ranges(list(manifest.layers)) or "none"
+        )
+    layer = manifest.layers[index]
+    rows = [
+        {
+            "projection": projection.name,
+            "role": role,
+            "tensor": source.tensor,
+            "dtype": source.dtype,
+            "shape": list(manifest.tensors[source.tensor].shape),
+            "axes": source.axes,
+        }
+        for (expert, _), projection in layer.projections.items()
+        if expert == 0
+        for role, source in projection.sources.items()
+    ]
+    return {"index": index, "tensors": rows}
+
+
+def _spelling(layer: Layer) -> str:
+    form = layer.form
+    words = ["stacked" if form.stacked else "per expert", "gate and up fused" if form.fused else "gate and up apart"]
+    words += ["interleaved"] * form.interleaved + ["transposed"] * bool(form.transposed)
+    return ", ".join(words if form.gated else [words[0], "not gated"])
+
+
+def _weights(layer: Layer) -> int:
+    return layer.experts * layer.hidden * layer.intermediate * (3 if layer.gated else 2)
+
+
+# For people ------------------------------------------------------------------------------------------
+
+
+def show(found: Mapping[str, Any], out: Console) -> None:
+    top = f", top {found['top_k']}" if found["top_k"] else ""
+    out.print(f"[bold]{escape(found['path'])}[/]", soft_wrap=True)
+    facts = ui.table("", "")
+    facts.show_header = False
+    facts.add_row("format", f"[bold cyan]{found['format']}[/], names of {found['family']} ({found['names']})")
+    facts.add_row("experts", f"{found['layers']} layers x {found['experts']} experts{top}")
+    facts.add_row("sizes", f"hidden {found['hidden']}, intermediate {found['intermediate']}")
+    bits = f", {found['bits_per_weight']:.3f} bits per weight" if found["bits_per_weight"] else ""
+    count = found["bytes"]
+    facts.add_row("bytes", f"{ui.size(count['experts'])} of experts{bits}; {ui.size(count['all'])} in all")
+    facts.add_row("files", f"{found['files']}, {found['tensors']} tensors")
+    out.print(facts)
+    out.print()
+    specs = ui.table("layers", "matrix", "spec", ">bits/weight", "activations")
+    for group in found["groups"]:
+        for name in ("w13", "w2"):
+            matrix = group[name]
+            extra = " act-order" * matrix["act_order"] + " bias" * matrix["bias"]
+            specs.add_row(
+                group["layers"] if name == "w13" else "",
+                name,
+                f"[bold]{matrix['spec']}[/]{extra}",
+                f"{matrix['bits_per_weight']:.3f}",
+                matrix["activations"] or "16 bit",
+            )
+    out.print(specs)
+    if "layer" in found:
+        _show_layer(found["layer"], out)
+    if "memory" in found:
+        _show_memory(found["memory"], out)
+    if found["problems"]:
+        word = f"{found['problems']} problem{'s' * (found['problems'] > 1)}"
+        out.print(f"[bold red]{word}[/]: see `lancebill verify`")
+
+
+def _show_layer(layer: Mapping[str, Any], out: Console) -> None:
+    out.print(f"\n[bold]layer {layer['index']}, expert 0[/]")
+    rows = ui.table("projection", "role", "tensor", "dtype", "shape")
+    for row in layer["tensors"]:
+        rows.add_row(row["projection"], row["role"], escape(row["tensor"]), row["dtype"], escape(str(row["shape"])))
+    out.print(rows)
+
+
+def _show_memory(memory: Mapping[str, Any], out: Console) -> None:
+    out.print(f"\n[bold]memory of the experts, tp {memory['tp']} x ep {memory['ep']}[/] ({memory['layout']})")
+    rows = ui.table("tp rank", "ep rank", ">experts", ">intermediate", ">final", ">peak of loading")
+    for rank in memory["ranks"]:
+        rows.add_row(
+            str(rank["tp_rank"]),
+            str(rank["ep_rank"]),
+            str(rank["experts"]),
+            str(rank["intermediate"]),
+            ui.size(rank["final"]),
+            ui.size(rank["peak"]),
+        )
+    out.print(rows)

@@ -1,0 +1,180 @@
+"""`lancebill kernels`: what is compiled, compile it, check it. Nothing here needs a GPU but `warmup`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from lancebill.cli import console as ui
+from lancebill.cli.console import Json
+from lancebill.errors import CompileError, SpecError
+
+if TYPE_CHECKING:
+    from lancebill.jit.compile import Source
+
+app = typer.Typer(
+    help="Compiled kernels of the GPU backends: list them, build them ahead, warm a GPU up, verify the cache.",
+    no_args_is_help=True,
+)
+ARCH = "sm_90"
+SHOWN = 20  # damaged entries printed for people
+Folder = Annotated[
+    Path | None, typer.Option(help="Cache folder; the default is $LANCEBILL_CACHE or ~/.cache/lancebill/kernels.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; the default is one for each core.")]
+
+
+@app.command("list")
+def list_kernels(folder: Folder = None, as_json: Json = False) -> None:
+    """The shipped set, and which of it is compiled."""
+    from lancebill.jit.cache import Cache
+
+    with ui.reported(as_json):
+        held = Cache(folder)
+        rows = [_row(source, held) for source in _shipped()]
+    if as_json:
+        ui.print_json({"folder": str(held.folder), "kernels": rows})
+        return
+    out = ui.console()
+    for row in rows:
+        size = "not compiled" if row["bytes"] is None else f"{row['bytes']} B, {row['registers']} registers"
+        out.print(f"{row['key'][:12]}  [dim]{size:<23}[/]  {escape(row['label'])}", soft_wrap=True)
+    compiled = sum(row["bytes"] is not None for row in rows)
+    out.print(f"{compiled} of {len(rows)} kernels are compiled; the cache is {held.folder}", soft_wrap=True)
+
+
+@app.command()
+def build(
+    folder: Folder = None,
+    jobs: Jobs = None,
+    arch: Annotated[str, typer.Option(help=f"Only {ARCH} has kernels.")] = ARCH,
+    ship: Annotated[bool, typer.Option("--ship", help="Then copy the set into the package, for a wheel.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compile the shipped set into the cache; needs Triton, no GPU."""
+    from lancebill.jit import ship as wheel
+    from lancebill.jit.cache import Cache
+
+    start = time.perf_counter()
+    with ui.reported(as_json):
+        if arch != ARCH:
+            raise SpecError("there are no kernels for this architecture", expected=ARCH, got=arch)
+        sources = _shipped()
+        failed = _compile(sources, folder, jobs)
+        shipped = wheel.ship(sources, Cache(folder)) if ship and not failed else None
+    found = {
+        "folder": str(Cache(folder).folder),
+        "kernels": len(sources) - len(failed),
+        "failed": {source.label: why for source, why in failed.items()},
+        "seconds": round(time.perf_counter() - start, 1),
+        "shipped_bytes": shipped,
+    }
+    if as_json:
+        ui.print_json(found)
+    else:
+        _print_built(found)
+    raise typer.Exit(ui.PROBLEM if failed else ui.FINE)
+
+
+@app.command()
+def warmup(
+    device: Annotated[str, typer.Option(help="The GPU to load onto.")] = "cuda",
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Load the shipped set onto a GPU, compiling what is missing: afterwards nothing is left to wait for."""
+    start = time.perf_counter()
+    with ui.reported(as_json):
+        import torch
+
+        from lancebill.problem import parse_device
+
+        where = parse_device(device)
+        if str(where) != ARCH or not torch.cuda.is_available():
+            raise SpecError("kernels cannot be loaded onto this device", expected=f"an {ARCH} that is here", got=device)
+        sources = _shipped()
+        failed = _compile(sources, None, jobs)
+        for source, why in failed.items():
+            raise CompileError(why, where=source.label)
+        _load(sources, where.torch)
+    found = {"device": device, "kernels": len(sources), "seconds": round(time.perf_counter() - start, 1)}
+    if as_json:
+        ui.print_json(found)
+    else:
+        ui.console().print(f"{found['kernels']} kernels are on {device} after {found['seconds']} s")
+
+
+@app.command()
+def verify(folder: Folder = None, as_json: Json = False) -> None:
+    """Read every compiled kernel, shipped ones too, and check it against its hash."""
+    from lancebill.jit import private
+    from lancebill.jit.cache import SUFFIX, Cache, read
+
+    with ui.reported(as_json):
+        held = Cache(folder)
+        private.require(held.folder)
+        paths = [path for place in (held.shipped, held.folder) for path in sorted(place.glob(f"*{SUFFIX}"))]
+        damaged = [path for path in paths if read(path.parent, path.name[: -len(SUFFIX)]) is None]
+    if as_json:
+        ui.print_json({"intact": len(paths) - len(damaged), "damaged": [str(path) for path in damaged]})
+    else:
+        out = ui.console()
+        for path in damaged[:SHOWN]:
+            out.print(f"[red]damaged:[/] {escape(str(path))}", soft_wrap=True)
+        if len(damaged) > SHOWN:
+            out.print(f"... and {len(damaged) - SHOWN} more (all of them with --json)")
+        hint = "; what is damaged is built again when it is needed" if damaged else ""
+        out.print(f"{len(paths) - len(damaged)} kernels intact, {len(damaged)} damaged{hint}")
+    raise typer.Exit(ui.PROBLEM if damaged else ui.FINE)
+
+
+def _shipped() -> list[Source]:
+    from lancebill.backends.hopper.shipped import shipped
+
+    return list(shipped())
+
+
+def _row(source: Source, held: Any) -> dict[str, Any]:
+    from lancebill.jit.compile import compiler_version
+
+    found = held.find(source)
+    return {
+        "key": source.key(compiler_version()),
+        "kernel": source.kernel,
+        "label": source.label,
+        "bytes": None if found is None else len(found.cubin),
+        "registers": None if found is None else found.registers,
+    }
+
+
+def _compile(sources: list[Source], folder: Path | None, jobs: int | None) -> dict[Source, str]:
+    """What failed, and why; a bar meanwhile."""
+    from lancebill.jit.build import build_all
+
+    with ui.progress("compiling", len(sources)) as advance:
+        return build_all(sources, folder, jobs, lambda source, error: advance(1))
+
+
+def _load(sources: list[Source], device: Any) -> None:
+    import torch
+
+    from lancebill.jit.load import function
+
+    with torch.cuda.device(device), ui.progress("loading", len(sources)) as advance:
+        torch.cuda.synchronize()  # the context is there, and current
+        for source in sources:
+            function(source, device.index)
+            advance(1)
+
+
+def _print_built(found: dict[str, Any]) -> None:
+    out = ui.console()
+    for label, why in found["failed"].items():
+        ui.print_error(CompileError(why, where=label), ui.console(error=True))
+    out.print(f"{found['kernels']} kernels in {found['folder']} after {found['seconds']} s", soft_wrap=True)
+    if found["shipped_bytes"] is not None:
+        out.print(f"copied into the package: {ui.size(found['shipped_bytes'])}")

@@ -1,0 +1,61 @@
+"""`lancebill`: every command, each in a file of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lancebill.cli.bench import bench
+from lancebill.cli.bench_serve import bench_serve
+from lancebill.cli.convert import convert
+from lancebill.cli.env import env, version_of
+from lancebill.cli.eval import evaluate
+from lancebill.cli.explain import explain
+from lancebill.cli.generate import generate
+from lancebill.cli.inspect import inspect
+from lancebill.cli.kernels import app as kernels
+from lancebill.cli.serve import serve
+from lancebill.cli.tune import tune
+from lancebill.cli.verify import verify
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Quantised Mixture-of-Experts models: look at checkpoints, check, convert, explain, measure, run.",
+)
+
+
+def say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lancebill {version_of('lancebill') or '(not installed: run from its sources)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """What comes before a command."""
+
+
+for command in (inspect, verify, convert, explain, bench, env):
+    app.command()(command)
+app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(serve)
+app.command("bench-serve")(bench_serve)
+app.command()(tune)
+app.add_typer(kernels, name="kernels")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

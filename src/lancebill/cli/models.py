@@ -1,0 +1,71 @@
+"""What commands that run a model share: its options, loading it, and saying how it computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from lancebill.cli import console as ui
+from lancebill.errors import CheckpointError, UnsupportedProblem
+
+Model = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer, or a .gguf file.")
+]
+Weights = Annotated[str | None, typer.Option("--weights", help="Requantise the experts, for example to mxfp4.")]
+Activations = Annotated[str | None, typer.Option("--activations", help="bf16, int8, fp8 ..., or 'checkpoint'.")]
+Backend = Annotated[str, typer.Option("--backend", help="The backend of the experts; auto chooses.")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda[:i].")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of all but the experts: auto, bfloat16, float16 or float32.")]
+
+
+def load(path: Path, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer, without transformers' progress bars."""
+    from lancebill import from_pretrained
+
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+    except ModuleNotFoundError:
+        raise UnsupportedProblem(
+            "transformers is not installed", hint="pip install 'lancebill[transformers]'"
+        ) from None
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    model = from_pretrained(path, **options)
+    try:
+        if path.is_file():
+            return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return model, AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise CheckpointError("transformers finds no tokenizer there", where=str(path), got=why) from None
+
+
+def announce(path: Path, model: Any, out: Console) -> None:
+    """What was loaded and which backend computes which layers."""
+    kinds: dict[str, list[int]] = {}
+    for report in model.lancebill_reports():
+        kinds.setdefault(_how(report), []).append(report.layer)
+    size = sum(report.bytes for report in model.lancebill_reports())
+    out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts", soft_wrap=True)
+    for how, layers in kinds.items():
+        out.print(f"  layers {ui.ranges(layers)}: {escape(how)}", soft_wrap=True)
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The same for `--json`."""
+    reports = model.lancebill_reports()
+    counted = Counter(_how(report) for report in reports)
+    return {"layers": dict(counted), "expert_bytes": sum(report.bytes for report in reports)}
+
+
+def _how(report: Any) -> str:
+    kept, inputs = report.kept, report.activations
+    weights = kept["w13"] if kept["w13"] == kept["w2"] else f"{kept['w13']} / {kept['w2']}"
+    taken = inputs["w13"] if inputs["w13"] == inputs["w2"] else f"{inputs['w13']} / {inputs['w2']}"
+    return f"{weights} x {taken} on {report.choice.backend.name}"

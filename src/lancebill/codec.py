@@ -1,0 +1,240 @@
+"""Between numbers and codes: `dequantize` is the definition of truth, the rest is measured by it.
+
+Everything is plain torch, runs on CPU and GPU alike, and works through a matrix by row chunks so
+that fp32 temporaries stay small whatever the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lancebill.blocks import combine, finest, row_chunks, rows_of, spread
+from lancebill.dtypes import DType
+from lancebill.errors import SpecError
+from lancebill.quant import DIV, QuantSpec, Scale
+from lancebill.recast import recast as recast
+from lancebill.recast import rescale
+from lancebill.scales import CEIL as CEIL
+from lancebill.scales import FLOOR as FLOOR
+from lancebill.scales import Rows, fit
+from lancebill.weight import LogicalWeight
+
+# The rounding of a 16-bit scale, relative: what is let pass without refitting or calling it saturation.
+_SCALE_ROUNDING = 2.0**-8
+
+
+def dequantize(weight: LogicalWeight) -> Tensor:
+    """fp32 [N, K] in natural column order: (table[code] - zero) op scale_1 op ... - minimum."""
+    rows = rows_reader(weight)
+    out = torch.empty(weight.n, weight.k, dtype=torch.float32, device=weight.codes.device)
+    for low, high in row_chunks(weight.n, weight.k, out.device):
+        out[low:high] = rows(low, high)
+    return out
+
+
+def rows_reader(weight: LogicalWeight) -> Rows:
+    """`dequantize` by parts: a function that gives rows [low, high)."""
+    place = None if weight.perm is None else torch.argsort(weight.perm)  # where each input feature is stored
+
+    def rows(low: int, high: int) -> Tensor:
+        value = _dequantize_rows(weight, low, high)
+        return value if place is None else value.index_select(1, place)
+
+    return rows
+
+
+def _dequantize_rows(weight: LogicalWeight, low: int, high: int) -> Tensor:
+    spec = weight.spec
+    value = spec.dtype.decode(weight.codes[low:high])
+    if spec.zero is not None and weight.zero is not None:
+        zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
+        combine(torch.sub, value, zero, spec.zero.block[1], out=value)
+    for scale, codes in zip(spec.scales, weight.scales):
+        factor = scale.dtype.decode(rows_of(codes, scale.block[0], low, high))
+        combine(torch.div if scale.op == DIV else torch.mul, value, factor, scale.block[1], out=value)
+    if spec.minimum:
+        combine(torch.sub, value, *_product(spec.minimum, weight.minimum, low, high, weight.k), out=value)
+    return value
+
+
+def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high: int, k: int) -> tuple[Tensor, int]:
+    """What `levels` make together for rows [low, high), left to right, and the columns of its blocks."""
+    side = finest(level.block for level in levels)[1]
+    total = torch.ones(1, 1, device=tensors[0].device if tensors else None)
+    for level, codes in zip(levels, tensors):
+        values = level.dtype.decode(rows_of(codes, level.block[0], low, high))
+        factor = spread(values, (1, level.block[1]), (1, side), high - low, k)
+        total = total / factor if level.op == DIV else total * factor
+    return total, side
+
+
+def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR) -> LogicalWeight:
+    """Round to nearest under `spec`: scales from each block's largest magnitude, then codes.
+
+    Integers without a zero point use scale = amax / ((2**b - 1) / 2), so that no value is more than
+    half a step off; int8 uses amax / 127. Power-of-two scales follow `mx_rule`: OCP's floor
+    (may saturate the largest value) or ceil (never does). All-zero blocks get a scale of one.
+    """
+    return _quantize(lambda low, high: values[low:high].float(), values, spec, mx_rule, None)
+
+
+def requantize(
+    weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR, keep_order: bool = True
+) -> tuple[LogicalWeight, Loss]:
+    """The same matrix under another spec, exactly where possible, and what it cost.
+
+    Where the specs differ only in how scales are stored the codes stay as they are, act-order
+    included unless there is no place for it; otherwise scales are fitted anew over natural columns.
+    Bias and activation-side tensors travel along.
+    """
+    count, rows = weight.n * weight.k, rows_reader(weight)
+    if weight.perm is None or keep_order:
+        exact = recast(weight, spec)
+        if exact is not None:
+            return exact, Loss(count=count)
+        kept = rescale(weight, spec, _SCALE_ROUNDING)
+        if kept is not None:
+            return kept[0], Loss(count=count) if kept[1] else _loss(rows, kept[0])
+    meter = _Meter(spec.dtype)
+    result = _quantize(rows, weight.codes, spec, mx_rule, meter)
+    return replace(result, bias=weight.bias, inputs=weight.inputs), meter.loss()
+
+
+def recasts(old: QuantSpec, new: QuantSpec) -> bool:
+    """Whether every weight under `old` can be said under `new` with no number changed."""
+    return recast(_probe(old), new) is not None
+
+
+def keeps_codes(old: QuantSpec, new: QuantSpec) -> bool:
+    """Whether `requantize` may leave the codes of a weight under `old` as they are, and round scales at most."""
+    return rescale(_probe(old), new, 0.0) is not None
+
+
+@lru_cache(maxsize=256)
+def _probe(spec: QuantSpec) -> LogicalWeight:
+    """A block of zeros under scales of one, which every type of scale can say."""
+    rows, columns = ([level.block[side] or 1 for level in spec.levels] for side in (0, 1))
+    return quantize(torch.zeros(max(rows, default=1), max(columns, default=1)), spec)
+
+
+def _quantize(rows: Rows, like: Tensor, spec: QuantSpec, rule: str, meter: _Meter | None) -> LogicalWeight:
+    """Fit the levels, then round chunk by chunk, measuring the loss on the way where it is asked for."""
+    if rule not in (FLOOR, CEIL):
+        raise SpecError("no such rule for power-of-two scales", expected=f"{FLOOR} or {CEIL}", got=rule)
+    (n, k), device = like.shape, like.device
+    levels = fit(rows, (n, k), device, spec, rule)
+    codes = torch.empty(n, k, dtype=spec.dtype.storage, device=device)
+    result = LogicalWeight(spec, codes, levels.scales, levels.zero, levels.minimum)
+    for low, high in row_chunks(n, k, device):
+        values = rows(low, high)
+        position = _position(values, result, low, high)
+        codes[low:high] = spec.dtype.encode(position)
+        if meter is not None:
+            meter.add(values, _dequantize_rows(result, low, high), position)
+    return result
+
+
+def _position(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Tensor:
+    """Where rows [low, high) of `values` lie among the values of the codes: the formula turned round."""
+    spec, k = weight.spec, weight.k
+    if spec.minimum:
+        values = combine(torch.add, values, *_product(spec.minimum, weight.minimum, low, high, k))
+    if spec.scales:
+        step, side = _product(spec.scales, weight.scales, low, high, k)
+        values = combine(torch.div, values, step.masked_fill(step == 0, math.inf), side)
+    if spec.zero is not None and weight.zero is not None:
+        zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
+        values = combine(torch.add, values, zero, spec.zero.block[1])
+    return values
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a requantisation cost, against the dequantised source.
+
+    A value is saturated where it lies outside the range of its block by more than half a step, so that
+    clamping moved it further than rounding would; the sliver by which the rounding of a 16-bit
+    scale can shrink a range is let pass.
+    """
+
+    max_error: float = 0.0  # largest |difference| over largest |value|
+    rms_error: float = 0.0  # root of (sum of squared differences over sum of squared values)
+    saturated: int = 0
+    flushed: int = 0  # values that were not zero and now are
+    count: int = 0
+
+    def merge(self, other: Loss) -> Loss:
+        """The worst maximum; the RMS weighted by the number of values."""
+        count = self.count + other.count
+        squares = self.rms_error**2 * self.count + other.rms_error**2 * other.count
+        return Loss(
+            max(self.max_error, other.max_error),
+            math.sqrt(squares / count) if count else 0.0,
+            self.saturated + other.saturated,
+            self.flushed + other.flushed,
+            count,
+        )
+
+
+def loss(source: Tensor, result: LogicalWeight) -> Loss:
+    """How far `result` is from `source`, by row chunks."""
+    return _loss(lambda low, high: source[low:high].float(), result)
+
+
+def _loss(source: Rows, result: LogicalWeight) -> Loss:
+    meter = _Meter(result.spec.dtype)
+    for low, high in row_chunks(result.n, result.k, result.codes.device):
+        want = source(low, high)
+        want = want if result.perm is None else want.index_select(1, result.perm)  # in the order of the codes
+        meter.add(want, _dequantize_rows(result, low, high), _position(want, result, low, high))
+    return meter.loss()
+
+
+@dataclass
+class _Meter:
+    """Sums that make up a `Loss`, chunk by chunk."""
+
+    dtype: DType
+    worst: float = 0.0
+    peak: float = 0.0
+    squares: float = 0.0
+    energy: float = 0.0
+    saturated: int = 0
+    flushed: int = 0
+    count: int = 0
+
+    def add(self, want: Tensor, got: Tensor, position: Tensor) -> None:
+        """Chunk `want`, which lies at `position` among the values of the codes, became `got`."""
+        difference = (want - got).abs_()
+        self.worst = max(self.worst, difference.amax().item())
+        self.peak = max(self.peak, want.amax().item(), -want.amin().item())
+        self.squares += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+        self.energy += torch.linalg.vector_norm(want, dtype=torch.float64).item() ** 2
+        self.count += want.numel()
+        self.saturated += self._beyond(position)
+        remaining = int(torch.count_nonzero(got))  # zeros in both leave no trace in |got| + difference
+        self.flushed += int(torch.count_nonzero(difference.add_(got.abs()))) - remaining
+
+    def _beyond(self, position: Tensor) -> int:
+        """How many positions no code is near; most chunks have none, which their extremes tell."""
+        low, high = self.dtype.rounding_range
+        sliver = max(high, -low) * _SCALE_ROUNDING if self.dtype.table else 0.0
+        low, high = low - sliver, high + sliver
+        if low <= position.amin().item() and position.amax().item() <= high:
+            return 0
+        return int(torch.count_nonzero(position.clamp(low, high).sub_(position)))
+
+    def loss(self) -> Loss:
+        return Loss(
+            self.worst / self.peak if self.peak else 0.0,
+            math.sqrt(self.squares / self.energy) if self.energy else 0.0,
+            self.saturated,
+            self.flushed,
+            self.count,
+        )

@@ -1,0 +1,167 @@
+"""A server under load: streaming requests side by side, and when each of their tokens came."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from lancebill.errors import LaunchError, SpecError
+
+WORDS = "time way year work day part place case week point group number night home water room area money story fact"
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: when it was sent, when each piece of text came, and what went wrong if anything."""
+
+    sent: float
+    arrivals: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:])]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send: so many prompts of about `input_len` tokens (words), so many at a time."""
+
+    input_len: int
+    output_len: int
+    prompts: int
+    concurrency: int
+    seed: int = 0
+
+    def prompt(self, index: int) -> str:
+        chooser = random.Random(self.seed * 1_000_003 + index)
+        return " ".join(chooser.choice(WORDS.split()) for _ in range(self.input_len))
+
+
+def run(
+    url: str, load: Load, *, timeout: float = 600.0, progress: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
+    """Send everything, wait for all of it, and describe what came back."""
+    model = _model(url, timeout)
+    requests: list[Request] = []
+    waiting = iter(range(load.prompts))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                index = next(waiting, None)
+            if index is None:
+                return
+            requests.append(_send(url, model, load.prompt(index), load.output_len, timeout))
+            progress(1)
+
+    start = time.perf_counter()
+    # Daemons: whoever stops waiting for them (Ctrl-C) is not held by requests that are still open.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(load.concurrency, load.prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return describe(model, requests, time.perf_counter() - start)
+
+
+def describe(model: str, requests: list[Request], seconds: float) -> dict[str, Any]:
+    """Throughput and latencies in milliseconds; failed requests are counted, not averaged."""
+    good = [r for r in requests if r.error is None and r.arrivals]
+    tokens = sum(len(r.arrivals) for r in good)
+    errors = sorted({r.error or "no token came" for r in requests if r not in good})
+    return {
+        "model": model,
+        "requests": len(requests),
+        "failed": len(requests) - len(good),
+        "errors": errors[:5],
+        "seconds": seconds,
+        "requests_per_second": len(good) / seconds,
+        "tokens_per_second": tokens / seconds,
+        "time_to_first_token_ms": percentiles([r.first for r in good]),
+        "inter_token_latency_ms": percentiles([gap for r in good for gap in r.gaps]),
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Mean and percentiles of seconds, in milliseconds; by the nearest rank."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    found = {"mean": 1e3 * sum(ordered) / len(ordered)}
+    for p in PERCENTILES:
+        found[f"p{p}"] = 1e3 * ordered[min(len(ordered) - 1, -(-p * len(ordered) // 100) - 1)]
+    return found
+
+
+def _model(url: str, timeout: float) -> str:
+    """The first model the server lists."""
+    try:
+        connection, path = _connect(url, timeout)
+        connection.request("GET", f"{path}/models")
+        listed = json.loads(connection.getresponse().read())
+        return str(listed["data"][0]["id"])
+    except OSError as error:
+        raise LaunchError("no server answers there", where=url, got=error.strerror or str(error)) from None
+    except (ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise LaunchError("what answers there does not list a model", where=url, got=why, hint="is it /v1?") from None
+
+
+def _send(url: str, model: str, prompt: str, tokens: int, timeout: float) -> Request:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "stream": True,
+        "temperature": 0,
+    }
+    sent = time.perf_counter()
+    arrivals = []
+    try:
+        connection, path = _connect(url, timeout)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", f"{path}/chat/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            return Request(sent, error=f"status {answer.status}: {answer.read(200).decode(errors='replace')}")
+        for event in _events(answer):
+            if event["choices"] and event["choices"][0]["delta"].get("content"):
+                arrivals.append(time.perf_counter())
+    except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
+        return Request(sent, tuple(arrivals), f"{type(error).__name__}: {error}")
+    return Request(sent, tuple(arrivals))
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events."""
+    for raw in answer:
+        line = raw.decode().strip()
+        if line.startswith("data:") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data:"))
+
+
+def _connect(url: str, timeout: float) -> tuple[http.client.HTTPConnection, str]:
+    parts, wrong = urlsplit(url), SpecError("not the address of a server", expected="http://host:port/v1", got=url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or parts.hostname is None:
+        raise wrong
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    path = parts.path.rstrip("/")
+    return kind(parts.hostname, port, timeout=timeout), path or "/v1"

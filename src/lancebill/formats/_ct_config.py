@@ -1,0 +1,252 @@
+"""What a compressed-tensors config says: groups, their targets and their arguments.
+
+Each group names targets: modules, patterns ("re:"), or classes, of which "Linear" is every
+projection's. Reading ends in a `Group`; writing starts from a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from lancebill.dtypes import E4M3, E8M0
+from lancebill.errors import UnsupportedFormat
+from lancebill.formats._patterns import Pattern, compiled
+from lancebill.formats.base import Config, checked, require
+from lancebill.quant import (
+    CHANNEL,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP8,
+    NVFP4_DIV,
+    TENSOR,
+    Block,
+    QuantSpec,
+    group,
+    is_integer,
+)
+
+PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+MIXED = "mixed-precision"  # each group names its own
+# Formats that leave nothing to choose: their spec and the strategy it goes by.
+FIXED: dict[str, tuple[QuantSpec, str]] = {
+    "nvfp4-pack-quantized": (NVFP4_DIV, "tensor_group"),
+    "mxfp4-pack-quantized": (MXFP4, "group"),
+    "mxfp6-pack-quantized": (MXFP6_E2M3, "group"),
+    "mxfp8-quantized": (MXFP8, "group"),
+}
+READ = (PACK, INT, FLOAT, NAIVE, *FIXED)
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
+VERSION = "0.20.0"  # the release whose files ours are like
+
+_GROUP_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
+_ARG_KEYS = {
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
+    "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+}  # fmt: skip
+_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group")
+
+
+@dataclass(frozen=True)
+class Args:
+    """The quantisation arguments of weights or of activations."""
+
+    bits: int
+    kind: str  # int | float
+    symmetric: bool
+    strategy: str
+    block: Block
+    dynamic: bool | str
+    reordered: bool  # actorder "group": columns are grouped by g_idx
+    scale_dtype: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One config group without its targets."""
+
+    weights: Args | None
+    inputs: Args | None
+    format: str | None
+
+
+def find_group(config: Config, name: str) -> Group | None:
+    """The group that quantises a module, None where none does; the halves of a fused name must agree."""
+    targets, ignore = _all_targets(config)
+    names = [name]
+    if not ignore.match(name) and not any(t.match(name) for t in targets.values()):
+        parent, _, last = name.rpartition(".")
+        names = [f"{parent}.{half}" for half in FUSED.get(last, ())] or names
+    found = {_choose(half, targets, ignore) for half in names}
+    if len(found) > 1:
+        raise UnsupportedFormat(
+            "the halves of a fused projection belong to different groups",
+            where=f"{config.source}, module {name}",
+            got=", ".join(sorted(str(key) for key in found)),
+        )
+    key = found.pop()
+    return None if key is None else _group(config, key)
+
+
+# What follows is read once for a config, not once for each of its modules.
+
+
+@lru_cache(maxsize=64)
+def _all_targets(config: Config) -> tuple[dict[str, _Targets], _Targets]:
+    """What each group is for, and what is left alone."""
+    targets = {}
+    for key, value in require(config, "config_groups", dict).items():
+        section = _section(value, f"config_groups.{key}", _GROUP_KEYS, config.source)
+        targets[key] = _read_targets(section.get("targets"), f"config_groups.{key}.targets", config.source)
+    return targets, _read_targets(config.quant.get("ignore"), "ignore", config.source)
+
+
+@lru_cache(maxsize=256)
+def _group(config: Config, key: str) -> Group:
+    return read_group(require(config, "config_groups", dict)[key], f"config_groups.{key}", config.source)
+
+
+def read_group(value: Mapping[str, Any], key: str, source: str) -> Group:
+    if value.get("output_activations") is not None:
+        raise UnsupportedFormat(f"quantised outputs are not supported: '{key}.output_activations'", where=source)
+    fmt = value.get("format")
+    weights, inputs = (
+        None if value.get(side) is None else _read_args(value[side], f"{key}.{side}", source)
+        for side in ("weights", "input_activations")
+    )
+    return Group(weights, inputs, None if fmt is None else checked(fmt, f"{key}.format", str, READ, source))
+
+
+@dataclass(frozen=True)
+class _Targets:
+    exact: frozenset[str]
+    patterns: tuple[Pattern, ...]
+
+    def match(self, name: str) -> bool:
+        return name in self.exact or self.like(name)
+
+    def like(self, name: str) -> bool:
+        return any(p.match(name) for p in self.patterns)
+
+
+def _read_targets(value: Any, key: str, source: str) -> _Targets:
+    entries = [] if value is None else checked(value, key, list, (), source)
+    if not all(isinstance(e, str) for e in entries):
+        raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=entries)
+    patterns = tuple(compiled(e.removeprefix("re:"), key, source) for e in entries if e.startswith("re:"))
+    return _Targets(frozenset(e for e in entries if not e.startswith("re:")), patterns)
+
+
+def _choose(name: str, targets: Mapping[str, _Targets], ignore: _Targets) -> str | None:
+    """Names before patterns before classes: the most specific target decides."""
+    if ignore.match(name):
+        return None
+    exact = next((key for key, t in targets.items() if name in t.exact), None)
+    like = next((key for key, t in targets.items() if t.like(name)), None)
+    return exact or like or next((key for key, t in targets.items() if "Linear" in t.exact), None)
+
+
+def _read_args(value: Any, key: str, source: str) -> Args:
+    values = _section(value, key, _ARG_KEYS, source)
+
+    def get(name: str, kind: type | tuple[type, ...], default: Any, legal: Sequence[Any] = ()) -> Any:
+        found = values.get(name)
+        found = found.lower() if isinstance(found, str) else found
+        return default if found is None else checked(found, f"{key}.{name}", kind, legal, source)
+
+    size = get("group_size", int, None)
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = get("strategy", str, implied, _STRATEGIES)
+    order = get("actorder", (bool, str), False, (True, False, "group", "dynamic", "weight", "static"))
+    return Args(
+        bits=get("num_bits", int, 8, range(1, 9)),
+        kind=get("type", str, "int", ("int", "float")),
+        symmetric=get("symmetric", bool, True),
+        strategy=strategy,
+        block=_block(strategy, size, values.get("block_structure"), key, source),
+        dynamic=get("dynamic", (bool, str), False, (True, False, "local")),
+        reordered=order in (True, "group", "dynamic") and strategy == "group",
+        scale_dtype=get("scale_dtype", str, "").removeprefix("torch."),
+    )
+
+
+def _block(strategy: str, size: int | None, structure: Any, key: str, source: str) -> Block:
+    if strategy in ("group", "tensor_group"):
+        if size is None or size < 1:
+            raise UnsupportedFormat(f"'{key}.group_size' is positive where groups are used", where=source, got=size)
+        return group(size)
+    if strategy != "block":
+        return TENSOR if strategy == "tensor" else CHANNEL
+    sides = structure.split("x") if isinstance(structure, str) else structure  # old files say "128x128"
+    try:
+        rows, columns = (int(side) for side in sides)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise UnsupportedFormat(
+            f"cannot use the value of '{key}.block_structure'", where=source, expected="[rows, columns]", got=structure
+        )
+    return rows, columns
+
+
+def _section(value: Any, key: str, known: set[str], source: str) -> Mapping[str, Any]:
+    """A nested dictionary without keys that nobody here reads."""
+    section: Mapping[str, Any] = checked(value, key, dict, (), source)
+    strange = sorted(str(k) for k, v in section.items() if k not in known and v is not None)
+    if strange:
+        raise UnsupportedFormat(f"unknown keys in '{key}'", where=source, expected=sorted(known), got=strange)
+    return section
+
+
+def write_config(
+    fmt: str, spec: QuantSpec, inputs: Mapping[str, Any] | None = None, ignore: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A quantisation config as the library's own writer makes it: one group for every projection."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": fmt,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weight_args(spec),
+                "input_activations": inputs,
+                "output_activations": None,
+                "format": fmt,
+            }
+        },
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": VERSION,
+    }
+
+
+def weight_args(spec: QuantSpec) -> dict[str, Any]:
+    """The arguments that say `spec`."""
+    rows, columns = block = spec.scales[0].block
+    strategy = {TENSOR: "tensor", CHANNEL: "channel"}.get(block, "group" if rows == 1 else "block")
+    args: dict[str, Any] = {
+        "num_bits": spec.dtype.bits,
+        "type": "int" if is_integer(spec) else "float",
+        "symmetric": spec.zero is None,
+        "strategy": "tensor_group" if len(spec.scales) == 2 else strategy,
+        "group_size": columns if strategy == "group" else None,
+        "dynamic": False,
+    }
+    if strategy == "block":
+        args["block_structure"] = [rows, columns]
+    if spec.scales[0].dtype in (E4M3, E8M0):
+        args["scale_dtype"] = "torch.uint8" if spec.scales[0].dtype == E8M0 else "torch.float8_e4m3fn"
+    return args
+
+
+def dynamic_args(strategy: str, size: int | None = None, kind: str = "float") -> dict[str, Any]:
+    """Eight-bit activations measured on the fly."""
+    return {
+        "num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "group_size": size, "dynamic": True,
+    }  # fmt: skip

@@ -1,0 +1,221 @@
+"""How each GGUF block type lays codes and scales into its bytes: one row a type, no code.
+
+Every number of a block, whether a code or a scale, is put together from `Plane`s of bits; reading and
+writing are two loops over them, so that `split` and `join` are inverses by construction. Scales
+stay in their own small types as levels of the spec. The products of the one formula are then exact in
+fp32 (at most 8 + 6 + 11 bits), and its only rounding is that of the types' own definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lancebill.dtypes import E2M1, E4M3, E8M0, F16, IQ4, DType, biased_type, int_type, uint_type
+from lancebill.quant import QuantSpec, Scale, group
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of many numbers, side by side in the bytes [start, start + size).
+
+    The bytes form runs. Each byte of a run carries `lanes` pieces of `width` bits, the first at
+    `bit`; piece j of byte i of a run belongs to the run's number j * run + i, and the runs follow
+    one another. A piece becomes the bits from `shift` up of its number; the first of the plane's
+    numbers is number `first` of the field.
+    """
+
+    start: int
+    size: int
+    width: int = 8
+    run: int = 1
+    bit: int = 0
+    lanes: int = 1
+    first: int = 0
+    shift: int = 0
+
+    @property
+    def numbers(self) -> slice:
+        return slice(self.first, self.first + self.size * self.lanes)
+
+    def pieces(self, blocks: Tensor) -> Tensor:
+        """The bits of this plane, at their place in the numbers they belong to."""
+        runs = blocks[..., self.start : self.start + self.size].contiguous().unflatten(-1, (-1, self.run))
+        mask = (1 << self.width) - 1
+        lanes = [((runs >> shift) & mask) << self.shift for shift in self._shifts]
+        return torch.stack(lanes, dim=-2).flatten(-3)
+
+    def bytes(self, numbers: Tensor) -> Tensor:
+        """The inverse: what this plane adds to its bytes."""
+        pieces = (numbers[..., self.numbers] >> self.shift) & ((1 << self.width) - 1)
+        lanes = pieces.unflatten(-1, (-1, self.lanes, self.run)).unbind(-2)
+        merged = torch.zeros_like(lanes[0])
+        for lane, shift in zip(lanes, self._shifts):
+            merged |= lane << shift
+        return merged.flatten(-2)
+
+    @property
+    def _shifts(self) -> range:
+        """Where each lane starts in its byte."""
+        return range(self.bit, self.bit + self.lanes * self.width, self.width)
+
+
+@dataclass(frozen=True)
+class Field:
+    """The numbers of one kind in a block, one for each `columns` columns.
+
+    `flipped` numbers are stored with their top bit the other way round: two's complement where we
+    hold offset binary, m where the formula has a minimum of -m.
+    """
+
+    dtype: DType
+    columns: int
+    planes: tuple[Plane, ...]
+    flipped: bool = False
+
+    def read(self, blocks: Tensor, count: int) -> Tensor:
+        numbers = torch.zeros(*blocks.shape[:-1], count * self._bytes, dtype=torch.uint8, device=blocks.device)
+        for plane in self.planes:
+            numbers[..., plane.numbers] |= plane.pieces(blocks)
+        return self._flip(numbers).view(self.dtype.storage)
+
+    def write(self, numbers: Tensor, blocks: Tensor) -> None:
+        numbers = self._flip(numbers.contiguous().view(torch.uint8))
+        for plane in self.planes:
+            blocks[..., plane.start : plane.start + plane.size] |= plane.bytes(numbers)
+
+    def _flip(self, numbers: Tensor) -> Tensor:
+        if not self.flipped:
+            return numbers
+        top = torch.tensor([0] * (self._bytes - 1) + [0x80], dtype=torch.uint8, device=numbers.device)
+        flipped: Tensor = numbers.unflatten(-1, (-1, self._bytes)) ^ top
+        return flipped.flatten(-2)
+
+    @property
+    def _bytes(self) -> int:
+        return self.dtype.storage.itemsize
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One row of the table: `columns` codes and their levels in `size` bytes."""
+
+    name: str
+    columns: int
+    size: int
+    codes: Field
+    scales: tuple[Field, ...]
+    minimum: tuple[Field, ...] = ()
+
+    @property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(self.codes.dtype, _levels(self.scales), None, _levels(self.minimum))
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return (self.codes, *self.scales, *self.minimum)
+
+    def split(self, blocks: Tensor) -> list[Tensor]:
+        """[n, blocks, size] bytes to one [n, numbers] tensor for each field."""
+        return [f.read(blocks, self.columns // f.columns).flatten(1) for f in self.fields]
+
+    def join(self, numbers: list[Tensor]) -> Tensor:
+        n, k = numbers[0].shape
+        blocks = torch.zeros(n, k // self.columns, self.size, dtype=torch.uint8, device=numbers[0].device)
+        for field, tensor in zip(self.fields, numbers):
+            field.write(tensor.reshape(n, -1, self.columns // field.columns), blocks)
+        return blocks
+
+
+def _levels(fields: tuple[Field, ...]) -> tuple[Scale, ...]:
+    return tuple(Scale(f.dtype, group(f.columns)) for f in fields)
+
+
+def _codes(dtype: DType, *planes: Plane) -> Field:
+    return Field(dtype, 1, planes)
+
+
+def _f16(start: int, columns: int, *, flipped: bool = False) -> Field:
+    return Field(F16, columns, (Plane(start, 2),), flipped)
+
+
+def _bits(width: int, start: int, size: int, run: int, *, shift: int = 0) -> Plane:
+    """A plane that fills its bytes."""
+    return Plane(start, size, width, run, lanes=8 // width, shift=shift)
+
+
+def _six_bits(whole: int, shared: int, bit: int) -> Field:
+    """One of the two rows of eight 6-bit numbers that Q4_K and Q5_K keep in twelve bytes.
+
+    Four numbers lie in the bytes from `whole`, whose top two bits are those of the other four; the
+    low four bits of these are a nibble, at `bit`, of the bytes from `shared`.
+    """
+    planes = (
+        Plane(whole, 4, 6, run=4),
+        Plane(shared, 4, 4, run=4, bit=bit, first=4),
+        Plane(whole, 4, 2, run=4, bit=6, first=4, shift=4),
+    )
+    return Field(uint_type(6), 32, planes)
+
+
+_Q4 = _bits(4, 2, 16, 16)  # byte j: columns j and j + 16
+_K_SCALES, _K_MINIMUM = (_six_bits(4, 12, 0), _f16(0, 256)), (_six_bits(8, 12, 4), _f16(2, 256))
+_INT4, _INT5, _INT8 = biased_type(4), biased_type(5), biased_type(8)
+_UINT2, _UINT4, _UINT5 = uint_type(2), uint_type(4), uint_type(5)
+_Q3_SCALE = Field(biased_type(6), 16, (_bits(4, 96, 8, 8), _bits(2, 104, 4, 4, shift=4)))
+_XS_SCALE = Field(biased_type(6), 32, (_bits(4, 4, 4, 1), _bits(2, 2, 2, 1, shift=4)))
+
+BLOCK_TYPES = {
+    row.name: row
+    for row in (
+        BlockType("Q4_0", 32, 18, _codes(_INT4, _Q4), (_f16(0, 32),)),
+        BlockType("Q4_1", 32, 20, _codes(_UINT4, _bits(4, 4, 16, 16)), (_f16(0, 32),), (_f16(2, 32, flipped=True),)),
+        BlockType("Q5_0", 32, 22, _codes(_INT5, _bits(4, 6, 16, 16), _bits(1, 2, 4, 1, shift=4)), (_f16(0, 32),)),
+        BlockType(
+            "Q5_1",
+            32,
+            24,
+            _codes(_UINT5, _bits(4, 8, 16, 16), _bits(1, 4, 4, 1, shift=4)),
+            (_f16(0, 32),),
+            (_f16(2, 32, flipped=True),),
+        ),
+        BlockType("Q8_0", 32, 34, Field(_INT8, 1, (Plane(2, 32),), flipped=True), (_f16(0, 32),)),
+        BlockType(
+            "Q2_K",
+            256,
+            84,
+            _codes(_UINT2, _bits(2, 16, 64, 32)),
+            (Field(_UINT4, 16, (Plane(0, 16, 4, 16),)), _f16(80, 256)),
+            (Field(_UINT4, 16, (Plane(0, 16, 4, 16, bit=4),)), _f16(82, 256)),
+        ),
+        BlockType(
+            "Q3_K",
+            256,
+            110,
+            _codes(biased_type(3), _bits(2, 32, 64, 32), _bits(1, 0, 32, 32, shift=2)),
+            (_Q3_SCALE, _f16(108, 256)),
+        ),
+        BlockType("Q4_K", 256, 144, _codes(_UINT4, _bits(4, 16, 128, 32)), _K_SCALES, _K_MINIMUM),
+        BlockType(
+            "Q5_K",
+            256,
+            176,
+            _codes(_UINT5, _bits(4, 48, 128, 32), _bits(1, 16, 32, 32, shift=4)),
+            _K_SCALES,
+            _K_MINIMUM,
+        ),
+        BlockType(
+            "Q6_K",
+            256,
+            210,
+            _codes(biased_type(6), _bits(4, 0, 128, 64), _bits(2, 128, 64, 32, shift=4)),
+            (Field(int_type(8), 16, (Plane(192, 16),)), _f16(208, 256)),
+        ),
+        BlockType("IQ4_NL", 32, 18, _codes(IQ4, _Q4), (_f16(0, 32),)),
+        BlockType("IQ4_XS", 256, 136, _codes(IQ4, _bits(4, 8, 128, 16)), (_XS_SCALE, _f16(0, 256))),
+        BlockType("MXFP4", 32, 17, _codes(E2M1, _bits(4, 1, 16, 16)), (Field(E8M0, 32, (Plane(0, 1),)),)),
+        BlockType("NVFP4", 64, 36, _codes(E2M1, _bits(4, 4, 32, 8)), (Field(E4M3, 16, (Plane(0, 4),)),)),
+    )
+}

@@ -1,0 +1,202 @@
+"""AutoRound: a way of rounding that stores its results in other formats.
+
+`packing_format` says in which. So this file translates configs: each module's own bits, group and
+symmetry become the config that GPTQ, AWQ or compressed-tensors would have had, and that format does
+the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from lancebill.dtypes import F16
+from lancebill.errors import UnsupportedFormat
+from lancebill.formats import awq, compressed_tensors, gptq
+from lancebill.formats._ct_config import weight_args, write_config
+from lancebill.formats._patterns import Pattern, compiled
+from lancebill.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
+from lancebill.quant import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
+
+GPTQ, GPTQ_V2, AWQ, FLOATS = "gptq", "gptq_v2", "awq", "floats"
+PACKINGS = {
+    "auto_round:auto_gptq": GPTQ,
+    "auto_round:gptq": GPTQ,
+    "auto_round:gptqmodel": GPTQ_V2,  # these two store zero points as they are
+    "auto_round": GPTQ_V2,
+    "auto_round:auto_awq": AWQ,
+    "auto_round:llm_compressor": FLOATS,
+}
+DATA_TYPES = ("int", "mx_fp", "nv_fp")  # followed by details of the rounding, which do not matter here
+# (data type, bits, group size) -> spec and its name in compressed-tensors
+FLOAT_SPECS: dict[tuple[str, int, int], tuple[str, QuantSpec]] = {
+    ("mx_fp", 4, 32): ("mxfp4-pack-quantized", MXFP4),
+    ("mx_fp", 8, 32): ("mxfp8-quantized", MXFP8),
+    ("nv_fp", 4, 16): ("nvfp4-pack-quantized", NVFP4_DIV),
+}
+PER_MODULE = frozenset(
+    {"bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
+)
+UNREADABLE = ("rotation_config", "hadamard_config", "super_bits", "super_group_size")
+UNQUANTIZED = 16  # bits from which on a module is left alone
+
+
+class AutoRound(Format):
+    name = "auto-round"
+    used = PER_MODULE | {
+        "packing_format", "desc_act", "extra_config", "block_name_to_quantize", "to_quant_block_names",
+        "modules_to_not_convert", *UNREADABLE,
+    }  # fmt: skip
+    ignored = frozenset(
+        {
+            "autoround_version", "backend", "vllm_backend", "batch_size", "dataset", "iters", "nsamples", "seqlen",
+            "lr", "minmax_lr", "low_gpu_mem_usage", "low_cpu_mem_usage", "enable_quanted_input", "scale_dtype",
+            "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps", "amp", "seed", "sampler",
+            "damp_percent", "true_sequential", "lm_head", "static_kv_dtype", "quant_lm_head", "version",
+            "static_attention_dtype", "provider",
+        }
+    )  # fmt: skip
+
+    def matches(self, config: Config) -> bool:
+        return config.method in ("auto-round", "auto_round", "intel/auto-round", "inc")
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        delegated = self._delegate(config, module)
+        return dense(module) if delegated is None else delegated[0].scheme(delegated[1], module)
+
+    def activations(self, config: Config, module: Module) -> ActivationSpec | None:
+        delegated = self._delegate(config, module)
+        return None if delegated is None else delegated[0].activations(delegated[1], module)
+
+    def _delegate(self, config: Config, module: Module) -> tuple[Format, Config] | None:
+        """The format that stores this module and the config it would read; None if left alone."""
+        for key in UNREADABLE:
+            if config.quant.get(key):
+                raise UnsupportedFormat(f"weights under '{key}' are not read", where=config.source)
+        merged = _merged(config, module)
+        if merged is None or require(merged, "bits", int) >= UNQUANTIZED:
+            return None
+        packing = optional(config, "packing_format", str, "auto_round:auto_gptq", tuple(PACKINGS))
+        kind, source = PACKINGS[packing], config.source
+        data_type = _data_type(optional(merged, "data_type", str, "int"), "data_type", source)
+        if (kind == FLOATS) != (data_type != "int"):
+            raise UnsupportedFormat(f"{packing} does not hold data_type {data_type}", where=source)
+        if kind == FLOATS:
+            quant = _float_config(merged, data_type)
+            return compressed_tensors.FORMAT, replace(config, quant=quant, method="compressed-tensors")
+        checked(merged.quant.get("act_bits") or UNQUANTIZED, "act_bits with data_type int", int, (16, 32), source)
+        shared = {"bits": merged.quant["bits"], "group_size": require(merged, "group_size", int)}
+        symmetric = optional(merged, "sym", bool, True)
+        if kind == AWQ:
+            skipped = config.quant.get("modules_to_not_convert")
+            quant = {**shared, "zero_point": not symmetric, "modules_to_not_convert": skipped}
+            return awq.FORMAT, replace(config, quant=quant, method="awq")
+        quant = {**shared, "sym": symmetric, "desc_act": config.quant.get("desc_act"), "checkpoint_format": kind}
+        return gptq.FORMAT, replace(config, quant=quant, method="gptq")
+
+    def examples(self) -> Iterator[Example]:
+        for symmetric in (True, False):
+            spec = int_spec(4, group(64), zero_point=not symmetric, scale=F16)
+            integers = {"bits": 4, "group_size": 64, "sym": symmetric, "data_type": "int"}
+            v1, v2 = (gptq.gptq_scheme(spec, offset=offset, desc_act=False) for offset in (1, 0))
+            yield _example(integers, "auto_round:auto_gptq", v1)
+            yield _example(integers, "auto_round:gptqmodel", v2)
+            yield _example(integers, "auto_round:auto_awq", awq.awq_scheme(spec))
+        for data_type, bits, size in FLOAT_SPECS:
+            floats = {"bits": bits, "group_size": size, "sym": True, "data_type": data_type}
+            yield _example(floats, "auto_round:llm_compressor", None)
+        acts = {"act_bits": 4, "act_data_type": "nv_fp4_with_static_gs", "act_group_size": 16}
+        floats = {"bits": 4, "group_size": 16, "sym": True, "data_type": "nv_fp", **acts}
+        yield _example(floats, "auto_round:llm_compressor", None, {"input_global_scale": (1,)})
+
+
+def _merged(config: Config, module: Module) -> Config | None:
+    """`config` with what `extra_config` says of this module; None where it is outside all blocks.
+
+    A module's own name comes before patterns, which are searched anywhere in the name.
+    """
+    extra = optional(config, "extra_config", dict, {})
+    parts = module.name.split(".")
+    endings = (".".join(parts[i:]) for i in range(len(parts)))  # short names such as lm_head are meant too
+    found = next((name for name in endings if name in extra), None)
+    if found is None:
+        found = next((key for key, pattern in _patterns(config) if pattern.search(module.name)), None)
+    if found is None:
+        return config if module.stored or _in_blocks(config, module.name) else None
+    changes = checked(extra[found], f"extra_config.{found}", dict, (), config.source)
+    strange = sorted(key for key, value in changes.items() if key not in PER_MODULE and value is not None)
+    if strange:
+        raise UnsupportedFormat(
+            f"extra_config for '{found}' changes what is not understood", where=config.source, got=", ".join(strange)
+        )
+    return replace(config, quant={**config.quant, **{k: v for k, v in changes.items() if v is not None}})
+
+
+@lru_cache(maxsize=64)
+def _patterns(config: Config) -> tuple[tuple[str, Pattern], ...]:
+    """The keys that can only be regular expressions, compiled once for a config."""
+    keys = [key for key in optional(config, "extra_config", dict, {}) if re.search(r"[*+?^$()\[\]{}|\\]", key)]
+    return tuple((key, compiled(key, "extra_config", config.source)) for key in keys)
+
+
+def _in_blocks(config: Config, name: str) -> bool:
+    """Whether a module of which nothing is stored is below one of the blocks to quantise."""
+    blocks = config.quant.get("block_name_to_quantize") or config.quant.get("to_quant_block_names")
+    if blocks is None:
+        return True
+    listed = (
+        blocks.split(",")
+        if isinstance(blocks, str)
+        else checked(blocks, "block_name_to_quantize", list, (), config.source)
+    )
+    return any(f"{name}.".startswith(f"{block}.") for block in listed)
+
+
+def _data_type(name: str, key: str, source: str) -> str:
+    found = next((known for known in DATA_TYPES if name.startswith(known)), None)
+    if found is None:
+        raise UnsupportedFormat(
+            f"cannot use the value of '{key}'", where=source, expected=", ".join(DATA_TYPES), got=name
+        )
+    return found
+
+
+def _float_config(config: Config, data_type: str) -> dict[str, Any]:
+    """The config compressed-tensors would have had for these weights and activations."""
+    sizes = require(config, "bits", int), require(config, "group_size", int)
+    fmt, spec = _float_spec(data_type, *sizes, config.source)
+    bits = checked(config.quant.get("act_bits") or UNQUANTIZED, "act_bits", int, (4, 8, 16, 32), config.source)
+    if bits >= UNQUANTIZED:
+        return write_config(fmt, spec)
+    act_type = _data_type(optional(config, "act_data_type", str, data_type), "act_data_type", config.source)
+    size = optional(config, "act_group_size", int, spec.group)
+    _, inputs = _float_spec(act_type, bits, size, config.source)
+    dynamic = "local" if inputs == NVFP4_DIV else True
+    return write_config(fmt, spec, {**weight_args(inputs), "dynamic": dynamic})
+
+
+def _float_spec(data_type: str, bits: int, size: int, source: str) -> tuple[str, QuantSpec]:
+    found = FLOAT_SPECS.get((data_type, bits, size))
+    if found is None:
+        raise UnsupportedFormat(
+            "no such floats are stored by AutoRound",
+            where=source,
+            expected=" or ".join(f"{d} {b} bits group {g}" for d, b, g in FLOAT_SPECS),
+            got=f"{data_type} {bits} bits group {size}",
+        )
+    return found
+
+
+def _example(
+    values: Mapping[str, Any], packing: str, scheme: Scheme | None, inputs: Mapping[str, tuple[int, ...]] | None = None
+) -> Example:
+    quant = {"quant_method": "auto-round", **values, "packing_format": packing}
+    config = Config(quant=quant, method="auto-round")
+    scheme = scheme or FORMAT.scheme(config, Module(""))
+    return Example(f"{packing}-{scheme.spec}{'-static' if inputs else ''}", config, scheme, inputs=inputs or {})
+
+
+FORMAT = AutoRound()

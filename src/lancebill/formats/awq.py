@@ -1,0 +1,185 @@
+"""AWQ: 4-bit integers packed along N in an interleaved order, zero points the same way.
+
+Only the `gemm` arrangement is read: it is the one MoE checkpoints use. Unlike GPTQ's, the stored
+zero points are the zero points themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.dtypes import BF16, F16
+from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats.base import (
+    BIAS,
+    FLOAT_NAMES,
+    FLOAT_TYPES,
+    Config,
+    Example,
+    Format,
+    Module,
+    Scheme,
+    checked,
+    dense,
+    optional,
+    part,
+)
+from lancebill.formats.gptq import check_symmetric, group_block, grouped_integers, overridden
+from lancebill.packing import pack_awq, unpack_awq
+from lancebill.quant import ALL, CHANNEL, QuantSpec, group, int_spec
+from lancebill.weight import LogicalWeight
+
+BITS = 4
+WORD = 8  # rows in a word
+# The keys under which writers name the arrangement, and their names for gemm.
+ARRANGEMENTS = {
+    "version": ("gemm",),
+    "format": ("gemm",),
+    "checkpoint_format": ("gemm", "awq"),
+    "backend": ("autoawq", "auto"),
+}
+# What the other arrangements do instead, for the error that refuses them.
+OTHERS = {
+    "gemv": "packs along K, [N, K/8], with scales transposed and padded",
+    "gemv_fast": "packs 16-bit words along K in tiles of four rows",
+    "llm-awq": "packs 16-bit words along K in tiles of four rows",
+    "marlin": "is tiled for one kernel",
+    "exllama": "is tiled for one kernel",
+    "ipex": "is tiled for one kernel",
+}
+
+
+@dataclass(frozen=True)
+class AwqScheme(Scheme):
+    """`qweight` [K, N^], `qzeros` [K/g, N^], `scales` [K/g, N]."""
+
+    def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
+        codes = unpack_awq(stored["codes"])[:, :n].t().contiguous()
+        scale = stored["scale"].t().contiguous()
+        zero = None
+        if "zero" in stored:
+            zero = unpack_awq(stored["zero"])[:, :n].to(torch.int16).t().contiguous()
+        if self.spec.zero is None:
+            check_symmetric(zero, BITS, hint="set zero_point to true")
+            zero = None
+        return LogicalWeight(self.spec, codes, (scale,), zero)
+
+    def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
+        if weight.n % WORD:
+            raise CannotEncode("AWQ packs eight rows to a word", expected=f"a multiple of {WORD} rows", got=weight.n)
+        zero = weight.zero
+        if zero is None:
+            # zero_point=false does not need them, but most readers look for them all the same.
+            zero = torch.full_like(weight.scales[0], 1 << (BITS - 1), dtype=torch.int16)
+        return {
+            "codes": pack_awq(weight.codes.t()),
+            "zero": pack_awq(zero.to(torch.uint8).t()),
+            "scale": weight.scales[0].t().contiguous(),
+        }
+
+
+def awq_scheme(spec: QuantSpec) -> AwqScheme:
+    groups = "1" if spec.group == ALL else f"k/{spec.group}"
+    parts = (
+        part("codes", ".qweight", "I32", "k n^", bits=BITS),
+        part("scale", ".scales", FLOAT_NAMES[spec.scales[0].dtype], f"{groups} n"),
+        part("zero", ".qzeros", "I32", f"{groups} n^", bits=BITS, optional=spec.zero is None),
+        BIAS,
+    )
+    return AwqScheme(spec, parts)
+
+
+class Awq(Format):
+    name = "awq"
+    used = frozenset(
+        {
+            "bits", "w_bit", "group_size", "q_group_size", "zero_point", "pack_dtype", "modules_to_not_convert",
+            "dynamic", *ARRANGEMENTS,
+        }
+    )  # fmt: skip
+    ignored = frozenset(
+        {
+            "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "lm_head", "method", "meta", "sym",
+            "desc_act",
+        }
+    )  # fmt: skip
+
+    def matches(self, config: Config) -> bool:
+        return config.method == "awq"
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        merged = overridden(config, module.name, self.used | self.ignored)
+        if merged is None or self._left_alone(config, module):
+            return dense(module)
+        self._check_arrangement(merged)
+        checked(_either(merged, "bits", "w_bit"), "bits", int, (BITS,), config.source)
+        size = checked(_either(merged, "group_size", "q_group_size"), "group_size", int, (), config.source)
+        scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)
+        zero_point = optional(merged, "zero_point", bool, True)
+        return awq_scheme(int_spec(BITS, group_block(size, config.source), zero_point=zero_point, scale=scale))
+
+    def _left_alone(self, config: Config, module: Module) -> bool:
+        """The stored tensors tell; where there are none, the config's list of parts of names."""
+        if module.has(".qweight") or module.has(".weight"):
+            return not module.has(".qweight")
+        listed = optional(config, "modules_to_not_convert", list, [])
+        return any(checked(entry, "modules_to_not_convert", str, (), config.source) in module.name for entry in listed)
+
+    def _check_arrangement(self, config: Config) -> None:
+        optional(config, "pack_dtype", str, "int32", ("int32",))
+        for key, legal in ARRANGEMENTS.items():
+            name = optional(config, key, str, legal[0]).lower()
+            if name not in legal:
+                raise UnsupportedFormat(
+                    f"AWQ '{name}' {OTHERS.get(name, 'is not known')}; only gemm is read, which packs along N",
+                    where=config.source,
+                    expected=f"{key} {legal[0]}",
+                    got=name,
+                    hint="convert the checkpoint to gemm",
+                )
+
+    def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+        if not grouped_integers(spec, (BITS,)):
+            raise CannotEncode("AWQ holds 4-bit integers with 16-bit scales by group or channel", got=spec)
+        return _config(spec, list(dense_modules) or None), awq_scheme(spec)
+
+    def examples(self) -> Iterator[Example]:
+        for spec in (
+            int_spec(BITS, group(64), zero_point=True, scale=F16),
+            int_spec(BITS, group(32), zero_point=True, scale=BF16),
+            int_spec(BITS, group(64), scale=F16),
+            int_spec(BITS, CHANNEL, zero_point=True, scale=F16),
+        ):
+            yield Example(str(spec), Config(quant=_config(spec, None), method="awq"), awq_scheme(spec))
+        spec = int_spec(BITS, group(64), zero_point=True, scale=F16)
+        old = {"w_bit": BITS, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
+        yield Example("old-keys", Config(quant=old, method="awq"), awq_scheme(spec))
+
+
+def _config(spec: QuantSpec, dense_modules: list[str] | None) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "bits": BITS,
+        "group_size": spec.group or -1,
+        "zero_point": spec.zero is not None,
+        "version": "gemm",
+        "modules_to_not_convert": dense_modules,
+    }
+
+
+def _either(config: Config, key: str, old_key: str) -> Any:
+    """The value of a key or of its old spelling; both may be there if they agree."""
+    new, old = config.quant.get(key), config.quant.get(old_key)
+    if new is not None and old is not None and new != old:
+        raise UnsupportedFormat(
+            f"'{key}' and '{old_key}' disagree", where=config.source, expected=repr(new), got=repr(old)
+        )
+    return old if new is None else new
+
+
+FORMAT = Awq()

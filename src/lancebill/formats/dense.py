@@ -1,0 +1,35 @@
+"""Unquantised checkpoints: bf16, fp16 or fp32 as stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lancebill.errors import CannotEncode
+from lancebill.formats.base import Config, Example, Format, Module, Scheme, Stored, dense
+from lancebill.quant import QuantSpec
+
+_STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+class Unquantized(Format):
+    name = "dense"
+
+    def matches(self, config: Config) -> bool:
+        return config.method is None
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        return dense(module)
+
+    def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+        if spec.quantized:
+            raise CannotEncode("an unquantised checkpoint holds bf16, fp16 or fp32", got=spec)
+        return {}, dense(Module("", {".weight": Stored(_STORED[spec.dtype.name], ())}))
+
+    def examples(self) -> Iterator[Example]:
+        for name, stored in _STORED.items():
+            module = Module("", {".weight": Stored(stored, ())})
+            yield Example(name, Config(), dense(module), bias=name == "fp16")
+
+
+FORMAT = Unquantized()

@@ -1,0 +1,179 @@
+"""FP8 (`quant_method: fp8`): e4m3 by tensor, channel or block, as DeepSeek-V3 made usual.
+
+`weight_scale_inv` multiplies, whatever its name says. Scales keep the dtype they are stored in; the
+power-of-two scales of later checkpoints are bytes and are read as bytes, never converted. The
+experts may be MXFP4 where the config says so. `fbgemm_fp8` is the variant by channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lancebill.dtypes import E4M3, E8M0, F32, DType
+from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats._floats import (
+    EXPONENTS,
+    PACKED_FP4,
+    WEIGHT,
+    FloatScheme,
+    left_alone,
+    mxfp4_scheme,
+    scale_part,
+    stored_as,
+)
+from lancebill.formats.base import (
+    BIAS,
+    FLOAT_NAMES,
+    FLOAT_TYPES,
+    FLOATS,
+    SCALAR,
+    Config,
+    Example,
+    Format,
+    Module,
+    Scheme,
+    dense,
+    optional,
+    part,
+)
+from lancebill.quant import (
+    CHANNEL,
+    FP8_BLOCK_SIDES,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MUL,
+    TENSOR,
+    ActivationSpec,
+    Block,
+    QuantSpec,
+    fp8_spec,
+    group,
+)
+
+DEEPSEEK_V4 = "deepseek_v4"  # a model type with a format of its own: see deepseek_v4.py
+POWER_OF_TWO = "ue8m0"
+
+_SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv")
+_SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale")
+_INPUT_SCALE = (".input_scale", ".activation_scale", "_activation_scale")
+# Each writer has its own way to say what the experts, and they alone, are stored as.
+_EXPERT_KEYS = {"store_dtype": ("mxfp4",), "routed_experts_quant_method": ("mxfp4",), "expert_dtype": ("fp4", "fp8")}
+
+
+def fp8_scheme(spec: QuantSpec, stored_scale: str, *, static: bool = False) -> FloatScheme:
+    """e4m3 with one level of scales of the stored dtype."""
+    block = spec.scales[0].block
+    suffix = _SCALE if block in (TENSOR, CHANNEL) else _SCALE_INV
+    inputs = part("input_scale", _INPUT_SCALE, FLOATS, SCALAR, optional=not static)
+    codes = part("codes", WEIGHT, "F8_E4M3", "n k")
+    return FloatScheme(spec, (codes, scale_part("scale", suffix, spec.scales[0], stored=stored_scale), inputs, BIAS))
+
+
+def stored_scale(config: Config, module: Module, suffix: tuple[str, ...]) -> tuple[str, DType]:
+    """The dtype scales are stored in and what it means; bytes are exponents where the config says so."""
+    fmt = optional(config, "scale_fmt", str, "float", (POWER_OF_TWO, "float"))
+    types = {"F32": F32, **FLOAT_TYPES, "F8_E8M0": E8M0, **({"U8": E8M0} if fmt == POWER_OF_TWO else {})}
+    stored = stored_as(module, suffix, tuple(types))
+    return stored, types[stored]
+
+
+def block_sides(config: Config) -> Block | None:
+    """`weight_block_size`, rows before columns; None where scales are by tensor or channel."""
+    sides = optional(config, "weight_block_size", (list, tuple), None)
+    if sides is None:
+        return None
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+        raise UnsupportedFormat(
+            "cannot use the value of 'weight_block_size'", where=config.source, expected="two sizes or null", got=sides
+        )
+    return sides[0], sides[1]
+
+
+class Fp8(Format):
+    name = "fp8"
+    used = frozenset(
+        {
+            "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "ignored_layers",
+            "modules_to_not_convert", *_EXPERT_KEYS,
+        }
+    )  # fmt: skip
+    ignored = frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "activation_scale_ub"})
+
+    def matches(self, config: Config) -> bool:
+        return config.method in ("fp8", "fbgemm_fp8") and config.model.get("model_type") != DEEPSEEK_V4
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        if left_alone(config, module, _SCALE):
+            return dense(module)
+        optional(config, "fmt", str, "e4m3", ("e4m3", "float8_e4m3fn"))
+        static = optional(config, "activation_scheme", str, "dynamic", ("dynamic", "static")) == "static"
+        said = [optional(config, key, str, None, legal) for key, legal in _EXPERT_KEYS.items()]
+        if {"mxfp4", "fp4"} & set(said) and module.dtype(*WEIGHT) in PACKED_FP4:
+            stored = stored_as(module, WEIGHT, PACKED_FP4), stored_as(module, _SCALE, EXPONENTS)
+            return mxfp4_scheme(WEIGHT, _SCALE, stored)
+        scale_name, scale = stored_scale(config, module, _SCALE)
+        return fp8_scheme(fp8_spec(self._block(config, module), scale=scale), scale_name, static=static)
+
+    def activations(self, config: Config, module: Module) -> ActivationSpec | None:
+        spec = self.scheme(config, module).spec
+        if spec.dtype != E4M3:
+            return None
+        if optional(config, "activation_scheme", str, "dynamic") == "static":
+            return ActivationSpec(FP8_TENSOR, static=True)
+        return ActivationSpec(fp8_spec(group(spec.group)) if block_sides(config) else FP8_CHANNEL)
+
+    def _block(self, config: Config, module: Module) -> Block:
+        """By the config where it gives a block, else by the shape of what is stored."""
+        sides = block_sides(config)
+        if sides is not None:
+            return sides
+        weight = next((module.stored[s] for s in WEIGHT if module.has(s)), None)
+        scale = next((module.stored[s] for s in _SCALE if module.has(s)), None)
+        if scale is None:
+            return CHANNEL if config.method == "fbgemm_fp8" else TENSOR
+        stacked = len(weight.shape) - 2 if weight else 0  # a stacked tensor has the experts first
+        return TENSOR if math.prod(scale.shape[stacked:]) == 1 else CHANNEL
+
+    def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+        scale = spec.scales[0] if len(spec.scales) == 1 else None
+        if spec.dtype != E4M3 or scale is None or scale.op != MUL or spec.zero or spec.minimum:
+            raise CannotEncode("FP8 holds e4m3 with one multiplying scale by tensor, channel or block", got=spec)
+        by_block = min(scale.block) > 1
+        if not by_block and scale.block not in (TENSOR, CHANNEL):
+            raise CannotEncode("FP8 has scales by tensor, channel or block, not by group", got=spec)
+        stored = {**FLOAT_NAMES, **({E8M0: "F8_E8M0"} if by_block else {})}.get(scale.dtype)
+        if stored is None:
+            raise CannotEncode("FP8 has float scales, or by block powers of two", got=spec)
+        config = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(scale.block) if by_block else None,
+            "modules_to_not_convert": list(dense_modules),
+        }
+        if scale.dtype == E8M0:
+            config["scale_fmt"] = POWER_OF_TWO
+        return config, fp8_scheme(spec, stored)
+
+    def examples(self) -> Iterator[Example]:
+        blocks = {"weight_block_size": [128, 128]}
+        exponents = {**blocks, "scale_fmt": POWER_OF_TWO}
+        for stored, quant in (("F32", blocks), ("BF16", blocks), ("F8_E8M0", exponents), ("U8", exponents)):
+            spec = fp8_spec(FP8_BLOCK_SIDES, scale=FLOAT_TYPES.get(stored, E8M0))
+            yield Example(f"block-{stored}", _config(quant), fp8_scheme(spec, stored), 320, 448)
+        for name, block in (("tensor", TENSOR), ("channel", CHANNEL)):
+            yield Example(f"{name}-dynamic", _config({}), fp8_scheme(fp8_spec(block), "F32"), bias=True)
+        static = fp8_scheme(fp8_spec(TENSOR), "F32", static=True)
+        yield Example("tensor-static", _config({"activation_scheme": "static"}), static, inputs={"input_scale": (1,)})
+        yield Example("fbgemm", _config({}, "fbgemm_fp8"), fp8_scheme(fp8_spec(CHANNEL), "F32"))
+        experts = mxfp4_scheme(WEIGHT, _SCALE, ("U8", "U8"))
+        yield Example("mxfp4-experts", _config({**blocks, "store_dtype": "mxfp4"}), experts)
+
+
+def _config(quant: Mapping[str, Any], method: str = "fp8") -> Config:
+    return Config(quant={"quant_method": method, "activation_scheme": "dynamic", **quant}, method=method)
+
+
+FORMAT = Fp8()

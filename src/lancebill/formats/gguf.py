@@ -1,0 +1,134 @@
+"""GGUF: blocks that hold codes and scales together, of a type chosen tensor by tensor.
+
+The container presents a quantised tensor as bytes [n, blocks, bytes of a block], and the types as
+`types` in the config, by tensor name. What the bytes of a block mean is a row of the table in
+`_gguf_blocks`; here is only the way from blocks to a `LogicalWeight` and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lancebill.dtypes import F32, FLOAT
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType
+from lancebill.formats.base import (
+    BIAS,
+    SCALAR,
+    Config,
+    Example,
+    Format,
+    Module,
+    Part,
+    Scheme,
+    Stored,
+    checked,
+    dense,
+    part,
+    require,
+    scalar,
+)
+from lancebill.quant import TENSOR, Scale
+from lancebill.weight import LogicalWeight
+
+DENSE_TYPES = ("F32", "F16", "BF16")
+WITH_TENSOR_SCALE = ("NVFP4",)  # a scale, and an input scale, of the whole matrix beside the blocks
+ANY = "*"  # in `types`: every tensor that has no entry of its own
+
+
+@dataclass(frozen=True)
+class GgufScheme(Scheme):
+    """`.weight` [n, k / columns, bytes]; NVFP4 has a last scale outside the blocks."""
+
+    block: BlockType
+
+    def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
+        codes, *levels = self.block.split(stored["codes"].reshape(n, -1, self.block.size))
+        inner = len(self.block.scales)
+        wrong = self._illegal(levels)
+        if wrong is not None:
+            raise BadValue("a negative scale", where=self.block.name, got=wrong)
+        scales = levels[:inner]
+        if len(self.spec.scales) > inner:
+            # Files made without calibration leave the tensor's scale out: it is one.
+            outer = stored.get("scale_2")
+            scales.append(torch.ones(1, 1, device=codes.device) if outer is None else scalar(outer))
+        return LogicalWeight(self.spec, codes, tuple(scales), minimum=tuple(levels[inner:]))
+
+    def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
+        if weight.k % self.block.columns:
+            raise CannotEncode(
+                f"{self.block.name} rows are whole blocks", expected=f"a multiple of {self.block.columns}", got=weight.k
+            )
+        inner = len(self.block.scales)
+        levels = [*weight.scales[:inner], *weight.minimum]
+        wrong = self._illegal(levels)
+        if wrong is not None:
+            raise CannotEncode(f"{self.block.name} has no negative scales", got=wrong)
+        packed = {"codes": self.block.join([weight.codes, *levels])}
+        if len(weight.scales) > inner:
+            packed["scale_2"] = weight.scales[inner].reshape(())
+        return packed
+
+    def _illegal(self, levels: Sequence[Tensor]) -> str | None:
+        """A mini-float scale (e8m0, unsigned e4m3) has no sign."""
+        for field, codes in zip(self.block.scales, levels):
+            if field.dtype.kind == FLOAT and field.dtype.table:
+                bad = codes[field.dtype.decode(codes).signbit()]
+                if bad.numel():
+                    return f"code {int(bad[0]):#x}"
+        return None
+
+
+def gguf_scheme(block: BlockType) -> GgufScheme:
+    spec = block.spec
+    parts: tuple[Part, ...] = (part("codes", ".weight", "U8", f"n k/{block.columns} {block.size}"), BIAS)
+    if block.name in WITH_TENSOR_SCALE:
+        spec = replace(spec, scales=(*spec.scales, Scale(F32, TENSOR)))
+        parts += (
+            part("scale_2", ".scale", "F32", SCALAR, optional=True),
+            part("input_scale", ".input_scale", "F32", SCALAR, optional=True),
+        )
+    return GgufScheme(spec, parts, block)
+
+
+class Gguf(Format):
+    name = "gguf"
+    used = frozenset({"types"})
+    stacked = True
+
+    def matches(self, config: Config) -> bool:
+        return config.method == "gguf"
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        types = require(config, "types", dict)
+        tensor = module.name + ".weight"
+        kind = types.get(tensor, types.get(ANY))
+        if kind is None or kind in DENSE_TYPES:
+            return dense(module)
+        block = BLOCK_TYPES.get(checked(kind, f"types.{tensor}", str, (), config.source))
+        if block is None:
+            legal = ", ".join((*DENSE_TYPES, *BLOCK_TYPES))
+            raise UnsupportedFormat(
+                "a GGUF type that is not read", where=f"{config.source}: {tensor}", expected=legal, got=kind
+            )
+        return gguf_scheme(block)
+
+    def examples(self) -> Iterator[Example]:
+        for name in DENSE_TYPES:
+            yield Example(name, _config(name), dense(Module("", {".weight": Stored(name, ())})))
+        for name, block in BLOCK_TYPES.items():
+            n, k = (64, 4 * block.columns) if block.columns > 64 else (128, 256)
+            inputs: dict[str, tuple[int, ...]] = {"input_scale": ()} if name in WITH_TENSOR_SCALE else {}
+            yield Example(name, _config(name), gguf_scheme(block), n, k, inputs, bias=name == "MXFP4")
+
+
+def _config(name: str) -> Config:
+    return Config({"model_type": "gguf"}, {"types": {ANY: name}}, "gguf")
+
+
+FORMAT = Gguf()

@@ -1,0 +1,277 @@
+"""GPTQ: integers packed along K, zero points packed along N, an optional act-order.
+
+Version 1 stores every zero point minus one, which after unpacking and adding back spans 1 .. 2**b;
+version 2 stores it as it is. Symmetric checkpoints still carry zero points: they are checked
+against the constant they stand for, never trusted or ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.dtypes import BF16, F16
+from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats._patterns import Pattern, compiled
+from lancebill.formats.base import (
+    BIAS,
+    FLOAT_NAMES,
+    FLOAT_TYPES,
+    Config,
+    Example,
+    Format,
+    Module,
+    Part,
+    Scheme,
+    checked,
+    dense,
+    optional,
+    part,
+    require,
+)
+from lancebill.packing import pack_bits, unpack_bits
+from lancebill.quant import ALL, CHANNEL, Block, QuantSpec, group, int_spec
+from lancebill.weight import LogicalWeight
+
+BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class GptqScheme(Scheme):
+    """`qweight` [K^, N], `qzeros` [K/g, N^], `scales` [K/g, N], `g_idx` [K]."""
+
+    offset: int = 1  # what the stored zero points lack: 1 in version 1
+    desc_act: bool = False
+
+    @property
+    def zero_range(self) -> tuple[int, int]:
+        return self.offset, (1 << self.spec.dtype.bits) - 1 + self.offset
+
+    @property
+    def act_order(self) -> bool:
+        return self.desc_act
+
+    def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
+        bits = self.spec.dtype.bits
+        codes = unpack_bits(stored["codes"].t(), bits, k)
+        scale = stored["scale"].t().contiguous()
+        zero = None
+        if "zero" in stored:
+            # The offset is added to single zero points: adding it to the packed words would carry.
+            zero = (unpack_bits(stored["zero"], bits, n).to(torch.int16) + self.offset).t().contiguous()
+        if self.spec.zero is None:
+            check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores minus one)")
+            zero = None
+        perm = self._perm(stored.get("perm"), k)
+        if perm is not None:
+            codes = codes[:, perm.long()]
+        return LogicalWeight(self.spec, codes, (scale,), zero, perm=perm)
+
+    def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
+        bits, k = self.spec.dtype.bits, weight.k
+        codes, size = weight.codes, self.spec.group or k
+        g_idx = torch.arange(k, dtype=torch.int32, device=codes.device) // size
+        if weight.perm is not None:
+            natural = torch.empty_like(codes)
+            natural[:, weight.perm.long()] = codes
+            codes, order = natural, g_idx
+            g_idx = torch.empty_like(order)
+            g_idx[weight.perm.long()] = order
+        zero = weight.zero
+        if zero is None:
+            zero = torch.full_like(weight.scales[0], 1 << (bits - 1), dtype=torch.int16)
+        stored_zero = (zero - self.offset).to(torch.uint8).t()
+        return {
+            "codes": pack_bits(codes, bits, torch.int32).t().contiguous(),
+            "zero": pack_bits(stored_zero, bits, torch.int32),
+            "scale": weight.scales[0].t().contiguous(),
+            "perm": g_idx,
+        }
+
+    def _perm(self, g_idx: Tensor | None, k: int) -> Tensor | None:
+        """The sorting permutation of an act-order; None where the order is natural."""
+        if g_idx is None:
+            return None
+        size = self.spec.group or k
+        natural = torch.arange(k, dtype=torch.int32, device=g_idx.device) // size
+        if not self.desc_act:
+            # Some writers leave zeros; a shard's indices start at its own first group.
+            if bool(g_idx.any()) and (int(g_idx[0]) < 0 or not torch.equal(g_idx - g_idx[0], natural)):
+                raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
+            return None
+        if torch.equal(g_idx, natural):
+            return None
+        order = torch.argsort(g_idx, stable=True)
+        if not torch.equal(g_idx[order], natural):
+            raise BadValue(
+                "g_idx does not give each group its share of columns",
+                expected=f"{size} columns for each of 0 to {int(natural[-1])}",
+                got=f"indices {int(g_idx.min())} to {int(g_idx.max())}, {g_idx.unique().numel()} different",
+            )
+        return order.to(torch.int32)
+
+
+def check_symmetric(zero: Tensor | None, bits: int, hint: str) -> None:
+    """Zero points of a symmetric weight, where stored at all, are the middle code."""
+    middle = 1 << (bits - 1)
+    if zero is not None and bool((zero != middle).any()):
+        raise BadValue(
+            "the config says symmetric but the zero points are not all the middle code",
+            expected=middle,
+            got=f"{int(zero.min())} to {int(zero.max())}",
+            hint=hint,
+        )
+
+
+def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
+    """The scheme for one combination of bits, group and version."""
+    groups = "1" if spec.group == ALL else f"k/{spec.group}"
+    bits = spec.dtype.bits
+    scale = FLOAT_NAMES[spec.scales[0].dtype]
+    parts: tuple[Part, ...] = (
+        part("codes", ".qweight", "I32", "k^ n", bits=bits),
+        part("scale", ".scales", scale, f"{groups} n"),
+        part("zero", ".qzeros", "I32", f"{groups} n^", bits=bits, optional=spec.zero is None),
+        part("perm", ".g_idx", "I32", "k", optional=not desc_act, whole=desc_act),
+        BIAS,
+    )
+    return GptqScheme(spec, parts, offset, desc_act)
+
+
+def group_block(size: int, source: str) -> Block:
+    """The block of a `group_size`, where -1 stands for the whole row."""
+    if size != -1 and size < 1:
+        raise UnsupportedFormat("group_size is positive or -1", where=source, got=size)
+    return CHANNEL if size == -1 else group(size)
+
+
+def grouped_integers(spec: QuantSpec, bits: Sequence[int]) -> bool:
+    """Whether `spec` is what GPTQ and AWQ hold: plain integers, 16-bit scales by group or channel."""
+    if not spec.scales or spec.dtype.bits not in bits:
+        return False
+    scale = spec.scales[0]
+    plain = int_spec(spec.dtype.bits, scale.block, zero_point=spec.zero is not None, scale=scale.dtype)
+    return spec == plain and scale.block[0] == 1 and scale.dtype in (F16, BF16)
+
+
+class Gptq(Format):
+    name = "gptq"
+    used = frozenset(
+        {
+            "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype", "dynamic",
+            "is_marlin_format",
+        }
+    )  # fmt: skip
+    ignored = frozenset(
+        {
+            "lm_head", "meta", "method", "modules_in_block_to_quantize", "static_groups", "damp_percent",
+            "damp_auto_increment", "true_sequential", "quantizer", "version", "dataset", "model_seqlen",
+            "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
+            "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "tokenizer",
+            "use_cuda_fp16", "model_name_or_path", "model_file_base_name", "act_group_aware", "mse", "backend",
+        }
+    )  # fmt: skip
+
+    def matches(self, config: Config) -> bool:
+        return config.method in ("gptq", "gptq_v2")
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        merged = overridden(config, module.name, self.used | self.ignored)
+        if merged is None or (module.has(".weight") and not module.has(".qweight")):
+            return dense(module)
+        bits = require(merged, "bits", int, BITS)
+        block = group_block(require(merged, "group_size", int), config.source)
+        optional(merged, "pack_dtype", str, "int32", ("int32",))
+        scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)
+        spec = int_spec(bits, block, zero_point=not optional(merged, "sym", bool, True), scale=scale)
+        desc_act = optional(merged, "desc_act", bool, False) and block != CHANNEL  # one group has one order
+        return gptq_scheme(spec, offset=self._offset(merged), desc_act=desc_act)
+
+    def _offset(self, config: Config) -> int:
+        """What the stored zero points lack, from the version in any of its spellings."""
+        version = optional(config, "checkpoint_format", str, optional(config, "format", str, config.method))
+        if optional(config, "is_marlin_format", bool, False):
+            version = "marlin"
+        if version not in ("gptq", "gptq_v2"):
+            raise UnsupportedFormat(
+                f"the tensors are laid out for one kernel ('{version}'), not as GPTQ",
+                where=config.source,
+                expected="checkpoint_format gptq or gptq_v2",
+                got=version,
+                hint="export the checkpoint again as gptq",
+            )
+        return int(version == "gptq")
+
+    def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+        if not grouped_integers(spec, BITS):
+            raise CannotEncode(
+                "GPTQ holds 2-, 3-, 4- and 8-bit integers with 16-bit scales by group or channel", got=spec
+            )
+        # A zero point of 0 has no form in version 1.
+        config = _config(spec, "gptq_v2" if spec.zero is not None else "gptq", desc_act=False)
+        config["dynamic"] = {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {}
+        return config, gptq_scheme(spec, offset=int(spec.zero is None), desc_act=False)
+
+    def examples(self) -> Iterator[Example]:
+        for bits in BITS:
+            for sym in (True, False):
+                for version, offset in (("gptq", 1), ("gptq_v2", 0)):
+                    spec = int_spec(bits, group(64), zero_point=not sym, scale=F16)
+                    yield self._example(spec, version, offset, desc_act=False)
+        yield self._example(int_spec(4, group(32), zero_point=True, scale=F16), "gptq", 1, desc_act=True)
+        yield self._example(int_spec(4, CHANNEL, scale=F16), "gptq", 1, desc_act=False)
+        yield self._example(int_spec(8, CHANNEL, scale=BF16), "gptq_v2", 0, desc_act=False)
+
+    def _example(self, spec: QuantSpec, version: str, offset: int, *, desc_act: bool) -> Example:
+        name = f"{spec}-{version}{'-actorder' if desc_act else ''}"
+        config = Config(quant=_config(spec, version, desc_act=desc_act), method="gptq")
+        return Example(name, config, gptq_scheme(spec, offset=offset, desc_act=desc_act))
+
+
+def _config(spec: QuantSpec, version: str, *, desc_act: bool) -> dict[str, Any]:
+    """The section of config.json."""
+    return {
+        "quant_method": "gptq",
+        "bits": spec.dtype.bits,
+        "group_size": spec.group or -1,
+        "sym": spec.zero is None,
+        "desc_act": desc_act,
+        "checkpoint_format": version,
+    }
+
+
+def overridden(config: Config, name: str, known: frozenset[str]) -> Config | None:
+    """`config` as its `dynamic` rules change it for one module; None where they leave it unquantised.
+
+    The first pattern that matches from the start of the name wins; "-:" means unquantised.
+    """
+    found = next((rule for rule in _rules(config) if rule[1].match(name)), None)
+    if found is None:
+        return config
+    pattern, _, values = found
+    if pattern.startswith("-:"):
+        return None
+    changes = checked(values, f"dynamic.{pattern}", dict, (), config.source)
+    strange = sorted(set(changes) - known)
+    if strange:
+        raise UnsupportedFormat(
+            f"dynamic rule '{pattern}' changes what is not understood", where=config.source, got=", ".join(strange)
+        )
+    return replace(config, quant={**config.quant, **changes})
+
+
+@lru_cache(maxsize=64)
+def _rules(config: Config) -> tuple[tuple[str, Pattern, Any], ...]:
+    """The `dynamic` rules as they are spelled, compiled, and what each says."""
+    rules = optional(config, "dynamic", dict, {})
+    patterns = (rule.removeprefix("+:").removeprefix("-:") for rule in rules)
+    return tuple((rule, compiled(p, "dynamic", config.source), rules[rule]) for rule, p in zip(rules, patterns))
+
+
+FORMAT = Gptq()

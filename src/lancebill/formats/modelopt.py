@@ -1,0 +1,268 @@
+"""ModelOpt: FP8, NVFP4 and MXFP8, one algorithm for all modules or one for each.
+
+Its NVFP4 multiplies by `weight_scale_2`, where compressed-tensors divides. Exclusions are shell
+wildcards that hold for everything below what they match.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from lancebill.dtypes import BF16, F32, DType
+from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats._ct_config import FUSED
+from lancebill.formats._floats import WEIGHT, FloatScheme, scale_part, stored_plain
+from lancebill.formats.base import (
+    BIAS,
+    FLOAT_TYPES,
+    FLOATS,
+    SCALAR,
+    Config,
+    Example,
+    Format,
+    Module,
+    Scheme,
+    checked,
+    dense,
+    optional,
+    part,
+)
+from lancebill.quant import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    MXFP8,
+    NVFP4,
+    ActivationSpec,
+    QuantSpec,
+    fp8_spec,
+)
+
+MIXED = "MIXED_PRECISION"
+# Spellings after the module's name; the second is that of stacked experts.
+SCALE = (".weight_scale", "_weight_scale")
+SCALE_2 = (".weight_scale_2", "_weight_scale_2")
+INPUT_SCALE = (".input_scale", "_input_scale")
+PRE_QUANT_SCALE = (".pre_quant_scale", "_pre_quant_scale")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a `quant_algo` stores, and how it wants a module's input represented."""
+
+    spec: QuantSpec
+    scale_axes: tuple[str, ...]
+    inputs: ActivationSpec | None = None
+    calibrated: bool = False  # `inputs` holds only with a stored input_scale
+    smoothed: bool = False  # inputs may be multiplied by a pre_quant_scale for each column
+
+
+ALGORITHMS = {
+    "FP8": Algorithm(FP8_TENSOR, SCALAR, ActivationSpec(FP8_TENSOR, static=True), calibrated=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Algorithm(FP8_CHANNEL, ("n", "n 1"), ActivationSpec(FP8_CHANNEL)),
+    "FP8_PB_WO": Algorithm(FP8_BLOCK, ("n/128 1 k/128 1", "n/128 k/128")),
+    "NVFP4": Algorithm(NVFP4, ("n k/16",), ActivationSpec(NVFP4), calibrated=True),
+    "NVFP4_AWQ": Algorithm(NVFP4, ("n k/16",), ActivationSpec(NVFP4), calibrated=True, smoothed=True),
+    "W4A16_NVFP4": Algorithm(NVFP4, ("n k/16",)),
+    "MXFP8": Algorithm(MXFP8, ("n k/32",), ActivationSpec(MXFP8)),
+}
+
+
+class ModelOpt(Format):
+    name = "modelopt"
+    used = frozenset({"quant_algo", "group_size", "exclude_modules", "ignore", "quantized_layers", "config_groups"})
+    ignored = frozenset(
+        {
+            "kv_cache_quant_algo", "kv_cache_scheme", "producer", "quant_library", "pre_quant_scale",
+            "has_zero_point", "version",
+        }
+    )  # fmt: skip
+
+    def matches(self, config: Config) -> bool:
+        return config.method in ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
+
+    def scheme(self, config: Config, module: Module) -> Scheme:
+        found = None if stored_plain(module, SCALE) else _algorithm(config, module.name)
+        if found is None:
+            return dense(module)
+        return _build(ALGORITHMS[found], FLOAT_TYPES.get(module.dtype(*SCALE, default="F32"), F32))
+
+    def activations(self, config: Config, module: Module) -> ActivationSpec | None:
+        found = None if stored_plain(module, SCALE) else _algorithm(config, module.name)
+        if found is None:
+            return None
+        algorithm = ALGORITHMS[found]
+        measured = any(module.has(s) for s in INPUT_SCALE)
+        return algorithm.inputs if measured or not algorithm.calibrated else None
+
+    def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+        """NVFP4 is written as weight-only: nothing here can calibrate input scales."""
+        scale = spec.scales[0].dtype if spec.scales else F32
+        for name in ("W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"):
+            scheme = _build(ALGORITHMS[name], scale if scale in FLOAT_TYPES.values() else F32)
+            if scheme.spec == spec:
+                return _config(name, dense_modules), scheme
+        raise CannotEncode(
+            "ModelOpt has no form for this",
+            expected="nvfp4, fp8-tensor, fp8-channel, fp8-block or mxfp8",
+            got=spec,
+            hint="its NVFP4 multiplies by the global scale" if len(spec.scales) == 2 else None,
+        )
+
+    def examples(self) -> Iterator[Example]:
+        for name, algorithm in ALGORITHMS.items():
+            n, k = (512, 512) if algorithm.spec == FP8_BLOCK else (128, 256)
+            inputs: dict[str, tuple[int, ...]] = {"input_scale": ()} if algorithm.calibrated else {}
+            inputs |= {"pre_quant_scale": (k,)} if algorithm.smoothed else {}
+            config = Config(quant=_config(name), method="modelopt")
+            yield Example(name, config, _build(algorithm, F32), n, k, inputs)
+        bf16 = _build(ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"], BF16)
+        quant = {"quant_algo": "fp8_per_channel_per_token", "exclude_modules": ["lm_head"]}
+        yield Example("bf16-scales", Config(quant=quant, method="modelopt"), bf16, bias=True)
+        groups = {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+            "group_1": {"targets": ["*self_attn*"], "weights": {"num_bits": 8, "type": "float"}},
+        }
+        mixed = {"quant_algo": MIXED, "config_groups": groups, "ignore": ["lm_head"]}
+        scheme = _build(ALGORITHMS["W4A16_NVFP4"], F32)
+        yield Example("mixed-precision", Config(quant=mixed, method="modelopt_mixed"), scheme)
+
+
+@lru_cache(maxsize=64)
+def _build(algorithm: Algorithm, scale: DType) -> FloatScheme:
+    """The scheme of an algorithm with the scale dtype found in the file."""
+    spec = algorithm.spec
+    if spec.scales[0].dtype in FLOAT_TYPES.values():
+        spec = fp8_spec(spec.scales[0].block, scale=scale)
+    bits = spec.dtype.bits
+    parts = [
+        part("codes", WEIGHT, "F8_E4M3", "n k") if bits == 8 else part("codes", WEIGHT, "U8", "n k^", bits=bits),
+        scale_part("scale", SCALE, spec.scales[0], algorithm.scale_axes),
+    ]
+    if len(spec.scales) == 2:
+        parts.append(scale_part("scale_2", SCALE_2, spec.scales[1], SCALAR))
+    parts.append(part("input_scale", INPUT_SCALE, FLOATS, SCALAR, optional=True))
+    if algorithm.smoothed:
+        parts.append(part("pre_quant_scale", PRE_QUANT_SCALE, FLOATS, "k", optional=True))
+    return FloatScheme(spec, (*parts, BIAS))
+
+
+def _algorithm(config: Config, name: str) -> str | None:
+    """The algorithm of a module, None where it is left alone; the halves of a fused name must agree."""
+    parent, _, last = name.rpartition(".")
+    halves = [f"{parent}.{half}" for half in FUSED.get(last, ())]
+    named, algorithm = _choose(config, name)
+    if named or not halves:
+        return algorithm
+    found = {_choose(config, half)[1] for half in halves}
+    if len(found) > 1:
+        raise UnsupportedFormat(
+            "the halves of a fused projection have different algorithms",
+            where=f"{config.source}, module {name}",
+            got=", ".join(sorted(str(algo) for algo in found)),
+        )
+    return found.pop()
+
+
+def _choose(config: Config, name: str) -> tuple[bool, str | None]:
+    """Whether the config speaks of this very module (or a parent), and the algorithm it gives it."""
+    excluded = [*optional(config, "exclude_modules", list, []), *optional(config, "ignore", list, [])]
+    if _matches(name, excluded, "exclude_modules", config.source):
+        return True, None
+    algo = optional(config, "quant_algo", str, MIXED).upper()
+    if algo != MIXED:
+        return False, _checked_algorithm(algo, config.quant.get("group_size"), "quant_algo", config.source)
+    layers = optional(config, "quantized_layers", dict, {})
+    if not layers:
+        return _from_groups(config, name)
+    key = next((n for n in (name, *_parents(name)) if n in layers), None)
+    if key is None:
+        return False, None
+    where = f"quantized_layers.{key}"
+    entry = checked(layers[key], where, dict, (), config.source)
+    algo = checked(entry.get("quant_algo"), f"{where}.quant_algo", str, (), config.source).upper()
+    return True, _checked_algorithm(algo, entry.get("group_size"), f"{where}.quant_algo", config.source)
+
+
+def _checked_algorithm(algo: str, group_size: Any, key: str, source: str) -> str:
+    checked(algo, key, str, tuple(ALGORITHMS), source)
+    spec = ALGORITHMS[algo].spec
+    if group_size is not None:
+        checked(group_size, f"group_size with {algo}", int, (spec.group,) if spec.group else (0, -1), source)
+    return algo
+
+
+def _from_groups(config: Config, name: str) -> tuple[bool, str | None]:
+    """The new style: the group whose targets match, a name before the class "Linear"."""
+    groups = optional(config, "config_groups", dict, {})
+    if not groups:
+        raise UnsupportedFormat("'quant_algo' names no algorithm and nothing else does", where=config.source)
+    fallback: str | None = None
+    for key, value in groups.items():
+        entry = checked(value, f"config_groups.{key}", dict, (), config.source)
+        targets = checked(entry.get("targets", ["Linear"]), f"config_groups.{key}.targets", list, (), config.source)
+        if _matches(name, targets, f"config_groups.{key}.targets", config.source):
+            return True, _group_algorithm(entry, f"config_groups.{key}", config.source)
+        if "Linear" in targets and fallback is None:
+            fallback = key
+    if fallback is None:
+        return False, None
+    return False, _group_algorithm(groups[fallback], f"config_groups.{fallback}", config.source)
+
+
+def _group_algorithm(entry: Mapping[str, Any], key: str, source: str) -> str:
+    """The algorithm that a group's arguments describe."""
+    weights = checked(entry.get("weights"), f"{key}.weights", dict, (), source)
+    size, strategy = weights.get("group_size"), weights.get("strategy")
+    kind = (weights.get("type"), weights.get("num_bits"), size or None)
+    if kind == ("float", 4, 16):
+        return "W4A16_NVFP4" if entry.get("input_activations") is None else "NVFP4"
+    if kind == ("float", 8, 32):
+        return "MXFP8"
+    if kind == ("float", 8, None) and strategy == "channel":
+        return "FP8_PER_CHANNEL_PER_TOKEN"
+    if kind == ("float", 8, None) and strategy in (None, "tensor"):
+        inputs = checked(entry.get("input_activations") or {}, f"{key}.input_activations", dict, (), source)
+        checked(inputs.get("dynamic", False), f"{key}.input_activations.dynamic with FP8", bool, (False,), source)
+        return "FP8"
+    raise UnsupportedFormat(f"no algorithm has these arguments: '{key}.weights'", where=source, got=dict(weights))
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _matches(name: str, patterns: Sequence[Any], key: str, source: str) -> bool:
+    """Whether the module or one of its parents is listed, by name or by a wildcard."""
+    if not all(isinstance(p, str) for p in patterns):
+        raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=list(patterns))
+    plain, wild = _sorted(tuple(patterns))
+    return any(module in plain or wild.match(module) for module in (name, *_parents(name)))
+
+
+@lru_cache(maxsize=64)
+def _sorted(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+    """Names and wildcards; of the hundreds that large models list, few are wildcards."""
+    wild = [p for p in patterns if re.search(r"[*?\[]", p)]
+    return frozenset(patterns), re.compile("|".join(map(fnmatch.translate, wild)) or "(?!)")
+
+
+def _config(algo: str, ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """The section of config.json; engines find group sizes and exclusions here."""
+    spec = ALGORITHMS[algo].spec
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algo,
+        "group_size": spec.group or None,
+        "ignore": list(ignore),
+    }
+
+
+FORMAT = ModelOpt()

@@ -1,0 +1,1 @@
+"""lancebill inside other projects: one module for each."""

@@ -1,0 +1,191 @@
+"""The few calls of the CUDA driver that launching takes, through ctypes.
+
+Why not cuda.core: its launch costs 17 us of host time, a Triton launch 19 to 31; with parameters laid out
+once, the driver's own call is a few. A layer makes up to a dozen launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+from lancebill.errors import ContextError, DriverError
+
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# Tensor-map element types by their bytes: only the size matters for copies without reduction.
+_MAP_TYPES = {1: 0, 2: 1, 4: 2}  # UINT8, UINT16, UINT32
+_L2_PROMOTION_128B = 2
+MAP_BYTES = 128
+MapSlot: TypeAlias = "ctypes.Array[ctypes.c_char]"
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError("there is no CUDA driver on this machine") from error
+
+
+def check(code: int, what: str) -> None:
+    """Raise unless the driver's answer is 0."""
+    if code:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(code, ctypes.byref(text))
+        said = f"{what} failed: {(text.value or b'?').decode()} (error {code})"
+        if code == _INVALID_CONTEXT:
+            raise ContextError(said)
+        raise DriverError(said)
+
+
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The context that everyone in this process shares."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    check(library().cuInit(0), "starting the driver")
+    check(library().cuDeviceGet(ctypes.byref(handle), device), f"finding GPU {device}")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"finding the context of GPU {device}")
+    return context
+
+
+def use_context(device: int) -> None:
+    """For a thread that has not used the GPU yet; torch does the same when such a thread first computes something."""
+    check(library().cuCtxSetCurrent(_context(device)), f"using GPU {device}")
+
+
+def load_function(cubin: bytes, name: str, shared: int) -> int:
+    """A function handle in the current context, allowed `shared` bytes of dynamic shared memory."""
+    cuda = library()
+    handle, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    check(cuda.cuLibraryLoadData(ctypes.byref(handle), cubin, None, None, 0, None, None, 0), f"loading kernel '{name}'")
+    check(cuda.cuLibraryGetKernel(ctypes.byref(kernel), handle, name.encode()), f"finding kernel '{name}'")
+    check(cuda.cuKernelGetFunction(ctypes.byref(function), kernel), f"finding function '{name}'")
+    check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"reserving shared memory for '{name}'")
+    assert function.value is not None
+    return function.value
+
+
+def encode_map(
+    pointer: int,
+    item: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    into: int,
+) -> None:
+    """Write a tensor map for a row-major tensor; `strides` are in elements, `into` is 64-byte aligned."""
+    rank = len(shape)
+    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    steps = (ctypes.c_uint64 * max(rank - 1, 1))(*(s * item for s in reversed(strides[:-1])))
+    sides = (ctypes.c_uint32 * rank)(*reversed(box))
+    ones = (ctypes.c_uint32 * rank)(*([1] * rank))
+    code = library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(into), _MAP_TYPES[item], rank, ctypes.c_void_p(pointer), sizes, steps, sides, ones, 0, swizzle,
+        _L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    check(code, f"describing a tensor of shape {list(shape)} in boxes of {list(box)}")
+
+
+def by_value(handle: int | None) -> Any:
+    """A handle or address as an argument that ctypes need not convert again, however often it is handed over."""
+    return ctypes.c_void_p.from_param(handle)
+
+
+class Launch:
+    """One kernel on one stream with its parameters laid out in memory: changing an argument is one store.
+
+    `values` are (name, bytes): a pointer, an integer, a float, a tensor map. The driver is always handed the same
+    array, of where each is to be read.
+    """
+
+    def __init__(
+        self, function: int, threads: int, shared: int, stream: int, values: list[tuple[str, bytes]], dependent: bool,
+        maps: Mapping[str, Mapping[str, object]],
+    ) -> None:  # fmt: skip
+        self.maps = maps  # what each tensor-map argument looks like
+        room = sum(-(-len(value) // 64) * 64 for _, value in values) + 64
+        self._memory = ctypes.create_string_buffer(room)
+        at = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._pointers = (ctypes.c_void_p * len(values))()
+        self._number: dict[str, int] = {}  # of each argument; sides of a tensor map share a name
+        self._shared: list[ctypes.c_uint64] = []  # kept alive
+        for i, (name, value) in enumerate(values):
+            ctypes.memmove(at, value, len(value))
+            self._number.setdefault(name, i)
+            self._pointers[i] = at
+            at += -(-len(value) // 64) * 64
+        attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
+        self._attribute = attribute
+        self.config = _Config(1, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(dependent))
+        self.function, self.parameters = function, ctypes.addressof(self._pointers)
+        # Of `launcher`, each as ctypes hands it over: it would convert anything else again in every call.
+        self.arguments: tuple[Any, ...] = (
+            ctypes.byref(self.config),
+            by_value(function),
+            ctypes.byref(self._pointers),
+            None,
+        )
+
+    def share(self, name: str, slot: ctypes.c_uint64) -> None:
+        """A 64-bit argument is read from this slot: one store changes it for all launches that share it."""
+        self._pointers[self._number[name]] = ctypes.addressof(slot)
+        self._shared.append(slot)
+
+    def address(self, name: str) -> int:
+        """Where the driver reads an argument."""
+        return self._pointers[self._number[name]] or 0
+
+    def map_slot(self, name: str) -> MapSlot:
+        """A view of a tensor map: assigning its `raw` changes it."""
+        return (ctypes.c_char * MAP_BYTES).from_address(self.address(name))
+
+    def integer_slot(self, name: str) -> ctypes.c_int32:
+        return ctypes.c_int32.from_address(self.address(name))
+
+    def grid(self, x: int, y: int = 1) -> None:
+        self.config.gx, self.config.gy = x, y
+
+    def __call__(self, stream: int) -> None:
+        """Launch alone, on any stream."""
+        own, self.config.stream = self.config.stream, stream
+        code = launcher()(*self.arguments)
+        self.config.stream = own
+        if code:
+            launched(code)
+
+
+def launcher() -> Callable[..., int]:
+    """The driver's call: with the `arguments` of a launch it gives an error code, 0 for none.
+
+    Bare, because a layer makes it up to a dozen times and a Python function around it would cost as much again.
+    """
+    found: Callable[..., int] = library().cuLaunchKernelEx
+    return found
+
+
+def launched(code: int) -> None:
+    """Raise what a launch gave that was not 0."""
+    check(code, "launching a kernel")

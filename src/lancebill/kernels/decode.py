@@ -1,0 +1,352 @@
+"""The same product for a handful of tokens: a tile is one slot, ids are the tile list, nothing is sorted (Gluon).
+
+With very few slots there are fewer tiles than blocks, so K is split over several. Each writes its part in fp32; the
+last to arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes them with
+the activation; whole sums are finished where they are. The second product's sums are parts in any case: of the weighted
+sum over a token's experts. Everyone waits for that last one, so it asks for all it needs at once. A layer is two
+launches. Where products take fp8 inputs each block quantises the row it multiplies, while its first weights are on
+their way: nobody waits for a row that another block quantises.
+
+Counters go back to zero by the hand that saw them full.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from lancebill.kernels import dequant, rows
+from lancebill.kernels.dequant import form_of
+from lancebill.kernels.epilogue import gate, squash
+from lancebill.kernels.gemm import let_successor_start, wait_for_predecessor
+from lancebill.kernels.multiply import copy_weights, product_of, scale_copies, stage_scale_words, sums_of
+from lancebill.kernels.renamed import LARGER_VIEWS, barrier, copy_tile, view
+
+column_at = gluon.jit(rows.column_at.fn)
+T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
+
+
+@gluon.jit
+def expert_of(ids, slot, experts):
+    """A slot's expert; -1 for what is no expert's here, padding of any kind."""
+    e = gl.load(ids + slot)
+    return gl.where(e < experts, e, -1)
+
+
+@gluon.jit
+def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
+    """Work number to (slot, expert, unit, first stage, stages): none where the slot is not ours."""
+    tile = index // SPLIT
+    slot = tile // units
+    e = expert_of(ids, slot, experts)
+    each = (blocks + SPLIT - 1) // SPLIT
+    first = gl.minimum((index % SPLIT) * each, blocks)
+    count = gl.minimum(each, blocks - first)
+    return slot, e, tile % units, first, gl.where(e >= 0, count, 0)
+
+
+@gluon.jit
+def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
+               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, HELD: gl.constexpr,
+               form: gl.constexpr, SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    """The feeding warp: weights, and rows unless they are HELD.
+
+    PREFETCH: ids are older than the predecessor, so weights may start before it ends.
+    """
+    WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    BYTES: gl.constexpr = WEIGHTS if HELD > 0 else WEIGHTS + SLICES * T * 128
+    blocks = (slices + SLICES - 1) // SLICES
+    total = total_slots * units * SPLIT
+    if DEPEND and not PREFETCH:
+        wait_for_predecessor()
+    ahead = 0
+    if PREFETCH:
+        if gl.program_id(0) < total:
+            _, e, unit, first, count = part_at(ids, experts, gl.program_id(0), units, blocks, SPLIT)
+            ahead = gl.minimum(count, STAGES)
+            for i in range(ahead):
+                mbarrier.expect(full.index(i), BYTES)
+                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, first + i, slices,
+                             scale_blocks, SLICES, form)  # fmt: skip
+        wait_for_predecessor()
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
+        for block in range(first, first + count):
+            stage = step % STAGES
+            bar = full.index(stage)
+            if step >= ahead:
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
+                copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
+                             form)  # fmt: skip
+            if HELD == 0:
+                for j in gl.static_range(SLICES):
+                    k = (block * SLICES + j) * dequant.slice_columns(form)
+                    copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
+            step += 1
+
+
+@gluon.constexpr_function
+def held_shape(HELD):
+    """Slices of a row in shared memory. wgmma wants eight tokens, of which one is used: the others may be anything, so
+    they are the slices that follow, where a part of a buffer may be seen as a larger one."""
+    return [HELD + T.value, 1, 128] if LARGER_VIEWS else [HELD, T.value, 128]
+
+
+@gluon.jit
+def row_scale(x, width):
+    """What a row is divided by so that its largest number is e4m3's largest."""
+    STEP: gl.constexpr = 4096
+    c = gl.arange(0, STEP, gl.BlockedLayout([8], [32], [4], [0]))
+    largest = 0.0
+    for start in range(0, width, STEP):
+        value = gl.load(x + start + c, mask=start + c < width, other=0.0)
+        largest = gl.maximum(largest, gl.max(gl.abs(value.to(gl.float32)), 0))
+    scale = gl.div_rn(largest, 448.0)
+    return gl.where(scale > 0, scale, 1.0)
+
+
+@gluon.constexpr_function
+def held_layout(SLICES):
+    """[slices, 128] of a row: neighbours a thread, all threads at work where there are enough."""
+    if SLICES < 16:
+        return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_slices(x, first, width, SLICES: gl.constexpr):
+    """Slices of a row, [SLICES, 128], in the order of `rows.prepare_rows`."""
+    PART: gl.constexpr = held_layout(SLICES)
+    s = first + gl.arange(0, SLICES, gl.SliceLayout(1, PART)).expand_dims(1)
+    k = s * 128 + column_at(gl.arange(0, 128, gl.SliceLayout(0, PART))).expand_dims(0)
+    k = gl.max_contiguous(gl.multiple_of(k, [1, 4]), [1, 4])
+    return gl.load(x + k, mask=k < width, other=0.0)
+
+
+@gluon.jit
+def over_scale(part, scale):
+    """As e4m3. Divisions: a branch for what `rows` does instead costs more here."""
+    return gl.div_rn(part.to(gl.float32), scale).to(gl.float8e4nv)
+
+
+@gluon.jit
+def hold_row(x, xb, row, first, width, HELD: gl.constexpr):
+    """What a block multiplies of a row to `xb`; the row's scale. The first slices are asked for before the scale."""
+    TOGETHER: gl.constexpr = min(HELD, 16)
+    x += row.to(gl.int64) * width
+    ahead = load_slices(x, first, width, TOGETHER)
+    scale = row_scale(x, width)
+    for i in gl.static_range(0, HELD, TOGETHER):
+        part = ahead
+        if i + TOGETHER < HELD:
+            ahead = load_slices(x, first + i + TOGETHER, width, TOGETHER)
+        store_slices(xb, over_scale(part, scale), i, HELD)
+    fence_async_shared()
+    barrier()
+    return scale
+
+
+@gluon.jit
+def store_slices(xb, part, first: gl.constexpr, HELD: gl.constexpr):
+    """Slices to their rows of `xb`. Where rows overlap (`held_shape`), each is one row; else it is all eight."""
+    COUNT: gl.constexpr = part.shape[0]
+    if xb.shape[1] == 1:
+        view(xb.index(0), xb.dtype, [HELD, 128], xb.layout).slice(first, COUNT, 0).store(part)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
+        part = gl.convert_layout(part.to(gl.int8, bitcast=True), gl.SliceLayout(1, LAYOUT))
+        tokens = part.expand_dims(1) + gl.zeros([COUNT, T, 128], gl.int8, LAYOUT)
+        target = view(xb, xb.dtype, [HELD * T, 128], xb.layout).slice(first * T, COUNT * T, 0)
+        target.store(tokens.reshape([COUNT * T, 128]).to(gl.float8e4nv, bitcast=True))
+
+
+@gluon.jit
+def load_factors(factors, e, unit, units, half: gl.constexpr, MMA: gl.constexpr):
+    """The factors of a half's rows: asked for before the product, needed after it."""
+    at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half
+    return gl.load(factors + at + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
+
+
+@gluon.jit
+def store_part(part, sums, factor):
+    """The one column of an accumulator that is used."""
+    MMA: gl.constexpr = sums.type.layout
+    r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
+    only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
+    gl.store(part + r + gl.zeros_like(sums).to(gl.int32), sums * factor.expand_dims(1), mask=only & (r >= 0))
+
+
+@gluon.jit
+def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
+    """Features n of a slot, its parts added in order. Not from L1: other blocks wrote them."""
+    total = gl.load(parts + slot * SPLIT * N + n, cache_modifier=".cg")
+    for i in gl.static_range(1, SPLIT):
+        total += gl.load(parts + (slot * SPLIT + i) * N + n, cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr,
+                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """All parts of a slot's unit are there: activation, and the row's columns."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    N = units * 128
+    c = gl.arange(0, WIDTH, LAYOUT)
+    n = unit * 128 + c
+    value = sum_parts(parts, slot, n, N, SPLIT) * scale
+    if BIAS:
+        value += gl.load(bias + e * N + n)
+    if KIND == "gated":
+        u = sum_parts(parts, slot, n + 64, N, SPLIT) * scale
+        if BIAS:
+            u += gl.load(bias + e * N + n + 64)
+        value = gate(value, u, limit, alpha, beta, ACTIVATION)
+    else:
+        value = squash(value, ACTIVATION)
+    column = unit * WIDTH + c
+    gl.store(out + slot * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
+
+
+@gluon.jit
+def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, e, unit, units, columns, limit, alpha,
+                beta, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """`finish_slot` where there is one part: it does not leave the registers before it is finished."""
+    MMA: gl.constexpr = top.type.layout
+    r = gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    only = (gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0) & (r >= 0).expand_dims(1)
+    top = top * top_factor.expand_dims(1) * scale
+    bottom = bottom * bottom_factor.expand_dims(1) * scale
+    if BIAS:
+        n = (e * units + unit) * 128 + r
+        top += gl.load(bias + n).expand_dims(1)
+        bottom += gl.load(bias + n + 64).expand_dims(1)
+    at = out + slot * columns + gl.zeros_like(top).to(gl.int32)
+    if KIND == "gated":
+        column = (unit * 64 + r).expand_dims(1)
+        value = gate(top, bottom, limit, alpha, beta, ACTIVATION)
+        gl.store(at + column, value.to(out.dtype.element_ty), mask=only & (column < columns))
+    else:
+        column = (unit * 128 + r).expand_dims(1)
+        top, bottom = squash(top, ACTIVATION), squash(bottom, ACTIVATION)
+        gl.store(at + column, top.to(out.dtype.element_ty), mask=only & (column < columns))
+        gl.store(at + column + 64, bottom.to(out.dtype.element_ty), mask=only & (column + 64 < columns))
+
+
+@gluon.jit
+def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
+                 SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+    """All slots of a token's unit are there: their weighted sum, in slot order. All are loaded before any is added."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    N = units * 128
+    n = unit * 128 + gl.arange(0, 128, LAYOUT)
+    rows = ()
+    for i in gl.static_range(SLOTS):
+        slot = token * SLOTS + i
+        e = expert_of(ids, slot, experts)
+        row = sum_parts(parts, slot, n, N, SPLIT)
+        if NARROW:
+            row *= gl.load(scales + slot, cache_modifier=".cg")
+        if BIAS:
+            row += gl.load(bias + gl.maximum(e, 0) * N + n)
+        if WEIGHTED:
+            row *= gl.load(weights + slot)
+        rows += (gl.where(e >= 0, row, 0.0),)
+    total = rows[0]
+    for i in gl.static_range(1, SLOTS):
+        total += rows[i]
+    gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
+
+
+@gluon.jit
+def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
+               full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
+               SLICES: gl.constexpr, HELD: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
+               KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+               DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+    """The multiplying warpgroup."""
+    if DEPEND:
+        wait_for_predecessor()
+    let_successor_start()
+    blocks = (slices + SLICES - 1) // SLICES
+    MMA: gl.constexpr = sums_of(T, 0, form)
+    step = 0
+    for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
+        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
+        top = load_factors(factors, e, unit, units, 0, MMA)
+        bottom = load_factors(factors, e, unit, units, 1, MMA)
+        scale = 1.0
+        if HELD > 0:
+            scale = hold_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
+            if KIND == "rows":
+                gl.store(scales + slot, scale)  # the same by every block of the slot
+        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, HELD > 0)
+        WHOLE: gl.constexpr = SPLIT == 1 and KIND != "rows"
+        if WEIGHTED and KIND != "rows":
+            scale = scale * gl.load(weights + slot)
+        if not WHOLE:
+            part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
+            store_part(part, sums[0], top)
+            store_part(part + 64, sums[1], bottom)
+            barrier()
+        if KIND == "rows":
+            token = slot // SLOTS
+            counter = counters + token * units + unit
+            if gl.atomic_add(counter, 1, sem="acq_rel") == SLOTS * SPLIT - 1:
+                gl.store(counter, 0)
+                finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT,
+                             SLOTS, BIAS, HELD > 0, WEIGHTED)  # fmt: skip
+        elif WHOLE:
+            if e >= 0:
+                finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
+                            alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
+        else:
+            counter = counters + slot * units + unit
+            if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
+                gl.store(counter, 0)
+                if e >= 0:
+                    finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
+                                KIND, ACTIVATION, BIAS)  # fmt: skip
+
+
+@gluon.jit
+def slotwise(
+    x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, weights, experts, total_slots, units,
+    slices, scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
+    GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    HELD: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+):  # fmt: skip
+    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
+
+    Rows come through `x_desc` as they are multiplied. HELD: they come from `x` (of `width` columns), a block quantises
+    and keeps so many slices of one, all of its part of K; a second product's tells the scale to whoever sums.
+    """
+    form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
+    if HELD > 0:
+        NARROW: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+        xb = gl.allocate_shared_memory(gl.float8e4nv, held_shape(HELD), NARROW)
+    else:
+        xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
+    wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    if dequant.scale_words(form) > 0:
+        sb = gl.allocate_shared_memory(
+            gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
+        )
+    else:
+        sb = wb
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    gl.warp_specialize([
+        (work_slots, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb,
+                      empty, full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES,
+                      HELD, form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
+        (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
+                      scale_blocks, slots_per_row, STAGES, SLICES, HELD, form, SPLIT, DEPEND, PREFETCH)),
+    ], [1], [24])  # fmt: skip

@@ -1,0 +1,243 @@
+"""Packed words in shared memory to wgmma A fragments in registers (Gluon).
+
+Nothing here knows a weight format: which statements run is the form's business (`ptx.Unpack`), and
+only the number of code bits and the width of the activations decide how registers are arranged.
+Every layout conversion is asserted trivial: an arrangement that would move data between threads
+does not compile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lancebill.kernels.forms import BF16, E4M3, E8M0_G32, F16, Form
+from lancebill.kernels.ptx import Unpack
+from lancebill.kernels.ptx_narrow import ZERO_BITS
+from lancebill.kernels.renamed import view
+
+
+@gluon.constexpr_function
+def form_of(CODE, SCALE, GROUP, ACT, ZERO):
+    return Form(CODE, SCALE, GROUP, ACT, ZERO)
+
+
+@gluon.constexpr_function
+def slice_rows(form):
+    return form.slice_rows
+
+
+@gluon.constexpr_function
+def slice_columns(form):
+    return form.slice_columns
+
+
+@gluon.constexpr_function
+def scale_words(form):
+    return form.scale_words
+
+
+@gluon.constexpr_function
+def narrow(form):
+    return form.activations == E4M3
+
+
+@gluon.constexpr_function
+def code_bits(form):
+    return form.bits
+
+
+@gluon.constexpr_function
+def asm_text(form):
+    return Unpack(form).text
+
+
+@gluon.constexpr_function
+def asm_constraints(form):
+    return Unpack(form).constraints
+
+
+@gluon.constexpr_function
+def asm_metas(form):
+    return Unpack(form).metas
+
+
+@gluon.constexpr_function
+def asm_pack(form):
+    return Unpack(form).pack
+
+
+@gluon.constexpr_function
+def byte_scales(form):
+    """Whether a lane takes two bytes of scales, of rows r and r + 8, and no other's."""
+    return form.scale == E8M0_G32 and form.activations == E4M3
+
+
+@gluon.constexpr_function
+def promoted(form):
+    return form.promoted
+
+
+@gluon.constexpr_function
+def scale_mask(form):
+    """The bits of a promoted form's scale that are the scale."""
+    return ~ZERO_BITS if form.zero else -1
+
+
+@gluon.constexpr_function
+def asm_tensors(form):
+    """The types of the output tensors: each has an element for every packed word."""
+    unpacked = Unpack(form)
+    kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv}
+    return (kinds[form.activations],) * (unpacked.outputs * unpacked.each // unpacked.pack)
+
+
+@gluon.constexpr_function
+def word_layout(rows):
+    """[rows, 32] words of a half: four words a thread, then further fours 16 rows below."""
+    more = [[16, 0], [32, 0]][: rows.bit_length() - 5]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], *more], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [rows, 32]
+    )
+
+
+@gluon.constexpr_function
+def scale_layout(words):
+    """[32 * words]: the words of a pair of rows for each four lanes, which share them."""
+    inner = [[1], [2]][: words.bit_length() - 1]
+    return gl.DistributedLinearLayout(
+        inner, [[0], [0], [words], [2 * words], [4 * words]], [[8 * words], [16 * words]], [], [32 * words]
+    )
+
+
+@gluon.constexpr_function
+def lane_layout():
+    """[128]: one number for each thread."""
+    return gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
+
+
+@gluon.jit
+def load_codes(stage, slice: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
+    """This thread's words of one half of one slice of a pipeline stage."""
+    ROWS: gl.constexpr = slice_rows(form) // 2
+    LAYOUT: gl.constexpr = word_layout(ROWS)
+    return stage.slice((2 * slice + half) * ROWS, ROWS, 0).load(LAYOUT)
+
+
+@gluon.jit
+def load_scales(sb, box, block: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
+    """The scale words that go with them, from one of the boxes they were copied in."""
+    COUNT: gl.constexpr = 32 * scale_words(form)
+    if byte_scales(form):
+        EACH: gl.constexpr = lane_layout()
+        halves = view(sb, gl.uint16, [sb.shape[0], 2 * sb.shape[1]], sb.layout)
+        return halves.index(box).slice(2 * (2 * block + half) * COUNT, 2 * COUNT, 0).load(EACH).to(gl.int32)
+    else:
+        LAYOUT: gl.constexpr = scale_layout(scale_words(form))
+        return sb.index(box).slice((2 * block + half) * COUNT, COUNT, 0).load(LAYOUT)
+
+
+@gluon.jit
+def row_factors(scales, MMA: gl.constexpr, form: gl.constexpr):
+    """A promoted form's scale words as fp32 [64], a factor for each row of an accumulator."""
+    MASK: gl.constexpr = scale_mask(form)
+    factors = (scales & MASK).to(gl.float32, bitcast=True)
+    factors = factors.reshape([4, 8, 2]).permute([0, 2, 1]).reshape([64])  # n5n4, n3, n2n1n0
+    return gl.convert_layout(factors, gl.SliceLayout(1, MMA), assert_trivial=True)
+
+
+@gluon.jit
+def _join(parts):
+    """Tensors 0, 1, 2 ... along new last dimensions: bit 0 of the number first."""
+    joined = parts
+    for _ in gl.static_range(len(parts).bit_length() - 1):
+        pairs = ()
+        for i in gl.static_range(len(joined) // 2):
+            pairs += (gl.join(joined[2 * i], joined[2 * i + 1]),)
+        joined = pairs
+    return joined[0]
+
+
+@gluon.jit
+def _separate(scales, WORDS: gl.constexpr):
+    """[..., WORDS] to a tuple of WORDS tensors, in order."""
+    parts = (scales,)
+    for _ in gl.static_range(WORDS.bit_length() - 1):
+        finer = ()
+        for i in gl.static_range(len(parts)):
+            v = parts[i]
+            halves = v.reshape([4, 4, 2, 2, v.shape[3] // 2]).permute([0, 1, 2, 4, 3]).split()
+            finer += (halves[0], halves[1])
+        parts = finer
+    flat = ()
+    for i in gl.static_range(len(parts)):
+        flat += (parts[i].reshape([4, 4, 2]),)
+    return flat
+
+
+@gluon.jit
+def dequantise(words, scales, MMA: gl.constexpr, form: gl.constexpr):
+    """Words and scales of a half to [64, columns of a slice] as wgmma's A operand."""
+    if narrow(form):
+        return _dequantise_e4m3(words, scales, MMA, form)
+    else:
+        return _dequantise_16(words, scales, MMA, form)
+
+
+@gluon.jit
+def _dequantise_16(words, scales, MMA: gl.constexpr, form: gl.constexpr):
+    TEXT: gl.constexpr = asm_text(form)
+    CONSTRAINTS: gl.constexpr = asm_constraints(form)
+    TENSORS: gl.constexpr = asm_tensors(form)
+    COUNT: gl.constexpr = scale_words(form)
+    if code_bits(form) == 4:
+        words = words.reshape([4, 4, 2, 4, 4])  # n5n4, n2n1, n0, k2k1, word
+        ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, words.type.layout))
+    else:
+        words = words.reshape([2, 4, 4, 2, 4, 4])  # k5, then the same
+        ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, gl.SliceLayout(5, words.type.layout)))
+    operands = (words,)
+    if COUNT > 0:
+        each = _separate(scales.reshape([4, 4, 2, COUNT]), COUNT)
+        for i in gl.static_range(COUNT):
+            s = gl.convert_layout(each[i], ROWS_LAYOUT, assert_trivial=True)
+            if code_bits(form) == 8:
+                s = s.expand_dims(0)
+            operands += (s.expand_dims(-1).expand_dims(-1),)
+    parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=4)
+    if code_bits(form) == 4:
+        # n5n4, n2n1, n0, k2k1, k5, k0, n3, k3, k4
+        a = _join(parts).reshape([4, 4, 2, 4, 2, 2, 2, 2, 2]).permute([0, 6, 1, 2, 4, 8, 7, 3, 5])
+    else:
+        # k5, n5n4, n2n1, n0, k2k1, k4, k0, n3, k3
+        a = _join(parts).reshape([2, 4, 4, 2, 4, 2, 2, 2, 2]).permute([1, 7, 2, 3, 0, 5, 8, 4, 6])
+    return gl.convert_layout(a.reshape([64, 64]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _dequantise_e4m3(words, scales, MMA: gl.constexpr, form: gl.constexpr):
+    TEXT: gl.constexpr = asm_text(form)
+    CONSTRAINTS: gl.constexpr = asm_constraints(form)
+    TENSORS: gl.constexpr = asm_tensors(form)
+    PACK: gl.constexpr = asm_pack(form)
+    if code_bits(form) == 4:
+        words = words.reshape([2, 4, 4, 2, 4, 4])  # k4, n5n4, n2n1, n0, k6k5, word
+        LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(5, words.type.layout))
+        operands = (words,)
+        if byte_scales(form):
+            s = gl.convert_layout(scales.reshape([4, 4, 2, 4]), LANES, assert_trivial=True)
+            operands += (s.expand_dims(0).expand_dims(-1),)
+        elif asm_metas(form) == 2:
+            each = _separate(scales.reshape([4, 4, 2, 2]), 2)
+            for i in gl.static_range(2):
+                s = gl.convert_layout(each[i], gl.SliceLayout(3, LANES), assert_trivial=True)
+                operands += (s.expand_dims(-1).expand_dims(0).expand_dims(-1),)
+        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=PACK)
+        # k4, n5n4, n2n1, n0, k6k5, k1k0, n3, k2, k3; columns of the operand are k4, k3, k2, k6k5, k1k0
+        a = _join(parts).permute([1, 6, 2, 3, 0, 8, 7, 4, 5])
+    else:
+        words = words.reshape([2, 2, 4, 4, 2, 4, 4])  # k4, k3, n5n4, n2n1, n0, k6k5, word
+        parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, (words,), dtype=TENSORS, is_pure=True, pack=PACK)
+        # k4, k3, n5n4, n2n1, n0, k6k5, k1k0, n3, k2
+        a = _join(parts).permute([2, 7, 3, 4, 0, 1, 8, 5, 6])
+    return gl.convert_layout(a.reshape([64, 128]), gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)

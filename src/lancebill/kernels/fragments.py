@@ -1,0 +1,175 @@
+"""Where every code and scale lies in memory: canonical codes to words and back, in plain torch.
+
+Codes: per unit (128 features) and slice, `slice_rows` rows of 128 bytes; inside, each thread of the
+warpgroup finds its own words in 16-byte reads without bank conflicts. Scales: per unit and block of
+columns, `scale_words` words for each pair of rows (r, r + 8). Both directions run over the same
+table of bit places (`ptx.places`, `ptx_narrow.places_e4m3`), so that one cannot drift from the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from lancebill.kernels import forms as f
+from lancebill.kernels.forms import HALF, ROWS, Form
+from lancebill.kernels.ptx import places, scale_turn
+from lancebill.kernels.ptx_narrow import Bits, places_e4m3
+
+Index = tuple[EllipsisType, int, int, int, int, int]
+
+
+def code_words(form: Form, n: int, k: int) -> int:
+    """32-bit words of a matrix of n x k codes, both padded."""
+    return n * k * form.bits // 32
+
+
+def scale_count(form: Form, n: int, k: int) -> int:
+    """32-bit words of its scales."""
+    blocks = k // form.block_columns if form.block_columns else 1
+    return n // 2 * form.scale_words * blocks
+
+
+def pack_codes(form: Form, codes: Tensor) -> Tensor:
+    """uint8 codes [n, k] (padded sizes) to int32 words."""
+    view = _fragment_view(form, codes.to(torch.int32))
+    words = torch.zeros(*view.shape[:7], _words_of_thread(form), dtype=torch.int32, device=codes.device)
+    for index, bits in _fields(form):
+        code = view[index]
+        for bit, word, position in bits:
+            words[..., word] |= (code >> bit & 1) << position
+    return _to_rows(form, words).reshape(-1)
+
+
+def unpack_codes(form: Form, words: Tensor, n: int, k: int) -> Tensor:
+    """The inverse."""
+    codes = torch.zeros(n, k, dtype=torch.int32, device=words.device)
+    view = _fragment_view(form, codes)
+    held = _from_rows(form, words, n, k)
+    for index, bits in _fields(form):
+        for bit, word, position in bits:
+            view[index] |= (held[..., word] >> position & 1) << bit
+    return codes.to(torch.uint8)
+
+
+def _words_of_thread(form: Form) -> int:
+    """Words a thread holds of one half of a unit."""
+    return form.slice_columns * HALF * form.bits // 32 // 128
+
+
+def _fragment_view(form: Form, codes: Tensor) -> Tensor:
+    """[unit, slice, half, n5n4, n2n1, n0, lane % 4, the bits that vary inside a thread ...]."""
+    n, k = codes.shape
+    units, slices = n // ROWS, k // form.slice_columns
+    if form.activations == f.E4M3:
+        # u, half, n5n4, n3, n2n1, n0, slice, k6k5, k4, k3, k2, k1k0
+        view = codes.view(units, 2, 4, 2, 4, 2, slices, 4, 2, 2, 2, 4)
+        return view.permute(0, 6, 1, 2, 4, 5, 7, 3, 10, 9, 8, 11)  # ... n3, k2, k3, k4, k1k0
+    view = codes.view(units, 2, 4, 2, 4, 2, slices, 2, 2, 2, 4, 2)
+    return view.permute(0, 6, 1, 2, 4, 5, 10, 3, 9, 8, 7, 11)  # ... n3, k3, k4, k5, k0
+
+
+def _fields(form: Form) -> Iterator[tuple[Index, Bits]]:
+    """Index of a code inside a thread, and the places of its bits."""
+    if form.activations == f.E4M3:
+        for n3, k2, k3, k4, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
+            yield (Ellipsis, n3, k2, k3, k4, k10), places_e4m3(form, n3, k2, k3, k4, k10)
+        return
+    for n3, k3, k4, k5, k0 in itertools.product(range(2), repeat=5):
+        yield (Ellipsis, n3, k3, k4, k5, k0), places(form, n3, k3, k4, k5, k0)
+
+
+def _to_rows(form: Form, words: Tensor) -> Tensor:
+    """A thread's words lie four together; further fours are further 16 rows of the half."""
+    fours = _words_of_thread(form) // 4
+    # u, slice, half, n5n4, n2n1, n0, lane, fours, 4  ->  u, slice, half, fours, n5n4, n2n1, n0, lane, 4
+    return words.view(*words.shape[:7], fours, 4).permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
+
+
+def _from_rows(form: Form, words: Tensor, n: int, k: int) -> Tensor:
+    fours = _words_of_thread(form) // 4
+    rows = words.view(n // ROWS, k // form.slice_columns, 2, fours, 4, 4, 2, 4, 4)
+    return rows.permute(0, 1, 2, 4, 5, 6, 7, 3, 8).reshape(*_thread_shape(form, n, k), 4 * fours)
+
+
+def _thread_shape(form: Form, n: int, k: int) -> tuple[int, ...]:
+    return (n // ROWS, k // form.slice_columns, 2, 4, 4, 2, 4)
+
+
+# ---------------------------------------------------------------- scales
+
+
+def pack_bytes(form: Form, values: Tensor) -> Tensor:
+    """One byte for each (row, group of 16 or 32 columns), int32 [n, groups], to words.
+
+    A word holds rows r, r + 8 and two neighbouring groups. With 16-bit activations a thread needs all of it, and it is
+    rotated to where the kernel wants its bits; with fp8 a lane has one group and reads its half of a word.
+    """
+    view = _byte_view(form, values)
+    words = sum((view[..., i >> 1, i & 1] & 255) << (8 * i) for i in range(4))
+    assert isinstance(words, Tensor)
+    return _turned(words.to(torch.int32), scale_turn(form)).reshape(-1)
+
+
+def unpack_bytes(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
+    """The inverse: int32 [n, groups], each 0 .. 255."""
+    values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
+    view = _byte_view(form, values)
+    held = _turned(words.view(view.shape[:-2]), -scale_turn(form))
+    for i in range(4):
+        view[..., i >> 1, i & 1] = held >> (8 * i) & 255
+    return values
+
+
+def _turned(words: Tensor, left: int) -> Tensor:
+    """32-bit words rotated."""
+    left %= 32
+    wide = words.long() & 0xFFFFFFFF
+    return (wide << left | wide >> (32 - left)).to(torch.int32) if left else words
+
+
+def _byte_view(form: Form, values: Tensor) -> Tensor:
+    """[unit, block, half, n5n4, n2n1, n0, word, group of the word, n3]."""
+    n, groups = values.shape
+    per_block = 2 * form.scale_words
+    view = values.view(n // ROWS, 2, 4, 2, 4, 2, groups // per_block, form.scale_words, 2)
+    return view.permute(0, 6, 1, 2, 4, 5, 7, 8, 3)
+
+
+def pack_halves(form: Form, values: Tensor) -> Tensor:
+    """One 16-bit number for each (row, group), int16 [n, groups], to words."""
+    view = _half_view(form, values.to(torch.int32))
+    return ((view[..., 0] & 0xFFFF) | (view[..., 1] << 16)).contiguous()
+
+
+def unpack_halves(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
+    """The inverse: int16 [n, groups]."""
+    values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
+    view = _half_view(form, values)
+    view[..., 0] = words << 16 >> 16
+    view[..., 1] = words >> 16
+    return values.to(torch.int16)
+
+
+def pack_floats(form: Form, values: Tensor) -> Tensor:
+    """One 32-bit number for each (row, group), int32 [n, groups]: words (part, n3)."""
+    return _half_view(form, values).flatten(-2).contiguous()
+
+
+def unpack_floats(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
+    values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
+    view = _half_view(form, values)
+    view.copy_(words.view(view.shape))
+    return values
+
+
+def _half_view(form: Form, values: Tensor) -> Tensor:
+    """[unit, block, half, n5n4, n2n1n0, part of the block, n3]."""
+    n, groups = values.shape
+    parts = 2 if form.group == 32 else 1
+    view = values.view(n // ROWS, 2, 4, 2, 8, groups // parts, parts)
+    return view.permute(0, 5, 1, 2, 4, 6, 3)

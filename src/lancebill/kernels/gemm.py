@@ -1,0 +1,216 @@
+"""The grouped product of every weight form on Hopper: one pipeline, one scheduler (Gluon).
+
+    out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
+
+The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, tokens
+are B in swizzled shared memory. So a tile may have 8 tokens or 160, and one kernel serves decode and
+prefill. A CTA is one warpgroup that multiplies and one warp that feeds it through a ring of stages;
+two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tile p of a list made on
+the device (`rows`), so the host never learns the routing, and then whichever is next: tiles in a fixed order would
+leave CTAs idle, because some SMs are slower than others. Which CTA computes a tile does not change its numbers.
+
+A tile is one unit (128 features) or two by some tokens, any multiple of 8. Tensors have powers of two of columns, so
+96 tokens are accumulators for 64 and for 32 (`multiply.widths`). Two units share the tokens they read: with few
+tokens a tile the way from the L2 is what is narrow, and accumulators are small.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from lancebill.kernels import dequant
+from lancebill.kernels.dequant import form_of
+from lancebill.kernels.epilogue import load_targets, scale_rows, store_rows
+from lancebill.kernels.multiply import (
+    before,
+    copy_weights,
+    product_of,
+    scale_copies,
+    stage_scale_words,
+    tokens_at,
+    width_at,
+    width_count,
+)
+from lancebill.kernels.renamed import copy_tile
+
+# DEPEND says when a kernel waits for the one before it (programmatic dependent launch): 0 not at all, it starts after
+# that; 1 before it reads; 2, for further lists of a product, only at its end: what it reads is older.
+
+
+@gluon.jit
+def wait_for_predecessor():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_successor_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def tile_at(tiles, index, units):
+    """Tile number to (expert, unit, first row, rows). An expert's tiles lie together: its weights are in L2."""
+    record = tiles + index // units * 4
+    return gl.load(record), index % units, gl.load(record + 1), gl.load(record + 2)
+
+
+@gluon.jit
+def hand_over(turns, dealt, turn, index, TURNS: gl.constexpr):
+    """The feeding warp tells the others which tile it goes on with after its turn."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    turns.index(turn % TURNS).store(gl.full([1], index, gl.int32, ONE))
+    mbarrier.arrive(dealt.index(turn % TURNS), count=1)
+
+
+@gluon.jit
+def take_over(turns, dealt, turn, TURNS: gl.constexpr):
+    """The tile that follows a turn."""
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(dealt.index(turn % TURNS), (turn // TURNS) & 1)
+    return gl.max(turns.index(turn % TURNS).load(ALL), 0)
+
+
+@gluon.jit
+def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, turns, dealt, units, slices,
+         scale_blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
+         form: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
+
+    `taken` counts the tiles that were taken after the first ones. The next is asked for once this one's copies are
+    under way: the answer takes as long as a copy.
+    PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
+    then be older than the predecessor.
+    """
+    COLUMNS: gl.constexpr = dequant.slice_columns(form)
+    WEIGHTS: gl.constexpr = UNITS * (w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES))
+    BYTES: gl.constexpr = SLICES * TOKENS * 128 + WEIGHTS
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
+    blocks = (slices + SLICES - 1) // SLICES
+    if DEPEND == 1 and not PREFETCH:
+        wait_for_predecessor()
+    groups = units // UNITS
+    count = gl.load(tile_count) * groups
+    ahead = 0
+    if PREFETCH:
+        if gl.program_id(0) < count:
+            e, group, _, _ = tile_at(tiles, gl.program_id(0), groups)
+            ahead = gl.minimum(blocks, STAGES)
+            for i in range(ahead):
+                mbarrier.expect(full.index(i), BYTES)
+                for u in gl.static_range(UNITS):
+                    copy_weights(w_desc, s_desc, wb, sb, i * UNITS + u, full.index(i), e * units + group * UNITS + u, i,
+                                 slices, scale_blocks, SLICES, form)  # fmt: skip
+        wait_for_predecessor()
+    step = 0
+    index = gl.program_id(0)
+    while index < count:
+        e, group, row, _ = tile_at(tiles, index, groups)
+        for block in range(blocks):
+            stage = step % STAGES
+            bar = full.index(stage)
+            if step >= ahead:
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
+                for u in gl.static_range(UNITS):
+                    copy_weights(w_desc, s_desc, wb, sb, stage * UNITS + u, bar, e * units + group * UNITS + u, block,
+                                 slices, scale_blocks, SLICES, form)  # fmt: skip
+            for j in gl.static_range(SLICES):
+                k = (block * SLICES + j) * COLUMNS
+                for first in gl.static_range(0, TOKENS, BOX):
+                    copy_tile(x_desc, [row + first, k], bar, tokens_at(xb, stage * SLICES + j, first, BOX, TOKENS))
+            step += 1
+        index = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        hand_over(turns, dealt, step // blocks - 1, index, STAGES + 1)
+
+
+@gluon.jit
+def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, row, rows, unit, columns, limit, alpha,
+                beta, T: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+                NARROW: gl.constexpr):  # fmt: skip
+    """A unit's accumulators to T rows of `out`."""
+    CHUNK: gl.constexpr = min(T, staging.shape[0])
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    targets = load_targets(slots, row, rows, T, CHUNK, KIND)
+    top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, NARROW)
+    bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, NARROW)
+    store_rows(out, targets, staging.slice(0, CHUNK, 0), top, bottom, rows, unit * WIDTH, columns, limit, alpha, beta,
+               CHUNK, KIND, ACTIVATION)  # fmt: skip
+
+
+@gluon.jit
+def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, turns, dealt,
+         units, slices, columns, limit, alpha, beta, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+         UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+         DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+    """The multiplying warpgroup: product and epilogue of every tile."""
+    NARROW: gl.constexpr = dequant.narrow(form)
+    if DEPEND == 1:
+        wait_for_predecessor()
+    if DEPEND > 0:
+        let_successor_start()
+    blocks = (slices + SLICES - 1) // SLICES
+    groups = units // UNITS
+    count = gl.load(tile_count) * groups
+    step = 0
+    index = gl.program_id(0)
+    while index < count:
+        sums, step = product_of(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, PROMOTE)
+        e, group, row, rows = tile_at(tiles, index, groups)
+        for u in gl.static_range(UNITS):
+            unit = group * UNITS + u
+            at = (e * units + unit) * 128
+            for i in gl.static_range(width_count(TOKENS) - 1, -1, -1):  # the small ones first: that frees registers
+                top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
+                finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales,
+                            row + before(TOKENS, i), rows - before(TOKENS, i), unit, columns, limit, alpha, beta,
+                            width_at(TOKENS, i), KIND, ACTIVATION, BIAS, NARROW)  # fmt: skip
+        index = take_over(turns, dealt, step // blocks - 1, STAGES + 1)
+    if DEPEND == 2:
+        wait_for_predecessor()
+
+
+@gluon.jit
+def grouped(
+    x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices,
+    scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
+    ACT: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, DEPEND: gl.constexpr,
+    PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+):  # fmt: skip
+    """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
+    form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
+    COLUMNS: gl.constexpr = dequant.slice_columns(form)
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
+    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (TOKENS // BOX), BOX, COLUMNS], x_desc.layout)
+    wb = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS] + w_desc.block_type.shape, w_desc.layout)
+    if dequant.scale_words(form) > 0:
+        sb = gl.allocate_shared_memory(
+            gl.int32, [STAGES * UNITS * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout
+        )
+    else:
+        sb = wb
+    CHUNK: gl.constexpr = min(width_at(TOKENS, 0), 32)
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    STAGING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], out.dtype.element_ty)
+    staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # A turn is read before the tile that follows it, and the feeder is at most all stages ahead.
+    turns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dealt = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(dealt.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    gl.warp_specialize([
+        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full,
+                turns, dealt, units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND,
+                ACTIVATION, BIAS, DEPEND, PROMOTE)),
+        (feed, (x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, turns, dealt, units,
+                slices, scale_blocks, TOKENS, STAGES, SLICES, UNITS, form, DEPEND, PREFETCH)),
+    ], [1], [24])  # fmt: skip

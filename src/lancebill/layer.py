@@ -1,0 +1,276 @@
+"""`RoutedExperts`: the layer users hold, and `QuantizedLinear`, its one-matrix sibling.
+
+A layer that exists is complete: loading happens before it is made, or through `load_weights` and
+`finish`, which refuse to let an incomplete one compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lancebill import oracle
+from lancebill.dispatch import Contiguous, Dispatch, Indexed, localize
+from lancebill.errors import LaunchError, MissingTensor
+from lancebill.layout import Packed
+from lancebill.module import INPUT_DTYPES, PackedModule
+from lancebill.routing import Routed, Routing, route
+
+if TYPE_CHECKING:
+    from lancebill.checkpoint.files import Checkpoint
+    from lancebill.push import Pusher
+    from lancebill.report import LoadReport
+
+NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+class RoutedExperts(PackedModule):
+    """The routed experts of one layer on this rank."""
+
+    expert_map: Tensor | None
+    router_bias: Tensor | None
+    router_correction: Tensor | None
+    router_table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routing: Routing | None = None
+        self.report: LoadReport | None = None
+        self.pusher: Pusher | None = None
+        self.shared_experts: nn.Module | None = None
+        self.handle = -1
+        for name in ("expert_map", "router_bias", "router_correction", "router_table"):
+            self.register_buffer(name, None, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
+        """Moves; but `.to(bfloat16)` does not round what selects experts."""
+        held = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, now in list(self.named_buffers(recurse=False)):
+            if name in held and now.dtype != held[name].dtype:
+                self.register_buffer(name, held[name].to(now.device), persistent=False)
+        return self
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path | Checkpoint, layer: int, **options: Any) -> RoutedExperts:
+        """The experts of `layer` from files, opened once for all layers where `path` is a `Checkpoint`; see
+        `loading.from_checkpoint` for the options."""
+        from lancebill.loading import from_checkpoint
+
+        return from_checkpoint(path, layer, **options)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], layer: int, **options: Any) -> RoutedExperts:
+        """An empty layer to be filled by `load_weights`; see `push.from_config`."""
+        from lancebill.push import from_config
+
+        return from_config(config, layer, **options)
+
+    def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
+
+        Ids are global; those of other ranks, and -1, contribute nothing.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (self.pusher is None or self.pusher.settled) and self._buffers["expert_map"] is None:
+            shortcut = self._shortcuts.get(x.numel())
+            if shortcut is not None:
+                made = torch.empty_like(x) if out is None else out
+                if shortcut(x, topk_ids, topk_weights, made):
+                    return made
+        self.check(x, topk_ids, topk_weights)
+        if out is not None and (out.shape != x.shape or out.device != x.device):
+            got = f"{list(out.shape)} on {out.device}"
+            raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
+        if compiling:
+            live = list(self.parameters(recurse=False))
+            result: Tensor = torch.ops.lancebill.routed_experts(x, topk_ids, topk_weights, live, self.handle)
+            return result if out is None else out.copy_(result)
+        result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
+        self._shorten(x)
+        return result
+
+    def _shorten(self, x: Tensor) -> None:
+        """The next call like this one may go straight to the kernels."""
+        plan, backend = self._plans.get((Indexed, x.numel())), self.choice.backend
+        if plan is not None and backend.drops_wild_ids:
+            found = backend.shortcut(plan, x, self._weights())
+            if found is not None:
+                self._shortcuts[x.numel()] = found
+
+    def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
+        """`forward` once everything is checked."""
+        if x.numel() == 0:
+            return out
+        places, local = self._buffers["expert_map"], topk_ids
+        if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.drops_wild_ids:
+            local = localize(topk_ids, places, self.problem.global_experts)
+        weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.float()
+        return self._run(x, Indexed(local.contiguous(), weights.contiguous()), out)
+
+    def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        """Work already dispatched, in local ids: for callers that bring rows to experts themselves."""
+        return self._run(x, dispatch, out)
+
+    def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
+        """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
+        routed = self.route(x, router_logits, input_ids)
+        return self.complete(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
+
+    def route(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Routed:
+        """The experts and weights of each row, with the router's own bias, correction and table."""
+        self._check_ready()
+        if self.routing is None:
+            raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
+        self._check_logits(router_logits, self.routing.zero_experts)
+        logits = router_logits if self.router_bias is None else router_logits + self.router_bias
+        return route(
+            self.routing,
+            logits,
+            hidden=x,
+            correction_bias=self.router_correction,
+            table=self.router_table,
+            input_ids=input_ids,
+        )
+
+    def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
+        """Add what is not a routed expert's: the share of zero experts, a scale that was left to the
+        output, and the shared experts."""
+        if routed.identity_weight is not None:
+            out = (out.float() + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
+        if self.routing is not None and self.routing.apply_scale_to_output:
+            out = out * self.routing.routed_scaling_factor
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def enable_compile(self) -> RoutedExperts:
+        """Register this layer as an operator that torch.compile leaves whole; done by the loaders."""
+        from lancebill.compiled import handle_of
+
+        self.handle = handle_of(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another layer to torch.compile: under the number of its original it would compute with that."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.handle >= 0:
+            self.enable_compile()
+
+    def take_router(self, role: str, tensor: Tensor) -> None:
+        """A copy of the router's bias or correction bias (kept in fp32: rounding would change selections),
+        or of its hash table."""
+        held = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True)
+        self.register_buffer(f"router_{role}", held, persistent=False)
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Push checkpoint tensors in any order; gives the names that were this layer's.
+
+        Tensors are held, not copied, until all of their expert have come: do not overwrite them before.
+        """
+        return self._require_pusher().push(pairs)
+
+    def finish(self) -> RoutedExperts:
+        """Everything pushed is packed; raises naming whatever never came."""
+        self._require_pusher().finish()
+        return self
+
+    def expert_weights(self) -> list[Tensor]:
+        """[E_local, -1] views of everything that makes an expert: what load balancing moves."""
+        return self._rows(moved=True)
+
+    def expert_inputs(self) -> list[Tensor]:
+        """[E_local, -1] views of what `expert_weights` leaves out: an expert's input scales.
+
+        Engines keep one input scale for all experts; whoever moves experts here takes these along.
+        """
+        return self._rows(moved=False)
+
+    def _rows(self, *, moved: bool) -> list[Tensor]:
+        held = [(name, t) for tensors in self.packed.values() for name, t in tensors.items()]
+        return [t.view(t.shape[0], math.prod(t.shape[1:])) for name, t in held if (name not in NEVER_MOVED) == moved]
+
+    def hold(self, experts: Sequence[int]) -> None:
+        """Say which logical experts the rows are now, after someone moved them: pushes follow."""
+        if self.pusher is not None:
+            self.pusher.hold(tuple(experts))
+
+    def rehome(self, weights: Mapping[str, Packed], experts: Sequence[int], expert_map: Sequence[int]) -> None:
+        """Take other buffers of the same layout for another number of experts on this rank.
+
+        `experts` are the logical ones by slot, `expert_map` the slot of every physical id. The
+        backend stays: all ranks must keep one layout.
+        """
+        problem = replace(self.problem, experts=len(experts), global_experts=len(expert_map))
+        before = self.choice
+        kept = oracle.select(problem, before.device, before.backend.name)
+        self.adopt(replace(kept, requested=before.requested), weights)
+        self.expert_map = torch.tensor(expert_map, dtype=torch.int32, device=before.device.torch)
+        self.hold(experts)
+
+    def layout_signature(self) -> tuple[object, ...]:
+        """What all ranks must agree on before experts may be moved between them."""
+        shapes = {m: {n: (tuple(t.shape[1:]), str(t.dtype)) for n, t in ts.items()} for m, ts in self.packed.items()}
+        return self.choice.backend.name, tuple((m, tuple(sorted(ts.items()))) for m, ts in sorted(shapes.items()))
+
+    def _require_pusher(self) -> Pusher:
+        if self.pusher is None:
+            raise LaunchError(
+                "this layer was made without a config to push into", hint="use from_checkpoint or from_config"
+            )
+        return self.pusher
+
+    def _check_ready(self) -> None:
+        if self.pusher is not None and not self.pusher.settled:
+            raise MissingTensor("tensors were pushed but not finished", hint="call finish() after load_weights()")
+
+    def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Raise where the layer is incomplete or arguments of `forward` do not fit it."""
+        self._check_ready()
+        self._check_input(x)
+        self._check_routing(x, topk_ids, topk_weights)
+
+    def _check_logits(self, logits: Tensor, zero_experts: int) -> None:
+        """A column too many would route tokens to no one; copies of experts have none of their own."""
+        most, got = self.problem.global_experts + zero_experts, logits.shape[-1] if logits.dim() else 0
+        if got > most or (got < most and self.expert_map is None):
+            expected = f"[tokens, {most}]"
+            raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
+        bias = self.router_bias
+        if bias is not None and bias.shape != (got,):
+            raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
+
+    def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        shape, device = (x.shape[0], self.problem.top_k), x.device
+        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, INPUT_DTYPES)):
+            if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
+                raise LaunchError(
+                    f"{name} does not fit",
+                    expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {device}",
+                    got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
+                )
+
+
+class QuantizedLinear(PackedModule):
+    """One matrix through the same backends: y = x @ W.T + b."""
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path | Checkpoint, module: str, **options: Any) -> QuantizedLinear:
+        """The module called `module` from files; see `loading.linear_from_checkpoint`."""
+        from lancebill.loading import linear_from_checkpoint
+
+        return linear_from_checkpoint(path, module, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        self._check_input(rows)
+        out = rows.new_empty(rows.shape[0], self.problem.w13.n)
+        if rows.shape[0]:
+            offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)  # [0, rows], made there
+            self._run(rows, Contiguous(offsets), out)
+        return out.view(*x.shape[:-1], -1)

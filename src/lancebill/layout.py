@@ -1,0 +1,137 @@
+"""Bytes as a kernel wants them: a bijection with the canonical form, expert dimension first.
+
+Storage is always integer, so that `module.to(bfloat16)` cannot round a scale, and every expert's
+row is complete by itself, so that load balancing moves an expert with one row copy per tensor.
+`PlainLayout` is the simplest: codes as dense bit streams along K, levels as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lancebill.dtypes import ZERO16
+from lancebill.packing import pack_bits, unpack_bits
+from lancebill.quant import QuantSpec
+from lancebill.weight import LogicalWeight
+
+Packed = dict[str, Tensor]
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """One of an expert's matrices: its size, its spec, and what travels beside the codes."""
+
+    n: int
+    k: int
+    spec: QuantSpec
+    bias: bool = False
+    act_order: bool = False
+
+
+class Layout(ABC):
+    """How one kind of matrix is held for all local experts."""
+
+    @abstractmethod
+    def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Per expert: the shape and dtype of each tensor."""
+
+    @abstractmethod
+    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+        """Write one expert's matrix into its rows."""
+
+    @abstractmethod
+    def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
+        """The inverse of `pack`, for one expert's rows."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What this object's packing has changed so far that users should know of: nothing, as a rule."""
+        return ()
+
+    def allocate(self, shape: MatrixShape, experts: int, device: torch.device | str = "cpu") -> Packed:
+        """Final buffers for all local experts."""
+        return {
+            name: torch.empty((experts, *size), dtype=dtype, device=device)
+            for name, (size, dtype) in self.storage(shape).items()
+        }
+
+    def bytes(self, shape: MatrixShape) -> int:
+        """Bytes of one expert's matrix."""
+        return sum(math.prod(size) * dtype.itemsize for size, dtype in self.storage(shape).values())
+
+
+class PlainLayout(Layout):
+    """Codes packed densely along K in bytes; scales, zero points and minima in their stored bits."""
+
+    def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        spec, n, k = shape.spec, shape.n, shape.k
+        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if spec.quantized:
+            held["codes"] = (n, -(-k * spec.dtype.bits // 8)), torch.uint8
+        else:
+            held["codes"] = (n, k), _INTEGER[spec.dtype.storage.itemsize]
+        for i, level in enumerate(spec.scales):
+            held[f"scale{i}"] = (level.shape(n, k), _INTEGER[level.dtype.storage.itemsize])
+        if spec.zero is not None:
+            held["zero"] = (spec.zero.shape(n, k), _zero_storage(spec))
+        for i, level in enumerate(spec.minimum):
+            held[f"minimum{i}"] = (level.shape(n, k), _INTEGER[level.dtype.storage.itemsize])
+        if shape.bias:
+            held["bias"] = ((n,), torch.int32)
+        if shape.act_order:
+            held["perm"] = ((k,), torch.int32)
+        return held
+
+    def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
+        spec = shape.spec
+        codes = pack_bits(weight.codes, spec.dtype.bits, torch.uint8) if spec.quantized else weight.codes
+        out["codes"].copy_(as_integer(codes))
+        for i, scale in enumerate(weight.scales):
+            out[f"scale{i}"].copy_(as_integer(scale))
+        if weight.zero is not None:
+            out["zero"].copy_(as_integer(weight.zero) if out["zero"].dtype != torch.uint8 else weight.zero)
+        for i, level in enumerate(weight.minimum):
+            out[f"minimum{i}"].copy_(as_integer(level))
+        if shape.bias:
+            bias = weight.bias if weight.bias is not None else torch.zeros(shape.n)
+            out["bias"].copy_(as_integer(bias.float()))
+        if shape.act_order:
+            natural = torch.arange(shape.k, dtype=torch.int32)
+            out["perm"].copy_(natural if weight.perm is None else weight.perm)
+
+    def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
+        spec, k = shape.spec, shape.k
+        codes = unpack_bits(packed["codes"], spec.dtype.bits, k) if spec.quantized else packed["codes"]
+        zero = None
+        if spec.zero is not None:
+            stored = packed["zero"]
+            zero = stored.to(torch.int16) if stored.dtype == torch.uint8 else stored.view(spec.zero.dtype.storage)
+        return LogicalWeight(
+            spec,
+            codes.view(spec.dtype.storage),
+            tuple(packed[f"scale{i}"].view(s.dtype.storage) for i, s in enumerate(spec.scales)),
+            zero,
+            tuple(packed[f"minimum{i}"].view(s.dtype.storage) for i, s in enumerate(spec.minimum)),
+            bias=packed["bias"].view(torch.float32) if shape.bias else None,
+            perm=packed["perm"] if shape.act_order else None,
+        )
+
+
+def as_integer(tensor: Tensor) -> Tensor:
+    """The same bits under an integer dtype."""
+    return tensor.view(_INTEGER[tensor.dtype.itemsize])
+
+
+def _zero_storage(spec: QuantSpec) -> torch.dtype:
+    """Integer zero points reach 2**bits: a byte up to seven bits, two for eight."""
+    assert spec.zero is not None
+    if spec.zero.dtype == ZERO16:
+        return torch.uint8 if spec.dtype.bits < 8 else torch.int16
+    return _INTEGER[spec.zero.dtype.storage.itemsize]

@@ -1,0 +1,148 @@
+"""lancebill.h in ctypes: the same names and numbers (a test reads the header and compares)."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_void_p
+from enum import IntEnum
+
+ABI = 2
+
+
+class Codes(IntEnum):
+    """How codes become values."""
+
+    TABLE4 = 0
+    BYTE = 1
+    FLOAT8 = 2
+
+
+class Scale(IntEnum):
+    """The type of a group's scale."""
+
+    NONE = 0
+    BF16 = 1
+    F16 = 2
+    F32 = 3
+    E8M0 = 4
+    E4M3 = 5
+
+
+class Zero(IntEnum):
+    """What is subtracted: a byte before scaling, or a float after it."""
+
+    NONE = 0
+    U8 = 1
+    OFFSET_F32 = 2
+
+
+class Input(IntEnum):
+    """How a product's input is represented."""
+
+    BF16 = 0
+    F16 = 1
+    F32 = 2
+    INT8 = 3
+    E4M3 = 4
+
+
+class Float(IntEnum):
+    """The type of a caller's rows."""
+
+    BF16 = 0
+    F16 = 1
+    F32 = 2
+
+
+class Activation(IntEnum):
+    """The functions of `lancebill.activation`."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    SWIGLUOAI = 3
+    SWIGLUSTEP = 4
+    SITU = 5
+    RELU2_NO_MUL = 16
+    SILU_NO_MUL = 17
+    GELU_NO_MUL = 18
+    GELU_TANH_NO_MUL = 19
+
+
+class Level(IntEnum):
+    """Sets of instructions, each with kernels of its own."""
+
+    PORTABLE = 0
+    NEON = 1
+    AVX2 = 2
+    AVXVNNI = 3
+    AVX512VNNI = 4
+    AVX512 = 5
+    AMX = 6
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Matrix(Structure):
+    """One of the experts' matrices."""
+
+    _fields_ = [
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("group", c_int32),
+        ("codes", c_int32),
+        ("scale", c_int32),
+        ("zero", c_int32),
+        ("center", c_int32),
+        ("mantissa", c_int32),
+        ("step", c_float),
+        ("table", c_uint16 * 16),
+        ("code_bytes", c_void_p),
+        ("scale_bytes", c_void_p),
+        ("zero_bytes", c_void_p),
+        ("row_scale", c_void_p),
+        ("bias", c_void_p),
+        ("perm", c_void_p),
+        ("pre_scale", c_void_p),
+        ("input_scale", c_void_p),
+        ("input", c_int32),
+        ("input_group", c_int32),
+    ]
+
+
+class Layer(Structure):
+    """All of a layer's experts, or of a linear's."""
+
+    _fields_ = [
+        ("experts", c_int32),
+        ("activation", c_int32),
+        ("limit", c_float),
+        ("alpha", c_float),
+        ("beta", c_float),
+        ("w13", c_void_p),
+        ("w2", c_void_p),
+    ]
+
+
+class Work(Structure):
+    """Rows, where they go, and how to compute."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        ("x_type", c_int32),
+        ("out_type", c_int32),
+        ("tokens", c_int32),
+        ("top_k", c_int32),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("weight_on_input", c_int32),
+        ("offsets", c_void_p),
+        ("rows", c_void_p),
+        ("threads", c_int32),
+        ("level", c_int32),
+        ("tile_rows", c_int32),
+        ("scratch", c_void_p),
+    ]

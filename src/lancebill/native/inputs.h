@@ -1,0 +1,248 @@
+// A product's input: rounded or quantised as the matrix says, then written as the kernels read it.
+//
+// Integer kernels (TABLE4, BYTE) take signed bytes. INT8 inputs are one plane of them. All others are 16-bit integers
+// relative to the largest value of each group, as two planes: value = scale * (256 * high + low), in turns of eight
+// columns, so that kernels find both at fixed places. A group's record also holds what a sum of products starts at,
+// which is where centers and zero points go: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels take fp32, tiles take
+// bf16.
+#pragma once
+
+#include "convert.h"
+#include "plan.h"
+
+namespace lancebill {
+namespace {
+
+struct InputGroup {
+  float scale;
+  int32_t start[2];  // of the sums with the high and the low plane; with zero points: minus the plane's own sum
+  int32_t both;      // likewise, of one sum with both planes: only that of small table entries, where it fits
+  float sum;         // of the group's values, for offsets
+};
+
+constexpr float kTop16 = 127 * 256;  // 16-bit values reach this far, so that the high plane stays within 127
+constexpr float kTiny = 1e-30f;      // groups smaller than this count as zero: their reciprocals overflow
+
+constexpr int kTurn = 8;  // columns of a plane before those of the next
+
+// Where a column is in a record of so many planes.
+constexpr int in_record(int column, int plane, int planes) {
+  return (column / kTurn * planes + plane) * kTurn + column % kTurn;
+}
+
+inline int planes_of(const Packed& p) { return p.matrix->input == LANCEBILL_INPUT_INT8 ? 1 : 2; }
+
+inline int64_t operand_bytes(const Packed& p) {
+  const bool floats = p.matrix->codes == LANCEBILL_FLOAT8;
+  const int64_t numbers = floats ? 4 * p.columns : planes_of(p) * p.columns;
+  return round_up(numbers + p.groups * static_cast<int64_t>(floats ? sizeof(float) : sizeof(InputGroup)), kUnit);
+}
+
+// One line more than the row: rows that are a multiple of 4 KB apart would share their sets of the cache.
+inline int64_t tile_operand_bytes(const Packed& p) { return 2 * p.columns + kUnit; }
+
+// Work space of one thread.
+struct RowBuffers {
+  float *values, *spare, *scales;
+};
+
+inline RowBuffers row_buffers(const Call& call, int thread) {
+  float* base = reinterpret_cast<float*>(call.per_thread + thread * call.per_thread_bytes);
+  return {base, base + call.row_floats, base + 2 * call.row_floats};
+}
+
+inline void load_row(const void* x, int32_t type, int64_t first, int64_t count, float* values) {
+  if (type == LANCEBILL_F32) {
+    std::memcpy(values, static_cast<const float*>(x) + first, sizeof(float) * count);
+    return;
+  }
+  const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
+  if (type == LANCEBILL_BF16) {
+    for (int64_t k = 0; k < count; k++) values[k] = from_bf16(halves[k]);
+  } else {
+    for (int64_t k = 0; k < count; k++) values[k] = from_f16(halves[k]);
+  }
+}
+
+inline void store_row(const float* values, int64_t count, int32_t type, void* out, int64_t first) {
+  if (type == LANCEBILL_F32) {
+    std::memcpy(static_cast<float*>(out) + first, values, sizeof(float) * count);
+    return;
+  }
+  uint16_t* halves = static_cast<uint16_t*>(out) + first;
+  if (type == LANCEBILL_BF16) {
+    for (int64_t k = 0; k < count; k++) halves[k] = to_bf16(values[k]);
+  } else {
+    for (int64_t k = 0; k < count; k++) halves[k] = to_f16(values[k]);
+  }
+}
+
+// Largest magnitude, NaN counting as the largest of all: by bits, which order like the numbers they stand for.
+inline float largest(const float* values, int64_t count) {
+  int32_t bits = 0;
+  for (int64_t k = 0; k < count; k++) bits = most(bits, bits_as<int32_t>(values[k]) & 0x7fffffff);
+  return bits_as<float>(bits);
+}
+
+inline bool finite(float x) { return (bits_as<uint32_t>(x) & kExponentMask) != kExponentMask; }
+
+// The power of two at or above a normal number: as a step it keeps values of few bits, bf16 ones among them, exact.
+inline float power_of_two_from(float x) { return bits_as<float>((bits_as<uint32_t>(x) + 0x7fffff) & 0xff800000u); }
+
+inline void fill(float* values, int64_t count, float value) {
+  for (int64_t k = 0; k < count; k++) values[k] = value;
+}
+
+// One block in place: values become codes, and the scale comes back. The scale of what is not finite is NaN.
+inline float quantise_block(float* values, int64_t count, int32_t kind, const float* fixed) {
+  const float peak = largest(values, count);
+  if (!finite(peak)) {
+    fill(values, count, 0);
+    return __builtin_nanf("");
+  }
+  const double reach = kind == LANCEBILL_INPUT_INT8 ? 127 : 448;
+  const float scale = fixed != nullptr ? *fixed : peak == 0 ? 1.0f : most(static_cast<float>(peak / reach), 0x1p-149f);
+  if (kind == LANCEBILL_INPUT_INT8) {
+    for (int64_t k = 0; k < count; k++) values[k] = rint_small(least(most(values[k] / scale, -128.0f), 127.0f));
+  } else {
+    for (int64_t k = 0; k < count; k++) values[k] = round_e4m3(values[k] / scale);
+  }
+  return scale;
+}
+
+// The representation, in place. Scaled kinds leave codes, and a scale for each block of `block` columns.
+inline int64_t represent(const Packed& p, int64_t expert, float* values, float* scales) {
+  const lancebill_matrix& m = *p.matrix;
+  const int64_t count = m.columns;
+  if (m.input == LANCEBILL_INPUT_BF16) {
+    for (int64_t k = 0; k < count; k++) values[k] = round_bf16(values[k]);
+  } else if (m.input == LANCEBILL_INPUT_F16) {
+    for (int64_t k = 0; k < count; k++) values[k] = round_f16(values[k]);
+  } else if (m.input != LANCEBILL_INPUT_F32) {
+    const float* fixed = m.input_scale == nullptr ? nullptr : m.input_scale + expert;
+    const int64_t block = m.input_group == 0 || fixed != nullptr ? p.columns : m.input_group;
+    for (int64_t first = 0; first < p.columns; first += block) {
+      const int64_t size = least(block, count - first);  // none in the padding
+      scales[first / block] = size > 0 ? quantise_block(values + first, size, m.input, fixed) : 1.0f;
+    }
+    return block;
+  }
+  return 0;
+}
+
+inline void unscale(float* values, int64_t count, const float* scales, int64_t block) {
+  for (int64_t first = 0; first < count; first += block) {
+    for (int64_t k = first; k < least(first + block, count); k++) values[k] *= scales[first / block];
+  }
+}
+
+inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float total, float step) {
+  const int32_t factor = p.matrix->zero == LANCEBILL_ZERO_U8 ? 1 : p.matrix->center;
+  const int32_t high = -factor * sums[0], low = -factor * sums[1];
+  const uint32_t both = 256u * static_cast<uint32_t>(high) + static_cast<uint32_t>(low);  // may wrap
+  return {step * p.unit, {high, low}, static_cast<int32_t>(both), step * total};
+}
+
+// Bytes may alias anything: these loops become vectors only where nothing else is in sight.
+inline int32_t to_plane(const float* __restrict codes, int64_t count, int8_t* __restrict plane) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < count; k++) {
+    const int32_t q = to_int(codes[k]);
+    plane[k] = static_cast<int8_t>(q);
+    sum += q;
+  }
+  return sum;
+}
+
+inline void to_planes(const float* __restrict values, int64_t count, float to_code, int8_t* __restrict planes,
+                      int32_t sums[2]) {
+  int32_t high_sum = 0, low_sum = 0;
+  for (int64_t first = 0; first < count; first += kTurn) {
+    for (int k = 0; k < kTurn; k++) {
+      const int32_t q = to_int(values[first + k] * to_code), h = (q + 128) >> 8, l = q - 256 * h;
+      planes[2 * first + in_record(k, 0, 2)] = static_cast<int8_t>(h);
+      planes[2 * first + in_record(k, 1, 2)] = static_cast<int8_t>(l);
+      high_sum += h;
+      low_sum += l;
+    }
+  }
+  sums[0] = high_sum;
+  sums[1] = low_sum;
+}
+
+inline void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
+  int8_t* plane = reinterpret_cast<int8_t*>(record);
+  InputGroup* groups = reinterpret_cast<InputGroup*>(record + p.columns);
+  const int64_t count = static_cast<uint32_t>(p.matrix->group);
+  for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
+    const int32_t sums[2] = {to_plane(codes + first, count, plane + first), 0};
+    groups[g] = finish_group(p, sums, static_cast<float>(sums[0]), scales[first / block]);
+  }
+}
+
+// With `scales`, values are codes: of e4m3 almost all fit 16 bits exactly.
+inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block, uint8_t* record) {
+  int8_t* planes = reinterpret_cast<int8_t*>(record);
+  InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
+  const int64_t count = static_cast<uint32_t>(p.matrix->group);
+  for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
+    const float scale = scales == nullptr ? 1 : scales[first / block], peak = largest(values + first, count);
+    int32_t sums[2] = {0, 0};
+    if (!finite(peak) || peak < kTiny) {
+      std::memset(planes + 2 * first, 0, 2 * count);
+      groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 : __builtin_nanf(""));
+      continue;
+    }
+    // The least power of two that brings the largest within reach: 16-bit floats near it then lose nothing.
+    const uint32_t power = (bits_as<uint32_t>(peak / kTop16) + 0x7fffffu) & kExponentMask;
+    const float step = bits_as<float>(power), to_code = bits_as<float>((254u << 23) - power);
+    to_planes(values + first, count, to_code, planes + 2 * first, sums);
+    groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step * scale);
+  }
+}
+
+inline void write_floats(const Packed& p, const float* values, uint8_t* record) {
+  std::memcpy(record, values, sizeof(float) * p.columns);
+  float* sums = reinterpret_cast<float*>(record) + p.columns;
+  if (p.matrix->zero != LANCEBILL_ZERO_OFFSET_F32) return;  // nothing else reads them
+  for (int64_t g = 0; g < p.groups; g++) {
+    sums[g] = 0;
+    for (int64_t k = 0; k < p.matrix->group; k++) sums[g] += values[g * p.matrix->group + k];
+  }
+}
+
+// Row `slot` of `inputs` from the natural values in `rows.values`. `V`: the level's vectors, see kernel.h.
+template <class V>
+void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs,
+                        int64_t slot) {
+  const lancebill_matrix& m = *p.matrix;
+  if (m.pre_scale != nullptr) {
+    for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
+  }
+  const int64_t block = represent(p, expert, rows.values, rows.scales);
+  // Codes keep company with their scales as long as each group has but one of these.
+  const bool one_scale = m.perm == nullptr || block == p.columns;
+  const bool as_codes = block != 0 && (tiles || (m.codes != LANCEBILL_FLOAT8 && one_scale));
+  if (block != 0 && !as_codes) unscale(rows.values, m.columns, rows.scales, block);
+  if (m.perm != nullptr) {
+    for (int64_t k = 0; k < m.columns; k++) rows.spare[k] = rows.values[m.perm[expert * m.columns + k]];
+    float* swapped = rows.values;
+    rows.values = rows.spare;
+    rows.spare = swapped;
+  }
+  fill(rows.values + m.columns, p.columns - m.columns, 0);
+  inputs.shared[slot] = slot;
+  inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
+  if (tiles) {
+    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.own(slot));
+  } else if (m.codes == LANCEBILL_FLOAT8) {
+    write_floats(p, rows.values, inputs.own(slot));
+  } else if (m.input == LANCEBILL_INPUT_INT8) {
+    write_one_plane(p, rows.values, rows.scales, block, inputs.own(slot));
+  } else {
+    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own(slot));
+  }
+}
+
+}  // namespace
+}  // namespace lancebill

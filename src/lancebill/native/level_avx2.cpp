@@ -1,0 +1,9 @@
+// flags x86_64: -mavx2 -mfma -mf16c
+#include "layer.h"
+#include "plan.h"
+#include "vector_avx2.h"
+
+const lancebill::Level* lancebill::level_avx2() {
+  static constexpr Level level = {"avx2", Avx2::tiles, run_layer<Avx2>};
+  return &level;
+}

@@ -1,0 +1,208 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "convert.h"
+#include "inputs.h"
+
+namespace lancebill {
+namespace {
+
+constexpr int kTileRowsByDefault = 6;
+constexpr int kPlaneBase = 128;  // table entries are 128 * high + low: no product of bytes then saturates on AVX2
+constexpr int kMaxEntry = kPlaneBase * kPlaneBase - 1;
+
+constexpr int kScaleBytes[] = {0, 2, 2, 4, 1, 1};  // by enum lancebill_scale
+constexpr int kZeroBytes[] = {0, 1, 4};            // by enum lancebill_zero
+
+bool within(int32_t value, int32_t low, int32_t high) { return low <= value && value <= high; }
+
+int minifloat_bias(int mantissa) { return (1 << (6 - mantissa)) - 1; }
+
+float minifloat(uint32_t code, int mantissa) {
+  const int bias = minifloat_bias(mantissa);
+  const int exponent = static_cast<int>((code & 0x7f) >> mantissa);
+  const float fraction = static_cast<float>(code & ((1u << mantissa) - 1)) / static_cast<float>(1 << mantissa);
+  const float size = exponent == 0 ? std::ldexp(fraction, 1 - bias) : std::ldexp(1 + fraction, exponent - bias);
+  return code & 0x80 ? -size : size;
+}
+
+bool sound(const lancebill_matrix& m) {
+  const bool table = m.codes == LANCEBILL_TABLE4, floats = m.codes == LANCEBILL_FLOAT8;
+  if (m.rows < 1 || m.columns < 1 || !within(m.codes, LANCEBILL_TABLE4, LANCEBILL_FLOAT8)) return false;
+  if (m.group != 16 && m.group != 32 && m.group != 64 && m.group != 128) return false;
+  if (!within(m.scale, LANCEBILL_SCALE_NONE, LANCEBILL_SCALE_E4M3)) return false;
+  if (!within(m.zero, LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_OFFSET_F32)) return false;
+  if (!within(m.input, LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_E4M3)) return false;
+  if (m.input_group < 0 || m.input_group % m.group != 0) return false;
+  if (m.code_bytes == nullptr || (m.scale_bytes == nullptr) != (m.scale == LANCEBILL_SCALE_NONE)) return false;
+  if ((m.zero_bytes == nullptr) != (m.zero == LANCEBILL_ZERO_NONE)) return false;
+  if (floats && (!within(m.mantissa, 2, 4) || m.zero == LANCEBILL_ZERO_U8)) return false;
+  if (table && *std::max_element(m.table, m.table + 16) > kMaxEntry) return false;
+  if (!floats && !within(m.center, 0, kMaxEntry)) return false;
+  // Columns that change places after they were quantised group by group belong to no group any more.
+  return !(m.perm != nullptr && m.input == LANCEBILL_INPUT_INT8 && m.input_group != 0 && m.input_scale == nullptr);
+}
+
+int32_t fit_layer(const lancebill_layer& layer, Call& call) {
+  if (layer.experts < 1 || layer.w13 == nullptr) return LANCEBILL_BAD_LAYER;
+  if (!sound(*layer.w13) || (layer.w2 != nullptr && !sound(*layer.w2))) return LANCEBILL_BAD_MATRIX;
+  call.two_products = layer.w2 != nullptr;
+  if (!call.two_products) {
+    call.last = describe(*layer.w13, false);
+    return LANCEBILL_OK;
+  }
+  const bool alone = within(layer.activation, LANCEBILL_RELU2_NO_MUL, LANCEBILL_GELU_TANH_NO_MUL);
+  call.gated = within(layer.activation, LANCEBILL_SILU, LANCEBILL_SITU);
+  call.intermediate = layer.w2->columns;
+  if (!call.gated && !alone) return LANCEBILL_BAD_LAYER;
+  if (layer.w13->rows != layer.w2->columns * (call.gated ? 2 : 1)) return LANCEBILL_BAD_LAYER;
+  if (layer.limit <= 0 && within(layer.activation, LANCEBILL_SWIGLUOAI, LANCEBILL_SWIGLUSTEP)) return LANCEBILL_BAD_LAYER;
+  call.first = describe(*layer.w13, call.gated);
+  call.last = describe(*layer.w2, false);
+  return LANCEBILL_OK;
+}
+
+int32_t fit_work(const lancebill_layer& layer, const lancebill_work& work, Call& call) {
+  const bool indexed = call.by_tokens();
+  if (indexed == (work.offsets != nullptr) || work.threads < 1) return LANCEBILL_BAD_WORK;
+  if (!within(work.x_type, LANCEBILL_BF16, LANCEBILL_F32) || !within(work.out_type, LANCEBILL_BF16, LANCEBILL_F32)) {
+    return LANCEBILL_BAD_WORK;
+  }
+  if (indexed && (work.tokens < 0 || work.top_k < 1)) return LANCEBILL_BAD_WORK;
+  call.slots = indexed ? int64_t{work.tokens} * work.top_k : work.offsets[layer.experts];
+  call.summed_rows = indexed ? work.tokens : 0;
+  return call.slots < 0 || (call.slots > 0 && (!work.x || !work.out)) ? LANCEBILL_BAD_WORK : LANCEBILL_OK;
+}
+
+// Hands out aligned pieces of the scratch, or with no memory only counts them.
+class Carver {
+ public:
+  explicit Carver(uint8_t* memory) : memory_(memory) {}
+
+  template <class T>
+  void take(T*& piece, int64_t count) {
+    piece = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used_);
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), kUnit);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  uint8_t* memory_;
+  int64_t used_ = 0;
+};
+
+void lay_out_inputs(Carver& carver, const Call& call, const Packed& packed, Inputs& inputs) {
+  const bool tiles = call.tile_rows > 0 && fits_tiles(packed);
+  inputs.stride = most(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
+  const int64_t spare = tiles ? kRows - 1 : 0;  // the last tile of inputs is read whole
+  carver.take(inputs.records, (call.slots + spare) * inputs.stride);
+  carver.take(inputs.shared, call.slots);
+  carver.take(inputs.factors, call.slots);
+}
+
+}  // namespace
+
+Packed describe(const lancebill_matrix& m, bool gated) {
+  Packed p;
+  p.matrix = &m;
+  p.strip = m.codes == LANCEBILL_TABLE4 ? 2 : 1;
+  p.rows = gated ? 2 * round_up(m.rows / 2, kRows) : round_up(m.rows, p.strip * kRows);
+  p.columns = round_up(m.columns, std::max(m.group, kTileColumns));
+  p.blocks = static_cast<int32_t>(p.rows / kRows);
+  p.groups = static_cast<int32_t>(p.columns / m.group);
+  p.strip_bytes = p.columns * kRows;
+  p.scale_row = kRows * kScaleBytes[m.scale];
+  p.zero_row = kRows * kZeroBytes[m.zero];
+  p.scale_block = int64_t{p.groups} * p.scale_row;
+  p.zero_block = int64_t{p.groups} * p.zero_row;
+  const int32_t top = m.codes == LANCEBILL_TABLE4 ? *std::max_element(m.table, m.table + 16) : 0;
+  p.two_planes = top >= kPlaneBase;
+  p.small_entries = top <= 31;
+  p.plain_entries = m.codes == LANCEBILL_TABLE4;
+  for (int i = 0; i < 16; i++) p.plain_entries = p.plain_entries && m.table[i] == i;
+  p.unit = m.step * (m.scale == LANCEBILL_SCALE_E4M3 ? kE4m3Unit : 1);
+  if (m.codes == LANCEBILL_FLOAT8) p.minifloat_unit = std::ldexp(1.0f, 15 - minifloat_bias(m.mantissa));  // fp16's is 15
+  const int32_t center = m.zero == LANCEBILL_ZERO_U8 ? 0 : m.center;
+  for (int i = 0; i < 16; i++) p.values[i] = static_cast<float>(m.table[i] - center);
+  for (uint32_t i = 0; i < 256; i++) {
+    p.minifloats[i] = m.codes == LANCEBILL_FLOAT8 ? minifloat(i, m.mantissa) : 0;
+  }
+  return p;
+}
+
+bool fits_tiles(const Packed& packed) {
+  const lancebill_matrix& m = *packed.matrix;
+  const bool quantised = m.input == LANCEBILL_INPUT_INT8 || m.input == LANCEBILL_INPUT_E4M3;
+  return m.input == LANCEBILL_INPUT_BF16 || (quantised && (m.input_group == 0 || m.input_scale != nullptr));
+}
+
+int32_t plan(const lancebill_layer* layer, const lancebill_work* work, bool tiles, Call& call) {
+  if (layer == nullptr) return LANCEBILL_BAD_LAYER;
+  if (work == nullptr) return LANCEBILL_BAD_WORK;
+  call.layer = layer;
+  call.work = work;
+  if (const int32_t status = fit_layer(*layer, call)) return status;
+  if (const int32_t status = fit_work(*layer, *work, call)) return status;
+  if (tiles && work->tile_rows >= 0) call.tile_rows = work->tile_rows == 0 ? kTileRowsByDefault : work->tile_rows;
+  return LANCEBILL_OK;
+}
+
+int64_t lay_out(Call& call, uint8_t* memory) {
+  Carver carver(memory);
+  carver.take(call.offsets, call.layer->experts + 1);
+  carver.take(call.active, call.layer->experts);
+  carver.take(call.row_of, call.slots);
+  carver.take(call.weight_of, call.slots);
+  carver.take(call.slot_of, call.by_tokens() ? call.slots : 0);
+  if (call.two_products) {
+    lay_out_inputs(carver, call, call.first, call.first_inputs);
+    carver.take(call.hidden, call.slots * call.hidden_stride());
+  }
+  lay_out_inputs(carver, call, call.last, call.last_inputs);
+  carver.take(call.sums, call.summed_rows * call.last.rows);
+  call.row_floats = most(call.first.columns, call.last.columns);
+  const int64_t expanded = call.tile_rows > 0 ? 2 * kRows * 2 * call.row_floats : 0;  // two row blocks in bf16
+  call.per_thread_bytes = round_up(3 * 4 * call.row_floats + expanded, 4096);         // threads share no page
+  carver.take(call.per_thread, call.per_thread_bytes * call.work->threads);
+  return carver.used();
+}
+
+int32_t sort_slots(Call& call) {
+  const lancebill_work& work = *call.work;
+  const int32_t experts = call.layer->experts;
+  std::memset(call.offsets, 0, sizeof(int64_t) * (experts + 1));
+  if (!call.by_tokens()) {
+    std::copy_n(work.offsets, experts + 1, call.offsets);
+    for (int64_t s = 0; s < call.slots; s++) {
+      call.row_of[s] = work.rows == nullptr ? s : work.rows[s];
+      call.weight_of[s] = 1;
+    }
+  } else {
+    const auto ours = [&](int32_t id) { return id >= 0 && id < experts; };
+    for (int64_t i = 0; i < call.slots; i++) {
+      if (ours(work.ids[i])) call.offsets[work.ids[i]]++;
+    }
+    int64_t end = 0;  // counts become ends, and each expert's slots are filled from its end backwards: in order
+    for (int32_t e = 0; e < experts; e++) call.offsets[e] = end += call.offsets[e];
+    call.offsets[experts] = end;
+    for (int64_t i = call.slots; i-- > 0;) {
+      call.slot_of[i] = -1;
+      if (!ours(work.ids[i])) continue;
+      const int64_t s = call.slot_of[i] = --call.offsets[work.ids[i]];
+      call.row_of[s] = i / work.top_k;
+      call.weight_of[s] = work.weights == nullptr ? 1 : work.weights[i];
+    }
+  }
+  call.actives = 0;
+  for (int32_t e = 0; e < experts; e++) {
+    if (call.offsets[e] > call.offsets[e + 1]) return LANCEBILL_BAD_WORK;
+    if (call.offsets[e] < call.offsets[e + 1]) call.active[call.actives++] = e;
+  }
+  return LANCEBILL_OK;
+}
+
+}  // namespace lancebill

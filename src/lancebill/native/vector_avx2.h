@@ -1,0 +1,186 @@
+// Vectors of sixteen rows, as two registers each: AVX2, FMA and F16C; with AVX-VNNI its dot product.
+#pragma once
+
+#include <immintrin.h>
+
+#include "convert.h"
+#include "plan.h"
+
+namespace lancebill {
+namespace {
+
+struct Avx2 {
+  static constexpr int lanes = 16;
+  static constexpr int together(int sums) { return sums <= 2 ? 2 : 1; }  // of two registers each, with as many for shorts
+  static constexpr bool tiles = false;
+  static constexpr bool plain_nibbles = true;
+  static constexpr bool whole_bytes = false;
+  struct Codes {
+    __m256i part[2];
+  };
+  struct I32 {
+    __m256i part[2];
+  };
+  struct F32 {
+    __m256 part[2];
+  };
+  using Table = __m256i;
+
+#ifdef __AVXVNNI__
+  static constexpr int rows = 2;  // sums of more, with inputs of two planes, would not leave registers enough
+  static constexpr bool fetches_twice = true;
+  static constexpr bool split_bytes = false;
+  static constexpr bool short_sums = false;
+  static I32 dot(I32 sum, Codes codes, const int8_t* x) {
+    const __m256i inputs = four(x);
+    return each<I32>([&](int i) { return _mm256_dpbusd_avx_epi32(sum.part[i], codes.part[i], inputs); });
+  }
+#else
+  static constexpr int rows = 3;
+  static constexpr bool fetches_twice = false;
+  // vpmaddubsw adds two products in 16 bits, where only codes of 7 bits cannot saturate.
+  static constexpr bool split_bytes = true;
+  static I32 dot(I32 sum, Codes codes, const int8_t* x) {
+    const __m256i inputs = four(x);
+    return each<I32>([&](int i) { return widened(sum.part[i], _mm256_maddubs_epi16(codes.part[i], inputs), 1); });
+  }
+
+  // Products of 16 columns with codes up to 31 are added before they are widened, as 4 * 2 * 31 * 128 fits 16 bits, and
+  // those of 32 columns with codes up to 15.
+  static constexpr bool short_sums = true;
+  static Codes short_products(Codes codes, const int8_t* x) {
+    const __m256i inputs = four(x);
+    return each<Codes>([&](int i) { return _mm256_maddubs_epi16(codes.part[i], inputs); });
+  }
+  static Codes add_shorts(Codes a, Codes b) {
+    return each<Codes>([&](int i) { return here(_mm256_add_epi16(a.part[i], b.part[i])); });
+  }
+  static I32 add_widened(I32 sum, Codes shorts, int16_t factor) {
+    return each<I32>([&](int i) { return widened(sum.part[i], shorts.part[i], factor); });
+  }
+#endif
+
+  static Codes load(const uint8_t* p) {
+    return each<Codes>([&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i); });
+  }
+  static Table table(const uint8_t* entries) { return _mm256_broadcastsi128_si256(sixteen(entries)); }
+  static Codes low(Table table, Codes codes) { return look_up(table, low_nibbles(codes)); }
+  static Codes high(Table table, Codes codes) { return look_up(table, high_nibbles(codes)); }
+  static Codes low_nibbles(Codes codes) {
+    return each<Codes>([&](int i) { return low_nibble(codes.part[i]); });
+  }
+  static Codes high_nibbles(Codes codes) {
+    return each<Codes>([&](int i) { return low_nibble(_mm256_srli_epi16(codes.part[i], 4)); });
+  }
+  static Codes low_bits(Codes codes) {
+    return each<Codes>([&](int i) { return _mm256_and_si256(codes.part[i], _mm256_set1_epi8(127)); });
+  }
+  static Codes top_bit(Codes codes) {
+    const __m256i one = _mm256_set1_epi8(1);
+    return each<Codes>([&](int i) { return _mm256_and_si256(_mm256_srli_epi16(codes.part[i], 7), one); });
+  }
+
+  static I32 broadcast(int32_t value) {
+    return each<I32>([&](int) { return _mm256_set1_epi32(value); });
+  }
+  static I32 add(I32 a, I32 b) {
+    return each<I32>([&](int i) { return _mm256_add_epi32(a.part[i], b.part[i]); });
+  }
+  static I32 multiply(I32 a, I32 b) {
+    return each<I32>([&](int i) { return _mm256_mullo_epi32(a.part[i], b.part[i]); });
+  }
+  template <int Bits>
+  static I32 shift_left(I32 a) {
+    return each<I32>([&](int i) { return _mm256_slli_epi32(a.part[i], Bits); });
+  }
+  static I32 zeros(const uint8_t* p, int) {
+    return each<I32>([&](int i) { return _mm256_cvtepu8_epi32(eight(p + 8 * i)); });
+  }
+
+  static F32 zero() { return spread(0); }
+  static F32 spread(float value) {
+    return each<F32>([&](int) { return _mm256_set1_ps(value); });
+  }
+  static F32 sum(F32 a, F32 b) {
+    return each<F32>([&](int i) { return _mm256_add_ps(a.part[i], b.part[i]); });
+  }
+  static F32 mul(F32 a, F32 b) {
+    return each<F32>([&](int i) { return _mm256_mul_ps(a.part[i], b.part[i]); });
+  }
+  static F32 fma(F32 a, F32 b, F32 c) {
+    return each<F32>([&](int i) { return _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]); });
+  }
+  static F32 to_float(I32 a) {
+    return each<F32>([&](int i) { return _mm256_cvtepi32_ps(a.part[i]); });
+  }
+  static F32 floats(const uint8_t* p, int) {
+    return each<F32>([&](int i) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p) + 8 * i); });
+  }
+  static void store(float* p, F32 a) {
+    for (int i = 0; i < 2; i++) _mm256_storeu_ps(p + 8 * i, a.part[i]);
+  }
+
+  static F32 scales(int32_t kind, const uint8_t* p, int) {
+    switch (kind) {
+      case LANCEBILL_SCALE_BF16:
+        return each<F32>([&](int i) { return shifted(_mm256_cvtepu16_epi32(sixteen(p + 16 * i)), 16); });
+      case LANCEBILL_SCALE_F16:
+        return each<F32>([&](int i) { return _mm256_cvtph_ps(sixteen(p + 16 * i)); });
+      case LANCEBILL_SCALE_F32: return floats(p, 0);
+      case LANCEBILL_SCALE_E8M0:
+        return each<F32>([&](int i) { return shifted(_mm256_cvtepu8_epi32(eight(p + 8 * i)), 23); });
+      case LANCEBILL_SCALE_E4M3:
+        return each<F32>([&](int i) { return halves(eight(p + 8 * i), 7, _mm_set1_epi16(int16_t{-0x4001})); });
+      default: return spread(1);
+    }
+  }
+
+  // The bits of a minifloat moved to where fp16 has them; the difference of biases is part of `unit`.
+  struct Minifloat {
+    int shift;
+    __m128i mask;
+    F32 unit;
+    explicit Minifloat(const Packed& p)
+        : shift(10 - p.matrix->mantissa),
+          mask(_mm_set1_epi16(static_cast<int16_t>(0x8000 | (0x7f << shift)))),
+          unit(spread(p.unit * p.minifloat_unit)) {}
+    F32 decode(const uint8_t* p) const {
+      return each<F32>([&](int i) { return halves(eight(p + 8 * i), shift, mask); });
+    }
+  };
+
+ private:
+  template <class Vector, class Function>
+  LANCEBILL_INLINE static Vector each(Function function) {
+    return {{function(0), function(1)}};
+  }
+  // An addition that compilers do not put off until all products are there, more than the registers hold.
+  static __m256i here(__m256i sum) {
+#ifdef __x86_64__  // not where it is emulated
+    __asm__ volatile("" : "+x"(sum));
+#endif
+    return sum;
+  }
+  static __m256i widened(__m256i sum, __m256i pairs, int16_t factor) {
+    return here(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor))));
+  }
+  static Codes look_up(Table table, Codes nibbles) {
+    return each<Codes>([&](int i) { return _mm256_shuffle_epi8(table, nibbles.part[i]); });
+  }
+  static __m256i low_nibble(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+  static __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+  static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static __m256 shifted(__m256i bits, int by) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits, by)); }
+  static __m256 halves(__m128i bytes, int shift, __m128i mask) {  // sign-extended: the sign is already the top bit
+    const __m128i wide = _mm_cvtepi8_epi16(bytes);
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_sll_epi16(wide, _mm_cvtsi32_si128(shift)), mask));
+  }
+  static __m256i four(const int8_t* x) {
+    int32_t word;
+    __builtin_memcpy(&word, x, 4);
+    return _mm256_set1_epi32(word);
+  }
+};
+
+}  // namespace
+}  // namespace lancebill

@@ -1,0 +1,109 @@
+// Vectors of sixteen rows, a whole unit of codes at once: AVX-512 with VNNI; with VBMI its look-up of bytes.
+#pragma once
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include "plan.h"
+
+namespace lancebill {
+namespace {
+
+struct Avx512 {
+  static constexpr int lanes = 16;
+  static constexpr int rows = 4;
+  static constexpr int together(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
+  static constexpr bool fetches_twice = true;
+  static constexpr bool split_bytes = false;
+  static constexpr bool short_sums = false;
+  static constexpr bool plain_nibbles = true;
+  static constexpr bool whole_bytes = true;
+  static constexpr bool tiles = false;
+  using Codes = __m512i;
+  using Table = __m512i;
+  using I32 = __m512i;
+  using F32 = __m512;
+
+  static I32 dot(I32 sum, Codes codes, const int8_t* x) {
+    int32_t word;
+    __builtin_memcpy(&word, x, 4);
+    return here(_mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word)));
+  }
+
+  static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(sixteen(entries)); }
+  static Codes load(const uint8_t* p) { return here(_mm512_loadu_si512(p)); }
+  static Codes low(Table table, Codes codes) { return look_up(table, codes); }
+  static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
+  static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
+
+  static I32 broadcast(int32_t value) { return _mm512_set1_epi32(value); }
+  static I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+  static I32 subtract(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
+  static I32 multiply(I32 a, I32 b) { return _mm512_mullo_epi32(a, b); }
+  template <int Bits>
+  static I32 shift_left(I32 a) { return _mm512_slli_epi32(a, Bits); }
+  static I32 zeros(const uint8_t* p, int) { return _mm512_cvtepu8_epi32(sixteen(p)); }
+
+  static F32 zero() { return _mm512_setzero_ps(); }
+  static F32 spread(float value) { return _mm512_set1_ps(value); }
+  static F32 sum(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+  static F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+  static F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+  static F32 to_float(I32 a) { return _mm512_cvtepi32_ps(a); }
+  static F32 floats(const uint8_t* p, int) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F32 a) { _mm512_storeu_ps(p, a); }
+
+  static F32 scales(int32_t kind, const uint8_t* p, int) {
+    switch (kind) {
+      case LANCEBILL_SCALE_BF16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(thirty_two(p)), 16));
+      case LANCEBILL_SCALE_F16: return _mm512_cvtph_ps(thirty_two(p));
+      case LANCEBILL_SCALE_F32: return _mm512_loadu_ps(p);
+      case LANCEBILL_SCALE_E8M0: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sixteen(p)), 23));
+      case LANCEBILL_SCALE_E4M3: return halves(sixteen(p), 7, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+      default: return spread(1);
+    }
+  }
+
+  // The bits of a minifloat moved to where fp16 has them; the difference of biases is part of `unit`.
+  struct Minifloat {
+    int shift;
+    __m256i mask;
+    F32 unit;
+    explicit Minifloat(const Packed& p)
+        : shift(10 - p.matrix->mantissa),
+          mask(_mm256_set1_epi16(static_cast<int16_t>(0x8000 | (0x7f << shift)))),
+          unit(spread(p.unit * p.minifloat_unit)) {}
+    F32 decode(const uint8_t* p) const { return halves(sixteen(p), shift, mask); }
+  };
+
+ private:
+  // Sums in their own registers from product to product, and codes in one: GCC else moves all sums to others and back
+  // in every step of a loop, and loads codes once for each use.
+  static __m512i here(__m512i value) {
+#ifdef __x86_64__  // not where it is emulated
+    __asm__("" : "+v"(value));
+#endif
+    return value;
+  }
+  // By the low nibble of each byte. vpermb looks at six bits of an index: with the sixteen entries four times over the
+  // upper two do not matter, and no nibble needs to be masked.
+  static Codes look_up(Table table, Codes bytes) {
+#ifdef __AVX512VBMI__
+    return _mm512_permutexvar_epi8(bytes, table);
+#else
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(bytes, _mm512_set1_epi8(15)));
+#endif
+  }
+  static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static __m256i thirty_two(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static F32 halves(__m128i bytes, int shift, __m256i mask) {  // sign-extended: the sign is already the top bit
+    const __m256i wide = _mm256_cvtepi8_epi16(bytes);
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(wide, _mm_cvtsi32_si128(shift)), mask));
+  }
+};
+
+}  // namespace
+}  // namespace lancebill

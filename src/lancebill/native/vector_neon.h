@@ -1,0 +1,144 @@
+// Vectors of sixteen rows on ARM, as four registers each: NEON with dot products of bytes.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "convert.h"
+#include "plan.h"
+
+namespace lancebill {
+namespace {
+
+struct Neon {
+  static constexpr int lanes = 16;
+  static constexpr int rows = 2;  // of inputs at once: four would not leave registers enough
+  static constexpr int together(int) { return 1; }
+  static constexpr bool fetches_twice = false;
+  static constexpr bool split_bytes = true;  // SDOT takes both sides as signed
+  static constexpr bool short_sums = false;
+  static constexpr bool plain_nibbles = false;
+  static constexpr bool tiles = false;
+  struct Codes {
+    uint8x16_t part[4];
+  };
+  struct I32 {
+    int32x4_t part[4];
+  };
+  struct F32 {
+    float32x4_t part[4];
+  };
+  using Table = uint8x16_t;
+
+  static I32 dot(I32 sum, Codes codes, const int8_t* x) {
+    const int8x16_t four = vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const Word*>(x)));
+    return each<I32>([&](int i) { return vdotq_s32(sum.part[i], vreinterpretq_s8_u8(codes.part[i]), four); });
+  }
+
+  static Codes load(const uint8_t* p) {
+    return each<Codes>([&](int i) { return vld1q_u8(p + 16 * i); });
+  }
+  static Table table(const uint8_t* entries) { return vld1q_u8(entries); }
+  static Codes low(Table table, Codes codes) {
+    return each<Codes>([&](int i) { return vqtbl1q_u8(table, vandq_u8(codes.part[i], vdupq_n_u8(15))); });
+  }
+  static Codes high(Table table, Codes codes) {
+    return each<Codes>([&](int i) { return vqtbl1q_u8(table, vshrq_n_u8(codes.part[i], 4)); });
+  }
+  static Codes low_bits(Codes codes) {
+    return each<Codes>([&](int i) { return vandq_u8(codes.part[i], vdupq_n_u8(127)); });
+  }
+  static Codes top_bit(Codes codes) {
+    return each<Codes>([&](int i) { return vshrq_n_u8(codes.part[i], 7); });
+  }
+
+  static I32 broadcast(int32_t value) {
+    return each<I32>([&](int) { return vdupq_n_s32(value); });
+  }
+  static I32 add(I32 a, I32 b) {
+    return each<I32>([&](int i) { return vaddq_s32(a.part[i], b.part[i]); });
+  }
+  static I32 multiply(I32 a, I32 b) {
+    return each<I32>([&](int i) { return vmulq_s32(a.part[i], b.part[i]); });
+  }
+  template <int Bits>
+  static I32 shift_left(I32 a) {
+    return each<I32>([&](int i) { return vshlq_n_s32(a.part[i], Bits); });
+  }
+  static I32 zeros(const uint8_t* p, int) {
+    return each<I32>([&](int i) { return vreinterpretq_s32_u32(bytes(p, i)); });
+  }
+
+  static F32 zero() { return spread(0); }
+  static F32 spread(float value) {
+    return each<F32>([&](int) { return vdupq_n_f32(value); });
+  }
+  static F32 sum(F32 a, F32 b) {
+    return each<F32>([&](int i) { return vaddq_f32(a.part[i], b.part[i]); });
+  }
+  static F32 mul(F32 a, F32 b) {
+    return each<F32>([&](int i) { return vmulq_f32(a.part[i], b.part[i]); });
+  }
+  static F32 fma(F32 a, F32 b, F32 c) {
+    return each<F32>([&](int i) { return vfmaq_f32(c.part[i], a.part[i], b.part[i]); });
+  }
+  static F32 to_float(I32 a) {
+    return each<F32>([&](int i) { return vcvtq_f32_s32(a.part[i]); });
+  }
+  static F32 floats(const uint8_t* p, int) {
+    return each<F32>([&](int i) { return vreinterpretq_f32_u8(vld1q_u8(p + 16 * i)); });
+  }
+  static void store(float* p, F32 a) {
+    for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.part[i]);
+  }
+
+  static F32 scales(int32_t kind, const uint8_t* p, int) {
+    switch (kind) {
+      case LANCEBILL_SCALE_BF16:
+        return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(four_halves(p, i), 16)); });
+      case LANCEBILL_SCALE_F16:
+        return each<F32>([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(four_halves(p, i))); });
+      case LANCEBILL_SCALE_F32: return floats(p, 0);
+      case LANCEBILL_SCALE_E8M0:
+        return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(bytes(p, i), 23)); });
+      case LANCEBILL_SCALE_E4M3: return halves(p, vdupq_n_s16(7), vdupq_n_u16(0xbfff));
+      default: return spread(1);
+    }
+  }
+
+  // The bits of a minifloat moved to where fp16 has them; the difference of biases is part of `unit`.
+  struct Minifloat {
+    int16x8_t shift;
+    uint16x8_t mask;
+    F32 unit;
+    explicit Minifloat(const Packed& p)
+        : shift(vdupq_n_s16(static_cast<int16_t>(10 - p.matrix->mantissa))),
+          mask(vdupq_n_u16(static_cast<uint16_t>(0x8000 | (0x7f << (10 - p.matrix->mantissa))))),
+          unit(spread(p.unit * p.minifloat_unit)) {}
+    F32 decode(const uint8_t* p) const { return halves(p, shift, mask); }
+  };
+
+ private:
+  typedef int32_t Word __attribute__((aligned(1), may_alias));  // four bytes of a row, wherever they lie
+
+  template <class Vector, class Function>
+  LANCEBILL_INLINE static Vector each(Function function) {
+    return {{function(0), function(1), function(2), function(3)}};
+  }
+  static uint16x4_t four_halves(const uint8_t* p, int i) { return vreinterpret_u16_u8(vld1_u8(p + 8 * i)); }
+  static uint32x4_t bytes(const uint8_t* p, int i) {
+    const uint8x16_t all = vld1q_u8(p);
+    const uint16x8_t half = vmovl_u8(i < 2 ? vget_low_u8(all) : vget_high_u8(all));
+    return vmovl_u16(i % 2 == 0 ? vget_low_u16(half) : vget_high_u16(half));
+  }
+  static F32 halves(const uint8_t* p, int16x8_t shift, uint16x8_t mask) {  // sign-extended: the sign is already on top
+    const int8x16_t all = vreinterpretq_s8_u8(vld1q_u8(p));
+    const uint16x8_t first = vandq_u16(vreinterpretq_u16_s16(vshlq_s16(vmovl_s8(vget_low_s8(all)), shift)), mask);
+    const uint16x8_t last = vandq_u16(vreinterpretq_u16_s16(vshlq_s16(vmovl_s8(vget_high_s8(all)), shift)), mask);
+    const float16x8_t a = vreinterpretq_f16_u16(first), b = vreinterpretq_f16_u16(last);
+    return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_f32_f16(vget_high_f16(a)), vcvt_f32_f16(vget_low_f16(b)),
+             vcvt_f32_f16(vget_high_f16(b))}};
+  }
+};
+
+}  // namespace
+}  // namespace lancebill

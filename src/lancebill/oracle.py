@@ -1,0 +1,124 @@
+"""Which backend computes a problem on a device, and why not the others.
+
+Every backend gives all its reasons; the cheapest supported one by its plan's estimate is chosen,
+ties by name. An explicit request is honoured or refused with the whole table, never replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lancebill.backends import registry
+from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.errors import UnsupportedProblem
+from lancebill.problem import Device, Problem, parse_device
+
+AUTO = "auto"
+TYPICAL_TOKENS = 64  # the batch that estimates are compared at, where none is given
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend's answer: supported when there are no reasons."""
+
+    backend: Backend
+    reasons: tuple[Reason, ...]
+    plan: Plan | None
+
+    @property
+    def supported(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend taken, everyone's verdict, and what was asked."""
+
+    problem: Problem
+    device: Device
+    requested: str
+    verdicts: tuple[Verdict, ...]
+    chosen: Verdict | None
+
+    @property
+    def backend(self) -> Backend:
+        """The chosen backend; raises the table of reasons where there is none."""
+        if self.chosen is None:
+            raise self.refusal()
+        return self.chosen.backend
+
+    def refusal(self) -> UnsupportedProblem:
+        """The error that is the table."""
+        return UnsupportedProblem(self.table(), where=f"{self.requested} on {self.device}")
+
+    def table(self) -> str:
+        """Every backend and why, as text."""
+        lines = ["no backend computes this" if self.chosen is None else f"{self.chosen.backend.name} computes this"]
+        for verdict in self.verdicts:
+            lines.append(f"  {verdict.backend.name}: {self.why(verdict)}")
+        return "\n".join(lines)
+
+    def why(self, verdict: Verdict) -> str:
+        """One backend's place in the choice, in words."""
+        if not verdict.supported:
+            return "; ".join(str(reason) for reason in verdict.reasons)
+        estimate = f"about {verdict.plan.estimate_us:,.0f} us" if verdict.plan else "no estimate"
+        if self.chosen is not None and verdict.backend is self.chosen.backend:
+            return f"chosen, {estimate}"
+        note = "only on request" if verdict.backend.on_request else "supported, slower"
+        return f"{note}, {estimate}"
+
+    def describe(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "choice": None if self.chosen is None else self.chosen.backend.name,
+            "requested": self.requested,
+            "device": str(self.device),
+            "problem": self.problem.describe(),
+            "backends": [
+                {
+                    "name": v.backend.name,
+                    "supported": v.supported,
+                    "reasons": [{"code": r.code, "text": r.text, "hint": r.hint} for r in v.reasons],
+                    "estimate_us": v.plan.estimate_us if v.plan else None,
+                }
+                for v in self.verdicts
+            ],
+        }
+
+
+def explain(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
+    """Everyone's verdict and the choice; nothing is raised but for an unknown name.
+
+    `device` may be named: `cpu`, `cuda:0`, or one that is not here, such as `sm_90`.
+    """
+    backends = registry()
+    device = parse_device(device) if isinstance(device, str) else device
+    if requested != AUTO and requested not in backends:
+        raise UnsupportedProblem(
+            f"no backend is called '{requested}'", expected=f"{AUTO} or one of {', '.join(backends)}"
+        )
+    verdicts = tuple(_verdict(backend, problem, device, tokens) for backend in backends.values())
+    candidates = [v for v in verdicts if v.supported and requested in (v.backend.name, AUTO)]
+    if requested == AUTO:
+        candidates = [v for v in candidates if not v.backend.on_request]
+    chosen = min(candidates, key=_cost, default=None)
+    return Choice(problem, device, requested, verdicts, chosen)
+
+
+def select(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
+    """Like `explain`, but no backend is an error that carries the table."""
+    choice = explain(problem, device, requested, tokens)
+    if choice.chosen is None:
+        raise choice.refusal()
+    return choice
+
+
+def _verdict(backend: Backend, problem: Problem, device: Device, tokens: int) -> Verdict:
+    reasons = tuple(dict.fromkeys(backend.check(problem, device)))
+    return Verdict(backend, reasons, None if reasons else backend.plan(problem, tokens, device))
+
+
+def _cost(verdict: Verdict) -> tuple[float, str]:
+    assert verdict.plan is not None
+    return verdict.plan.estimate_us, verdict.backend.name

@@ -1,0 +1,158 @@
+"""What is to be computed, as one value: everything that changes what a kernel must do.
+
+Devices are plain values too, so "what would an sm_90 pick" is answered on any machine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+
+from lancebill.activation import Activation
+from lancebill.dtypes import BF16, DType
+from lancebill.errors import SpecError
+from lancebill.grammar import ACTIVATIONS
+from lancebill.layout import MatrixShape
+from lancebill.quant import TENSOR, ActivationSpec
+
+EXPERTS, LINEAR = "experts", "linear"
+INDEXED, CONTIGUOUS, BATCHED = FORMS = ("indexed", "contiguous", "batched")
+FAST, BATCH_INVARIANT = ORDERS = ("fast", "batch-invariant")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer of routed experts, or one linear (then `w13` is the matrix and `w2` is None).
+
+    Sizes are this rank's. `activations` says how each product's input is represented: 16-bit as it
+    comes, or quantised, statically (scales from the checkpoint) or per row.
+    """
+
+    w13: MatrixShape
+    w2: MatrixShape | None
+    experts: int  # in local slots
+    global_experts: int
+    top_k: int
+    activation: Activation = field(default_factory=Activation)
+    input: DType = BF16
+    activations: ActivationSpec = ACTIVATIONS["bf16"]
+    activations_w2: ActivationSpec | None = None  # None: as w13's
+    weight_on_input: bool = False
+    pre_scale: bool = False  # inputs are multiplied by a stored vector first (AWQ-style exports)
+    dispatch: str = INDEXED
+    order: str = FAST
+
+    def __post_init__(self) -> None:
+        for what, value, legal in (("dispatch", self.dispatch, FORMS), ("order", self.order, ORDERS)):
+            if value not in legal:
+                raise SpecError(f"no {what} is called '{value}'", expected=f"one of {', '.join(legal)}")
+        for inputs in (self.activations, self.second_activations):
+            if inputs.static and (inputs.spec.zero is not None or inputs.spec.scales[-1].block != TENSOR):
+                raise SpecError(
+                    "static activations have one scale for all of an input, and no zero point",
+                    got=inputs,
+                    hint="dynamic ones may have anything, for example int8",
+                )
+        for name, shape in self.matrices.items():
+            if shape.n < 1 or shape.k < 1:
+                raise SpecError("a matrix needs rows and columns", where=name, got=f"{shape.n} x {shape.k}")
+        if self.weight_on_input and self.top_k != 1:
+            raise SpecError("routing weights go on the input only with top-1 routing", got=f"top_k {self.top_k}")
+        if self.w2 is not None and self.w13.n != self.w2.k * (2 if self.activation.gated else 1):
+            raise SpecError(
+                "w13 and w2 disagree about the intermediate size",
+                expected=f"{self.w2.k * (2 if self.activation.gated else 1)} rows of w13",
+                got=self.w13.n,
+            )
+
+    @property
+    def kind(self) -> str:
+        return LINEAR if self.w2 is None else EXPERTS
+
+    @property
+    def hidden(self) -> int:
+        return self.w13.k
+
+    @property
+    def intermediate(self) -> int:
+        return self.w13.n if self.w2 is None else self.w2.k
+
+    @property
+    def second_activations(self) -> ActivationSpec:
+        return self.activations_w2 or self.activations
+
+    @property
+    def matrices(self) -> dict[str, MatrixShape]:
+        return {"w13": self.w13} if self.w2 is None else {"w13": self.w13, "w2": self.w2}
+
+    def inputs_of(self, shape: MatrixShape) -> ActivationSpec:
+        """What a matrix is multiplied with; of two that are alike, each is known as itself."""
+        return self.second_activations if shape is self.w2 or shape != self.w13 else self.activations
+
+    def gates(self, shape: MatrixShape) -> bool:
+        """Whether a matrix's rows are gates over ups."""
+        return self.w2 is not None and shape == self.w13 and self.activation.gated
+
+    def describe(self) -> dict[str, object]:
+        """Plain values for tables and JSON."""
+        return {
+            "kind": self.kind,
+            "experts": self.experts,
+            "global_experts": self.global_experts,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+            "top_k": self.top_k,
+            "activation": str(self.activation),
+            "w13": str(self.w13.spec),
+            "w2": None if self.w2 is None else str(self.w2.spec),
+            "activations": str(self.activations),
+            "activations_w2": str(self.second_activations),
+            "input": str(self.input),
+            "bias": self.w13.bias,
+            "act_order": self.w13.act_order,
+            "weight_on_input": self.weight_on_input,
+            "dispatch": self.dispatch,
+            "order": self.order,
+        }
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of processor: `cpu`, or `cuda` with its compute capability (90 = sm_90)."""
+
+    kind: str
+    arch: int = 0
+    index: int = 0
+    features: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"sm_{self.arch}"
+
+    @property
+    def torch(self) -> torch.device:
+        """Where tensors go. A kind that can be asked about anywhere has memory only where it is."""
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        here = parse_device(f"cuda:{self.index}")
+        if here.arch != self.arch:
+            raise SpecError("this machine has another GPU", expected=self, got=here)
+        return torch.device("cuda", self.index)
+
+
+def parse_device(name: str) -> Device:
+    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (the GPU that is here)."""
+    if name == "cpu":
+        return Device("cpu")
+    arch = re.fullmatch(r"sm_?(\d+)a?", name)
+    if arch:
+        return Device("cuda", int(arch[1]))
+    here = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if here is None:
+        raise SpecError(f"no device is called '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
+    index = int(here[1] or 0)
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise SpecError(f"{name} is not on this machine", hint="use sm_90 to ask what such a device would do")
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device("cuda", 10 * major + minor, index)

@@ -1,0 +1,200 @@
+"""How a layer is made from a checkpoint, whether its tensors are pulled from files or pushed.
+
+manifest -> plan of the rank's share -> problem -> oracle -> layout -> experts packed one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lancebill import oracle
+from lancebill.checkpoint.inputs import FACTORS, allocate_inputs, check_static
+from lancebill.checkpoint.load import LayerPlan, Reader, load_layer, plan_layer
+from lancebill.checkpoint.manifest import Layer, Manifest
+from lancebill.checkpoint.naming import DOWN, GATE, Naming
+from lancebill.checkpoint.placement import Placement
+from lancebill.checkpoint.routing_config import activation_for, routing_for
+from lancebill.codec import Loss
+from lancebill.errors import MissingTensor, SpecError
+from lancebill.grammar import ACTIVATIONS
+from lancebill.layer import RoutedExperts
+from lancebill.layout import Packed
+from lancebill.problem import FAST, Problem
+from lancebill.quant import ActivationSpec
+from lancebill.report import LoadReport
+from lancebill.routing import Routing
+from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
+
+WIDE = {torch.bfloat16: ACTIVATIONS["bf16"], torch.float16: ACTIVATIONS["fp16"], torch.float32: ACTIVATIONS["fp32"]}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a layer is to be loaded; the keyword arguments of `from_checkpoint`."""
+
+    device: str = "cpu"
+    placement: Placement = field(default_factory=Placement)
+    backend: str = oracle.AUTO
+    weights: WeightRules = None
+    activations: ActivationRules = None
+    dtype: torch.dtype = torch.bfloat16
+    order: str = FAST
+    naming: Naming | None = None
+    routing: Routing | None = None
+    progress: Callable[[int], None] | None = None
+
+
+class Losses:
+    """What requantising has cost so far, by matrix."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Loss] = {}
+
+    def add(self, matrix: str, loss: Loss) -> None:
+        self.held[matrix] = self.held.get(matrix, Loss()).merge(loss)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything about a layer's load that is known from metadata."""
+
+    manifest: Manifest
+    plan: LayerPlan
+    choice: oracle.Choice
+    options: Options
+    declared: dict[str, ActivationSpec]
+
+    @classmethod
+    def make(cls, manifest: Manifest, index: int, options: Options) -> Recipe:
+        plan, declared, problem = pose(manifest, index, options)
+        choice = oracle.select(problem, options.device, options.backend)
+        return cls(manifest, plan, choice, options, declared)
+
+    def allocate(self) -> dict[str, Packed]:
+        """Final buffers of all local experts, what is known of their inputs included."""
+        problem, device, count = self.choice.problem, self.choice.device.torch, len(self.plan.experts)
+        layout = self.choice.backend.layout(problem)
+        products = {"w13": (GATE, problem.activations), "w2": (DOWN, problem.second_activations)}
+        packed = {}
+        for matrix, shape in problem.matrices.items():
+            name, spec = products[matrix]
+            roles = self.plan.layer.sample(name).sources
+            where = f"layer {self.plan.layer.index}, {matrix}"
+            inputs = allocate_inputs(roles, spec, shape.k, count, device, where)
+            packed[matrix] = {**layout.allocate(shape, count, device), **inputs}
+        return packed
+
+    def pull(self, read: Reader) -> RoutedExperts:
+        """Load every local expert and make the layer."""
+        start = time.perf_counter()
+        losses = Losses()
+        layout = self.choice.backend.layout(self.choice.problem)
+        packed = self.allocate()
+        load_layer(read, self.plan, layout, out=packed, losses=losses.add, progress=self.options.progress)
+        layer = RoutedExperts()
+        self.fill(layer, packed, read)
+        layer.report = self.report(packed, time.perf_counter() - start, losses.held, layout.notes())
+        return layer
+
+    def fill(self, layer: RoutedExperts, packed: dict[str, Packed], read: Reader | None) -> None:
+        """Give `layer` its weights, and what it needs to route."""
+        source, device, placement = self.plan.layer, self.choice.device.torch, self.options.placement
+        layer.adopt(self.choice, packed)
+        layer.enable_compile()
+        layer.routing = self.options.routing or routing_for(
+            self.manifest.config.model, self.manifest.naming.family, source.index
+        )
+        if placement.ep_size > 1 or placement.redundant:
+            slots = placement.expert_map(source.experts)
+            layer.expert_map = torch.tensor(slots, dtype=torch.int32, device=device)
+        if read is not None:
+            for name, role in self.manifest.naming.router.names(source.index).items():
+                if name in self.manifest.tensors:
+                    layer.take_router(role, read(name, ()).to(device))
+
+    def report(
+        self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]
+    ) -> LoadReport:
+        layer, problem = self.plan.layer, self.choice.problem
+        assert problem.w2 is not None
+        return LoadReport(
+            self.manifest.format.name,
+            self.manifest.naming.family,
+            layer.index,
+            {"w13": str(layer.spec(GATE)), "w2": str(layer.spec(DOWN))},
+            {
+                "w13": str(self.plan.requantize.get("w13", layer.spec(GATE))),
+                "w2": str(self.plan.requantize.get("w2", layer.spec(DOWN))),
+            },
+            {"w13": str(problem.activations), "w2": str(problem.second_activations)},
+            {matrix: str(spec) for matrix, spec in self.declared.items()},
+            len(self.plan.experts),
+            sum(t.numel() * t.element_size() for tensors in packed.values() for t in tensors.values()),
+            seconds,
+            self.choice,
+            losses,
+            tuple(self.manifest.format.unknown_keys(self.manifest.config)),
+            notes,
+        )
+
+
+def wide_inputs(dtype: torch.dtype) -> ActivationSpec:
+    """Inputs as they come."""
+    if dtype not in WIDE:
+        raise SpecError("inputs have another dtype", expected=" or ".join(map(str, WIDE)), got=dtype)
+    return WIDE[dtype]
+
+
+def pose(manifest: Manifest, index: int, options: Options) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
+    """A rank's share of a layer, the activations its checkpoint declares, and what is to be computed:
+    all that is known before any backend is asked."""
+    if index not in manifest.layers:
+        legal = ", ".join(map(str, manifest.found)) or "none"
+        raise MissingTensor(f"layer {index} has no routed experts", expected=f"one of {legal}")
+    layer = manifest.layers[index]
+    targets = weight_targets(options.weights, index)
+    plan = plan_layer(layer, options.placement, uneven=manifest.naming.uneven, requantize=targets)
+    declared = _declared_activations(manifest, layer, options)
+    return plan, declared, _problem(manifest, plan, options, declared)
+
+
+def _problem(manifest: Manifest, plan: LayerPlan, options: Options, declared: Mapping[str, ActivationSpec]) -> Problem:
+    """What this rank has to compute."""
+    said = activation_specs(options.activations, plan.layer.index)
+    wide = wide_inputs(options.dtype)
+    chosen = {m: (said[m] or declared[m]) if m in said else wide for m in ("w13", "w2")}
+    routing = options.routing or _routing(manifest, plan.layer.index)
+    projections = {"w13": plan.layer.sample(GATE), "w2": plan.layer.sample(DOWN)}
+    for matrix, projection in projections.items():
+        check_static(projection.sources, chosen[matrix], f"layer {plan.layer.index}, {matrix}")
+    return Problem(
+        plan.w13,
+        plan.w2,
+        experts=len(plan.experts),
+        global_experts=plan.layer.experts + options.placement.redundant,
+        top_k=routing.top_k,
+        activation=activation_for(manifest.config.model, manifest.naming.family),
+        input=wide.spec.dtype,
+        activations=chosen["w13"],
+        activations_w2=chosen["w2"],
+        weight_on_input=routing.weight_on_input,
+        pre_scale=any(FACTORS in p.sources for p in projections.values()),
+        order=options.order,
+    )
+
+
+def _routing(manifest: Manifest, layer: int) -> Routing:
+    return routing_for(manifest.config.model, manifest.naming.family, layer)
+
+
+def _declared_activations(manifest: Manifest, layer: Layer, options: Options) -> dict[str, ActivationSpec]:
+    """What the checkpoint asks each product's input to be."""
+    declared = {}
+    for matrix, name in (("w13", GATE), ("w2", DOWN)):
+        module = layer.sample(name).as_module(manifest.tensors)
+        declared[matrix] = manifest.format.activations(manifest.config, module) or wide_inputs(options.dtype)
+    return declared

@@ -1,0 +1,45 @@
+"""What a load did: said once, as a value, for people and for logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lancebill.codec import Loss
+from lancebill.oracle import Choice
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Format, specs, bytes, time, backend and why, and what requantisation cost."""
+
+    format: str
+    family: str
+    layer: int
+    stored: dict[str, str]  # specs in the files, by matrix
+    kept: dict[str, str]  # specs in memory
+    activations: dict[str, str]
+    declared_activations: dict[str, str]  # what the checkpoint asks for
+    experts: int
+    bytes: int
+    seconds: float
+    choice: Choice
+    losses: dict[str, Loss] = field(default_factory=dict)
+    unknown_keys: tuple[str, ...] = ()  # of the config, in case they change what the numbers mean
+    notes: tuple[str, ...] = ()  # what the backend's layout could not hold as stored
+
+    def __str__(self) -> str:
+        lines = [
+            f"layer {self.layer}: {self.format} ({self.family}), {self.experts} experts, "
+            f"{self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s"
+        ]
+        for name, kept in self.kept.items():
+            how = kept if kept == self.stored[name] else f"{self.stored[name]} -> {kept}"
+            loss = self.losses.get(name)
+            cost = "" if loss is None else f", rms error {loss.rms_error:.2e}"
+            declared = self.declared_activations[name]
+            wish = "" if declared == self.activations[name] else f" (the checkpoint declares {declared})"
+            lines.append(f"  {name}: {how}, activations {self.activations[name]}{wish}{cost}")
+        if self.unknown_keys:
+            lines.append(f"  config keys {self.format} does not know: {', '.join(self.unknown_keys)}")
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"  {line}" for line in self.choice.table().splitlines())])

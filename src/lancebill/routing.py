@@ -1,0 +1,365 @@
+"""From a router's logits to experts and weights: one recipe, every method a setting of it.
+
+Scores come from the logits; a correction bias, groups and the top-k select by them; the weights are
+the unbiased scores of what was selected, normalised and scaled. Ties go to the lowest expert index
+and nothing depends on the other rows of a batch, so a row alone gives the bits it gives in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lancebill.errors import LaunchError, SpecError
+from lancebill.simulation import Simulation
+
+SOFTMAX, SIGMOID, SQRTSOFTPLUS, NONE = "softmax", "sigmoid", "sqrtsoftplus", "none"
+
+# f(hidden [M, H] or None, logits [M, E], top_k, renormalize) -> (weights [M, k], ids [M, k])
+Custom = Callable[[Tensor | None, Tensor, int, bool], tuple[Tensor, Tensor]]
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    SOFTMAX: lambda x: torch.softmax(x, dim=-1),
+    SIGMOID: torch.sigmoid,
+    SQRTSOFTPLUS: lambda x: F.softplus(x).sqrt(),  # softplus(x) is x itself above 20
+    NONE: lambda x: x,
+}
+_LOWEST = torch.finfo(torch.float32).min  # below every finite score, above what groups mask
+
+
+class Method(IntEnum):
+    """Names for what routing kernels can do by themselves; up to 9 the numbers are FlashInfer's."""
+
+    DEFAULT = 0
+    RENORMALIZE = 1
+    DEEPSEEK_V3 = 2
+    LLAMA4 = 3
+    RENORMALIZE_NAIVE = 4
+    TOP_K = 5
+    SIGMOID_RENORM = 6
+    MINIMAX2 = 7
+    SIGMOID = 8
+    UNSPECIFIED = 9
+    DEEPSEEK_V4 = 100
+    CUSTOM = 101
+    SIMULATED = 102
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts.
+
+    `after_top_k` selects by raw logits and scores only what was selected: a softmax over the k
+    (gpt-oss, Granite), or Llama-4's sigmoid, which would tie among saturated logits if it came first.
+    `correction` says that selection cannot go without a correction bias; one that is passed is used
+    either way. `n_group` 0 means that the model knows no groups. The scaling factor is folded into
+    the weights unless `apply_scale_to_output` leaves it to the caller. With `zero_experts` the last
+    columns of the logits are experts that return their input.
+    """
+
+    top_k: int
+    scoring: str = SOFTMAX
+    renormalize: bool = False
+    epsilon: float = 0.0  # added to the sum that renormalising divides by
+    after_top_k: bool = False
+    correction: bool = False
+    n_group: int = 0
+    topk_group: int = 0
+    routed_scaling_factor: float = 1.0
+    apply_scale_to_output: bool = False
+    weight_on_input: bool = False
+    zero_experts: int = 0
+    hashed: bool = False  # experts by token id from a table, weights by scores
+    custom: Custom | None = None
+    simulated: Simulation | None = None
+
+    def __post_init__(self) -> None:
+        if self.scoring not in _SCORES:
+            raise SpecError(f"no scoring is called '{self.scoring}'", expected=f"one of {', '.join(_SCORES)}")
+        if self.top_k < 1:
+            raise SpecError("top_k selects nothing", expected=">= 1", got=self.top_k)
+        if self.weight_on_input and self.top_k != 1:
+            raise SpecError("routing weights go on the input only with top-1 routing", got=f"top_k {self.top_k}")
+        if not 0 <= self.topk_group <= self.n_group or (self.n_group and not self.topk_group):
+            raise SpecError(
+                "the groups make no sense",
+                expected="1 <= topk_group <= n_group",
+                got=f"topk_group {self.topk_group}, n_group {self.n_group}",
+            )
+        others = {"hashed": self.hashed, "custom": self.custom is not None, "after_top_k": self.after_top_k}
+        clashes = [name for name, on in {"groups": self.grouped, **others}.items() if on]
+        if len(clashes) > 1:
+            raise SpecError("only one of these can choose the experts", got=" and ".join(clashes))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups exclude anything at all."""
+        return self.topk_group < self.n_group
+
+    @property
+    def method(self) -> Method:
+        """What a kernel that routes by itself would have to support."""
+        if self.simulated is not None:
+            return Method.SIMULATED
+        if self.custom is not None:
+            return Method.CUSTOM
+        if self.zero_experts:
+            return Method.UNSPECIFIED
+        if self.scoring == SQRTSOFTPLUS:
+            return Method.DEEPSEEK_V4 if self.renormalize and not self.grouped else Method.UNSPECIFIED
+        if self.correction:
+            return self._corrected_method
+        if self.grouped or self.hashed or self.folded_scale != 1.0:
+            return Method.UNSPECIFIED
+        if self.after_top_k:
+            return _AFTER_TOP_K.get((self.scoring, self.top_k == 1 and not self.renormalize), Method.UNSPECIFIED)
+        return _PLAIN.get((self.scoring, self.renormalize), Method.UNSPECIFIED)
+
+    @property
+    def _corrected_method(self) -> Method:
+        if self.scoring != SIGMOID or not self.renormalize or self.hashed:
+            return Method.UNSPECIFIED
+        if self.n_group:
+            return Method.DEEPSEEK_V3
+        return Method.MINIMAX2 if self.folded_scale == 1.0 else Method.UNSPECIFIED
+
+    @property
+    def folded_scale(self) -> float:
+        """What the weights are multiplied by."""
+        return 1.0 if self.apply_scale_to_output else self.routed_scaling_factor
+
+    def check(self, experts: int, biased: bool) -> None:
+        """Raise where this routing is impossible over so many experts (columns of the logits)."""
+        if self.top_k > experts:
+            raise SpecError("top_k is larger than the number of experts", expected=f"<= {experts}", got=self.top_k)
+        if not self.grouped:
+            return
+        if experts % self.n_group:
+            raise SpecError(
+                "the groups do not divide the experts", expected=f"a divisor of {experts}", got=self.n_group
+            )
+        size = experts // self.n_group
+        if self.top_k > self.topk_group * size:
+            raise SpecError(
+                "top_k is larger than the chosen groups",
+                expected=f"<= {self.topk_group} groups of {size}",
+                got=self.top_k,
+            )
+        if biased and size < 2:
+            raise SpecError("a group's score is its two largest biased scores", expected="2 experts a group", got=size)
+
+
+# By scoring and renormalisation.
+_PLAIN = {
+    (SOFTMAX, False): Method.DEFAULT,
+    (SOFTMAX, True): Method.RENORMALIZE_NAIVE,
+    (SIGMOID, False): Method.SIGMOID,
+    (SIGMOID, True): Method.SIGMOID_RENORM,
+    (NONE, False): Method.TOP_K,
+}
+# By scoring and "top-1, as it is". A softmax over the k is normal already.
+_AFTER_TOP_K = {
+    (SOFTMAX, False): Method.RENORMALIZE,
+    (SOFTMAX, True): Method.RENORMALIZE,
+    (SIGMOID, True): Method.LLAMA4,
+}
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Experts of each token. Slots without an expert here (padding, zero experts) are -1 with weight 0.
+
+    `identity_weight` is the share of the zero experts: that times the hidden state belongs to the
+    routed output, before any scale on the output, and once: not on every rank of a sum.
+    """
+
+    ids: Tensor  # [M, k] int32
+    weights: Tensor  # [M, k] fp32
+    identity_weight: Tensor | None = None  # [M] fp32
+
+
+def route(
+    routing: Routing,
+    logits: Tensor,
+    *,
+    hidden: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    table: Tensor | None = None,
+    input_ids: Tensor | None = None,
+) -> Routed:
+    """Choose experts for each row of `logits` [M, E].
+
+    Hash routing takes its experts from `table` [vocabulary, k] by `input_ids` [M]; ids below 0 are
+    padding.
+    """
+    _check_shapes(routing, logits, hidden, correction_bias)
+    tokens, experts = logits.shape
+    routing.check(experts, biased=correction_bias is not None)
+    if routing.simulated is not None:
+        ids, weights = routing.simulated.draw(tokens, experts, routing.top_k, logits.device)
+    elif routing.custom is not None:
+        ids, weights = _custom(routing, routing.custom, hidden, logits)
+    else:
+        values, broken = _without_nan(logits)
+        scores = values if routing.after_top_k else _score(routing.scoring, values)
+        if routing.hashed:
+            ids = _look_up(routing, table, input_ids, logits)
+        else:
+            ids = first_largest(_selection(routing, scores, broken, correction_bias), routing.top_k)
+        weights = _weights(routing, scores, broken, ids)
+    return _finish(routing, ids, weights * routing.folded_scale, experts)
+
+
+def first_largest(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest of each row, largest first, the lowest index first among equals.
+
+    `torch.topk` leaves the order among equals open. Adding zero makes one zero of the two.
+    """
+    return torch.sort(values + 0.0, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _without_nan(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in fp32, -inf where they are not numbers, and where that is."""
+    values = logits.float()
+    broken = values.isnan()
+    return torch.where(broken, -torch.inf, values), broken
+
+
+def _score(scoring: str, values: Tensor) -> Tensor:
+    """Scores in fp32; what is not a number counts as 0.
+
+    Computed in double and rounded once: on CPUs exp and log differ in the last bit between the
+    vector loop and its scalar remainder, so that in fp32 a score would depend on its place in the batch.
+    """
+    scores = _SCORES[scoring](values.double()).float()
+    return torch.where(scores.isnan(), 0.0, scores)
+
+
+def _selection(routing: Routing, scores: Tensor, broken: Tensor, bias: Tensor | None) -> Tensor:
+    """What the top-k looks at: biased scores, what is not a number last, other groups' never."""
+    wanted = scores if bias is None else scores + bias.float()
+    wanted = torch.where(broken | wanted.isnan(), _LOWEST, wanted.clamp(min=_LOWEST))
+    if not routing.grouped:
+        return wanted
+    by_group = wanted.unflatten(1, (routing.n_group, -1))
+    if bias is None:
+        strength = by_group.amax(dim=-1)
+    else:
+        largest = by_group.topk(2, dim=-1).values
+        strength = largest[..., 0] + largest[..., 1]
+    chosen = torch.zeros_like(strength, dtype=torch.bool)
+    chosen.scatter_(1, first_largest(strength, routing.topk_group), True)
+    # Not 0: biased scores may be negative and would lose to it.
+    return torch.where(chosen.unsqueeze(-1), by_group, -torch.inf).flatten(1)
+
+
+def _weights(routing: Routing, scores: Tensor, broken: Tensor, ids: Tensor) -> Tensor:
+    held = ids.clamp(min=0)
+    weights = scores.gather(1, held)
+    if routing.after_top_k:
+        weights = _score(routing.scoring, weights)
+    weights = torch.where((ids < 0) | broken.gather(1, held), 0.0, weights)
+    return _normalized(weights, routing.epsilon) if routing.renormalize else weights
+
+
+def _normalized(weights: Tensor, epsilon: float) -> Tensor:
+    """Divided by the sum; a sum that is not positive divides by 1."""
+    total = _total(weights) + epsilon
+    return weights / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+
+
+def _total(weights: Tensor) -> Tensor:
+    """The sum of each row in slot order, whatever the number of rows."""
+    total = torch.zeros_like(weights[:, 0])
+    for slot in range(weights.shape[1]):
+        total = total + weights[:, slot]
+    return total
+
+
+def _look_up(routing: Routing, table: Tensor | None, input_ids: Tensor | None, logits: Tensor) -> Tensor:
+    """Experts by token id. Padding (ids below 0) and entries that name no expert become -1."""
+    if table is None or input_ids is None:
+        missing = "a table of experts by token id" if table is None else "input_ids"
+        raise LaunchError(f"hash routing needs {missing}")
+    if table.dim() != 2 or table.shape[1] != routing.top_k:
+        raise LaunchError("the table does not fit", expected=f"[vocabulary, {routing.top_k}]", got=list(table.shape))
+    tokens = input_ids.reshape(-1).long()
+    if tokens.numel() != logits.shape[0]:
+        raise LaunchError("input_ids do not fit the logits", expected=logits.shape[0], got=tokens.numel())
+    known = tokens < table.shape[0]
+    # On a GPU the answer would stall the stream; there such a row is treated as padding.
+    if tokens.device.type == "cpu" and not bool(known.all()):
+        raise LaunchError("a token id is outside the table", expected=f"< {table.shape[0]}", got=int(tokens.max()))
+    known &= tokens >= 0
+    ids = table[torch.where(known, tokens, 0)].long()
+    legal = known.unsqueeze(-1) & (ids >= 0) & (ids < logits.shape[1])
+    return torch.where(legal, ids, -1)
+
+
+def _custom(routing: Routing, function: Custom, hidden: Tensor | None, logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = function(hidden, logits, routing.top_k, routing.renormalize)
+    expected = (logits.shape[0], routing.top_k)
+    for name, tensor in (("weights", weights), ("ids", ids)):
+        if tuple(tensor.shape) != expected:
+            raise LaunchError(
+                f"the custom routing function gave {name} that do not fit",
+                expected=list(expected),
+                got=list(tensor.shape),
+            )
+    return ids.long(), weights.float()
+
+
+def _finish(routing: Routing, ids: Tensor, weights: Tensor, experts: int) -> Routed:
+    identity = None
+    if routing.zero_experts:
+        passed = ids >= experts - routing.zero_experts
+        identity = _total(torch.where(passed, weights, 0.0))
+        ids, weights = torch.where(passed, -1, ids), torch.where(passed, 0.0, weights)
+    return Routed(ids.to(torch.int32).contiguous(), weights.contiguous(), identity)
+
+
+def _check_shapes(routing: Routing, logits: Tensor, hidden: Tensor | None, bias: Tensor | None) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise LaunchError("router logits are not a float matrix", expected="[tokens, experts]", got=list(logits.shape))
+    if hidden is not None and hidden.shape[0] != logits.shape[0]:
+        raise LaunchError("hidden states do not fit the logits", expected=logits.shape[0], got=hidden.shape[0])
+    if routing.zero_experts >= logits.shape[1]:
+        raise LaunchError("there is no expert but zero experts", expected=f"> {routing.zero_experts} columns")
+    if bias is not None and tuple(bias.shape) != (logits.shape[1],):
+        raise LaunchError("the correction bias does not fit", expected=[logits.shape[1]], got=list(bias.shape))
+    if bias is not None and routing.after_top_k:
+        raise LaunchError("a correction bias needs scores to be added to", hint="this routing selects by raw logits")
+    if bias is None and routing.correction and routing.simulated is None:
+        raise LaunchError("this routing needs its correction bias")
+
+
+@dataclass(frozen=True)
+class SparseMixer:
+    """Phi-3.5-MoE's two rounds of top-1, as a custom function: what it does outside training.
+
+    Each round takes the largest logit; its weight is a softmax over the logits within a relative
+    distance of 2 * jitter, the first round's winner being out of the second.
+    """
+
+    jitter: float = 0.01
+
+    def __call__(self, hidden: Tensor | None, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        values, _ = _without_nan(logits)
+        left, ids, weights = values, [], []
+        for _ in range(top_k):
+            best = first_largest(left, 1)
+            ids.append(best)
+            weights.append(_score(SOFTMAX, self._near(values, left, best)).gather(1, best))
+            left = left.scatter(1, best, -torch.inf)
+        chosen = torch.cat(weights, dim=-1)
+        return _normalized(chosen, 0.0) if renormalize else chosen, torch.cat(ids, dim=-1)
+
+    def _near(self, values: Tensor, left: Tensor, best: Tensor) -> Tensor:
+        largest = left.gather(1, best)
+        distance = (largest - values) / torch.maximum(values.abs(), largest)
+        return torch.where(distance > 2 * self.jitter, -torch.inf, left)

@@ -1,0 +1,78 @@
+"""What a user may say for `weights=` and `activations=`, resolved for one layer.
+
+One spec for everything; `{"w13": ..., "w2": ...}`; or ordered (layer pattern, spec) pairs, first
+match wins, where a pattern is a layer number, a range `3-17`, or `*`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from lancebill.errors import SpecError
+from lancebill.grammar import parse_activation, parse_spec
+from lancebill.quant import ActivationSpec, QuantSpec
+
+MATRICES = ("w13", "w2")
+CHECKPOINT = "checkpoint"  # activations as the checkpoint declares them
+
+WeightRules = str | QuantSpec | Mapping[str, object] | Sequence[tuple[str, object]] | None
+ActivationRules = str | ActivationSpec | Mapping[str, object] | Sequence[tuple[str, object]] | None
+
+
+def weight_targets(rules: WeightRules, layer: int) -> dict[str, QuantSpec]:
+    """Target specs by matrix; empty where the weights are kept as they are."""
+    return {name: _weight(value) for name, value in _by_matrix(rules, layer).items()}
+
+
+def activation_specs(rules: ActivationRules, layer: int) -> dict[str, ActivationSpec | None]:
+    """Per matrix a spec, or None for "as the checkpoint declares"; missing = 16-bit as it comes."""
+    said = _by_matrix(rules, layer)
+    return {name: None if value == CHECKPOINT else _activation(value) for name, value in said.items()}
+
+
+def _by_matrix(rules: object, layer: int) -> dict[str, object]:
+    """What is said of each matrix in this layer, where anything is."""
+    said = _for_layer(rules, layer)
+    named = said if isinstance(said, Mapping) else dict.fromkeys(MATRICES, said)
+    unknown = sorted(set(named) - set(MATRICES))
+    if unknown:
+        raise SpecError(f"no matrix is called '{unknown[0]}'", expected=" or ".join(MATRICES))
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _for_layer(rules: object, layer: int) -> object:
+    """The rule that applies to this layer."""
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        return rules
+    for entry in rules:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise SpecError("rules are (layer pattern, spec) pairs", got=repr(entry))
+        if _matches(str(entry[0]), layer):
+            return entry[1]
+    return None
+
+
+def _matches(pattern: str, layer: int) -> bool:
+    span = re.fullmatch(r"(\d+)(?:-(\d+))?|\*", pattern)
+    if span is None:
+        raise SpecError(f"cannot read the layer pattern '{pattern}'", expected="a number, a range like 3-17, or *")
+    if pattern == "*":
+        return True
+    return int(span[1]) <= layer <= int(span[2] or span[1])
+
+
+def _weight(value: object) -> QuantSpec:
+    if isinstance(value, QuantSpec):
+        return value
+    if isinstance(value, str):
+        return parse_spec(value)
+    raise SpecError("a weight spec is a name or a QuantSpec", got=repr(value))
+
+
+def _activation(value: object) -> ActivationSpec:
+    if isinstance(value, ActivationSpec):
+        return value
+    if isinstance(value, str):
+        return parse_activation(value)
+    raise SpecError("an activation spec is a name or an ActivationSpec", got=repr(value))

@@ -1,0 +1,136 @@
+"""Choosing scales, zero points and minima for a matrix: what `quantize` does before it rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lancebill.blocks import finest, gather, row_chunks, spread
+from lancebill.dtypes import E8M0, INTEGER, TERNARY, ZERO16, DType
+from lancebill.errors import BadValue
+from lancebill.quant import DIV, Block, QuantSpec, Scale, blocks_along
+
+FLOOR, CEIL = "floor", "ceil"  # how an MX block rounds its power-of-two scale
+
+Rows = Callable[[int, int], Tensor]  # fp32 rows [low, high) of a matrix; never written to
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A tensor for each level of a spec."""
+
+    scales: tuple[Tensor, ...] = ()
+    zero: Tensor | None = None
+    minimum: tuple[Tensor, ...] = ()
+
+
+def fit(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, rule: str) -> Levels:
+    """Levels under which the values of every block are just reached; fp64, on one number a block."""
+    grid = _Grid(finest(level.block for level in spec.levels), size, device)
+    if spec.zero is None and not spec.minimum:
+        op = partial(torch.mean, dtype=torch.float64) if spec.dtype == TERNARY else torch.amax
+        peaks = grid.measure(lambda low, high: rows(low, high).abs(), op)
+        return Levels(grid.fit(peaks, spec.scales, reach_of(spec.dtype), rule, empty=1.0))
+    low, high = (grid.measure(rows, op).double() for op in (torch.amin, torch.amax))
+    minimum = grid.fit(-low.clamp(max=0), spec.minimum, 1.0, rule, empty=0.0)
+    if spec.minimum:
+        low, high = torch.zeros_like(low), high + grid.product(spec.minimum, minimum)
+    if spec.zero is None:
+        scales = grid.fit(torch.maximum(high, -low), spec.scales, reach_of(spec.dtype), rule, empty=1.0)
+        return Levels(scales, None, minimum)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scales = grid.fit(high - low, spec.scales, spec.dtype.max - spec.dtype.min, rule, empty=1.0)
+    step = grid.product(spec.scales, scales)
+    zero = spec.dtype.min - low / step.masked_fill(step == 0, math.inf)
+    if spec.zero.dtype == ZERO16:
+        zero = zero.round().clamp(spec.dtype.min, spec.dtype.max)
+    return Levels(scales, spec.zero.dtype.encode(grid.gather(zero, spec.zero.block)), minimum)
+
+
+def reach_of(dtype: DType) -> float:
+    """What the largest magnitude of a block is divided by to give its scale.
+
+    Integers of b bits reach half their range, (2**b - 1) / 2, so that no value is more than half a
+    step off; at eight bits the customary 127. Other types: what both of their signs can reach.
+    """
+    if dtype.kind == INTEGER and dtype != TERNARY and dtype.bits < 8 and dtype.min < 0:
+        return (dtype.max - dtype.min) / 2
+    return min((side for side in (dtype.max, -dtype.min) if side > 0), default=1.0)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The blocks of a matrix of `size` that tile the blocks of all levels."""
+
+    block: Block
+    size: tuple[int, int]
+    device: torch.device
+
+    def measure(self, rows: Rows, op: Callable[..., Tensor]) -> Tensor:
+        """`op` (amax, mean ...) of the values of each block; raises `BadValue` for NaN and infinity."""
+        n, k = self.size
+        found = torch.empty(n, blocks_along(k, self.block[1]), dtype=torch.float32, device=self.device)
+        for low, high in row_chunks(n, k, self.device):
+            found[low:high] = gather(op, rows(low, high), 1, self.block[1])
+        if not found.isfinite().all():
+            raise BadValue("cannot quantise NaN or infinity", hint="`lancebill verify --values` finds where they are")
+        return gather(op, found, 0, self.block[0])
+
+    def gather(self, tensor: Tensor, outer: Block) -> Tensor:
+        """The largest number in each outer block."""
+        for axis in (0, 1):
+            side = outer[axis] // (self.block[axis] or 1)
+            tensor = tensor if outer[axis] == self.block[axis] else gather(torch.amax, tensor, axis, side)
+        return tensor
+
+    def product(self, levels: Sequence[Scale], tensors: Sequence[Tensor]) -> Tensor:
+        """What all levels make together, to broadcast against one number a block."""
+        total = torch.ones(1, 1, dtype=torch.float64, device=self.device)
+        for level, tensor in zip(levels, tensors):
+            rows, columns = (outer and side for outer, side in zip(level.block, self.block))
+            factor = spread(level.dtype.decode(tensor).double(), level.block, (rows, columns), *self.size)
+            total = total / factor if level.op == DIV else total * factor
+        return total
+
+    def fit(
+        self, peaks: Tensor, levels: Sequence[Scale], reach: float, rule: str, *, empty: float
+    ) -> tuple[Tensor, ...]:
+        """Say peaks / reach as a product of `levels`; `empty` is the scale of a block of zeros.
+
+        The coarsest level comes first, such that the small types inside it just reach their own
+        maximum; what its rounding leaves, the finer ones see.
+        """
+        fitted: dict[int, Tensor] = {}
+        order = sorted(range(len(levels)), key=lambda i: (math.prod(levels[i].shape(*self.size)), -i))
+        for place, i in enumerate(order):
+            outer = self.product([levels[j] for j in order[:place]], [fitted[j] for j in order[:place]])
+            left = peaks.double() / outer.masked_fill_(outer == 0, math.inf)
+            inside = math.prod(levels[j].dtype.max for j in order[place + 1 :] if levels[j].dtype.table)
+            fitted[i] = _encode(self.gather(left, levels[i].block), reach * inside, levels[i], rule, empty)
+        return tuple(fitted[i] for i in range(len(levels)))
+
+
+def _encode(peaks: Tensor, reach: float, level: Scale, rule: str, empty: float) -> Tensor:
+    """Codes of the scale under which `reach` comes to be `peaks`."""
+    dtype = level.dtype
+    if dtype == E8M0:
+        exponent = _exponent(peaks, reach, rule).masked_fill_(peaks == 0, 0 if empty else -127)
+        return ((-exponent if level.op == DIV else exponent) + 127).clamp_(0, 254).to(torch.uint8)
+    want = (peaks / reach).masked_fill_(peaks == 0, empty)
+    want = 1 / want if level.op == DIV else want
+    if empty and dtype.kind != INTEGER:  # a scale that is not zero must not become it
+        want.clamp_(min=dtype.min_positive)
+    return dtype.encode(want)
+
+
+def _exponent(peaks: Tensor, reach: float, rule: str) -> Tensor:
+    """floor: OCP's floor(log2(amax)) - emax, which may saturate the largest values; ceil: never does."""
+    if rule == FLOOR:
+        return torch.frexp(peaks).exponent - math.frexp(reach)[1]
+    mantissa, exponent = torch.frexp(peaks / reach)
+    return torch.where(mantissa == 0.5, exponent - 1, exponent)

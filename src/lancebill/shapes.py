@@ -1,0 +1,72 @@
+"""Layers by name: the sizes of known models' routed experts, for questions asked without a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from lancebill.activation import Activation
+from lancebill.checkpoint.placement import Placement
+from lancebill.dtypes import BF16
+from lancebill.errors import SpecError
+from lancebill.layout import MatrixShape
+from lancebill.problem import Problem
+from lancebill.quant import ActivationSpec, QuantSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model family fixes about its expert layers; how they are quantised is asked separately."""
+
+    name: str
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    activation: Activation = field(default_factory=Activation)
+    bias: bool = False
+    uneven: bool = False  # as in its family's naming row
+
+    def problem(self, weights: QuantSpec, activations: ActivationSpec, *, tp: int = 1) -> Problem:
+        """This layer under a spec, on the first of `tp` ranks: the share that loading a checkpoint gives."""
+        cut = Placement(tp_size=tp).cut(self.intermediate, block=weights.widest, uneven=self.uneven)
+        rows, stacked = weights.map_blocks(0, cut.granule), 2 if self.activation.gated else 1
+        return Problem(
+            MatrixShape(
+                stacked * cut.size, self.hidden, rows.stacked(cut.size) if self.activation.gated else rows, self.bias
+            ),
+            MatrixShape(self.hidden, cut.size, weights.map_blocks(1, cut.granule), self.bias),
+            experts=self.experts,
+            global_experts=self.experts,
+            top_k=self.top_k,
+            activation=self.activation,
+            input=BF16 if activations.spec.quantized else activations.spec.dtype,
+            activations=activations,
+        )
+
+
+NAMED: dict[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        Shape("deepseek-v4-flash", 256, 4096, 2048, 6, Activation("silu", limit=10.0)),
+        Shape("gpt-oss-120b", 128, 2880, 2880, 4, Activation("swigluoai", limit=7.0), bias=True, uneven=True),
+        Shape("qwen3-30b-a3b", 128, 2048, 768, 8),
+        Shape("mixtral-8x7b", 8, 4096, 14336, 2),
+    )
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A named shape, or E,H,I,K: experts, hidden, intermediate, experts per token (silu, no bias)."""
+    if text in NAMED:
+        return NAMED[text]
+    sizes = text.split(",")
+    if len(sizes) != 4 or not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in sizes):
+        raise SpecError(
+            f"no shape is called '{text}'",
+            expected=f"{', '.join(NAMED)}, or E,H,I,K such as 128,2048,768,8",
+        )
+    experts, hidden, intermediate, top_k = map(int, sizes)
+    if top_k > experts:
+        raise SpecError("a token cannot have more experts than there are", expected=f"K <= {experts}", got=top_k)
+    return Shape(text, experts, hidden, intermediate, top_k)

@@ -1,0 +1,118 @@
+"""Small checkpoints of any format and family, made from random weights through `encode`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
+from lancebill.checkpoint.resolve import is_matrix_like
+from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.formats.base import Example, Part
+from lancebill.stored import DTYPE_NAMES, Config, Stored
+from lancebill.testing.weights import random_example
+from lancebill.weight import LogicalWeight
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a generated model's experts."""
+
+    experts: int = 4
+    hidden: int = 128
+    intermediate: int = 128
+    layers: int = 1
+    top_k: int = 2
+
+
+@dataclass
+class Generated:
+    """A checkpoint in memory: its config, its tensors, and the weights it was made from."""
+
+    config: Config
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[tuple[int, int, str], LogicalWeight] = field(default_factory=dict)  # (layer, expert, stored name)
+
+    @property
+    def headers(self) -> dict[str, Stored]:
+        return {name: Stored(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in self.tensors.items()}
+
+    def read(self, name: str, index: tuple[int | slice, ...] = ()) -> Tensor:
+        tensor = self.tensors[name]
+        return (tensor[index] if index else tensor).clone()
+
+
+def generate(example: Example, naming: Naming, form: Form, size: Geometry, *, seed: int = 0) -> Generated:
+    """A checkpoint of `example`'s scheme spelled as `form` of `naming`."""
+    prefix = "model." if "model." in form.prefixes else form.prefixes[0]
+    made = Generated(_config(example.config, naming, size))
+    for layer in range(size.layers):
+        for stored in form.names:
+            _generate_projection(made, example, form, size, (prefix, layer, stored), seed)
+    return made
+
+
+def _generate_projection(
+    made: Generated, example: Example, form: Form, size: Geometry, at: tuple[str, int, str], seed: int
+) -> None:
+    prefix, layer, stored = at
+    n, k = matrix_size(stored, size)
+    pieces: dict[str, list[Tensor]] = {}
+    for expert in range(size.experts):
+        number = (layer * size.experts + expert) * 4 + (GATE, UP, DOWN, GATE_UP).index(stored)
+        order_seed = number - number % 4 + (stored == DOWN)
+        weight = random_example(example, n, k, seed * 1_000_003 + number, order_seed)
+        made.weights[layer, expert, stored] = weight
+        module = form.module(prefix, layer, expert, stored)
+        for role, tensor in example.scheme.encode(weight).items():
+            part = example.scheme.part(role)
+            assert part is not None
+            tensor = _oriented(tensor, part, stored in form.transposed)
+            if form.stacked:
+                pieces.setdefault(module + part.suffix[-1 if form.stacked else 0], []).append(tensor)
+            else:
+                made.tensors[module + part.suffix[0]] = tensor
+    for name, tensors in pieces.items():
+        made.tensors[name] = torch.cat(tensors) if form.flat and tensors[0].ndim else torch.stack(tensors)
+
+
+def matrix_size(stored: str, size: Geometry) -> tuple[int, int]:
+    """(n, k) of a stored projection."""
+    if stored == DOWN:
+        return size.hidden, size.intermediate
+    return size.intermediate * (2 if stored == GATE_UP else 1), size.hidden
+
+
+def _oriented(tensor: Tensor, part: Part, transposed: bool) -> Tensor:
+    flips = transposed and tensor.ndim == 2 and is_matrix_like(part.axes[0])
+    return tensor.t().contiguous() if flips else tensor
+
+
+def _config(config: Config, naming: Naming, size: Geometry) -> Config:
+    model: Mapping[str, Any] = {
+        "num_hidden_layers": size.layers,
+        "hidden_size": size.hidden,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.top_k,
+        "moe_intermediate_size": size.intermediate,
+        "model_type": naming.model_types[0],
+        "architecture": "qwen3moe",  # what GGUF calls the family
+        **config.model,
+    }
+    return Config(model, config.quant, config.method, config.source)
+
+
+def save(made: Generated, folder: Path) -> Path:
+    """Write a generated checkpoint as a folder another engine would recognise."""
+    with CheckpointWriter(folder, made.headers) as writer:
+        for name, tensor in made.tensors.items():
+            writer.write(name, tensor)
+        quant = {"quant_method": made.config.method, **made.config.quant} if made.config.method else None
+        model = dict(made.config.model)
+        writer.write_json("config.json", model | {"quantization_config": quant} if quant else model)
+    return folder

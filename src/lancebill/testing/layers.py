@@ -1,0 +1,139 @@
+"""Whole layers for tests and benchmarks: random weights, routings, and the reference beside a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lancebill.activation import Activation
+from lancebill.backends import registry
+from lancebill.backends.base import Backend
+from lancebill.dispatch import Indexed
+from lancebill.dtypes import BF16, E8M0, F16, FLOAT, INTEGER, ZERO16, DType
+from lancebill.grammar import ACTIVATIONS, parse_spec
+from lancebill.layout import MatrixShape, Packed
+from lancebill.problem import Device, Problem
+from lancebill.weight import LogicalWeight
+
+
+def layer_problem(
+    spec: str, activations: str = "bf16", *, hidden: int, intermediate: int, experts: int, top_k: int,
+    activation: Activation | None = None, bias: bool = False, act_order: bool = False, weight_on_input: bool = False,
+) -> Problem:  # fmt: skip
+    """A layer of routed experts whose matrices all have one spec; fp16 activations mean fp16 inputs."""
+    parsed, activation = parse_spec(spec), activation or Activation()
+    rows = intermediate * (2 if activation.gated else 1)
+    stacked = parsed.stacked(intermediate) if activation.gated else parsed
+    return Problem(
+        MatrixShape(rows, hidden, stacked, bias, act_order),
+        MatrixShape(hidden, intermediate, parsed, bias),
+        experts,
+        experts,
+        top_k,
+        activation,
+        F16 if activations == "fp16" else BF16,
+        ACTIVATIONS[activations],
+        weight_on_input=weight_on_input,
+    )
+
+
+def plausible_weight(shape: MatrixShape, seed: int, device: str = "cpu", *, exact: bool = False) -> LogicalWeight:
+    """Every code, and scales that keep results near one. `exact`: scales are powers of two."""
+    generator = torch.Generator(device).manual_seed(seed)
+    spec, n, k = shape.spec, shape.n, shape.k
+    zero = None
+    if spec.zero is not None:
+        assert spec.zero.dtype == ZERO16
+        zero = torch.randint(0, 17, spec.zero.shape(n, k), generator=generator, device=device).to(torch.int16)
+    legal = torch.tensor(spec.dtype.valid_codes, dtype=torch.uint8, device=device)
+    codes = legal[torch.randint(len(legal), (n, k), generator=generator, device=device)]
+    target = 1.0 / (spec.dtype.max * k**0.5)
+    scales = []
+    for i, level in enumerate(spec.scales):
+        share = (
+            target if i == 0 and level.dtype.kind == FLOAT and len(spec.scales) == 1 else (1.0 if i == 0 else target)
+        )
+        scales.append(_scale(level.dtype, level.shape(n, k), share, generator, device, exact))
+    bias = torch.randn(n, generator=generator, device=device) * 0.1 if shape.bias else None
+    perm = None
+    if shape.act_order:
+        perm = torch.randperm(k, generator=generator, device=device).to(torch.int32)
+    return LogicalWeight(spec, codes, tuple(scales), zero, bias=bias, perm=perm)
+
+
+def _scale(
+    dtype: DType, shape: tuple[int, int], size: float, generator: torch.Generator, device: str, exact: bool
+) -> Tensor:
+    assert dtype.kind != INTEGER
+    power = torch.randint(-1, 3, shape, generator=generator, device=device).float()
+    if not exact and dtype != E8M0:
+        power = torch.rand(shape, generator=generator, device=device) * 3 - 1
+    base = 2.0 ** round(torch.log2(torch.tensor(size)).item())
+    return dtype.encode(torch.exp2(power) * base)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Packed weights of a problem for one backend, on one device."""
+
+    problem: Problem
+    backend: Backend
+    weights: dict[str, Packed]
+    device: torch.device
+
+    def __call__(self, x: Tensor, routed: Indexed, out: Tensor | None = None) -> Tensor:
+        out = torch.full_like(x, float("nan")) if out is None else out
+        kind = Device("cuda", 90, self.device.index or 0) if self.device.type == "cuda" else Device("cpu")
+        plan = self.backend.plan(self.problem, x.shape[0], kind)
+        return self.backend.run(plan, x, routed, self.weights, out)
+
+
+def make_layer(
+    problem: Problem, backend: str, device: str = "cuda", *, exact: bool = False, distinct: int | None = None
+) -> Layer:
+    """The layer with the weights of seeds 0 .. experts (`distinct`: repeated after that many, to save time)."""
+    chosen = registry()[backend]
+    layout = chosen.layout(problem)
+    weights: dict[str, Packed] = {}
+    for number, (name, shape) in enumerate(problem.matrices.items()):
+        held = layout.allocate(shape, problem.experts, device)
+        for expert in range(problem.experts):
+            if distinct is not None and expert >= distinct:
+                for tensor in held.values():
+                    tensor[expert] = tensor[expert % distinct]
+                continue
+            weight = plausible_weight(shape, 10_000 * number + expert, device, exact=exact)
+            layout.pack(shape, weight, {role: tensor[expert] for role, tensor in held.items()})
+        weights[name] = held
+    return Layer(problem, chosen, weights, torch.device(device))
+
+
+def routing(problem: Problem, tokens: int, seed: int, device: str = "cuda", kind: str = "uniform") -> Indexed:
+    """`uniform`, `zipf`, `one` (everything to expert 1 first), or `holes` (a third of the slots are -1)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    score = torch.rand(tokens, problem.experts, generator=generator, device=device)
+    if kind == "zipf":
+        score = score.log() * torch.arange(1, problem.experts + 1, device=device)
+    elif kind == "one":
+        score[:, 1] = 2
+        score[:, 0] = -1
+    ids = score.topk(problem.top_k, 1).indices.to(torch.int32)
+    weights = torch.rand(tokens, problem.top_k, generator=generator, device=device) + 0.1
+    weights = weights / weights.sum(1, keepdim=True)
+    if kind == "holes":
+        ids = torch.where(torch.rand(ids.shape, generator=generator, device=device) < 0.33, -1, ids).to(torch.int32)
+    return Indexed(ids.contiguous(), weights.contiguous())
+
+
+def worst_row(got: Tensor, want: Tensor) -> float:
+    """The largest relative error of a row; NaN counts as infinite."""
+    return float(row_errors(got, want).nan_to_num(nan=float("inf")).max())
+
+
+def row_errors(got: Tensor, want: Tensor) -> Tensor:
+    """The relative error of every row."""
+    got, want = got.double(), want.double()
+    errors: Tensor = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
+    return errors
