@@ -43,12 +43,12 @@ from lancebill.bench.peers_cpu import AtenInt4, VllmCpu
 from lancebill.bench.timing import CpuClock, Times, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.env import describe
-from lancebill.dispatch import Indexed
 from lancebill.errors import LancebillError
 from lancebill.grammar import ACTIVATIONS
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.problem import Device, Problem
 from lancebill.native import build
 from lancebill.native.abi import Level
-from lancebill.problem import Device, Problem
 from lancebill.testing.layers import layer_problem, worst_row
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8

@@ -43,11 +43,11 @@ from lancebill.bench.report import Work
 from lancebill.bench.steady import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
 from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
-from lancebill.dispatch import Indexed
 from lancebill.jit.build import build_all
 from lancebill.layer import RoutedExperts
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
 from lancebill.oracle import select
-from lancebill.problem import BATCH_INVARIANT, Problem, parse_device
 from lancebill.testing.layers import Layer, layer_problem, routing, worst_row
 
 SHAPES = {

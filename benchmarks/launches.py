@@ -12,8 +12,8 @@ from lancebill.bench.report import Work
 from lancebill.bench.steady import PRODUCT, Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch
-from lancebill.dispatch import Indexed
 from lancebill.jit.driver import Launch
+from lancebill.moe.dispatch import Indexed
 from lancebill.testing.layers import Layer
 
 

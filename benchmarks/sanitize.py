@@ -124,7 +124,7 @@ def matrix() -> Iterator[Case]:
 
 
 def problem_of(case: Case) -> Any:
-    from lancebill.activation import Activation
+    from lancebill.moe.activation import Activation
     from lancebill.testing.layers import layer_problem
 
     limit = 7.0 if case.activation == "swigluoai" else None
@@ -140,7 +140,7 @@ def problem_of(case: Case) -> Any:
 def accepted() -> tuple[list[Case], dict[str, str]]:
     """Cases the backend takes, and why not the others."""
     from lancebill.backends import registry
-    from lancebill.problem import Device
+    from lancebill.moe.problem import Device
 
     taken, refused = [], {}
     for case in dict.fromkeys(matrix()):
@@ -180,9 +180,9 @@ def compute(case: Case) -> Any:
     """The result, on the CPU; rows of no expert are zeros."""
     import torch
 
-    from lancebill.dispatch import Indexed, to_batched, to_contiguous
-    from lancebill.layout import as_integer
-    from lancebill.problem import Device
+    from lancebill.moe.dispatch import Indexed, to_batched, to_contiguous
+    from lancebill.moe.layout import as_integer
+    from lancebill.moe.problem import Device
     from lancebill.testing.layers import make_layer, routing
 
     torch.manual_seed(0)

@@ -65,8 +65,8 @@ def explain() -> str:
     """What `lancebill explain` says of one question, less what only depends on what is installed here."""
     from lancebill import oracle
     from lancebill.grammar import parse_activation, parse_spec
-    from lancebill.problem import parse_device
-    from lancebill.shapes import parse_shape
+    from lancebill.moe.model_shapes import parse_shape
+    from lancebill.moe.problem import parse_device
 
     problem = parse_shape(SHAPE).problem(parse_spec(SPEC), parse_activation(ACTIVATIONS), tp=1)
     choice = oracle.explain(problem, parse_device(DEVICE))

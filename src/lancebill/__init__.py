@@ -16,20 +16,20 @@ from lancebill import errors as errors
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.files import Checkpoint as Checkpoint
-    from lancebill.checkpoint.placement import Placement as Placement
     from lancebill.dtypes import DType as DType
     from lancebill.grammar import parse_spec as parse_spec
     from lancebill.layer import QuantizedLinear as QuantizedLinear
     from lancebill.layer import RoutedExperts as RoutedExperts
+    from lancebill.moe.placement import Placement as Placement
+    from lancebill.moe.problem import Problem as Problem
     from lancebill.oracle import explain as explain
-    from lancebill.problem import Problem as Problem
     from lancebill.quant import QuantSpec as QuantSpec
 
 _HOMES = {
     "Checkpoint": "lancebill.checkpoint.files",
     "DType": "lancebill.dtypes",
-    "Placement": "lancebill.checkpoint.placement",
-    "Problem": "lancebill.problem",
+    "Placement": "lancebill.moe.placement",
+    "Problem": "lancebill.moe.problem",
     "QuantSpec": "lancebill.quant",
     "QuantizedLinear": "lancebill.layer",
     "RoutedExperts": "lancebill.layer",

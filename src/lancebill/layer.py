@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lancebill import oracle
-from lancebill.dispatch import Contiguous, Dispatch, Indexed, localize
 from lancebill.errors import LaunchError, MissingTensor
-from lancebill.layout import Packed
 from lancebill.module import INPUT_DTYPES, PackedModule
-from lancebill.routing import Routed, Routing, route
+from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed, localize
+from lancebill.moe.layout import Packed
+from lancebill.moe.routing import Routed, Routing, route
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.files import Checkpoint

@@ -16,8 +16,8 @@ from lancebill.checkpoint.others import find_module
 from lancebill.codec import requantize
 from lancebill.formats import detect
 from lancebill.layer import QuantizedLinear, RoutedExperts
-from lancebill.layout import MatrixShape
-from lancebill.problem import Problem
+from lancebill.moe.layout import MatrixShape
+from lancebill.moe.problem import Problem
 from lancebill.push import Pusher
 from lancebill.quant import QuantSpec
 from lancebill.recipe import Options, Recipe, wide_inputs

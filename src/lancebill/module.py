@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lancebill import oracle
 from lancebill.backends.base import Plan, Shortcut
-from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.errors import LaunchError, MissingTensor
-from lancebill.layout import Layout, Packed
-from lancebill.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem, parse_device
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem, parse_device
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FORMS: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}

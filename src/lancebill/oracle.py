@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lancebill.backends import registry
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.errors import UnsupportedProblem
-from lancebill.problem import Device, Problem, parse_device
+from lancebill.moe.problem import Device, Problem, parse_device
 
 AUTO = "auto"
 TYPICAL_TOKENS = 64  # the batch that estimates are compared at, where none is given

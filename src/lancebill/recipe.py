@@ -16,17 +16,17 @@ from lancebill.checkpoint.inputs import FACTORS, allocate_inputs, check_static
 from lancebill.checkpoint.load import LayerPlan, Reader, load_layer, plan_layer
 from lancebill.checkpoint.manifest import Layer, Manifest
 from lancebill.checkpoint.naming import DOWN, GATE, Naming
-from lancebill.checkpoint.placement import Placement
 from lancebill.checkpoint.routing_config import activation_for, routing_for
 from lancebill.codec import Loss
 from lancebill.errors import MissingTensor, SpecError
 from lancebill.grammar import ACTIVATIONS
 from lancebill.layer import RoutedExperts
-from lancebill.layout import Packed
-from lancebill.problem import FAST, Problem
+from lancebill.moe.layout import Packed
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import FAST, Problem
+from lancebill.moe.routing import Routing
 from lancebill.quant import ActivationSpec
 from lancebill.report import LoadReport
-from lancebill.routing import Routing
 from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 
 WIDE = {torch.bfloat16: ACTIVATIONS["bf16"], torch.float16: ACTIVATIONS["fp16"], torch.float32: ACTIVATIONS["fp32"]}

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.backends.cpu.form import Form, NoForm, matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.codec import dequantize, quantize
 from lancebill.dtypes import BNB_FP4, IQ4, NF4
 from lancebill.errors import BadValue
 from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
-from lancebill.layout import MatrixShape, Packed
+from lancebill.moe.activation import Activation
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.problem import Problem
 from lancebill.native import abi
-from lancebill.problem import Problem
 from lancebill.quant import DENSE_BF16, QuantSpec, Scale, group
 from lancebill.weight import LogicalWeight
 

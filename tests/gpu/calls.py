@@ -11,10 +11,10 @@ from lancebill.backends import registry
 from lancebill.backends.base import Backend
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.steps import kernels
-from lancebill.dispatch import Dispatch
 from lancebill.jit.compile import Source
-from lancebill.layout import Packed, as_integer
-from lancebill.problem import Device, Problem
+from lancebill.moe.dispatch import Dispatch
+from lancebill.moe.layout import Packed, as_integer
+from lancebill.moe.problem import Device, Problem
 from lancebill.testing.layers import plausible_weight, worst_row
 
 GPU = Device("cuda", 90)

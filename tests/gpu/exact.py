@@ -15,9 +15,9 @@ from torch import Tensor
 from lancebill.backends import registry
 from lancebill.backends.hopper.plan import HopperPlan
 from lancebill.codec import dequantize
-from lancebill.dispatch import Indexed
-from lancebill.layout import MatrixShape, Packed
-from lancebill.problem import Problem
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.problem import Problem
 from lancebill.quant import FP8_CHANNEL
 from lancebill.testing.layers import plausible_weight
 from lancebill.weight import LogicalWeight

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lancebill.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer, first_largest, route
+from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer, first_largest, route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

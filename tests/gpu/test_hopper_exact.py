@@ -15,8 +15,8 @@ from torch import Tensor
 from lancebill.backends import registry
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.shipped import TOKENS, problems
-from lancebill.dispatch import Indexed
-from lancebill.problem import BATCH_INVARIANT, Problem
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.testing.layers import layer_problem, make_layer, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

@@ -16,8 +16,8 @@ COMPILER = build.compiler() is not None
 LEVEL = "from lancebill import native; print(native.state().why)"
 CHOSEN = """
 from lancebill import oracle
-from lancebill.problem import Device
-from lancebill.shapes import parse_shape
+from lancebill.moe.problem import Device
+from lancebill.moe.model_shapes import parse_shape
 from lancebill.grammar import ACTIVATIONS, parse_spec
 problem = parse_shape("4,64,64,2").problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
 choice = oracle.select(problem, Device("cpu"), tokens=1)

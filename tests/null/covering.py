@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.naming import TABLE, Form, Naming
-from lancebill.checkpoint.placement import LINEAR, ROUND_ROBIN, Placement
 from lancebill.codec import dequantize
 from lancebill.dtypes import DType
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format
+from lancebill.moe.placement import LINEAR, ROUND_ROBIN, Placement
 from lancebill.quant import DIV, Scale
 from lancebill.testing.weights import random_example
 from lancebill.weight import LogicalWeight

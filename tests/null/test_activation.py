@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lancebill.activation import Activation
 from lancebill.errors import LaunchError, SpecError
+from lancebill.moe.activation import Activation
 
 GATES, UPS = [1.0, -2.0, 9.0], [0.5, 3.0, -9.0]
 PROJECTED = torch.tensor([GATES + UPS])

@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 
 import lancebill.backends as backends
 from lancebill import oracle
-from lancebill.activation import Activation
 from lancebill.backends.base import Plan
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.backends.reference import Reference
@@ -30,12 +29,13 @@ from lancebill.bench.run import Setup, run
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.main import app
-from lancebill.dispatch import Dispatch
 from lancebill.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
 from lancebill.grammar import ACTIVATIONS, parse_spec
-from lancebill.layout import Packed, PlainLayout
-from lancebill.problem import Problem
-from lancebill.shapes import Shape, parse_shape
+from lancebill.moe.activation import Activation
+from lancebill.moe.dispatch import Dispatch
+from lancebill.moe.layout import Packed, PlainLayout
+from lancebill.moe.model_shapes import Shape, parse_shape
+from lancebill.moe.problem import Problem
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from lancebill.bench.run import Setup, run
 from lancebill.bench.steady import Steady
 from lancebill.cli.main import app
 from lancebill.errors import LaunchError, SpecError
-from lancebill.shapes import parse_shape
+from lancebill.moe.model_shapes import parse_shape
 
 
 def cell(part: str, tokens: int, ours: float, **peers_us: float) -> dict[str, Any]:

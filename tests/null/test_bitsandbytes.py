@@ -14,7 +14,6 @@ from torch import Tensor
 from lancebill import axes as ax
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint.load import load_expert, plan_layer
-from lancebill.checkpoint.placement import Placement
 from lancebill.codec import dequantize, quantize
 from lancebill.dtypes import BNB_FP4, NF4
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
@@ -22,6 +21,7 @@ from lancebill.formats import detect
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
 from lancebill.formats.bitsandbytes import FORMAT, INT8, Bnb4Scheme
 from lancebill.grammar import parse_spec
+from lancebill.moe.placement import Placement
 from lancebill.quant import NF4_G64
 from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.checkpoints import Generated

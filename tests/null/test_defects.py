@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.backends import registry
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.grammar import ACTIVATIONS
-from lancebill.layout import Layout, Packed
-from lancebill.problem import Device, Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.problem import Device, Problem
 from lancebill.testing import judge
 
 CPU = Device("cpu")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.backends.reference import BACKEND
 from lancebill.codec import dequantize, quantize
-from lancebill.dispatch import Indexed, combine, localize, sort, to_batched, to_contiguous
 from lancebill.errors import LaunchError
 from lancebill.grammar import ACTIVATIONS
-from lancebill.layout import MatrixShape, Packed
-from lancebill.problem import BATCHED, CONTIGUOUS, Device, Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.dispatch import Indexed, combine, localize, sort, to_batched, to_contiguous
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem
 from lancebill.quant import CHANNEL, int_spec
 from lancebill.weight import LogicalWeight
 

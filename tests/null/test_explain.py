@@ -21,9 +21,9 @@ from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
 from lancebill.grammar import ACTIVATIONS, parse_spec
 from lancebill.loading import from_checkpoint
+from lancebill.moe.model_shapes import NAMED, parse_shape
+from lancebill.moe.problem import Device, Problem
 from lancebill.oracle import explain as lancebill_explain
-from lancebill.problem import Device, Problem
-from lancebill.shapes import NAMED, parse_shape
 from lancebill.testing import judge
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancebill.activation import Activation
 from lancebill.backends import registry
 from lancebill.backends.hopper import Hopper, _call, _copy
 from lancebill.backends.hopper.layout import HopperLayout
@@ -16,11 +15,12 @@ from lancebill.backends.hopper.refs import CALL, SCRATCH, Ref
 from lancebill.backends.hopper.steps import kernels, steps
 from lancebill.backends.hopper.workspace import SECOND
 from lancebill.codec import dequantize
-from lancebill.dispatch import Batched, Contiguous, Indexed
 from lancebill.dtypes import F32
 from lancebill.errors import LaunchError
 from lancebill.kernels import compat
-from lancebill.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.dispatch import Batched, Contiguous, Indexed
+from lancebill.moe.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.testing.layers import layer_problem, plausible_weight
 from lancebill.tune import hopper as tune
 from lancebill.weight import LogicalWeight

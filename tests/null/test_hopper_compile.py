@@ -19,7 +19,7 @@ from lancebill.jit import compile as compiler
 from lancebill.jit.build import binary, build_all
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import Binary
-from lancebill.problem import Device
+from lancebill.moe.problem import Device
 from lancebill.testing.layers import layer_problem
 
 pytest.importorskip("triton")

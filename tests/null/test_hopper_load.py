@@ -13,7 +13,7 @@ from lancebill.checkpoint.files import Checkpoint
 from lancebill.formats import registry
 from lancebill.kernels import compat
 from lancebill.layer import RoutedExperts
-from lancebill.problem import Device
+from lancebill.moe.problem import Device
 from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.layers import layer_problem
 

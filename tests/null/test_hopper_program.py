@@ -20,13 +20,13 @@ from lancebill.backends.hopper import program as bound
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.refs import CALL, Ref
 from lancebill.backends.hopper.steps import steps
-from lancebill.dispatch import Contiguous, Indexed
 from lancebill.errors import ContextError, DriverError, LaunchError
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, Source
 from lancebill.layer import RoutedExperts
+from lancebill.moe.dispatch import Contiguous, Indexed
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.oracle import Choice, Verdict
-from lancebill.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.testing.layers import layer_problem, make_layer, routing
 from lancebill.tune import hopper as tune
 

@@ -28,50 +28,22 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 
 # Imports run one way -----------------------------------------------------------------------------------
 
-# A module imports from rows above its own, and from its own package. A name stands for a module or a
-# whole package of src/lancebill.
-ROWS = (
-    ("errors",),
-    ("dtypes", "stored", "axes", "packing", "activation", "dispatch", "simulation", "kernels", "jit", "native"),
-    ("quant", "routing", "tune"),
-    ("grammar", "blocks"),
-    ("weight", "scales"),
-    ("recast", "layout"),
-    ("codec", "formats", "problem"),
-    ("inputs", "checkpoint"),
-    ("backends", "rules", "shapes"),
-    ("oracle",),
-    ("report",),
-    ("module",),
-    ("layer",),
-    ("compiled", "recipe", "parallel"),
-    ("push",),
-    ("loading",),
-    ("integrations", "bench", "evaluate"),
-    ("",),  # lancebill itself: the public names
-    ("cli",),
-    ("__main__",),
-    ("testing",),
-    ("demo",),
-)
-ROW = {unit: number for number, units in enumerate(ROWS) for unit in units}
-# Rows allow these, the design does not.
-STRANGERS = {
-    "backends": {"formats", "checkpoint", "stored"},
-    "kernels": {"errors"},
-    "jit": {"kernels", "native"},
-    "tune": set(ROW) - {"kernels", "tune", "errors"},
-    "formats": {"layout", "activation", "dispatch", "routing", "kernels", "jit", "native", "tune"},
+# What a room (a package below lancebill) may import besides itself and `errors`. `formats` and `backends` never meet;
+# `jit` knows nothing of experts.
+BELOW = {
+    "numbers": set[str](),
+    "jit": set[str](),
+    "moe": {"numbers"},
+    "formats": {"numbers"},
+    "checkpoint": {"numbers", "moe", "formats"},
+    "backends": {"numbers", "moe", "jit"},
+    "layer": {"numbers", "moe", "formats", "checkpoint", "backends"},
+    "parallel": {"moe", "layer"},
+    "evaluate": set[str](),
+    "integrations": {"numbers", "moe", "formats", "checkpoint", "backends", "layer"},
+    "bench": {"numbers", "moe", "jit", "backends", "layer"},
 }
-# Inside functions only, where two modules need each other: who, whom.
-LATE = {
-    ("quant", "grammar"),  # a spec prints its name
-    ("layer", "compiled"),
-    ("layer", "loading"),  # `from_checkpoint` is a method of what it makes
-    ("layer", "push"),
-    *(("", home.split(".")[1]) for home in vars(lancebill)["_HOMES"].values()),
-    ("", "integrations"),
-}
+TOP = {"cli", "testing", "demo"}  # may import anything, but nothing below imports them
 
 
 @cache
@@ -84,50 +56,44 @@ def _tree(name: str) -> ast.Module:
     return ast.parse(_text(name))
 
 
-def _unit(module: str) -> str:
-    """The unit of the table a dotted name below lancebill belongs to; a public name is lancebill's own."""
-    unit = module.removeprefix("lancebill").lstrip(".").partition(".")[0]
-    return "" if unit in vars(lancebill)["__all__"] and unit not in ROW else unit
+def _module(dotted: str) -> str | None:
+    """The file a dotted name below lancebill lives in; None for the package's own public names."""
+    words = dotted.split(".")[1:]
+    while words:
+        for name in ("/".join(words) + ".py", "/".join(words) + "/__init__.py"):
+            if name in FILES:
+                return name
+        words.pop()
+    return None
 
 
-def _imports(name: str) -> Iterator[tuple[str, bool]]:
-    """(unit, inside a function or for type checkers only) for every import of ours."""
-
-    def visit(node: ast.AST, late: bool) -> Iterator[tuple[str, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                names = [alias.name for alias in child.names]
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{name} imports relatively"
-                named = child.module or ""
-                names = [f"lancebill.{a.name}" for a in child.names] if named == "lancebill" else [named]
-            else:
-                names = []
-            yield from ((_unit(n), late) for n in names if n.partition(".")[0] == "lancebill")
-            typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-            yield from visit(child, late or typing or isinstance(child, ast.FunctionDef))
-
-    return visit(_tree(name), False)
+@cache
+def _imports(name: str) -> frozenset[str]:
+    """Every file of ours that a file imports: at the top, in functions, for type checkers."""
+    found = set()
+    for node in ast.walk(_tree(name)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {_module(dotted) for dotted in names if dotted.partition(".")[0] == "lancebill"}
+    return frozenset(found - {None, name})
 
 
-def _home(name: str) -> str:
-    first = name.partition("/")[0].removesuffix(".py")
-    return "" if first == "__init__" else first
-
-
-def test_every_module_has_a_row() -> None:
-    assert {_home(name) for name in FILES} == set(ROW)
+def _room(name: str) -> str:
+    return name.partition("/")[0] if "/" in name else ""
 
 
 def test_imports_run_one_way() -> None:
     wrong = []
     for name in FILES:
-        home = _home(name)
-        for unit, late in _imports(name):
-            if unit == home or (late and (home, unit) in LATE):
-                continue
-            if ROW[unit] >= ROW[home] or unit in STRANGERS.get(home, set()):
-                wrong.append(f"{name} imports lancebill.{unit}")
+        for imported in _imports(name):
+            home, other = _room(name), _room(imported)
+            if home in BELOW and other != home and other in TOP.union(BELOW) - BELOW[home]:
+                wrong.append(f"{name} imports {imported}")
     assert not wrong
 
 

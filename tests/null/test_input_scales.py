@@ -14,12 +14,12 @@ from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.inputs import FACTORS, product_inputs
 from lancebill.checkpoint.load import load_inputs
-from lancebill.checkpoint.placement import Placement
 from lancebill.codec import dequantize
 from lancebill.errors import BadValue, CheckpointProblems, MissingTensor
 from lancebill.formats import registry
 from lancebill.inputs import represent
 from lancebill.layer import QuantizedLinear, RoutedExperts
+from lancebill.moe.placement import Placement
 from lancebill.quant import NVFP4, ActivationSpec
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from lancebill import module, push
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.placement import Placement
 from lancebill.codec import dequantize
 from lancebill.dtypes import BF16, F16, F32
 from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.layer import QuantizedLinear, RoutedExperts
-from lancebill.problem import Device
-from lancebill.routing import Routing
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import Device
+from lancebill.moe.routing import Routing
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.conformance import all_examples, whole_matrices
 

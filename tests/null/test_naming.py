@@ -10,11 +10,11 @@ from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.load import load_expert, plan_layer
 from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
-from lancebill.checkpoint.placement import Placement
 from lancebill.codec import dequantize
 from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example
+from lancebill.moe.placement import Placement
 from lancebill.stored import Stored
 from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.conformance import whole_matrices

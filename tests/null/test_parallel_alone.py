@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint.naming import TABLE
-from lancebill.checkpoint.placement import Placement
 from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError
 from lancebill.formats import registry
 from lancebill.layer import RoutedExperts
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.parallel import GATHER, ExpertParallel, Mesh
 from lancebill.parallel.groups import OUTSIDE, Group
-from lancebill.problem import BATCH_INVARIANT
 from lancebill.recipe import Options, Recipe
 from lancebill.testing.checkpoints import Geometry, generate
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lancebill.checkpoint.placement import Placement
 from lancebill.errors import ShardError
+from lancebill.moe.placement import Placement
 from lancebill.parallel.balance import arrange, busiest, keep_slots, pack, rebalance, replicate
 from lancebill.parallel.replicas import Assignment
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lancebill.checkpoint.placement import Placement
 from lancebill.errors import ShardError
+from lancebill.moe.placement import Placement
 from lancebill.parallel.groups import Group
 from lancebill.parallel.moves import carry_out, plan_moves
 from lancebill.parallel.replicas import Assignment, Tables, count_load

@@ -7,15 +7,15 @@ import torch
 from covering import GATE_SCALE, LAYOUTS, SIZES, Case, cases, is_tame, spellings, tame
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint.manifest import Manifest
 from lancebill.checkpoint.naming import DOWN
-from lancebill.checkpoint.placement import Placement
 from lancebill.formats import registry
 from lancebill.layer import RoutedExperts
+from lancebill.moe.activation import Activation
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.parallel.replicas import Assignment, Tables
-from lancebill.problem import BATCH_INVARIANT
 from lancebill.recipe import Options, Recipe
 from lancebill.testing import checkpoints
 from lancebill.testing.checkpoints import Generated, Geometry, generate

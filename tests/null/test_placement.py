@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lancebill.checkpoint.placement import LINEAR, ROUND_ROBIN, Placement
 from lancebill.errors import ShardError
+from lancebill.moe.placement import LINEAR, ROUND_ROBIN, Placement
 
 
 def _experts(total: int, ep: int, strategy: str = LINEAR, redundant: int = 0) -> list[tuple[int, ...]]:

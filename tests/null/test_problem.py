@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from lancebill.activation import Activation
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.load import plan_layer
-from lancebill.checkpoint.placement import Placement
 from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.inputs import represent
 from lancebill.layer import RoutedExperts
-from lancebill.layout import MatrixShape
-from lancebill.problem import Device, Problem, parse_device
+from lancebill.moe.activation import Activation
+from lancebill.moe.layout import MatrixShape
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.quant import DENSE_BF16, MXFP4
 from lancebill.recipe import wide_inputs
 from lancebill.rules import activation_specs, weight_targets

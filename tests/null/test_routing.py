@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import LaunchError, SpecError
-from lancebill.routing import (
+from lancebill.moe.routing import (
     NONE,
     SIGMOID,
     SOFTMAX,
@@ -24,7 +24,7 @@ from lancebill.routing import (
     first_largest,
     route,
 )
-from lancebill.simulation import Simulation
+from lancebill.moe.simulation import Simulation
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.0, -1.0]])
 GROUPED = torch.tensor([[0.9, 0.1, 0.5, 0.45, 0.6, 0.05, 0.2, 0.55]])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lancebill.activation import Activation
 from lancebill.checkpoint import naming
 from lancebill.checkpoint.gguf import read_gguf
 from lancebill.checkpoint.routing_config import GGUF_ROWS, ROWS, activation_for, routing_for
 from lancebill.errors import UnsupportedFormat
-from lancebill.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer
+from lancebill.moe.activation import Activation
+from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer
 from lancebill.testing.gguf import write_gguf
 
 _V3 = Routing(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import LaunchError, SpecError
-from lancebill.routing import NONE, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer, route
-from lancebill.simulation import KINDS, Simulation
+from lancebill.moe.routing import NONE, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer, route
+from lancebill.moe.simulation import KINDS, Simulation
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.0, -1.0]])
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lancebill.checkpoint import naming
 from lancebill.checkpoint.routing_config import activation_for, routing_for
-from lancebill.routing import Routed, Routing, route
+from lancebill.moe.routing import Routed, Routing, route
 
 pytest.importorskip("transformers")
 

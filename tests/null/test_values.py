@@ -17,7 +17,7 @@ from lancebill.checkpoint.values import Findings, check_values
 from lancebill.errors import ShardError
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format
-from lancebill.layout import PlainLayout
+from lancebill.moe.layout import PlainLayout
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.conformance import all_examples
 

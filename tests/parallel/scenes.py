@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint.naming import TABLE
-from lancebill.checkpoint.placement import Placement
 from lancebill.formats import registry
 from lancebill.layer import RoutedExperts
+from lancebill.moe.placement import Placement
 from lancebill.parallel import ExpertParallel, Mesh
 from lancebill.push import Pusher
 from lancebill.recipe import Options, Recipe

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lancebill.backends.base import Plan
 from lancebill.backends.reference import Reference, run_expert
-from lancebill.checkpoint.placement import Placement
-from lancebill.dispatch import Dispatch, Indexed
-from lancebill.layout import Packed
+from lancebill.moe.dispatch import Dispatch, Indexed
+from lancebill.moe.layout import Packed
+from lancebill.moe.placement import Placement
 from lancebill.parallel import ExpertParallel, Mesh, all_to_all, gather
 from lancebill.parallel.replicas import Assignment, Tables
 

@@ -8,12 +8,12 @@ from scenes import TOP_K, alone, batches, checkpoint, close, load, must, pushed,
 from torch import Tensor, nn
 from worlds import run_world
 
-from lancebill.checkpoint.placement import Placement
 from lancebill.errors import LaunchError, RanksDisagree
 from lancebill.layer import RoutedExperts
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import BATCH_INVARIANT
+from lancebill.moe.routing import Routing
 from lancebill.parallel import GATHER, ExpertParallel, Mesh
-from lancebill.problem import BATCH_INVARIANT
-from lancebill.routing import Routing
 
 UNEQUAL = ((5, 3, 0, 7), (1, 0, 0, 0), (4, 4, 4, 4), (0, 0, 0, 0))
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from lancebill.dispatch import Dispatch
-from lancebill.layout import Layout, Packed
-from lancebill.problem import Device, Problem
+from lancebill.moe.dispatch import Dispatch
+from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.problem import Device, Problem
 
 
 @dataclass(frozen=True)

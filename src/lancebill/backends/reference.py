@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.codec import dequantize
-from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
 from lancebill.inputs import represent
-from lancebill.layout import Layout, MatrixShape, Packed, PlainLayout
-from lancebill.problem import BATCH_INVARIANT, Device, Problem
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
+from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
+from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
 from lancebill.quant import ActivationSpec
 
 _LAYOUT = PlainLayout()

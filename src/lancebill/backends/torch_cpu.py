@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
 from lancebill.dtypes import DType
 from lancebill.inputs import represent
-from lancebill.layout import Layout, MatrixShape, Packed, PlainLayout
-from lancebill.problem import BATCH_INVARIANT, Device, Problem
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
+from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
+from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
 from lancebill.quant import ALL, DIV, Level, blocks_along
 
 _LAYOUT = PlainLayout()

@@ -18,7 +18,7 @@ from torch import Tensor
 from lancebill import native
 from lancebill.bench.timing import last_level_cache
 from lancebill.dtypes import INTEGER
-from lancebill.problem import Device
+from lancebill.moe.problem import Device
 from lancebill.quant import ActivationSpec
 
 REPEATS = 5

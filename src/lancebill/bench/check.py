@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Batch, Weights
-from lancebill.dispatch import Indexed
 from lancebill.errors import WrongResult
-from lancebill.problem import Device, Problem
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.problem import Device, Problem
 
 ROWS = 4  # compared with the reference; of all others it is asked that they were written
 BOUND, BOUND_QUANTIZED = 1e-2, 5e-2  # |difference| / |row|; quantised inputs may round the other way

@@ -67,8 +67,8 @@ def _answer(question: Question) -> Answer:
     from lancebill import oracle
     from lancebill.grammar import parse_activation, parse_spec
     from lancebill.layer import RoutedExperts
-    from lancebill.problem import parse_device
-    from lancebill.shapes import parse_shape
+    from lancebill.moe.model_shapes import parse_shape
+    from lancebill.moe.problem import parse_device
 
     compiled = _Compiled()
     logging.getLogger("lancebill").addHandler(compiled)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from lancebill.bench.workload import Weights
-from lancebill.problem import Problem
+from lancebill.moe.problem import Problem
 
 
 class Peer(ABC):

@@ -17,7 +17,7 @@ from lancebill.bench import peers_cpu, peers_cuda, peers_triton
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
-from lancebill.problem import Problem
+from lancebill.moe.problem import Problem
 
 
 class _Dense(Peer):

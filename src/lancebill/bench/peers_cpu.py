@@ -17,8 +17,8 @@ from lancebill.bench.peer import Peer
 from lancebill.bench.workload import Weights
 from lancebill.dtypes import biased_type, uint_type
 from lancebill.errors import SpecError
-from lancebill.layout import MatrixShape
-from lancebill.problem import Problem
+from lancebill.moe.layout import MatrixShape
+from lancebill.moe.problem import Problem
 from lancebill.quant import MXFP4
 from lancebill.weight import LogicalWeight
 

@@ -18,8 +18,8 @@ from lancebill.backends.humming.support import unsupported
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
-from lancebill.layout import PlainLayout
-from lancebill.problem import Problem
+from lancebill.moe.layout import PlainLayout
+from lancebill.moe.problem import Problem
 from lancebill.quant import MXFP4
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
-from lancebill.layout import Packed, PlainLayout
-from lancebill.problem import Problem
+from lancebill.moe.layout import Packed, PlainLayout
+from lancebill.moe.problem import Problem
 from lancebill.quant import MXFP4
 
 

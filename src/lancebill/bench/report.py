@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.timing import Times
 from lancebill.bench.workload import Batch
-from lancebill.problem import Problem
+from lancebill.moe.problem import Problem
 from lancebill.quant import ActivationSpec
 
 if TYPE_CHECKING:

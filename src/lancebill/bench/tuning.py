@@ -19,11 +19,11 @@ from lancebill.backends.hopper.steps import steps
 from lancebill.bench.steady import Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch, Weights, batches
-from lancebill.dispatch import Indexed
 from lancebill.errors import LancebillError
 from lancebill.jit.build import build_all
-from lancebill.layout import Packed
-from lancebill.problem import Problem
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.layout import Packed
+from lancebill.moe.problem import Problem
 from lancebill.tune import search
 from lancebill.tune.search import Candidate, Cell
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lancebill.codec import dequantize, quantize
 from lancebill.errors import LaunchError
-from lancebill.layout import Layout, MatrixShape, Packed, as_integer
-from lancebill.problem import Problem
+from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
+from lancebill.moe.problem import Problem
+from lancebill.moe.simulation import Simulation
 from lancebill.quant import ActivationSpec
-from lancebill.simulation import Simulation
 from lancebill.weight import LogicalWeight
 
 SOURCES = 2  # experts quantised for real; the others are these with their codes in other rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, MissingTensor
-from lancebill.layout import Packed, as_integer
+from lancebill.moe.layout import Packed, as_integer
 from lancebill.quant import ActivationSpec
 
 SCALE, PRE_SCALE = "input_scale", "pre_scale"  # the buffers

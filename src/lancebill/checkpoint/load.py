@@ -19,10 +19,10 @@ from lancebill import axes as ax
 from lancebill.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
 from lancebill.checkpoint.manifest import Layer, Projection, Source
 from lancebill.checkpoint.naming import DOWN, GATE, UP
-from lancebill.checkpoint.placement import Cut, Placement
 from lancebill.codec import Loss, keeps_codes, requantize
 from lancebill.errors import LancebillError, ShardError
-from lancebill.layout import Layout, MatrixShape, Packed
+from lancebill.moe.layout import Layout, MatrixShape, Packed
+from lancebill.moe.placement import Cut, Placement
 from lancebill.quant import ALL, QuantSpec
 from lancebill.weight import INPUT_ROLES, LogicalWeight, stack
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from lancebill.checkpoint.load import AT_ONCE, LayerPlan, plan_layer
 from lancebill.checkpoint.manifest import Manifest
-from lancebill.checkpoint.placement import LINEAR, Placement
-from lancebill.layout import Layout, MatrixShape
+from lancebill.moe.layout import Layout, MatrixShape
+from lancebill.moe.placement import LINEAR, Placement
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lancebill.activation import Activation
 from lancebill.checkpoint.naming import sections, sizes
 from lancebill.checkpoint.tensors import quoted
 from lancebill.errors import SpecError, UnsupportedFormat
-from lancebill.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer
+from lancebill.moe.activation import Activation
+from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer
 
 WHERE = "the model's config"
 Fields = Mapping[str, Any]  # of a Routing or an Activation

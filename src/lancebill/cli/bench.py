@@ -55,7 +55,7 @@ def bench(
         from lancebill.bench import plot, report
         from lancebill.bench.run import Setup, run
         from lancebill.cli import env
-        from lancebill.shapes import parse_shape
+        from lancebill.moe.model_shapes import parse_shape
 
         setup = Setup(
             parse_shape(shape), weights, activations, device, numbers(tokens), routing, names(backend), names(peers),

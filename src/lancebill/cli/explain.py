@@ -17,8 +17,8 @@ from lancebill.errors import SpecError
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.manifest import Manifest
+    from lancebill.moe.problem import Problem
     from lancebill.oracle import Choice, Verdict
-    from lancebill.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _here() -> str:
 
 def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> Question:
     from lancebill.grammar import parse_activation, parse_spec
-    from lancebill.shapes import parse_shape
+    from lancebill.moe.model_shapes import parse_shape
 
     known = parse_shape(shape)
     return Question(known.name, known.problem(parse_spec(weights), parse_activation(activations or "bf16"), tp=tp))
@@ -110,7 +110,7 @@ def _from_checkpoint(path: Path, layer: int | None, weights: str | None, activat
     """The problem that loading this layer would pose, from headers alone."""
     from lancebill.checkpoint import manifest as manifests
     from lancebill.checkpoint.files import Checkpoint
-    from lancebill.checkpoint.placement import Placement
+    from lancebill.moe.placement import Placement
     from lancebill.recipe import Options, pose
 
     with Checkpoint.open(path) as checkpoint:

@@ -77,7 +77,7 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     from lancebill.checkpoint.memory import plan_memory
-    from lancebill.layout import PlainLayout
+    from lancebill.moe.layout import PlainLayout
 
     return {
         "tp": tp,

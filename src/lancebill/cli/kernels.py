@@ -91,7 +91,7 @@ def warmup(
     with ui.reported(as_json):
         import torch
 
-        from lancebill.problem import parse_device
+        from lancebill.moe.problem import parse_device
 
         where = parse_device(device)
         if str(where) != ARCH or not torch.cuda.is_available():

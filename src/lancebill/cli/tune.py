@@ -41,7 +41,7 @@ def tune(
         import torch
 
         from lancebill.bench.tuning import Journal, Search
-        from lancebill.problem import parse_device
+        from lancebill.moe.problem import parse_device
         from lancebill.tune import hopper, search
 
         if not out.resolve().parent.is_dir():
@@ -66,7 +66,7 @@ def tune(
 def _layers(shapes: list[str], weights: tuple[str, ...], activations: tuple[str, ...]) -> list[Layer]:
     from lancebill.bench.tuning import Layer
     from lancebill.grammar import parse_activation, parse_spec
-    from lancebill.shapes import parse_shape
+    from lancebill.moe.model_shapes import parse_shape
 
     return [
         Layer(f"{shape}: {spec} x {inputs}", parse_shape(shape).problem(parse_spec(spec), parse_activation(inputs)))

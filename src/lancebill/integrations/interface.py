@@ -19,8 +19,8 @@ from lancebill.checkpoint.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
 from lancebill.integrations.experts import forward_only
 from lancebill.layer import RoutedExperts
-from lancebill.layout import MatrixShape, Packed, PlainLayout, as_integer
-from lancebill.problem import Problem, parse_device
+from lancebill.moe.layout import MatrixShape, Packed, PlainLayout, as_integer
+from lancebill.moe.problem import Problem, parse_device
 from lancebill.quant import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
 from lancebill.recipe import WIDE
 from lancebill.weight import LogicalWeight

@@ -20,7 +20,7 @@ from lancebill.codec import requantize
 from lancebill.integrations.experts import PackedExperts, places
 from lancebill.integrations.interface import Source, pack, pose
 from lancebill.layer import RoutedExperts
-from lancebill.problem import parse_device
+from lancebill.moe.problem import parse_device
 from lancebill.quant import QuantSpec
 from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.weight import LogicalWeight, stack

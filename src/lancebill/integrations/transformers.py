@@ -22,7 +22,6 @@ from lancebill import oracle
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.manifest import Manifest
-from lancebill.checkpoint.placement import Placement
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,
@@ -37,7 +36,8 @@ from lancebill.integrations.experts import packed_experts, swap
 from lancebill.integrations.interface import register
 from lancebill.integrations.rest import rest_of
 from lancebill.integrations.saving import Origin, save
-from lancebill.problem import FAST, parse_device
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import FAST, parse_device
 from lancebill.recipe import WIDE, Options, Recipe
 from lancebill.report import LoadReport
 from lancebill.rules import ActivationRules, WeightRules

@@ -34,7 +34,7 @@ def _gelu_tanh(x):
 
 @gluon.jit
 def gate(g, u, limit, alpha, beta, NAME: gl.constexpr):
-    """The gated activations of `lancebill.activation`, fp32. No limit is an infinite one."""
+    """The gated activations of `lancebill.moe.activation`, fp32. No limit is an infinite one."""
     if NAME == "silu":
         g = gl.minimum(g, limit)
         u = gl.minimum(gl.maximum(u, -limit), limit)

@@ -54,7 +54,7 @@ class Float(IntEnum):
 
 
 class Activation(IntEnum):
-    """The functions of `lancebill.activation`."""
+    """The functions of `lancebill.moe.activation`."""
 
     SILU = 0
     GELU = 1

@@ -1,4 +1,4 @@
-// The functions between the two products, sixteen values at a time, in fp32: lancebill.activation says what they are.
+// The functions between the two products, sixteen values at a time, in fp32: lancebill.moe.activation says what they are.
 #pragma once
 
 #include "convert.h"

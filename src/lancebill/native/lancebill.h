@@ -101,7 +101,7 @@ typedef struct lancebill_matrix {
   int32_t input_group; /* columns of a measured scale, a multiple of `group`; 0: the whole row */
 } lancebill_matrix;
 
-/* The functions of lancebill.activation, by the same names. Gated ones first. */
+/* The functions of lancebill.moe.activation, by the same names. Gated ones first. */
 enum lancebill_activation {
   LANCEBILL_SILU = 0,
   LANCEBILL_GELU = 1,

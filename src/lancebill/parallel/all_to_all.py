@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.dispatch import Contiguous, Indexed, Sorted, combine, sort
 from lancebill.layer import RoutedExperts
+from lancebill.moe.dispatch import Contiguous, Indexed, Sorted, combine, sort
 from lancebill.parallel.groups import Group
 from lancebill.parallel.replicas import Tables
 

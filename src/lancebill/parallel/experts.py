@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lancebill.checkpoint.placement import LINEAR, Placement
-from lancebill.dispatch import Indexed
 from lancebill.errors import LaunchError, ShardError, SpecError, UnsupportedProblem
 from lancebill.layer import RoutedExperts
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.placement import LINEAR, Placement
+from lancebill.moe.problem import CONTIGUOUS
 from lancebill.parallel import all_to_all, balance, gather
 from lancebill.parallel.groups import Group, Mesh
 from lancebill.parallel.moves import carry_out, plan_moves
 from lancebill.parallel.replicas import Assignment, Tables, count_load
-from lancebill.problem import CONTIGUOUS
 
 ALL_TO_ALL, GATHER = "all_to_all", "gather"
 

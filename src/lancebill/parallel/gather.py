@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lancebill.dispatch import Indexed
 from lancebill.errors import LaunchError
 from lancebill.layer import RoutedExperts
+from lancebill.moe.dispatch import Indexed
 from lancebill.parallel.groups import Group
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancebill.checkpoint.placement import LINEAR, Placement
 from lancebill.errors import LaunchError, RanksDisagree, ShardError
+from lancebill.moe.placement import LINEAR, Placement
 
 try:  # the names of torch 2.13; before, the same two under longer ones
     from torch.distributed import all_gather_single as _all_gather

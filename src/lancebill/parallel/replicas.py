@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lancebill.checkpoint.placement import Placement
-from lancebill.dispatch import localize
 from lancebill.errors import ShardError
+from lancebill.moe.dispatch import localize
+from lancebill.moe.placement import Placement
 
 _MIX, _WORD = 2654435769, 0xFFFFFFFF  # 2^32 over the golden ratio: neighbouring tokens land far apart
 

@@ -15,12 +15,12 @@ from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.load import ExpertWeights, load_expert, plan_layer
 from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
-from lancebill.checkpoint.placement import Placement
 from lancebill.codec import dequantize
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats import detect, registry
 from lancebill.formats.base import Example, Format, Module
-from lancebill.layout import PlainLayout
+from lancebill.moe.layout import PlainLayout
+from lancebill.moe.placement import Placement
 from lancebill.stored import DTYPE_NAMES, Stored
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.weights import random_example

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.backends.base import Backend
 from lancebill.codec import dequantize, quantize
-from lancebill.dispatch import Dispatch, Indexed, Sorted, to_batched, to_contiguous
 from lancebill.dtypes import BF16, F32, INTEGER
 from lancebill.grammar import ACTIVATIONS, parse_spec
 from lancebill.inputs import represent
-from lancebill.layout import MatrixShape, Packed
-from lancebill.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.dispatch import Dispatch, Indexed, Sorted, to_batched, to_contiguous
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.quant import ALL, QuantSpec, Scale
 from lancebill.testing.layers import row_errors
 from lancebill.weight import LogicalWeight

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.backends import registry
 from lancebill.backends.base import Backend
-from lancebill.dispatch import Indexed
 from lancebill.dtypes import BF16, E8M0, F16, FLOAT, INTEGER, ZERO16, DType
 from lancebill.grammar import ACTIVATIONS, parse_spec
-from lancebill.layout import MatrixShape, Packed
-from lancebill.problem import Device, Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.problem import Device, Problem
 from lancebill.weight import LogicalWeight
 
 

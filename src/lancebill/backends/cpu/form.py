@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from lancebill.backends.base import NoForm, Reason
 from lancebill.dtypes import BF16, E2M3, E3M2, E3M4, E4M3, E4M3FNUZ, E5M2, E8M0, F16, F32, INTEGER, ZERO16, DType
-from lancebill.layout import MatrixShape
+from lancebill.moe.layout import MatrixShape
 from lancebill.native import abi
 from lancebill.quant import ALL, MUL, ActivationSpec, QuantSpec, Scale
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from lancebill.backends.cpu.form import Form, matrix_form, padded_columns
 from lancebill.dtypes import E4M3, ZERO16, DType
 from lancebill.errors import BadValue
-from lancebill.layout import Layout, MatrixShape, Packed, as_integer
+from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
+from lancebill.moe.problem import Problem
 from lancebill.native import abi, library
-from lancebill.problem import Problem
 from lancebill.quant import ALL, DIV, Level, Scale
 from lancebill.weight import LogicalWeight
 

@@ -12,13 +12,13 @@ from lancebill.backends.hopper.forms import kernel_form
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, make_plan
 from lancebill.backends.hopper.program import ALIGNMENT, Program, addresses, again
-from lancebill.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.dtypes import BF16, F16
 from lancebill.errors import LaunchError
 from lancebill.kernels import compat
 from lancebill.kernels.forms import E4M3
-from lancebill.layout import Layout, MatrixShape, Packed
-from lancebill.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.moe.layout import Layout, MatrixShape, Packed
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.quant import DENSE_BF16, DENSE_F16, ActivationSpec
 from lancebill.tune.hopper import bucket
 

@@ -8,7 +8,7 @@ from lancebill.backends.base import NoForm, Reason
 from lancebill.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
 from lancebill.kernels import forms as f
 from lancebill.kernels.forms import Form
-from lancebill.layout import MatrixShape
+from lancebill.moe.layout import MatrixShape
 from lancebill.quant import (
     ALL,
     DENSE_BF16,

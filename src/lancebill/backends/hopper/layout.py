@@ -24,8 +24,8 @@ from lancebill.kernels import fragments
 from lancebill.kernels.forms import HALF, ROWS, Form
 from lancebill.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from lancebill.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
-from lancebill.layout import Layout, MatrixShape, as_integer
-from lancebill.problem import Problem
+from lancebill.moe.layout import Layout, MatrixShape, as_integer
+from lancebill.moe.problem import Problem
 from lancebill.quant import CHANNEL, DIV, QuantSpec, Scale
 from lancebill.weight import LogicalWeight, expand
 

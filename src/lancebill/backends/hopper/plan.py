@@ -10,7 +10,7 @@ from lancebill.backends.base import Plan
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.workspace import SECOND, pieces
 from lancebill.kernels.forms import E2M1_CODE, E4M3, ROWS, Form
-from lancebill.problem import FAST, INDEXED, Problem
+from lancebill.moe.problem import FAST, INDEXED, Problem
 from lancebill.tune import hopper as tune
 from lancebill.tune.hopper import Rule, Tile
 

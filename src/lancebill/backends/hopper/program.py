@@ -22,8 +22,8 @@ from lancebill.jit.driver import Launch, MapSlot, launched, launcher, use_contex
 from lancebill.jit.graph import Graph, available
 from lancebill.jit.load import Matrix, encoded, prepare
 from lancebill.jit.load import Value as Bound
-from lancebill.layout import Packed
-from lancebill.problem import INDEXED
+from lancebill.moe.layout import Packed
+from lancebill.moe.problem import INDEXED
 from lancebill.tune.hopper import graphed
 
 ALIGNMENT = 16  # bytes: addresses are multiples of it

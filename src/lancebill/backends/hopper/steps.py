@@ -15,7 +15,7 @@ from lancebill.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, l
 from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from lancebill.backends.hopper.rowwise import combine, dispatch_finished, dispatch_indexed, prepare
 from lancebill.jit.compile import Source
-from lancebill.problem import INDEXED, Problem
+from lancebill.moe.problem import INDEXED, Problem
 
 
 def steps(plan: HopperPlan) -> tuple[Step, ...]:

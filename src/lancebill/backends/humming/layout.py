@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.dtypes import BF16, E8M0, biased_type
-from lancebill.layout import Layout, MatrixShape, as_integer
+from lancebill.moe.layout import Layout, MatrixShape, as_integer
 from lancebill.packing import pack_bits, unpack_bits
 from lancebill.quant import ALL
 from lancebill.weight import LogicalWeight

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.activation import Activation
 from lancebill.backends.humming.layout import PAD_COLUMNS, PAD_ROWS
 from lancebill.backends.humming.rows import Grouped, group, weighted_sum
 from lancebill.dtypes import E8M0
-from lancebill.layout import MatrixShape
-from lancebill.problem import Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.layout import MatrixShape
+from lancebill.moe.problem import Problem
 from lancebill.quant import ActivationSpec
 
 INDEXED, GROUPED = WAYS = ("indexed", "grouped_contiguous")

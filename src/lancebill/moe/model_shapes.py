@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from lancebill.activation import Activation
-from lancebill.checkpoint.placement import Placement
 from lancebill.dtypes import BF16
 from lancebill.errors import SpecError
-from lancebill.layout import MatrixShape
-from lancebill.problem import Problem
+from lancebill.moe.activation import Activation
+from lancebill.moe.layout import MatrixShape
+from lancebill.moe.placement import Placement
+from lancebill.moe.problem import Problem
 from lancebill.quant import ActivationSpec, QuantSpec
 
 

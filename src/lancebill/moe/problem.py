@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lancebill.activation import Activation
 from lancebill.dtypes import BF16, DType
 from lancebill.errors import SpecError
 from lancebill.grammar import ACTIVATIONS
-from lancebill.layout import MatrixShape
+from lancebill.moe.activation import Activation
+from lancebill.moe.layout import MatrixShape
 from lancebill.quant import TENSOR, ActivationSpec
 
 EXPERTS, LINEAR = "experts", "linear"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lancebill.errors import LaunchError, SpecError
-from lancebill.simulation import Simulation
+from lancebill.moe.simulation import Simulation
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS, NONE = "softmax", "sigmoid", "sqrtsoftplus", "none"
 
