@@ -23,7 +23,7 @@ from lancebill.checkpoint.convert import Options, Report, convert, prepare
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.target import choose
 from lancebill.cli.env import describe
-from lancebill.grammar import parse_spec
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model
 

@@ -44,11 +44,11 @@ from lancebill.bench.timing import CpuClock, Times, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.env import describe
 from lancebill.errors import LancebillError
-from lancebill.grammar import ACTIVATIONS
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Device, Problem
 from lancebill.native import build
 from lancebill.native.abi import Level
+from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, worst_row
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8

@@ -64,9 +64,9 @@ def source(*names: str) -> str:
 def explain() -> str:
     """What `lancebill explain` says of one question, less what only depends on what is installed here."""
     from lancebill import oracle
-    from lancebill.grammar import parse_activation, parse_spec
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.moe.problem import parse_device
+    from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     problem = parse_shape(SHAPE).problem(parse_spec(SPEC), parse_activation(ACTIVATIONS), tp=1)
     choice = oracle.explain(problem, parse_device(DEVICE))

@@ -16,25 +16,25 @@ from lancebill import errors as errors
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.files import Checkpoint as Checkpoint
-    from lancebill.dtypes import DType as DType
-    from lancebill.grammar import parse_spec as parse_spec
     from lancebill.layer import QuantizedLinear as QuantizedLinear
     from lancebill.layer import RoutedExperts as RoutedExperts
     from lancebill.moe.placement import Placement as Placement
     from lancebill.moe.problem import Problem as Problem
+    from lancebill.numbers.dtypes import DType as DType
+    from lancebill.numbers.spec import QuantSpec as QuantSpec
+    from lancebill.numbers.spec_names import parse_spec as parse_spec
     from lancebill.oracle import explain as explain
-    from lancebill.quant import QuantSpec as QuantSpec
 
 _HOMES = {
     "Checkpoint": "lancebill.checkpoint.files",
-    "DType": "lancebill.dtypes",
+    "DType": "lancebill.numbers.dtypes",
     "Placement": "lancebill.moe.placement",
     "Problem": "lancebill.moe.problem",
-    "QuantSpec": "lancebill.quant",
+    "QuantSpec": "lancebill.numbers.spec",
     "QuantizedLinear": "lancebill.layer",
     "RoutedExperts": "lancebill.layer",
     "explain": "lancebill.oracle",
-    "parse_spec": "lancebill.grammar",
+    "parse_spec": "lancebill.numbers.spec_names",
 }
 __all__ = [*_HOMES, "errors", "from_pretrained"]
 

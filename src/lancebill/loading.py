@@ -13,13 +13,13 @@ from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.inputs import FACTORS, allocate_inputs, product_inputs
 from lancebill.checkpoint.load import load_projection
 from lancebill.checkpoint.others import find_module
-from lancebill.codec import requantize
 from lancebill.formats import detect
 from lancebill.layer import QuantizedLinear, RoutedExperts
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
+from lancebill.numbers.codec import requantize
+from lancebill.numbers.spec import QuantSpec
 from lancebill.push import Pusher
-from lancebill.quant import QuantSpec
 from lancebill.recipe import Options, Recipe, wide_inputs
 from lancebill.rules import activation_specs, weight_targets
 

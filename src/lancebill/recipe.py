@@ -17,15 +17,15 @@ from lancebill.checkpoint.load import LayerPlan, Reader, load_layer, plan_layer
 from lancebill.checkpoint.manifest import Layer, Manifest
 from lancebill.checkpoint.naming import DOWN, GATE, Naming
 from lancebill.checkpoint.routing_config import activation_for, routing_for
-from lancebill.codec import Loss
 from lancebill.errors import MissingTensor, SpecError
-from lancebill.grammar import ACTIVATIONS
 from lancebill.layer import RoutedExperts
 from lancebill.moe.layout import Packed
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, Problem
 from lancebill.moe.routing import Routing
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.codec import Loss
+from lancebill.numbers.spec import ActivationSpec
+from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.report import LoadReport
 from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 

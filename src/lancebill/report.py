@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lancebill.codec import Loss
+from lancebill.numbers.codec import Loss
 from lancebill.oracle import Choice
 
 

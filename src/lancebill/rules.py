@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lancebill.errors import SpecError
-from lancebill.grammar import parse_activation, parse_spec
-from lancebill.quant import ActivationSpec, QuantSpec
+from lancebill.numbers.spec import ActivationSpec, QuantSpec
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 MATRICES = ("w13", "w2")
 CHECKPOINT = "checkpoint"  # activations as the checkpoint declares them

@@ -17,16 +17,16 @@ from lancebill.backends.cpu import BACKEND, Cpu
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights, batches
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import CODEBOOK
 from lancebill.errors import LaunchError
-from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.layer import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
 from lancebill.native.abi import Level
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import CODEBOOK
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.testing import judge
 from lancebill.testing.layers import layer_problem, worst_row
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from lancebill.backends.cpu.form import Form, NoForm, matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import BNB_FP4, IQ4, NF4
 from lancebill.errors import BadValue
-from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem
 from lancebill.native import abi
-from lancebill.quant import DENSE_BF16, QuantSpec, Scale, group
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import BNB_FP4, IQ4, NF4
+from lancebill.numbers.spec import DENSE_BF16, QuantSpec, Scale, group
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
+from lancebill.numbers.weight import LogicalWeight
 
 SPECS = (
     "mxfp4", "nvfp4", "nvfp4-div", "nf4", "int4-g32", "int4-g128", "int4-g32-zp", "int4-g64:fp16", "int4-g32:fp32",

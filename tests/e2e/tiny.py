@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.save import CheckpointWriter
-from lancebill.codec import dequantize, quantize
 from lancebill.formats.base import Scheme
+from lancebill.numbers.codec import dequantize, quantize
 from lancebill.stored import DTYPE_NAMES, Stored
 
 COMMON = {

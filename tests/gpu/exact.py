@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lancebill.backends import registry
 from lancebill.backends.hopper.plan import HopperPlan
-from lancebill.codec import dequantize
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem
-from lancebill.quant import FP8_CHANNEL
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.spec import FP8_CHANNEL
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import plausible_weight
-from lancebill.weight import LogicalWeight
 
 OPEN = 6  # hidden features that are not zero
 SPARSE = 24  # inputs of a row that are not zero

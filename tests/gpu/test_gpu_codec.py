@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancebill.codec import CEIL, dequantize, loss, quantize, requantize
-from lancebill.grammar import parse_spec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import CEIL, dequantize, loss, quantize, requantize
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,10 +11,10 @@ import torch
 from calls import check_error
 from torch import Tensor
 
-from lancebill.grammar import ACTIVATIONS
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
+from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, make_layer, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

@@ -13,10 +13,10 @@ from torch import Tensor
 from lancebill.backends import registry
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import HopperPlan, scratch
-from lancebill.grammar import parse_activation
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem
+from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem, routing
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

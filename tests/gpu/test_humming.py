@@ -7,10 +7,10 @@ import torch
 
 from lancebill.backends.humming import BACKEND
 from lancebill.backends.humming.layout import HummingLayout
-from lancebill.grammar import parse_activation, parse_spec
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape, PlainLayout
 from lancebill.moe.problem import Device
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.testing.layers import layer_problem, make_layer, plausible_weight, routing, worst_row
 
 if not torch.cuda.is_available():

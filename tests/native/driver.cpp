@@ -215,7 +215,7 @@ void make_matrix(Matrix& w, int experts, int rows, int columns, bool gated) {
   m.pre_scale = data(w.pre_scale), m.input_scale = data(w.input_scale);
 }
 
-// The rules of lancebill.inputs.
+// The rules of lancebill.numbers.activations.
 std::vector<double> represented(const Matrix& w, int expert, std::vector<double> x) {
   const lancebill_matrix& m = w.abi;
   for (int k = 0; k < w.columns && !w.pre_scale.empty(); k++) x[k] = static_cast<float>(x[k]) * w.pre_scale[size_t(expert) * w.columns + k];

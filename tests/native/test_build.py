@@ -18,7 +18,7 @@ CHOSEN = """
 from lancebill import oracle
 from lancebill.moe.problem import Device
 from lancebill.moe.model_shapes import parse_shape
-from lancebill.grammar import ACTIVATIONS, parse_spec
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 problem = parse_shape("4,64,64,2").problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
 choice = oracle.select(problem, Device("cpu"), tokens=1)
 print(choice.backend.name)

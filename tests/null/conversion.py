@@ -14,12 +14,12 @@ from lancebill.checkpoint.convert import Options, Report, convert, prepare
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.load import load_projection
 from lancebill.checkpoint.target import choose
-from lancebill.codec import dequantize
 from lancebill.formats import registry
 from lancebill.formats.base import Example
-from lancebill.grammar import parse_spec
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import same_bits
 from lancebill.testing.checkpoints import Geometry, generate, save
-from lancebill.weight import same_bits
 
 SIZE = Geometry(experts=2, hidden=256, intermediate=128, layers=1)
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.naming import TABLE, Form, Naming
-from lancebill.codec import dequantize
-from lancebill.dtypes import DType
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format
 from lancebill.moe.placement import LINEAR, ROUND_ROBIN, Placement
-from lancebill.quant import DIV, Scale
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import DType
+from lancebill.numbers.spec import DIV, Scale
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.weights import random_example
-from lancebill.weight import LogicalWeight
 
 SIZES = {"tp": (1, 2, 4), "ep": (1, 2, 4), "redundant": (0, 2)}
 Layout = tuple[int, int, int]

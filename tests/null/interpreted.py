@@ -28,12 +28,12 @@ from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan, scratch
 from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
 from lancebill.backends.hopper.steps import steps
-from lancebill.codec import dequantize
-from lancebill.grammar import parse_activation
 from lancebill.kernels import decode, epilogue, rows
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from lancebill.moe.layout import Packed, as_integer
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem, plausible_weight, routing, worst_row
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import ZERO16, DType, codebook
-from lancebill.grammar import parse_spec
-from lancebill.quant import DIV, Level, QuantSpec, Scale, Zero, group
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import ZERO16, DType, codebook
+from lancebill.numbers.spec import DIV, Level, QuantSpec, Scale, Zero, group
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight
 
 # One name for every kind of spec: each number type, each shape of block, every combination of levels.
 NAMES = [

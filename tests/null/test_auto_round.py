@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from lancebill.codec import dequantize
-from lancebill.dtypes import F16
 from lancebill.errors import BadValue, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats.auto_round import FORMAT
 from lancebill.formats.awq import AwqScheme
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
 from lancebill.formats.gptq import GptqScheme
-from lancebill.grammar import parse_activation, parse_spec
-from lancebill.quant import DENSE_BF16, group, int_spec
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import F16
+from lancebill.numbers.spec import DENSE_BF16, group, int_spec
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 NAME = "model.layers.0.mlp.experts.7.gate_proj"
 FLOATS = {"packing_format": "auto_round:llm_compressor"}

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import F16
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats.awq import FORMAT, AwqScheme
 from lancebill.formats.base import Config, Dense, Module, Stored
-from lancebill.grammar import parse_spec
-from lancebill.quant import CHANNEL, group, int_spec
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import F16
+from lancebill.numbers.spec import CHANNEL, group, int_spec
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.weights import random_weight
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

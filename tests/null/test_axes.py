@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lancebill import axes as ax
-from lancebill.packing import pack_bits, unpack_bits
+from lancebill.numbers.bit_packing import pack_bits, unpack_bits
 
 ASSERTS = pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")
 NIBBLES, BYTES, WORD4, WORD3 = (4, 8), (8, 8), (4, 32), (3, 32)

@@ -30,12 +30,12 @@ from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.main import app
 from lancebill.errors import LaunchError, SpecError, UnsupportedProblem, WrongResult
-from lancebill.grammar import ACTIVATIONS, parse_spec
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, PlainLayout
 from lancebill.moe.model_shapes import Shape, parse_shape
 from lancebill.moe.problem import Problem
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.bitnet import pack_weights, unpack_weights
 
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import BF16, F32, TERNARY
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats.base import Config, Dense, Module, Stored
 from lancebill.formats.bitnet import FORMAT, BitNetScheme
-from lancebill.grammar import parse_activation, parse_spec
-from lancebill.quant import DIV, MUL, TENSOR, QuantSpec, Scale
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import BF16, F32, TERNARY
+from lancebill.numbers.spec import DIV, MUL, TENSOR, QuantSpec, Scale
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 DIGITS = [[-1, 0], [1, 1], [0, -1], [1, 0], [-1, -1], [0, 1], [1, 1], [0, 0]]
 STORED = {".weight": Stored("U8", (2, 2)), ".weight_scale": Stored("F32", (1,))}

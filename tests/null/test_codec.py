@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from matrices import NAMES, SPECS, number, random_weight, scalar_dequantize, steps
 from torch import Tensor
 
-from lancebill import blocks
-from lancebill.codec import CEIL, FLOOR, Loss, dequantize, loss, quantize, recast, requantize
-from lancebill.dtypes import E4M3, TERNARY
 from lancebill.errors import BadValue, SpecError
-from lancebill.grammar import parse_spec
-from lancebill.quant import DIV, QuantSpec
-from lancebill.weight import LogicalWeight, same_bits
+from lancebill.numbers import blocks
+from lancebill.numbers.codec import CEIL, FLOOR, Loss, dequantize, loss, quantize, recast, requantize
+from lancebill.numbers.dtypes import E4M3, TERNARY
+from lancebill.numbers.spec import DIV, QuantSpec
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight, same_bits
 
 QUANTIZED = [name for name in SPECS if SPECS[name].quantized]
 MX = ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxfp8-e5m2"]
@@ -592,9 +592,9 @@ def test_a_code_without_a_value_is_not_made_one() -> None:
 
 PEAK = """
 import resource, sys, torch
-from lancebill.codec import requantize
-from lancebill.grammar import parse_spec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import requantize
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight
 torch.set_num_threads(1)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,14 +14,14 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor
 
-from lancebill.codec import dequantize
-from lancebill.dtypes import BF16, E2M1, E2M3, F16, F32
 from lancebill.errors import BadValue, CannotEncode
 from lancebill.formats import _ct_schemes as ct
 from lancebill.formats._ct_config import INT, NAIVE, PACK, write_config
 from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.compressed_tensors import FORMAT
-from lancebill.quant import (
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import BF16, E2M1, E2M3, F16, F32
+from lancebill.numbers.spec import (
     CHANNEL,
     DENSE_BF16,
     FP8_BLOCK,
@@ -37,9 +37,9 @@ from lancebill.quant import (
     group,
     int_spec,
 )
+from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.weights import random_weight
-from lancebill.weight import LogicalWeight, same_bits
 
 N, K = 32, 64
 EXPERT = "model.layers.0.mlp.experts.3.gate_proj"

@@ -9,15 +9,14 @@ import pytest
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 
-from lancebill.dtypes import BF16
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import _ct_schemes as ct
 from lancebill.formats._ct_config import FIXED, FLOAT, INT, PACK, write_config
 from lancebill.formats._floats import FloatScheme
 from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.compressed_tensors import FORMAT
-from lancebill.grammar import parse_activation, parse_spec
-from lancebill.quant import (
+from lancebill.numbers.dtypes import BF16
+from lancebill.numbers.spec import (
     CHANNEL,
     DENSE_BF16,
     DENSE_F16,
@@ -32,6 +31,7 @@ from lancebill.quant import (
     group,
     int_spec,
 )
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 N, K = 32, 64
 EXPERT = "model.layers.0.mlp.experts.3.gate_proj"

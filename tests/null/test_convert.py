@@ -14,14 +14,14 @@ from lancebill.checkpoint.convert import fit
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.naming import GATE, UP
 from lancebill.checkpoint.target import choose
-from lancebill.codec import dequantize, quantize
 from lancebill.formats.base import Example, Format
-from lancebill.grammar import parse_spec
-from lancebill.quant import NVFP4, NVFP4_DIV
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.spec import NVFP4, NVFP4_DIV
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import same_bits
 from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.conformance import all_examples
 from lancebill.testing.models import write_model
-from lancebill.weight import same_bits
 
 CONTAINERS = ("gguf",)  # formats with files of their own
 ROUND_TRIPS = [

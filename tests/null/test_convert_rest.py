@@ -14,16 +14,16 @@ from torch import Tensor
 from lancebill.checkpoint.convert import fit
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.target import choose
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import F16
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Module
 from lancebill.formats.gptq import gptq_scheme
-from lancebill.grammar import parse_spec
-from lancebill.quant import DENSE_BF16, DENSE_F32, FP8_BLOCK, group, int_spec
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import F16
+from lancebill.numbers.spec import DENSE_BF16, DENSE_F32, FP8_BLOCK, group, int_spec
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.testing.checkpoints import Generated, generate, save
-from lancebill.weight import LogicalWeight, same_bits
 
 # The rest of the model ------------------------------------------------------------------------------
 

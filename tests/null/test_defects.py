@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lancebill.backends import registry
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.grammar import ACTIVATIONS
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem
+from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing import judge
 
 CPU = Device("cpu")

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.reference import BACKEND
-from lancebill.codec import dequantize, quantize
 from lancebill.errors import LaunchError
-from lancebill.grammar import ACTIVATIONS
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed, combine, localize, sort, to_batched, to_contiguous
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem
-from lancebill.quant import CHANNEL, int_spec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.spec import CHANNEL, int_spec
+from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.numbers.weight import LogicalWeight
 
 IDS = torch.tensor([[1, 2], [0, 1], [1, 3]])
 HIDDEN, INTER, EXPERTS, TOP_K = 16, 12, 6, 3

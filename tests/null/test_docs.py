@@ -11,7 +11,7 @@ import lancebill.formats as formats
 from lancebill.checkpoint.convert import Options, convert, prepare
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.target import choose
-from lancebill.grammar import parse_spec
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing import conformance
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import (
+from lancebill.errors import SpecError
+from lancebill.numbers.dtypes import (
     BF16,
     BNB_FP4,
     E2M1,
@@ -37,7 +38,6 @@ from lancebill.dtypes import (
     int_type,
     uint_type,
 )
-from lancebill.errors import SpecError
 
 CPU = torch.device("cpu")
 MINIFLOATS = [E2M1, E2M3, E3M2, E3M4, E4M3, E4M3FNUZ, E5M2, UE5M3]

@@ -19,10 +19,10 @@ from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.manifest import Layer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
-from lancebill.grammar import ACTIVATIONS, parse_spec
 from lancebill.loading import from_checkpoint
 from lancebill.moe.model_shapes import NAMED, parse_shape
 from lancebill.moe.problem import Device, Problem
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 from lancebill.oracle import explain as lancebill_explain
 from lancebill.testing import judge
 from lancebill.testing.checkpoints import Geometry

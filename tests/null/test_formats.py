@@ -39,10 +39,10 @@ def test_nan_scales_are_refused_both_ways(fmt: Format, example: Example) -> None
 
 
 NEW_FORMAT = """
-from lancebill.dtypes import E5M2
+from lancebill.numbers.dtypes import E5M2
 from lancebill.formats.base import BIAS, Config, Example, Format, Scheme, codes_of, dense, part
-from lancebill.quant import CHANNEL, fp8_spec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.spec import CHANNEL, fp8_spec
+from lancebill.numbers.weight import LogicalWeight
 import torch
 
 

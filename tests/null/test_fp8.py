@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import BF16, E4M3, E8M0
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats._floats import skip_list
 from lancebill.formats.base import Config, Module, Stored
 from lancebill.formats.fp8 import FORMAT
-from lancebill.grammar import parse_activation
-from lancebill.quant import (
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import BF16, E4M3, E8M0
+from lancebill.numbers.spec import (
     DENSE_BF16,
     FP8_BLOCK,
     FP8_BLOCK_SIDES,
@@ -30,8 +29,9 @@ from lancebill.quant import (
     fp8_spec,
     group,
 )
+from lancebill.numbers.spec_names import parse_activation
+from lancebill.numbers.weight import same_bits
 from lancebill.stored import DTYPE_NAMES
-from lancebill.weight import same_bits
 
 N, K = 256, 384
 BLOCK = {"weight_block_size": [128, 128]}

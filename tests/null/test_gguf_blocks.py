@@ -13,15 +13,15 @@ from torch import Tensor
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.load import load_projection
 from lancebill.checkpoint.manifest import build
-from lancebill.codec import dequantize
-from lancebill.dtypes import E2M1, F16
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType
 from lancebill.formats.base import Config, Module, Stored
 from lancebill.formats.gguf import FORMAT, gguf_scheme
-from lancebill.quant import NVFP4
-from lancebill.weight import same_bits
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import E2M1, F16
+from lancebill.numbers.spec import NVFP4
+from lancebill.numbers.weight import same_bits
 
 N, BLOCKS = 32, 16
 NIBBLES = "f0e1d2c3b4a5968778695a4b3c2d1e0f"

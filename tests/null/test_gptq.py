@@ -12,17 +12,17 @@ from torch import Tensor
 
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import BF16, F16, F32
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats.base import Config, Dense, Module, Stored
 from lancebill.formats.gptq import FORMAT, GptqScheme, gptq_scheme
-from lancebill.grammar import parse_spec
-from lancebill.quant import CHANNEL, group, int_spec
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import BF16, F16, F32
+from lancebill.numbers.spec import CHANNEL, group, int_spec
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.weights import random_weight
-from lancebill.weight import LogicalWeight
 
 CODES = [3, 14, 8, 7, 0, 15, 9, 1]
 NAME = "model.layers.0.mlp.experts.7.gate_proj"

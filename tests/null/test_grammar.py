@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lancebill import dtypes as d
 from lancebill.errors import SpecError
-from lancebill.grammar import ACTIVATIONS, NAMED, activation_name, parse_activation, parse_spec, spec_name
-from lancebill.quant import (
+from lancebill.numbers import dtypes as d
+from lancebill.numbers.spec import (
     ALL,
     CHANNEL,
     DENSE_BF16,
@@ -33,6 +32,7 @@ from lancebill.quant import (
     int_spec,
     mx_spec,
 )
+from lancebill.numbers.spec_names import ACTIVATIONS, NAMED, activation_name, parse_activation, parse_spec, spec_name
 
 CODE_TYPES = [
     d.E2M1, d.E2M3, d.E3M2, d.E3M4, d.E4M3, d.E4M3FNUZ, d.E5M2, d.E8M0, d.UE5M3, d.NF4, d.BNB_FP4, d.IQ4, d.TERNARY,

@@ -14,16 +14,16 @@ from lancebill.backends.hopper.plan import make_plan, scratch
 from lancebill.backends.hopper.refs import CALL, SCRATCH, Ref
 from lancebill.backends.hopper.steps import kernels, steps
 from lancebill.backends.hopper.workspace import SECOND
-from lancebill.codec import dequantize
-from lancebill.dtypes import F32
 from lancebill.errors import LaunchError
 from lancebill.kernels import compat
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import F32
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import layer_problem, plausible_weight
 from lancebill.tune import hopper as tune
-from lancebill.weight import LogicalWeight
 
 SPECS = [
     "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",

@@ -14,12 +14,12 @@ import pytest
 
 from lancebill.backends import registry
 from lancebill.errors import CompileError
-from lancebill.grammar import parse_activation
 from lancebill.jit import compile as compiler
 from lancebill.jit.build import binary, build_all
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import Binary
 from lancebill.moe.problem import Device
+from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem
 
 pytest.importorskip("triton")

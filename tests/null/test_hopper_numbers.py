@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.codec import dequantize
-from lancebill.grammar import ACTIVATIONS
-from lancebill.inputs import represent
 from lancebill.moe.activation import Activation
+from lancebill.numbers.activations import represent
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, plausible_weight, worst_row
 
 LAYER = layer_problem("mxfp4", "fp8", hidden=512, intermediate=512, experts=1, top_k=1)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lancebill.backends.hopper.layout import HopperLayout, _units
-from lancebill.codec import dequantize
 from lancebill.kernels import forms as f
 from lancebill.kernels import fragments
 from lancebill.kernels.forms import Form
 from lancebill.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
 from lancebill.moe.layout import as_integer
+from lancebill.numbers.codec import dequantize
 from lancebill.testing import ptx as emulator
 from lancebill.testing.layers import layer_problem, plausible_weight
 

@@ -186,7 +186,7 @@ def _narrows(test: ast.expr) -> bool:
 # What these say can only be wrong through a mistake of ours; everywhere else a mistake can be the user's.
 OWN_MISTAKES = {
     "axes.py": "strings written in formats, cuts computed by the loader",
-    "weight.py": "act-order is folded by the loader before it cuts",
+    "numbers/weight.py": "act-order is folded by the loader before it cuts",
     "checkpoint/raw.py": "buffers made two lines earlier",
     "checkpoint/load.py": "what was loaded is what was planned",
     "tune/hopper.py": "our own table",
@@ -215,7 +215,7 @@ def test_environment_variables_are_few_and_written_down() -> None:
 # Values are frozen, and things stay small ----------------------------------------------------------------
 
 CHANGING = {
-    "codec.py:_Meter": "sums over chunks",
+    "numbers/codec.py:_Meter": "sums over chunks",
     "backends/hopper/layout.py:Rerounded": "counts over experts",
     "checkpoint/convert.py:Report": "grows layer by layer",
     "checkpoint/gguf.py:_Reader": "a place in a file",

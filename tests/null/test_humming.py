@@ -16,11 +16,11 @@ from lancebill.backends import registry
 from lancebill.backends.humming import BACKEND, support
 from lancebill.backends.humming.layout import HummingLayout, padded
 from lancebill.errors import LaunchError, UnsupportedProblem
-from lancebill.grammar import parse_spec
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Contiguous
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.layers import layer_problem, plausible_weight
 
 HOPPER = Device("cuda", 90)

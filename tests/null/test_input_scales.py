@@ -14,13 +14,13 @@ from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.inputs import FACTORS, product_inputs
 from lancebill.checkpoint.load import load_inputs
-from lancebill.codec import dequantize
 from lancebill.errors import BadValue, CheckpointProblems, MissingTensor
 from lancebill.formats import registry
-from lancebill.inputs import represent
 from lancebill.layer import QuantizedLinear, RoutedExperts
 from lancebill.moe.placement import Placement
-from lancebill.quant import NVFP4, ActivationSpec
+from lancebill.numbers.activations import represent
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.spec import NVFP4, ActivationSpec
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 
 SIZE = Geometry(experts=4, hidden=128, intermediate=256, top_k=2)

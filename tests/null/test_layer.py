@@ -14,8 +14,6 @@ from torch import Tensor
 from lancebill import module, push
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.files import Checkpoint
-from lancebill.codec import dequantize
-from lancebill.dtypes import BF16, F16, F32
 from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
 from lancebill.formats.base import Example
@@ -23,6 +21,8 @@ from lancebill.layer import QuantizedLinear, RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Device
 from lancebill.moe.routing import Routing
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import BF16, F16, F32
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.conformance import all_examples, whole_matrices
 

@@ -10,14 +10,13 @@ import torch
 from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 from torch import Tensor
 
-from lancebill.codec import dequantize
-from lancebill.dtypes import BF16
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import compressed_tensors as ct
 from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.modelopt import ALGORITHMS, FORMAT
-from lancebill.grammar import parse_activation, parse_spec
-from lancebill.quant import (
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import BF16
+from lancebill.numbers.spec import (
     DENSE_BF16,
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -28,9 +27,10 @@ from lancebill.quant import (
     QuantSpec,
     fp8_spec,
 )
+from lancebill.numbers.spec_names import parse_activation, parse_spec
+from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.weights import random_weight
-from lancebill.weight import LogicalWeight, same_bits
 
 N, K = 32, 64
 EXPERT = "model.layers.0.mlp.experts.3.gate_proj"

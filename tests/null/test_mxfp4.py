@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lancebill.codec import dequantize
-from lancebill.dtypes import E2M1, E8M0
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.mxfp4 import FORMAT
-from lancebill.quant import DENSE_BF16, FP8_BLOCK, MXFP4
-from lancebill.weight import same_bits
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import E2M1, E8M0
+from lancebill.numbers.spec import DENSE_BF16, FP8_BLOCK, MXFP4
+from lancebill.numbers.weight import same_bits
 
 N, K = 48, 160
 GPT_OSS = Config(

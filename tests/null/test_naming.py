@@ -10,15 +10,15 @@ from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.load import load_expert, plan_layer
 from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
-from lancebill.codec import dequantize
 from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.moe.placement import Placement
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.weight import same_bits
 from lancebill.stored import Stored
 from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.conformance import whole_matrices
-from lancebill.weight import same_bits
 
 ROWS = [pytest.param(row, form, id=f"{row.family}-{i}") for row in names.TABLE for i, form in enumerate(row.forms)]
 SIZE = Geometry(experts=3, hidden=32, intermediate=48, layers=2)

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lancebill.codec import dequantize
-from lancebill.dtypes import E2M1
-from lancebill.packing import (
+from lancebill.numbers.bit_packing import (
     AWQ_ORDER,
     as_bytes,
     pack_awq,
@@ -20,8 +18,10 @@ from lancebill.packing import (
     unpack_bits,
     unpack_padded,
 )
-from lancebill.quant import QuantSpec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import E2M1
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight
 
 WORDS = [torch.int32, torch.uint8, torch.int16, torch.int64]
 

@@ -16,14 +16,14 @@ from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.load import plan_layer
 from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
 from lancebill.formats import registry
-from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
-from lancebill.inputs import represent
 from lancebill.layer import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Device, Problem, parse_device
-from lancebill.quant import DENSE_BF16, MXFP4
+from lancebill.numbers.activations import represent
+from lancebill.numbers.spec import DENSE_BF16, MXFP4
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.recipe import wide_inputs
 from lancebill.rules import activation_specs, weight_targets
 from lancebill.stored import Config

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SPECS, random_weight, scalar_dequantize
 
-from lancebill.blocks import expand, finest, gather, spread
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import E4M3, F32
 from lancebill.errors import BadValue, SpecError, WrongDtype, WrongShape
-from lancebill.grammar import parse_spec
-from lancebill.quant import ALL, CHANNEL, DIV, MXFP4, NVFP4, TENSOR, QuantSpec, Scale, Zero, group
-from lancebill.weight import LogicalWeight, same_bits, stack
+from lancebill.numbers.blocks import expand, finest, gather, spread
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import E4M3, F32
+from lancebill.numbers.spec import ALL, CHANNEL, DIV, MXFP4, NVFP4, TENSOR, QuantSpec, Scale, Zero, group
+from lancebill.numbers.spec_names import parse_spec
+from lancebill.numbers.weight import LogicalWeight, same_bits, stack
 
 EXAMPLES = settings(max_examples=120, deadline=None)
 NAMES = st.sampled_from([*SPECS])

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.codec import dequantize
-from lancebill.inputs import represent
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
 from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.activations import represent
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.spec import ActivationSpec
 
 _LAYOUT = PlainLayout()
 # Rough fp32 rates, what dequantising a weight costs in products, and the calls of torch for an expert: for

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.dtypes import DType
-from lancebill.inputs import represent
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
 from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
-from lancebill.quant import ALL, DIV, Level, blocks_along
+from lancebill.numbers.activations import represent
+from lancebill.numbers.dtypes import DType
+from lancebill.numbers.spec import ALL, DIV, Level, blocks_along
 
 _LAYOUT = PlainLayout()
 _AT_ONCE = 1 << 21  # weights expanded together: about what stays in a core's caches

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lancebill import native
 from lancebill.bench.timing import last_level_cache
-from lancebill.dtypes import INTEGER
 from lancebill.moe.problem import Device
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.dtypes import INTEGER
+from lancebill.numbers.spec import ActivationSpec
 
 REPEATS = 5
 _READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # or twice a CPU's last cache, where that is more

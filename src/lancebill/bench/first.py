@@ -65,10 +65,10 @@ def _answer(question: Question) -> Answer:
 
     start = time.perf_counter()
     from lancebill import oracle
-    from lancebill.grammar import parse_activation, parse_spec
     from lancebill.layer import RoutedExperts
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.moe.problem import parse_device
+    from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     compiled = _Compiled()
     logging.getLogger("lancebill").addHandler(compiled)

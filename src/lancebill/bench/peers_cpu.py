@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lancebill.bench.peer import Peer
 from lancebill.bench.workload import Weights
-from lancebill.dtypes import biased_type, uint_type
 from lancebill.errors import SpecError
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
-from lancebill.quant import MXFP4
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import biased_type, uint_type
+from lancebill.numbers.spec import MXFP4
+from lancebill.numbers.weight import LogicalWeight
 
 OPS = "LANCEBILL_VLLM_OPS"
 _INT4_GROUPS = (32, 64, 128, 256)

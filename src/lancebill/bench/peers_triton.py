@@ -18,7 +18,7 @@ from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
 from lancebill.moe.layout import Packed, PlainLayout
 from lancebill.moe.problem import Problem
-from lancebill.quant import MXFP4
+from lancebill.numbers.spec import MXFP4
 
 
 @dataclass(frozen=True)

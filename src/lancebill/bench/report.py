@@ -14,7 +14,7 @@ from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.timing import Times
 from lancebill.bench.workload import Batch
 from lancebill.moe.problem import Problem
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.spec import ActivationSpec
 
 if TYPE_CHECKING:
     from lancebill.bench.run import Result

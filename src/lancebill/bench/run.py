@@ -18,12 +18,12 @@ from lancebill.bench.report import Row, Work
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
-from lancebill.grammar import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.layer import RoutedExperts
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.model_shapes import Shape
 from lancebill.moe.problem import FAST, Device, Problem, parse_device
 from lancebill.moe.simulation import Simulation
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
 SORTED = ", sorted"  # a peer without its routing sort: done before the clock starts

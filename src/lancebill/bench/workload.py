@@ -12,13 +12,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from lancebill.codec import dequantize, quantize
 from lancebill.errors import LaunchError
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
 from lancebill.moe.problem import Problem
 from lancebill.moe.simulation import Simulation
-from lancebill.quant import ActivationSpec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.spec import ActivationSpec
+from lancebill.numbers.weight import LogicalWeight
 
 SOURCES = 2  # experts quantised for real; the others are these with their codes in other rows
 INPUT_RANGE = 8.0  # static input scales reach so far: beyond it inputs are rare

@@ -23,12 +23,12 @@ from lancebill.checkpoint.others import OtherModule, quantized_modules, row_chun
 from lancebill.checkpoint.parallel import ordered
 from lancebill.checkpoint.save import CheckpointWriter
 from lancebill.checkpoint.target import GGUF, Job, Output, Target, plan
-from lancebill.codec import FLOOR, Loss, dequantize, loss, quantize, requantize
-from lancebill.dtypes import ZERO16
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats.base import Scheme
-from lancebill.quant import DENSE_F32
-from lancebill.weight import INPUT_ROLES, LogicalWeight, stack
+from lancebill.numbers.codec import FLOOR, Loss, dequantize, loss, quantize, requantize
+from lancebill.numbers.dtypes import ZERO16
+from lancebill.numbers.spec import DENSE_F32
+from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
 
 COPY_BYTES = 32 << 20  # of a tensor that is only copied, at a time
 

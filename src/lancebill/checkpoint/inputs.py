@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lancebill.errors import BadValue, MissingTensor
 from lancebill.moe.layout import Packed, as_integer
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.spec import ActivationSpec
 
 SCALE, PRE_SCALE = "input_scale", "pre_scale"  # the buffers
 DIVISOR, RECIPROCAL, FACTORS = "input_scale", "input_global_scale", "pre_quant_scale"  # roles of stored tensors

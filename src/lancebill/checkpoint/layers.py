@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lancebill.checkpoint.naming import Form
 from lancebill.formats.base import Module, Part, Scheme
-from lancebill.quant import QuantSpec
+from lancebill.numbers.spec import QuantSpec
 from lancebill.stored import Stored
 
 

@@ -19,12 +19,12 @@ from lancebill import axes as ax
 from lancebill.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
 from lancebill.checkpoint.manifest import Layer, Projection, Source
 from lancebill.checkpoint.naming import DOWN, GATE, UP
-from lancebill.codec import Loss, keeps_codes, requantize
 from lancebill.errors import LancebillError, ShardError
 from lancebill.moe.layout import Layout, MatrixShape, Packed
 from lancebill.moe.placement import Cut, Placement
-from lancebill.quant import ALL, QuantSpec
-from lancebill.weight import INPUT_ROLES, LogicalWeight, stack
+from lancebill.numbers.codec import Loss, keeps_codes, requantize
+from lancebill.numbers.spec import ALL, QuantSpec
+from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
 
 Reader = Callable[[str, tuple[int | slice, ...]], Tensor]
 Span = tuple[int, int]

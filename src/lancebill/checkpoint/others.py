@@ -17,7 +17,7 @@ from lancebill.checkpoint.manifest import Manifest, Projection, Source
 from lancebill.errors import LancebillError, MissingTensor, UnsupportedFormat, WrongShape
 from lancebill.formats import detect
 from lancebill.formats.base import FLOATS, Module, Part, Scheme
-from lancebill.quant import ALL
+from lancebill.numbers.spec import ALL
 from lancebill.stored import Config, Stored
 
 DEPTH = 3  # dots in the longest suffix a format spells: `.weight.quant_state.<kind>`

@@ -21,12 +21,12 @@ from lancebill.checkpoint.manifest import Layer, Manifest, Projection
 from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from lancebill.checkpoint.others import OtherModule
 from lancebill.checkpoint.resolve import is_matrix_like
-from lancebill.codec import quantize, recasts
-from lancebill.dtypes import BF16, F16, F32, INV127
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import FLOATS, Format, Module, Part, Scheme
-from lancebill.quant import ALL, CHANNEL, DENSE_BF16, DIV, MUL, TENSOR, QuantSpec, Scale, is_integer
+from lancebill.numbers.codec import quantize, recasts
+from lancebill.numbers.dtypes import BF16, F16, F32, INV127
+from lancebill.numbers.spec import ALL, CHANNEL, DENSE_BF16, DIV, MUL, TENSOR, QuantSpec, Scale, is_integer
 from lancebill.stored import DTYPE_NAMES, Config, Stored
 
 DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"

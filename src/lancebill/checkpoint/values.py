@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lancebill.checkpoint.load import Reader, load_projection
 from lancebill.checkpoint.manifest import Projection
-from lancebill.dtypes import FLOAT, INTEGER, ZERO16, DType
 from lancebill.errors import BadValue, LancebillError
-from lancebill.weight import LogicalWeight, expand
+from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
+from lancebill.numbers.weight import LogicalWeight, expand
 
 OUTER_SCALE = "scale_2"  # what formats call the part that holds a second level
 

@@ -19,7 +19,7 @@ from lancebill.cli.console import Json
 if TYPE_CHECKING:
     from lancebill.checkpoint.convert import Report
     from lancebill.checkpoint.target import Output, Target
-    from lancebill.codec import Loss
+    from lancebill.numbers.codec import Loss
 
 
 class Device(str, Enum):
@@ -71,7 +71,7 @@ def convert(
 def target_of(to: str, format_name: str | None = None) -> Target:
     """The format and spec that the options ask for."""
     from lancebill.checkpoint.target import choose
-    from lancebill.grammar import parse_spec
+    from lancebill.numbers.spec_names import parse_spec
 
     return choose(parse_spec(to), format_name)
 
@@ -124,7 +124,7 @@ def _describe(
 
 
 def show(found: Mapping[str, Any], out: Console) -> None:
-    from lancebill.codec import Loss
+    from lancebill.numbers.codec import Loss
 
     rows = ui.table("layer", ">weights", ">max error", ">RMS error", ">saturated", ">flushed")
     losses = {str(row.pop("layer")): Loss(**row) for row in map(dict, found["loss"]["layers"])}

@@ -99,8 +99,8 @@ def _here() -> str:
 
 
 def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> Question:
-    from lancebill.grammar import parse_activation, parse_spec
     from lancebill.moe.model_shapes import parse_shape
+    from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     known = parse_shape(shape)
     return Question(known.name, known.problem(parse_spec(weights), parse_activation(activations or "bf16"), tp=tp))
@@ -127,7 +127,7 @@ def _input_dtype(activations: str | None) -> Any:
     """Activations of 16 or 32 bits are the inputs as they come; quantised ones are made from bf16."""
     import torch
 
-    from lancebill.grammar import parse_activation
+    from lancebill.numbers.spec_names import parse_activation
     from lancebill.rules import CHECKPOINT
 
     if activations is None or activations == CHECKPOINT:

@@ -65,8 +65,8 @@ def tune(
 
 def _layers(shapes: list[str], weights: tuple[str, ...], activations: tuple[str, ...]) -> list[Layer]:
     from lancebill.bench.tuning import Layer
-    from lancebill.grammar import parse_activation, parse_spec
     from lancebill.moe.model_shapes import parse_shape
+    from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     return [
         Layer(f"{shape}: {spec} x {inputs}", parse_shape(shape).problem(parse_spec(spec), parse_activation(inputs)))

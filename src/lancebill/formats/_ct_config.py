@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lancebill.dtypes import E4M3, E8M0
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats._patterns import Pattern, compiled
 from lancebill.formats.base import Config, checked, require
-from lancebill.quant import (
+from lancebill.numbers.dtypes import E4M3, E8M0
+from lancebill.numbers.spec import (
     CHANNEL,
     MXFP4,
     MXFP6_E2M3,

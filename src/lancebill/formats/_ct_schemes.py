@@ -18,9 +18,9 @@ from lancebill.formats import _floats
 from lancebill.formats._floats import WEIGHT as WEIGHT
 from lancebill.formats._floats import FloatScheme, place, put, scale_axes, scale_part
 from lancebill.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
-from lancebill.packing import pack_bits, pack_padded, unpack_bits, unpack_padded
-from lancebill.quant import TENSOR, Block, QuantSpec, Scale
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.bit_packing import pack_bits, pack_padded, unpack_bits, unpack_padded
+from lancebill.numbers.spec import TENSOR, Block, QuantSpec, Scale
+from lancebill.numbers.weight import LogicalWeight
 
 # Spellings after the module's name; the second is that of exports which join with an underscore.
 PACKED = (".weight_packed", "_packed")

@@ -17,7 +17,6 @@ from glob import escape
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import E4M3, E8M0, DType
 from lancebill.errors import CannotEncode, WrongShape
 from lancebill.formats._patterns import runs
 from lancebill.formats.base import (
@@ -34,10 +33,11 @@ from lancebill.formats.base import (
     optional,
     part,
 )
-from lancebill.packing import pack_bits, unpack_bits
-from lancebill.quant import CHANNEL, MXFP4, TENSOR, Block, Level
+from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.dtypes import E4M3, E8M0, DType
+from lancebill.numbers.spec import CHANNEL, MXFP4, TENSOR, Block, Level
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.stored import TORCH_DTYPES
-from lancebill.weight import LogicalWeight
 
 PACKED_FP4 = ("U8", "I8")  # what two fp4 codes in a byte are stored as
 EXPONENTS = ("F8_E8M0", "U8")  # what power-of-two scales are stored as

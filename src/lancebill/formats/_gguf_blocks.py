@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import E2M1, E4M3, E8M0, F16, IQ4, DType, biased_type, int_type, uint_type
-from lancebill.quant import QuantSpec, Scale, group
+from lancebill.numbers.dtypes import E2M1, E4M3, E8M0, F16, IQ4, DType, biased_type, int_type, uint_type
+from lancebill.numbers.spec import QuantSpec, Scale, group
 
 
 @dataclass(frozen=True)

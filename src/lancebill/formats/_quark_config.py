@@ -13,11 +13,24 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import Any
 
-from lancebill.dtypes import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, F32, UE5M3, ZERO16, DType, biased_type, uint_type
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats._patterns import compiled, runs
 from lancebill.formats.base import checked
-from lancebill.quant import ALL, CHANNEL, TENSOR, Block, QuantSpec, Scale, Zero, group
+from lancebill.numbers.dtypes import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    F32,
+    UE5M3,
+    ZERO16,
+    DType,
+    biased_type,
+    uint_type,
+)
+from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, Block, QuantSpec, Scale, Zero, group
 
 FLOAT_CODES: dict[str, DType] = {"fp4": E2M1, "fp6_e2m3": E2M3, "fp6_e3m2": E3M2, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
 INT_BITS = {"int2": 2, "int3": 3, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8}

@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from lancebill.dtypes import F16
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats import awq, compressed_tensors, gptq
 from lancebill.formats._ct_config import weight_args, write_config
 from lancebill.formats._patterns import Pattern, compiled
 from lancebill.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
-from lancebill.quant import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
+from lancebill.numbers.dtypes import F16
+from lancebill.numbers.spec import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
 
 GPTQ, GPTQ_V2, AWQ, FLOATS = "gptq", "gptq_v2", "awq", "floats"
 PACKINGS = {

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import BF16, F16
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats.base import (
     BIAS,
@@ -30,9 +29,10 @@ from lancebill.formats.base import (
     part,
 )
 from lancebill.formats.gptq import check_symmetric, group_block, grouped_integers, overridden
-from lancebill.packing import pack_awq, unpack_awq
-from lancebill.quant import ALL, CHANNEL, QuantSpec, group, int_spec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.bit_packing import pack_awq, unpack_awq
+from lancebill.numbers.dtypes import BF16, F16
+from lancebill.numbers.spec import ALL, CHANNEL, QuantSpec, group, int_spec
+from lancebill.numbers.weight import LogicalWeight
 
 BITS = 4
 WORD = 8  # rows in a word

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import BF16, F32, TERNARY
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats._floats import skip_list
 from lancebill.formats.base import (
@@ -32,9 +31,10 @@ from lancebill.formats.base import (
     part,
     scalar,
 )
-from lancebill.grammar import ACTIVATIONS
-from lancebill.quant import DIV, MUL, TENSOR, ActivationSpec, QuantSpec, Scale
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import BF16, F32, TERNARY
+from lancebill.numbers.spec import DIV, MUL, TENSOR, ActivationSpec, QuantSpec, Scale
+from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.numbers.weight import LogicalWeight
 
 PER_BYTE = 4
 OPS = {"bitlinear": DIV, "autobitlinear": MUL}

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from lancebill.dtypes import BF16, E4M3, F16, F32, ZERO16, DType
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import _ct_schemes as ct
 from lancebill.formats._ct_config import (
@@ -45,7 +44,8 @@ from lancebill.formats.base import (
     optional,
     part,
 )
-from lancebill.quant import (
+from lancebill.numbers.dtypes import BF16, E4M3, F16, F32, ZERO16, DType
+from lancebill.numbers.spec import (
     CHANNEL,
     FP8_BLOCK,
     FP8_CHANNEL,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lancebill.dtypes import E4M3, E8M0, F32
 from lancebill.formats._floats import (
     EXPONENTS,
     PACKED_FP4,
@@ -22,7 +21,8 @@ from lancebill.formats._floats import (
 )
 from lancebill.formats.base import SCALAR, Config, Example, Format, Module, Scheme, checked, dense, optional, part
 from lancebill.formats.fp8 import DEEPSEEK_V4, POWER_OF_TWO, block_sides, stored_scale
-from lancebill.quant import FP8_BLOCK_SIDES, NVFP4, ActivationSpec, QuantSpec, fp8_spec, group
+from lancebill.numbers.dtypes import E4M3, E8M0, F32
+from lancebill.numbers.spec import FP8_BLOCK_SIDES, NVFP4, ActivationSpec, QuantSpec, fp8_spec, group
 
 _WEIGHT, _SCALE = (".weight",), (".scale",)
 

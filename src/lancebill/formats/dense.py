@@ -7,7 +7,7 @@ from typing import Any
 
 from lancebill.errors import CannotEncode
 from lancebill.formats.base import Config, Example, Format, Module, Scheme, Stored, dense
-from lancebill.quant import QuantSpec
+from lancebill.numbers.spec import QuantSpec
 
 _STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 

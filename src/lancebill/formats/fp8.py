@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lancebill.dtypes import E4M3, E8M0, F32, DType
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats._floats import (
     EXPONENTS,
@@ -38,7 +37,8 @@ from lancebill.formats.base import (
     optional,
     part,
 )
-from lancebill.quant import (
+from lancebill.numbers.dtypes import E4M3, E8M0, F32, DType
+from lancebill.numbers.spec import (
     CHANNEL,
     FP8_BLOCK_SIDES,
     FP8_CHANNEL,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import F32, FLOAT
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType
 from lancebill.formats.base import (
@@ -32,8 +31,9 @@ from lancebill.formats.base import (
     require,
     scalar,
 )
-from lancebill.quant import TENSOR, Scale
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import F32, FLOAT
+from lancebill.numbers.spec import TENSOR, Scale
+from lancebill.numbers.weight import LogicalWeight
 
 DENSE_TYPES = ("F32", "F16", "BF16")
 WITH_TENSOR_SCALE = ("NVFP4",)  # a scale, and an input scale, of the whole matrix beside the blocks

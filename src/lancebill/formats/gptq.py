@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import BF16, F16
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats._patterns import Pattern, compiled
 from lancebill.formats.base import (
@@ -35,9 +34,10 @@ from lancebill.formats.base import (
     part,
     require,
 )
-from lancebill.packing import pack_bits, unpack_bits
-from lancebill.quant import ALL, CHANNEL, Block, QuantSpec, group, int_spec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.dtypes import BF16, F16
+from lancebill.numbers.spec import ALL, CHANNEL, Block, QuantSpec, group, int_spec
+from lancebill.numbers.weight import LogicalWeight
 
 BITS = (2, 3, 4, 8)
 

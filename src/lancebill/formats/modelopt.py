@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lancebill.dtypes import BF16, F32, DType
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats._ct_config import FUSED
 from lancebill.formats._floats import WEIGHT, FloatScheme, scale_part, stored_plain
@@ -32,7 +31,8 @@ from lancebill.formats.base import (
     optional,
     part,
 )
-from lancebill.quant import (
+from lancebill.numbers.dtypes import BF16, F32, DType
+from lancebill.numbers.spec import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,

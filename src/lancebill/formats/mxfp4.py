@@ -11,7 +11,7 @@ from typing import Any
 from lancebill.errors import CannotEncode
 from lancebill.formats._floats import FloatScheme, skip_list
 from lancebill.formats.base import FLOATS, Config, Example, Format, Module, Scheme, dense, part
-from lancebill.quant import MXFP4, QuantSpec
+from lancebill.numbers.spec import MXFP4, QuantSpec
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _SCHEME = FloatScheme(

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lancebill.dtypes import BF16, F16, F32, DType
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats._quark_config import Plan, find_entry, read_plan
 from lancebill.formats._quark_storage import quark_scheme, scale_names
@@ -29,7 +28,8 @@ from lancebill.formats.base import (
     optional,
     part,
 )
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.dtypes import BF16, F16, F32, DType
+from lancebill.numbers.spec import ActivationSpec
 
 TOKEN_AXES = (0, 1, -2)  # spellings of "one scale for each token" on the activation side
 

@@ -14,11 +14,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.gguf import TYPE_IDS, TYPES
-from lancebill.codec import dequantize
 from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
 from lancebill.formats import detect
 from lancebill.formats.base import Module
 from lancebill.integrations.rest import Lazy
+from lancebill.numbers.codec import dequantize
 
 ARCHITECTURES = ("qwen2moe", "qwen3moe")
 SUFFIX = ".gguf"

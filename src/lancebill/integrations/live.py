@@ -16,14 +16,14 @@ from torch import nn
 from lancebill import oracle
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.routing_config import routing_for
-from lancebill.codec import requantize
 from lancebill.integrations.experts import PackedExperts, places
 from lancebill.integrations.interface import Source, pack, pose
 from lancebill.layer import RoutedExperts
 from lancebill.moe.problem import parse_device
-from lancebill.quant import QuantSpec
+from lancebill.numbers.codec import requantize
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight, stack
 from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
-from lancebill.weight import LogicalWeight, stack
 
 
 def pack_experts(

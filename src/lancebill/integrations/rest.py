@@ -17,7 +17,7 @@ from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.load import load_projection
 from lancebill.checkpoint.manifest import Manifest
 from lancebill.checkpoint.others import OtherModule, quantized_modules, row_chunks
-from lancebill.codec import dequantize
+from lancebill.numbers.codec import dequantize
 
 WEIGHT, BIAS = ".weight", ".bias"
 

@@ -21,7 +21,7 @@ from lancebill.checkpoint.save import CheckpointWriter
 from lancebill.checkpoint.target import choose
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.gguf import check_savable
-from lancebill.quant import QuantSpec
+from lancebill.numbers.spec import QuantSpec
 from lancebill.recipe import Options
 from lancebill.rules import weight_targets
 

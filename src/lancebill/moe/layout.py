@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import ZERO16
-from lancebill.packing import pack_bits, unpack_bits
-from lancebill.quant import QuantSpec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.dtypes import ZERO16
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight
 
 Packed = dict[str, Tensor]
 

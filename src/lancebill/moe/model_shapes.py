@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from lancebill.dtypes import BF16
 from lancebill.errors import SpecError
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Problem
-from lancebill.quant import ActivationSpec, QuantSpec
+from lancebill.numbers.dtypes import BF16
+from lancebill.numbers.spec import ActivationSpec, QuantSpec
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lancebill.dtypes import BF16, DType
 from lancebill.errors import SpecError
-from lancebill.grammar import ACTIVATIONS
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
-from lancebill.quant import TENSOR, ActivationSpec
+from lancebill.numbers.dtypes import BF16, DType
+from lancebill.numbers.spec import TENSOR, ActivationSpec
+from lancebill.numbers.spec_names import ACTIVATIONS
 
 EXPERTS, LINEAR = "experts", "linear"
 INDEXED, CONTIGUOUS, BATCHED = FORMS = ("indexed", "contiguous", "batched")

@@ -60,7 +60,7 @@ enum lancebill_scale {
  * scaling: a minimum, or scale * zero for zero points that are floats or beyond a byte. */
 enum lancebill_zero { LANCEBILL_ZERO_NONE = 0, LANCEBILL_ZERO_U8 = 1, LANCEBILL_ZERO_OFFSET_F32 = 2 };
 
-/* How a product's input is represented before it is multiplied (the rules of lancebill.inputs):
+/* How a product's input is represented before it is multiplied (the rules of lancebill.numbers.activations):
  *   BF16, F16, F32  rounded to that type. Integer kernels then carry 16 bits per value relative to each group's largest.
  *   INT8            scale = fp32(largest / 127), q = clamp(rint(x / scale), -128, 127); integer products are exact.
  *   E4M3            scale = fp32(largest / 448), x / scale rounded to e4m3fn; carried like F32 afterwards.

@@ -14,9 +14,9 @@ from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from lancebill.checkpoint.resolve import is_matrix_like
 from lancebill.checkpoint.save import CheckpointWriter
 from lancebill.formats.base import Example, Part
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.stored import DTYPE_NAMES, Config, Stored
 from lancebill.testing.weights import random_example
-from lancebill.weight import LogicalWeight
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.load import ExpertWeights, load_expert, plan_layer
 from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
-from lancebill.codec import dequantize
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats import detect, registry
 from lancebill.formats.base import Example, Format, Module
 from lancebill.moe.layout import PlainLayout
 from lancebill.moe.placement import Placement
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.stored import DTYPE_NAMES, Stored
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.weights import random_example
-from lancebill.weight import LogicalWeight, same_bits
 
 DEFAULT_FAMILY = "qwen3_moe"
 IMPOSSIBLE_DTYPE = "F64"  # no format stores anything in it

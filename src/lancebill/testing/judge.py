@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend
-from lancebill.codec import dequantize, quantize
-from lancebill.dtypes import BF16, F32, INTEGER
-from lancebill.grammar import ACTIVATIONS, parse_spec
-from lancebill.inputs import represent
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch, Indexed, Sorted, to_batched, to_contiguous
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from lancebill.quant import ALL, QuantSpec, Scale
+from lancebill.numbers.activations import represent
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.dtypes import BF16, F32, INTEGER
+from lancebill.numbers.spec import ALL, QuantSpec, Scale
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
+from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import row_errors
-from lancebill.weight import LogicalWeight
 
 EXACT, TIGHT = "exact", "tight"
 GUARD = 4  # rows before and after the output that nothing may touch

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lancebill.backends import registry
 from lancebill.backends.base import Backend
-from lancebill.dtypes import BF16, E8M0, F16, FLOAT, INTEGER, ZERO16, DType
-from lancebill.grammar import ACTIVATIONS, parse_spec
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Device, Problem
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import BF16, E8M0, F16, FLOAT, INTEGER, ZERO16, DType
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
+from lancebill.numbers.weight import LogicalWeight
 
 
 def layer_problem(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.inputs import FACTORS
-from lancebill.dtypes import FLOAT, INTEGER, ZERO16, DType
 from lancebill.formats.base import Example, Scheme
-from lancebill.quant import QuantSpec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight
 
 
 def random_example(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:

@@ -16,12 +16,12 @@ from lancebill.backends.cpu import call
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.plan import CpuPlan, make_plan
-from lancebill.dtypes import BF16, F16, F32
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem
 from lancebill.native.abi import Level
+from lancebill.numbers.dtypes import BF16, F16, F32
 
 
 class Cpu(Backend):

@@ -12,10 +12,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lancebill.backends.base import NoForm, Reason
-from lancebill.dtypes import BF16, E2M3, E3M2, E3M4, E4M3, E4M3FNUZ, E5M2, E8M0, F16, F32, INTEGER, ZERO16, DType
 from lancebill.moe.layout import MatrixShape
 from lancebill.native import abi
-from lancebill.quant import ALL, MUL, ActivationSpec, QuantSpec, Scale
+from lancebill.numbers.dtypes import (
+    BF16,
+    E2M3,
+    E3M2,
+    E3M4,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E8M0,
+    F16,
+    F32,
+    INTEGER,
+    ZERO16,
+    DType,
+)
+from lancebill.numbers.spec import ALL, MUL, ActivationSpec, QuantSpec, Scale
 
 GROUPS = (128, 64, 32, 16)
 _NATIVE = {

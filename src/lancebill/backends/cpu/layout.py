@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.cpu.form import Form, matrix_form, padded_columns
-from lancebill.dtypes import E4M3, ZERO16, DType
 from lancebill.errors import BadValue
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
 from lancebill.moe.problem import Problem
 from lancebill.native import abi, library
-from lancebill.quant import ALL, DIV, Level, Scale
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import E4M3, ZERO16, DType
+from lancebill.numbers.spec import ALL, DIV, Level, Scale
+from lancebill.numbers.weight import LogicalWeight
 
 BLOCK = 16
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

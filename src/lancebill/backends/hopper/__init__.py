@@ -12,14 +12,14 @@ from lancebill.backends.hopper.forms import kernel_form
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, make_plan
 from lancebill.backends.hopper.program import ALIGNMENT, Program, addresses, again
-from lancebill.dtypes import BF16, F16
 from lancebill.errors import LaunchError
 from lancebill.kernels import compat
 from lancebill.kernels.forms import E4M3
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from lancebill.quant import DENSE_BF16, DENSE_F16, ActivationSpec
+from lancebill.numbers.dtypes import BF16, F16
+from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, ActivationSpec
 from lancebill.tune.hopper import bucket
 
 _MOST_EXPERTS = 1024

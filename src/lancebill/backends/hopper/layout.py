@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.hopper.forms import kernel_form, outer_levels
-from lancebill.dtypes import E2M1
 from lancebill.kernels import forms as f
 from lancebill.kernels import fragments
 from lancebill.kernels.forms import HALF, ROWS, Form
@@ -26,8 +25,9 @@ from lancebill.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from lancebill.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
 from lancebill.moe.layout import Layout, MatrixShape, as_integer
 from lancebill.moe.problem import Problem
-from lancebill.quant import CHANNEL, DIV, QuantSpec, Scale
-from lancebill.weight import LogicalWeight, expand
+from lancebill.numbers.dtypes import E2M1
+from lancebill.numbers.spec import CHANNEL, DIV, QuantSpec, Scale
+from lancebill.numbers.weight import LogicalWeight, expand
 
 _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

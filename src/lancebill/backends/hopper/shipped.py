@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lancebill.backends.hopper.steps import kernels
-from lancebill.grammar import parse_activation, parse_spec
 from lancebill.jit.compile import Source
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
+from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.tune.hopper import buckets
 
 SPECS = (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"))  # weights, activations

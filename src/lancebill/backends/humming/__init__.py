@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lancebill.backends.base import Backend, Plan, Reason
 from lancebill.backends.humming.layout import HummingLayout
 from lancebill.backends.humming.support import PACKAGE, missing, unsupported
-from lancebill.dtypes import E2M1, E4M3, F16
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem
+from lancebill.numbers.dtypes import E2M1, E4M3, F16
 
 if TYPE_CHECKING:
     from lancebill.backends.humming.package import Experts

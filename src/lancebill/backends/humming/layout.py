@@ -13,11 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import BF16, E8M0, biased_type
 from lancebill.moe.layout import Layout, MatrixShape, as_integer
-from lancebill.packing import pack_bits, unpack_bits
-from lancebill.quant import ALL
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.dtypes import BF16, E8M0, biased_type
+from lancebill.numbers.spec import ALL
+from lancebill.numbers.weight import LogicalWeight
 
 PAD_ROWS, PAD_COLUMNS = 256, 128
 _ONE = 127  # the code of 1 in e8m0

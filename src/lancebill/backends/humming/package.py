@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lancebill.backends.humming.layout import PAD_COLUMNS, PAD_ROWS
 from lancebill.backends.humming.rows import Grouped, group, weighted_sum
-from lancebill.dtypes import E8M0
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
-from lancebill.quant import ActivationSpec
+from lancebill.numbers.dtypes import E8M0
+from lancebill.numbers.spec import ActivationSpec
 
 INDEXED, GROUPED = WAYS = ("indexed", "grouped_contiguous")
 _LOCKS = 2048  # words by which parts of a sum wait for each other

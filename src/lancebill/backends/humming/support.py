@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from lancebill.backends.base import Reason
-from lancebill.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, biased_type
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import EXPERTS, FAST, INDEXED, Problem
-from lancebill.quant import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MXFP4
+from lancebill.numbers.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, biased_type
+from lancebill.numbers.spec import ALL, DENSE_BF16, DENSE_F16, FP8_CHANNEL, MXFP4
 
 PACKAGE = "humming-kernels"
 ACTIVATIONS = ("silu", "swigluoai")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import WrongShape
-from lancebill.quant import ALL, Block, blocks_along
+from lancebill.numbers.spec import ALL, Block, blocks_along
 
 # Elements of fp32 temporaries at a time: few megabytes on a CPU, enough to keep a GPU busy.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 20, 1 << 24

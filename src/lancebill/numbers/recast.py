@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lancebill.dtypes import F32, INTEGER, ZERO16, DType, biased_type, uint_type
-from lancebill.quant import ALL, DIV, Level, QuantSpec, Scale
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.dtypes import F32, INTEGER, ZERO16, DType, biased_type, uint_type
+from lancebill.numbers.spec import ALL, DIV, Level, QuantSpec, Scale
+from lancebill.numbers.weight import LogicalWeight
 
 
 def recast(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight | None:

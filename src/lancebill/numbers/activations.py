@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lancebill.codec import dequantize, quantize
 from lancebill.errors import LaunchError
-from lancebill.quant import ALL, CHANNEL, TENSOR, ActivationSpec, QuantSpec
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, ActivationSpec, QuantSpec
+from lancebill.numbers.weight import LogicalWeight
 
 
 def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None = None) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.blocks import expand as expand
-from lancebill.blocks import spread as spread
 from lancebill.errors import BadValue, WrongDtype, WrongShape
-from lancebill.quant import ALL, TENSOR, Level, QuantSpec, blocks_along
+from lancebill.numbers.blocks import expand as expand
+from lancebill.numbers.blocks import spread as spread
+from lancebill.numbers.spec import ALL, TENSOR, Level, QuantSpec, blocks_along
 
 # Activation-side facts a checkpoint may carry for a projection.
 INPUT_ROLES = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale")

@@ -14,16 +14,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lancebill.blocks import combine, finest, row_chunks, rows_of, spread
-from lancebill.dtypes import DType
 from lancebill.errors import SpecError
-from lancebill.quant import DIV, QuantSpec, Scale
-from lancebill.recast import recast as recast
-from lancebill.recast import rescale
-from lancebill.scales import CEIL as CEIL
-from lancebill.scales import FLOOR as FLOOR
-from lancebill.scales import Rows, fit
-from lancebill.weight import LogicalWeight
+from lancebill.numbers.blocks import combine, finest, row_chunks, rows_of, spread
+from lancebill.numbers.dtypes import DType
+from lancebill.numbers.recast import recast as recast
+from lancebill.numbers.recast import rescale
+from lancebill.numbers.scales import CEIL as CEIL
+from lancebill.numbers.scales import FLOOR as FLOOR
+from lancebill.numbers.scales import Rows, fit
+from lancebill.numbers.spec import DIV, QuantSpec, Scale
+from lancebill.numbers.weight import LogicalWeight
 
 # The rounding of a 16-bit scale, relative: what is let pass without refitting or calling it saturation.
 _SCALE_ROUNDING = 2.0**-8

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill.blocks import finest, gather, row_chunks, spread
-from lancebill.dtypes import E8M0, INTEGER, TERNARY, ZERO16, DType
 from lancebill.errors import BadValue
-from lancebill.quant import DIV, Block, QuantSpec, Scale, blocks_along
+from lancebill.numbers.blocks import finest, gather, row_chunks, spread
+from lancebill.numbers.dtypes import E8M0, INTEGER, TERNARY, ZERO16, DType
+from lancebill.numbers.spec import DIV, Block, QuantSpec, Scale, blocks_along
 
 FLOOR, CEIL = "floor", "ceil"  # how an MX block rounds its power-of-two scale
 

@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lancebill.dtypes import (
+from lancebill.errors import SpecError
+from lancebill.numbers.dtypes import (
     BF16,
     E2M1,
     E2M3,
@@ -33,7 +34,6 @@ from lancebill.dtypes import (
     biased_type,
     uint_type,
 )
-from lancebill.errors import SpecError
 
 ALL = 0  # a block side that spans the whole axis
 MUL, DIV = "mul", "div"
@@ -104,7 +104,7 @@ class QuantSpec:
             raise SpecError("the levels of a minimum multiply")
 
     def __str__(self) -> str:
-        from lancebill.grammar import spec_name
+        from lancebill.numbers.spec_names import spec_name
 
         return spec_name(self)
 
@@ -213,6 +213,6 @@ class ActivationSpec:
     static: bool = False
 
     def __str__(self) -> str:
-        from lancebill.grammar import activation_name
+        from lancebill.numbers.spec_names import activation_name
 
         return activation_name(self)

@@ -26,9 +26,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lancebill import dtypes as d
 from lancebill.errors import SpecError
-from lancebill.quant import (
+from lancebill.numbers import dtypes as d
+from lancebill.numbers.spec import (
     ALL,
     CHANNEL,
     DENSE_BF16,
