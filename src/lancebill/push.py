@@ -20,11 +20,11 @@ from lancebill.checkpoint.config import config_of_model
 from lancebill.checkpoint.load import expert_rows, load_expert
 from lancebill.checkpoint.naming import DOWN, GATE, UP, Claim
 from lancebill.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
+from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.layer import RoutedExperts
 from lancebill.moe.layout import Layout
 from lancebill.moe.problem import parse_device
 from lancebill.recipe import Losses, Options, Recipe
-from lancebill.stored import DTYPE_NAMES, Config, Stored
 
 
 def from_config(

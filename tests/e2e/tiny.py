@@ -13,8 +13,8 @@ from torch import Tensor
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.save import CheckpointWriter
 from lancebill.formats.base import Scheme
+from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.numbers.codec import dequantize, quantize
-from lancebill.stored import DTYPE_NAMES, Stored
 
 COMMON = {
     "hidden_size": 64,

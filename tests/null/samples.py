@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.raw import bytes_of
-from lancebill.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
+from lancebill.formats.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
 
 
 def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:

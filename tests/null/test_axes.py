@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lancebill import axes as ax
+from lancebill.formats import axes as ax
 from lancebill.numbers.bit_packing import pack_bits, unpack_bits
 
 ASSERTS = pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")

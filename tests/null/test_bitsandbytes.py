@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill import axes as ax
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint.load import load_expert, plan_layer
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import axes as ax
 from lancebill.formats import detect
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
 from lancebill.formats.bitsandbytes import FORMAT, INT8, Bnb4Scheme
+from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.moe.placement import Placement
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import BNB_FP4, NF4
 from lancebill.numbers.spec import NF4_G64
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import same_bits
-from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.checkpoints import Generated
 
 NAME = "model.layers.0.mlp.experts.0.gate_proj"

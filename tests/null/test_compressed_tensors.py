@@ -19,6 +19,7 @@ from lancebill.formats import _ct_schemes as ct
 from lancebill.formats._ct_config import INT, NAIVE, PACK, write_config
 from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.compressed_tensors import FORMAT
+from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16, E2M1, E2M3, F16, F32
 from lancebill.numbers.spec import (
@@ -38,7 +39,6 @@ from lancebill.numbers.spec import (
     int_spec,
 )
 from lancebill.numbers.weight import LogicalWeight, same_bits
-from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.weights import random_weight
 
 N, K = 32, 64

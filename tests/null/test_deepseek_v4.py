@@ -14,11 +14,11 @@ from lancebill.formats import detect
 from lancebill.formats import fp8 as plain_fp8
 from lancebill.formats.base import Config, Module, Stored
 from lancebill.formats.deepseek_v4 import FORMAT
+from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec import DENSE_BF16, FP8_BLOCK, MXFP4, NVFP4
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.numbers.weight import same_bits
-from lancebill.stored import DTYPE_NAMES
 
 N, K = 256, 384
 EXPERT, SHARED = "layers.3.ffn.experts.7.w1", "layers.3.ffn.shared_experts.w1"

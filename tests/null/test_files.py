@@ -27,7 +27,7 @@ from lancebill.errors import (
     UnexpectedTensor,
     WrongShape,
 )
-from lancebill.stored import TORCH_DTYPES, Stored
+from lancebill.formats.stored import TORCH_DTYPES, Stored
 from lancebill.testing.gguf import write_gguf
 
 # Reading

@@ -14,6 +14,7 @@ from lancebill.formats import detect
 from lancebill.formats._floats import skip_list
 from lancebill.formats.base import Config, Module, Stored
 from lancebill.formats.fp8 import FORMAT
+from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import BF16, E4M3, E8M0
 from lancebill.numbers.spec import (
@@ -31,7 +32,6 @@ from lancebill.numbers.spec import (
 )
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.numbers.weight import same_bits
-from lancebill.stored import DTYPE_NAMES
 
 N, K = 256, 384
 BLOCK = {"weight_block_size": [128, 128]}

@@ -185,7 +185,7 @@ def _narrows(test: ast.expr) -> bool:
 
 # What these say can only be wrong through a mistake of ours; everywhere else a mistake can be the user's.
 OWN_MISTAKES = {
-    "axes.py": "strings written in formats, cuts computed by the loader",
+    "formats/axes.py": "strings written in formats, cuts computed by the loader",
     "numbers/weight.py": "act-order is folded by the loader before it cuts",
     "checkpoint/raw.py": "buffers made two lines earlier",
     "checkpoint/load.py": "what was loaded is what was planned",

@@ -14,6 +14,7 @@ from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import compressed_tensors as ct
 from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.modelopt import ALGORITHMS, FORMAT
+from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16
 from lancebill.numbers.spec import (
@@ -29,7 +30,6 @@ from lancebill.numbers.spec import (
 )
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.numbers.weight import LogicalWeight, same_bits
-from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.weights import random_weight
 
 N, K = 32, 64

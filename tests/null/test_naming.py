@@ -13,10 +13,10 @@ from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
 from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example
+from lancebill.formats.stored import Stored
 from lancebill.moe.placement import Placement
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import same_bits
-from lancebill.stored import Stored
 from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.conformance import whole_matrices
 
@@ -151,7 +151,7 @@ def test_sixty_thousand_names_resolve_in_seconds() -> None:
         for e in range(256)
         for p, shape in shapes.items()
     }
-    from lancebill.stored import Config
+    from lancebill.formats.stored import Config
 
     start = time.process_time()
     manifest = manifests.build(Config(model), headers, row)

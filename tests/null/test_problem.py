@@ -16,6 +16,7 @@ from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.load import plan_layer
 from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
 from lancebill.formats import registry
+from lancebill.formats.stored import Config
 from lancebill.layer import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
@@ -26,7 +27,6 @@ from lancebill.numbers.spec import DENSE_BF16, MXFP4
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.recipe import wide_inputs
 from lancebill.rules import activation_specs, weight_targets
-from lancebill.stored import Config
 from lancebill.testing.checkpoints import Geometry, generate
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
 from lancebill.formats.quark import FORMAT
+from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16, E4M3, E8M0, F32, UE5M3
 from lancebill.numbers.spec import CHANNEL, DENSE_BF16, TENSOR, Scale, group
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.numbers.weight import same_bits
-from lancebill.stored import DTYPE_NAMES
 from lancebill.testing.weights import random_weight
 
 NAME = "model.layers.0.mlp.experts.7.gate_proj"

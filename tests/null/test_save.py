@@ -24,7 +24,7 @@ from lancebill.errors import (
     WrongDtype,
     WrongShape,
 )
-from lancebill.stored import TORCH_DTYPES, Stored
+from lancebill.formats.stored import TORCH_DTYPES, Stored
 
 
 def write_all(destination: Path, tensors: Mapping[str, Tensor], **options: Any) -> None:

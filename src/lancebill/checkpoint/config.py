@@ -13,7 +13,7 @@ from typing import Any
 from lancebill.checkpoint.strict_json import read_json as read_json
 from lancebill.checkpoint.tensors import quoted
 from lancebill.errors import MalformedFile, UnsupportedFormat
-from lancebill.stored import Config
+from lancebill.formats.stored import Config
 
 MODEL_CONFIG = "config.json"
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"

@@ -32,7 +32,7 @@ from lancebill.errors import (
     UnexpectedTensor,
     UnsupportedProblem,
 )
-from lancebill.stored import Config, Stored
+from lancebill.formats.stored import Config, Stored
 
 MAX_NAME = 512  # of a tensor: patterns are matched against it, numbers read in it
 INDEX = "model.safetensors.index.json"

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from lancebill.checkpoint.raw import opened
 from lancebill.checkpoint.tensors import TensorInfo, quoted
 from lancebill.errors import CheckpointError, MalformedFile
-from lancebill.stored import TORCH_DTYPES, Config
+from lancebill.formats.stored import TORCH_DTYPES, Config
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lancebill.checkpoint.naming import Form
 from lancebill.formats.base import Module, Part, Scheme
+from lancebill.formats.stored import Stored
 from lancebill.numbers.spec import QuantSpec
-from lancebill.stored import Stored
 
 
 @dataclass(frozen=True)

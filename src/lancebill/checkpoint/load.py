@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill import axes as ax
 from lancebill.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
 from lancebill.checkpoint.manifest import Layer, Projection, Source
 from lancebill.checkpoint.naming import DOWN, GATE, UP
 from lancebill.errors import LancebillError, ShardError
+from lancebill.formats import axes as ax
 from lancebill.moe.layout import Layout, MatrixShape, Packed
 from lancebill.moe.placement import Cut, Placement
 from lancebill.numbers.codec import Loss, keeps_codes, requantize

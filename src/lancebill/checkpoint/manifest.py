@@ -21,7 +21,7 @@ from lancebill.checkpoint.resolve import LayerBuilder, Owned
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, UnexpectedTensor
 from lancebill.formats import detect
 from lancebill.formats.base import Format
-from lancebill.stored import Config, Stored
+from lancebill.formats.stored import Config, Stored
 
 
 @dataclass

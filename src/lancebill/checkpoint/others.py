@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lancebill import axes as ax
 from lancebill.checkpoint.load import Reader
 from lancebill.checkpoint.manifest import Manifest, Projection, Source
 from lancebill.errors import LancebillError, MissingTensor, UnsupportedFormat, WrongShape
+from lancebill.formats import axes as ax
 from lancebill.formats import detect
 from lancebill.formats.base import FLOATS, Module, Part, Scheme
+from lancebill.formats.stored import Config, Stored
 from lancebill.numbers.spec import ALL
-from lancebill.stored import Config, Stored
 
 DEPTH = 3  # dots in the longest suffix a format spells: `.weight.quant_state.<kind>`
 ROWS_AT_ONCE = 1 << 24  # weights of a chunk

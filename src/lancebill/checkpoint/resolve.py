@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lancebill import axes as ax
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.layers import Layer, Projection, Source
 from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form
@@ -17,8 +16,9 @@ from lancebill.errors import (
     WrongDtype,
     WrongShape,
 )
+from lancebill.formats import axes as ax
 from lancebill.formats.base import Format, Module, Part, Scheme
-from lancebill.stored import Config, Stored
+from lancebill.formats.stored import Config, Stored
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lancebill.checkpoint.raw import opened
 from lancebill.checkpoint.strict_json import parse_object
 from lancebill.checkpoint.tensors import TensorInfo, quoted
 from lancebill.errors import MalformedFile, WrongDtype
-from lancebill.stored import TORCH_DTYPES
+from lancebill.formats.stored import TORCH_DTYPES
 
 MAX_HEADER = 100_000_000
 PREFIX = 8

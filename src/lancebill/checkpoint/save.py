@@ -26,7 +26,7 @@ from lancebill.checkpoint.files import INDEX
 from lancebill.checkpoint.raw import drain, reason
 from lancebill.checkpoint.safetensors import MAX_HEADER, METADATA, PREFIX
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, WrongDtype, WrongShape
-from lancebill.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
+from lancebill.formats.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
 
 SHARD_BYTES = 5_000_000_000
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ from torch import Tensor
 from lancebill.checkpoint.raw import fill
 from lancebill.checkpoint.tensors import TensorInfo
 from lancebill.errors import WrongShape
-from lancebill.stored import TORCH_DTYPES
+from lancebill.formats.stored import TORCH_DTYPES
 
 PAGE = 4096  # the kernel fetches whole pages: skipping less than one saves nothing
 CHUNK = 4 << 20  # bytes of scratch when runs are cut out of a larger read

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lancebill import axes as ax
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.manifest import Layer, Manifest, Projection
@@ -22,12 +21,13 @@ from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from lancebill.checkpoint.others import OtherModule
 from lancebill.checkpoint.resolve import is_matrix_like
 from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats import axes as ax
 from lancebill.formats import registry
 from lancebill.formats.base import FLOATS, Format, Module, Part, Scheme
+from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.numbers.codec import quantize, recasts
 from lancebill.numbers.dtypes import BF16, F16, F32, INV127
 from lancebill.numbers.spec import ALL, CHANNEL, DENSE_BF16, DIV, MUL, TENSOR, QuantSpec, Scale, is_integer
-from lancebill.stored import DTYPE_NAMES, Config, Stored
 
 DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"
 ALIASES = {"gpt-oss": "mxfp4"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lancebill.stored import Stored
+from lancebill.formats.stored import Stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 from lancebill.checkpoint.files import Checkpoint
 from lancebill.checkpoint.save import CheckpointWriter
 from lancebill.demo.vocabulary import read_metadata, save_tokenizer
+from lancebill.formats.stored import Stored
 from lancebill.integrations.gguf import plain
-from lancebill.stored import Stored
 
 EXPERTS = 8
 _ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}

@@ -33,11 +33,11 @@ from lancebill.formats.base import (
     optional,
     part,
 )
+from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.numbers.bit_packing import pack_bits, unpack_bits
 from lancebill.numbers.dtypes import E4M3, E8M0, DType
 from lancebill.numbers.spec import CHANNEL, MXFP4, TENSOR, Block, Level
 from lancebill.numbers.weight import LogicalWeight
-from lancebill.stored import TORCH_DTYPES
 
 PACKED_FP4 = ("U8", "I8")  # what two fp4 codes in a byte are stored as
 EXPONENTS = ("F8_E8M0", "U8")  # what power-of-two scales are stored as

@@ -17,11 +17,11 @@ from lancebill.errors import BadValue, CannotEncode
 from lancebill.formats._floats import LEVEL_ROLES, place, put, scale_axes
 from lancebill.formats._quark_config import INT_BITS, MX_BLOCK, Plan
 from lancebill.formats.base import BIAS, FLOAT_NAMES, SCALAR, Part, Scheme, codes_of, part
+from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.numbers.bit_packing import pack_awq, pack_bits, unpack_awq, unpack_bits
 from lancebill.numbers.dtypes import E4M3, E5M2, E8M0, UE5M3, DType
 from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, Block, QuantSpec
 from lancebill.numbers.weight import LogicalWeight
-from lancebill.stored import TORCH_DTYPES
 
 WORDS: dict[str, tuple[str, ...]] = {
     "int2": ("I32",), "int3": ("U8",), "int4": ("I32",), "uint4": ("I32",), "int8": ("I8",), "uint8": ("U8", "I8"),

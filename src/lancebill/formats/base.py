@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lancebill import axes as ax
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.formats import axes as ax
+from lancebill.formats.stored import TORCH_DTYPES
+from lancebill.formats.stored import Config as Config
+from lancebill.formats.stored import Stored as Stored
 from lancebill.numbers.dtypes import BF16, F16, F32, ZERO16, DType
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, ActivationSpec, QuantSpec
 from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight
-from lancebill.stored import TORCH_DTYPES
-from lancebill.stored import Config as Config
-from lancebill.stored import Stored as Stored
 
 FLOATS = ("BF16", "F16", "F32")
 FLOAT_TYPES: dict[str, DType] = {"BF16": BF16, "F16": F16, "F32": F32}

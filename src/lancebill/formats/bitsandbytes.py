@@ -33,11 +33,11 @@ from lancebill.formats.base import (
     optional,
     part,
 )
+from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.numbers.bit_packing import pack_bits, unpack_bits
 from lancebill.numbers.dtypes import BNB_FP4, F32, INV127, NF4, DType, biased_type
 from lancebill.numbers.spec import CHANNEL, TENSOR, QuantSpec, Scale, group
 from lancebill.numbers.weight import LogicalWeight
-from lancebill.stored import TORCH_DTYPES
 
 TABLES: dict[str, DType] = {"nf4": NF4, "fp4": BNB_FP4}
 STORAGE = {"uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}

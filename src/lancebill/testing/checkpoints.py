@@ -14,8 +14,8 @@ from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
 from lancebill.checkpoint.resolve import is_matrix_like
 from lancebill.checkpoint.save import CheckpointWriter
 from lancebill.formats.base import Example, Part
+from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.numbers.weight import LogicalWeight
-from lancebill.stored import DTYPE_NAMES, Config, Stored
 from lancebill.testing.weights import random_example
 
 

@@ -10,19 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from lancebill import axes as ax
 from lancebill.checkpoint import manifest as manifests
 from lancebill.checkpoint import naming as names
 from lancebill.checkpoint.load import ExpertWeights, load_expert, plan_layer
 from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
+from lancebill.formats import axes as ax
 from lancebill.formats import detect, registry
 from lancebill.formats.base import Example, Format, Module
+from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.moe.layout import PlainLayout
 from lancebill.moe.placement import Placement
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import LogicalWeight, same_bits
-from lancebill.stored import DTYPE_NAMES, Stored
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.weights import random_example
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lancebill.checkpoint.gguf import ALIGNMENT_KEY, ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, STRING, TYPE_IDS, TYPES
 from lancebill.checkpoint.raw import bytes_of
-from lancebill.stored import DTYPE_NAMES
+from lancebill.formats.stored import DTYPE_NAMES
 
 Scalar = bool | int | float | str
 Value = Scalar | Sequence[Scalar]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.save import CheckpointWriter
-from lancebill.stored import Stored
+from lancebill.formats.stored import Stored
 from lancebill.testing.checkpoints import Geometry
 
 VOCABULARY = 512
