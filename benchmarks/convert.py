@@ -19,9 +19,9 @@ from typing import Any
 
 import where
 
-from lancebill.checkpoint.convert import Options, Report, convert, prepare
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.target import choose
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.write.convert import Options, Report, convert, prepare
+from lancebill.checkpoint.write.target import choose
 from lancebill.cli.env import describe
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.checkpoints import Geometry

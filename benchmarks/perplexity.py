@@ -23,7 +23,7 @@ import where
 from generate import prebuild
 
 import lancebill
-from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.demo.model import build, dense_tensors
 from lancebill.demo.vocabulary import read_metadata
 from lancebill.evaluate.perplexity import Perplexity, batches, perplexity, windows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lancebill import errors as errors
 
 if TYPE_CHECKING:
-    from lancebill.checkpoint.files import Checkpoint as Checkpoint
+    from lancebill.checkpoint.read.files import Checkpoint as Checkpoint
     from lancebill.layer import QuantizedLinear as QuantizedLinear
     from lancebill.layer import RoutedExperts as RoutedExperts
     from lancebill.moe.placement import Placement as Placement
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lancebill.oracle import explain as explain
 
 _HOMES = {
-    "Checkpoint": "lancebill.checkpoint.files",
+    "Checkpoint": "lancebill.checkpoint.read.files",
     "DType": "lancebill.numbers.dtypes",
     "Placement": "lancebill.moe.placement",
     "Problem": "lancebill.moe.problem",

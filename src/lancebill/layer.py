@@ -23,7 +23,7 @@ from lancebill.moe.layout import Packed
 from lancebill.moe.routing import Routed, Routing, route
 
 if TYPE_CHECKING:
-    from lancebill.checkpoint.files import Checkpoint
+    from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.push import Pusher
     from lancebill.report import LoadReport
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from lancebill import oracle
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.inputs import FACTORS, allocate_inputs, product_inputs
-from lancebill.checkpoint.load import load_projection
-from lancebill.checkpoint.others import find_module
+from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, product_inputs
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
 from lancebill.layer import QuantizedLinear, RoutedExperts
 from lancebill.moe.layout import MatrixShape

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.config import config_of_model
-from lancebill.checkpoint.load import expert_rows, load_expert
-from lancebill.checkpoint.naming import DOWN, GATE, UP, Claim
+from lancebill.checkpoint.load.load_experts import expert_rows, load_expert
+from lancebill.checkpoint.read.config import config_of_model
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Claim
 from lancebill.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.layer import RoutedExperts

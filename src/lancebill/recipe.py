@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from lancebill import oracle
-from lancebill.checkpoint.inputs import FACTORS, allocate_inputs, check_static
-from lancebill.checkpoint.load import LayerPlan, Reader, load_layer, plan_layer
-from lancebill.checkpoint.manifest import Layer, Manifest
-from lancebill.checkpoint.naming import DOWN, GATE, Naming
-from lancebill.checkpoint.routing_config import activation_for, routing_for
+from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
+from lancebill.checkpoint.load.load_experts import LayerPlan, Reader, load_layer, plan_layer
+from lancebill.checkpoint.resolve.manifest import Layer, Manifest
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming
+from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
 from lancebill.errors import MissingTensor, SpecError
 from lancebill.layer import RoutedExperts
 from lancebill.moe.layout import Packed

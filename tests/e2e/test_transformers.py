@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny  # noqa: E402
 
 import lancebill  # noqa: E402
-from lancebill.checkpoint.files import Checkpoint  # noqa: E402
+from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.convert import run, target_of  # noqa: E402
 from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
 from lancebill.formats import registry  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.base import Scheme
 from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.numbers.codec import dequantize, quantize

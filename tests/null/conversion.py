@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.convert import Options, Report, convert, prepare
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.load import load_projection
-from lancebill.checkpoint.target import choose
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.write.convert import Options, Report, convert, prepare
+from lancebill.checkpoint.write.target import choose
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.numbers.codec import dequantize

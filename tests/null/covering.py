@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.naming import TABLE, Form, Naming
+from lancebill.checkpoint.resolve.naming import TABLE, Form, Naming
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format

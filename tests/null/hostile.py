@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lancebill import errors as e
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.gguf import ARRAY
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.gguf import ARRAY
 from lancebill.testing.gguf import string_bytes, value_bytes
 
 Row = tuple[Any, type[e.LancebillError], str]

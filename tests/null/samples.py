@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.raw import bytes_of
+from lancebill.checkpoint.read.file_bytes import bytes_of
 from lancebill.formats.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
 
 

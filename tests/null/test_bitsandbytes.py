@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint.load import load_expert, plan_layer
+from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
+from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import axes as ax
 from lancebill.formats import detect

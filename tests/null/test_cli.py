@@ -13,8 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import naming as names
 from lancebill.cli import console as ui
 from lancebill.cli.main import app
 from lancebill.formats import registry

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lancebill.checkpoint.config import read_config
+from lancebill.checkpoint.read.config import read_config
 from lancebill.errors import UnsupportedFormat
 
 GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conversion import SIZE, biases, dense_source, example_of, files, matrices, read_config, row_of, run, same
 
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.convert import fit
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.naming import GATE, UP
-from lancebill.checkpoint.target import choose
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import GATE, UP
+from lancebill.checkpoint.write.convert import fit
+from lancebill.checkpoint.write.target import choose
 from lancebill.formats.base import Example, Format
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.spec import NVFP4, NVFP4_DIV

@@ -11,9 +11,9 @@ import torch
 from conversion import SIZE, dense_source, example_of, files, matrices, read_config, row_of, run, same
 from torch import Tensor
 
-from lancebill.checkpoint.convert import fit
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.target import choose
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.write.convert import fit
+from lancebill.checkpoint.write.target import choose
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Module
@@ -205,7 +205,7 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
 
 
 def test_a_long_tensor_is_copied_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lancebill.checkpoint.convert.COPY_BYTES", 1000)
+    monkeypatch.setattr("lancebill.checkpoint.write.convert.COPY_BYTES", 1000)
     example = example_of("dense", "bf16")
     extra = {"model.embed_tokens.weight": torch.randn(77, 256), "model.empty.weight": torch.randn(0, 256)}
     source = with_others(tmp_path / "source", example, extra)

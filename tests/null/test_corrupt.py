@@ -37,8 +37,8 @@ from hostile import (
 )
 
 from lancebill import errors as e
-from lancebill.checkpoint.files import INDEX, Checkpoint
-from lancebill.checkpoint.gguf import STRING
+from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.read.gguf import STRING
 from lancebill.testing.gguf import info_bytes, string_bytes, value_bytes
 
 # safetensors headers

@@ -11,10 +11,10 @@ import safetensors
 from hostile import ARCH, GOOD, HUGE, PAIR, array, file_bytes, gguf_bytes, index, info, make_folder, nested, pair
 
 from lancebill import errors as e
-from lancebill.checkpoint.config import read_config
-from lancebill.checkpoint.files import INDEX, Checkpoint
-from lancebill.checkpoint.gguf import STRING
-from lancebill.checkpoint.strict_json import parse_object
+from lancebill.checkpoint.read.config import read_config
+from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.read.gguf import STRING
+from lancebill.checkpoint.read.strict_json import parse_object
 from lancebill.testing.gguf import string_bytes
 
 NUMBERS = (

@@ -9,7 +9,7 @@ import pytest
 from hostile import ALIGNED, ARCH, HUGE, PAIR, U32, U64, Row, array, assert_refused, gguf_bytes, info, nested, pair
 
 from lancebill import errors as e
-from lancebill.checkpoint.gguf import ARRAY, STRING
+from lancebill.checkpoint.read.gguf import ARRAY, STRING
 from lancebill.testing.gguf import string_bytes, value_bytes
 
 GGUF: dict[str, Row] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import lancebill.formats as formats
-from lancebill.checkpoint.convert import Options, convert, prepare
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.target import choose
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.write.convert import Options, convert, prepare
+from lancebill.checkpoint.write.target import choose
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing import conformance
 from lancebill.testing.checkpoints import Geometry

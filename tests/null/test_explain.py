@@ -15,8 +15,8 @@ import lancebill.backends as backends
 from lancebill import oracle
 from lancebill.backends.base import Reason
 from lancebill.backends.reference import Reference
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.manifest import Layer
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve.manifest import Layer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
 from lancebill.loading import from_checkpoint

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
-from lancebill.checkpoint import raw, slices
-from lancebill.checkpoint.files import INDEX, Checkpoint
-from lancebill.checkpoint.gguf import TYPES
-from lancebill.checkpoint.raw import bytes_of
+from lancebill.checkpoint.read import file_bytes as raw
+from lancebill.checkpoint.read import slices
+from lancebill.checkpoint.read.file_bytes import bytes_of
+from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.read.gguf import TYPES
 from lancebill.errors import (
     MalformedFile,
     MissingTensor,

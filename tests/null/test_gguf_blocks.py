@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.load import load_projection
-from lancebill.checkpoint.manifest import build
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve.manifest import build
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType

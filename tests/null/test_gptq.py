@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats.base import Config, Dense, Module, Stored

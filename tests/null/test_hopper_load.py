@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lancebill import oracle
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import naming as names
 from lancebill.formats import registry
 from lancebill.kernels import compat
 from lancebill.layer import RoutedExperts

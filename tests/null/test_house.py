@@ -105,8 +105,8 @@ NEVER_CALLED = {"eval", "exec", "compile", "__import__", "setattr", "getattr", "
 NEVER_SAID = ("trust_remote_code", "__setattr__", "weights_only")
 NAMED = {"name", "tensor", "module"}  # what variables that hold tensors' names are called
 NAMES_DECIDE = {
-    "checkpoint/naming.py": "the table of names",
-    "checkpoint/save.py": "names of files",
+    "checkpoint/resolve/naming.py": "the table of names",
+    "checkpoint/write/save.py": "names of files",
     "bench/run.py": "names of devices",
     "testing/demo.py": "counts tensors for a line of text",
 }
@@ -187,8 +187,8 @@ def _narrows(test: ast.expr) -> bool:
 OWN_MISTAKES = {
     "formats/axes.py": "strings written in formats, cuts computed by the loader",
     "numbers/weight.py": "act-order is folded by the loader before it cuts",
-    "checkpoint/raw.py": "buffers made two lines earlier",
-    "checkpoint/load.py": "what was loaded is what was planned",
+    "checkpoint/read/file_bytes.py": "buffers made two lines earlier",
+    "checkpoint/load/load_experts.py": "what was loaded is what was planned",
     "tune/hopper.py": "our own table",
     "jit/compile.py": "arguments of our own kernels",
     "jit/load.py": "arguments of our own launchers",
@@ -217,10 +217,10 @@ def test_environment_variables_are_few_and_written_down() -> None:
 CHANGING = {
     "numbers/codec.py:_Meter": "sums over chunks",
     "backends/hopper/layout.py:Rerounded": "counts over experts",
-    "checkpoint/convert.py:Report": "grows layer by layer",
-    "checkpoint/gguf.py:_Reader": "a place in a file",
-    "checkpoint/manifest.py:Manifest": "collects layers and problems while it is built",
-    "checkpoint/resolve.py:Owned": "collects names while they are read",
+    "checkpoint/write/convert.py:Report": "grows layer by layer",
+    "checkpoint/read/gguf.py:_Reader": "a place in a file",
+    "checkpoint/resolve/manifest.py:Manifest": "collects layers and problems while it is built",
+    "checkpoint/resolve/resolve_layer.py:Owned": "collects names while they are read",
     "cli/verify.py:Verdict": "collects findings",
     "evaluate/run.py:Result": "filled measure by measure",
     "testing/checkpoints.py:Generated": "tests damage it on purpose",

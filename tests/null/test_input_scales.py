@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.inputs import FACTORS, product_inputs
-from lancebill.checkpoint.load import load_inputs
+from lancebill.checkpoint.load.input_scales import FACTORS, product_inputs
+from lancebill.checkpoint.load.load_experts import load_inputs
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue, CheckpointProblems, MissingTensor
 from lancebill.formats import registry
 from lancebill.layer import QuantizedLinear, RoutedExperts

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lancebill import module, push
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
 from lancebill.formats.base import Example
@@ -377,7 +377,7 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fmt", "example"), [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in all_examples()])
 def test_every_format_computes(fmt: object, example: Example) -> None:
     """Each variant of each format, from memory through the reference backend."""
-    from lancebill.checkpoint import manifest as manifests
+    from lancebill.checkpoint.resolve import manifest as manifests
     from lancebill.recipe import Options, Recipe
 
     family = example.config.model.get("model_type", "qwen3_moe")

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.load import load_expert, plan_layer
-from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
+from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Form, Naming
 from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example

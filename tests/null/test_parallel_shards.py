@@ -7,9 +7,9 @@ import torch
 from covering import GATE_SCALE, LAYOUTS, SIZES, Case, cases, is_tame, spellings, tame
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint.manifest import Manifest
-from lancebill.checkpoint.naming import DOWN
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.manifest import Manifest
+from lancebill.checkpoint.resolve.naming import DOWN
 from lancebill.formats import registry
 from lancebill.layer import RoutedExperts
 from lancebill.moe.activation import Activation

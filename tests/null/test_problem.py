@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.load import plan_layer
+from lancebill.checkpoint.load.load_experts import plan_layer
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.stored import Config

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lancebill.checkpoint import naming
-from lancebill.checkpoint.gguf import read_gguf
-from lancebill.checkpoint.routing_config import GGUF_ROWS, ROWS, activation_for, routing_for
+from lancebill.checkpoint.read.gguf import read_gguf
+from lancebill.checkpoint.resolve import naming
+from lancebill.checkpoint.resolve.routing_config import GGUF_ROWS, ROWS, activation_for, routing_for
 from lancebill.errors import UnsupportedFormat
 from lancebill.moe.activation import Activation
 from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Method, Routing, SparseMixer

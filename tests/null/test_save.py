@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
-from lancebill.checkpoint.files import INDEX, Checkpoint
-from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,

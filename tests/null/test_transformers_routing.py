@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lancebill.checkpoint import naming
-from lancebill.checkpoint.routing_config import activation_for, routing_for
+from lancebill.checkpoint.resolve import naming
+from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
 from lancebill.moe.routing import Routed, Routing, route
 
 pytest.importorskip("transformers")

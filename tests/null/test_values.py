@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.memory import plan_memory
-from lancebill.checkpoint.naming import DOWN, GATE, UP
-from lancebill.checkpoint.values import Findings, check_values
+from lancebill.checkpoint.load.check_values import Findings, check_values
+from lancebill.checkpoint.load.memory import plan_memory
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
 from lancebill.errors import ShardError
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format

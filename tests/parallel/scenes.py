@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint.naming import TABLE
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.formats import registry
 from lancebill.layer import RoutedExperts
 from lancebill.moe.placement import Placement

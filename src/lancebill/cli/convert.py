@@ -17,8 +17,8 @@ from lancebill.cli import console as ui
 from lancebill.cli.console import Json
 
 if TYPE_CHECKING:
-    from lancebill.checkpoint.convert import Report
-    from lancebill.checkpoint.target import Output, Target
+    from lancebill.checkpoint.write.convert import Report
+    from lancebill.checkpoint.write.target import Output, Target
     from lancebill.numbers.codec import Loss
 
 
@@ -70,7 +70,7 @@ def convert(
 
 def target_of(to: str, format_name: str | None = None) -> Target:
     """The format and spec that the options ask for."""
-    from lancebill.checkpoint.target import choose
+    from lancebill.checkpoint.write.target import choose
     from lancebill.numbers.spec_names import parse_spec
 
     return choose(parse_spec(to), format_name)
@@ -78,9 +78,9 @@ def target_of(to: str, format_name: str | None = None) -> Target:
 
 def run(source: Path, destination: Path, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert and describe what was done, ready for JSON."""
-    from lancebill.checkpoint.convert import Options, prepare, work_bytes
-    from lancebill.checkpoint.convert import convert as convert_checkpoint
-    from lancebill.checkpoint.files import Checkpoint
+    from lancebill.checkpoint.read.files import Checkpoint
+    from lancebill.checkpoint.write.convert import Options, prepare, work_bytes
+    from lancebill.checkpoint.write.convert import convert as convert_checkpoint
 
     chosen = Options(**options)
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from lancebill.cli.console import Json
 from lancebill.errors import SpecError
 
 if TYPE_CHECKING:
-    from lancebill.checkpoint.manifest import Manifest
+    from lancebill.checkpoint.resolve.manifest import Manifest
     from lancebill.moe.problem import Problem
     from lancebill.oracle import Choice, Verdict
 
@@ -108,8 +108,8 @@ def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> Q
 
 def _from_checkpoint(path: Path, layer: int | None, weights: str | None, activations: str | None, tp: int) -> Question:
     """The problem that loading this layer would pose, from headers alone."""
-    from lancebill.checkpoint import manifest as manifests
-    from lancebill.checkpoint.files import Checkpoint
+    from lancebill.checkpoint.read.files import Checkpoint
+    from lancebill.checkpoint.resolve import manifest as manifests
     from lancebill.moe.placement import Placement
     from lancebill.recipe import Options, pose
 
@@ -138,7 +138,7 @@ def _input_dtype(activations: str | None) -> Any:
 
 def _unlike(manifest: Manifest, index: int) -> tuple[int, ...]:
     """Layers that are quantised another way: their verdicts may differ."""
-    from lancebill.checkpoint.naming import DOWN, GATE
+    from lancebill.checkpoint.resolve.naming import DOWN, GATE
 
     def specs(layer: int) -> tuple[object, ...]:
         return tuple(manifest.layers[layer].spec(name) for name in (GATE, DOWN))

@@ -13,8 +13,8 @@ from lancebill.cli import console as ui
 from lancebill.cli.console import Json, Source
 
 if TYPE_CHECKING:
-    from lancebill.checkpoint.files import Checkpoint
-    from lancebill.checkpoint.manifest import Layer, Manifest, Projection
+    from lancebill.checkpoint.read.files import Checkpoint
+    from lancebill.checkpoint.resolve.manifest import Layer, Manifest, Projection
 
 
 def inspect(
@@ -28,8 +28,8 @@ def inspect(
     """Show format, family, layers x experts, specs, bits per weight and bytes."""
     with ui.reported(as_json):
         ui.existing(path, as_json)
-        from lancebill.checkpoint import manifest as manifests
-        from lancebill.checkpoint.files import Checkpoint
+        from lancebill.checkpoint.read.files import Checkpoint
+        from lancebill.checkpoint.resolve import manifest as manifests
 
         with Checkpoint.open(path) as checkpoint:
             manifest = manifests.build(checkpoint.config, checkpoint.headers)
@@ -76,7 +76,7 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
     """The plan of a load, rank by rank."""
     from dataclasses import asdict
 
-    from lancebill.checkpoint.memory import plan_memory
+    from lancebill.checkpoint.load.memory import plan_memory
     from lancebill.moe.layout import PlainLayout
 
     return {
@@ -103,7 +103,7 @@ def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _matrix(manifest: Manifest, layer: Layer, name: str) -> dict[str, Any]:
-    from lancebill.checkpoint.naming import DOWN, GATE
+    from lancebill.checkpoint.resolve.naming import DOWN, GATE
 
     projection = layer.sample(DOWN if name == "w2" else GATE)
     spec = projection.scheme.spec

@@ -16,8 +16,8 @@ from lancebill.cli.console import Json, Source
 from lancebill.errors import CheckpointProblems, LancebillError, UnsupportedFormat
 
 if TYPE_CHECKING:
-    from lancebill.checkpoint.files import Checkpoint
-    from lancebill.checkpoint.manifest import Layer, Manifest
+    from lancebill.checkpoint.read.files import Checkpoint
+    from lancebill.checkpoint.resolve.manifest import Layer, Manifest
 
 SHOWN = 50  # problems printed for people
 
@@ -57,8 +57,8 @@ def verify(
 
 def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verdict:
     """Everything that is wrong; a file that cannot be opened at all is one problem."""
-    from lancebill.checkpoint import manifest as manifests
-    from lancebill.checkpoint.files import Checkpoint
+    from lancebill.checkpoint.read.files import Checkpoint
+    from lancebill.checkpoint.resolve import manifest as manifests
 
     verdict = Verdict(str(path))
     try:
@@ -119,8 +119,8 @@ def _unknown_keys(manifest: Manifest) -> list[LancebillError]:
 
 
 def _check_values(checkpoint: Checkpoint, layers: Iterable[Layer], verdict: Verdict) -> None:
-    from lancebill.checkpoint.parallel import ordered
-    from lancebill.checkpoint.values import check_values
+    from lancebill.checkpoint.load.check_values import check_values
+    from lancebill.checkpoint.load.worker_threads import ordered
 
     projections = [p for layer in layers for p in layer.projections.values()]
     check = partial(check_values, checkpoint.read)

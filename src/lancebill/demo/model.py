@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.demo.vocabulary import read_metadata, save_tokenizer
 from lancebill.formats.stored import Stored
 from lancebill.integrations.gguf import plain

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.gguf import TYPE_IDS, TYPES
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.gguf import TYPE_IDS, TYPES
 from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
 from lancebill.formats import detect
 from lancebill.formats.base import Module

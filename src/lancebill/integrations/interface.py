@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lancebill import oracle
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.routing_config import activation_for
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
 from lancebill.integrations.experts import forward_only
 from lancebill.layer import RoutedExperts

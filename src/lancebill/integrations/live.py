@@ -14,8 +14,8 @@ from dataclasses import replace
 from torch import nn
 
 from lancebill import oracle
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.routing_config import routing_for
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.routing_config import routing_for
 from lancebill.integrations.experts import PackedExperts, places
 from lancebill.integrations.interface import Source, pack, pose
 from lancebill.layer import RoutedExperts

@@ -13,10 +13,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.load import load_projection
-from lancebill.checkpoint.manifest import Manifest
-from lancebill.checkpoint.others import OtherModule, quantized_modules, row_chunks
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve.manifest import Manifest
+from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
 from lancebill.numbers.codec import dequantize
 
 WEIGHT, BIAS = ".weight", ".bias"

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from lancebill.checkpoint.config import CONFIG_FILES
-from lancebill.checkpoint.convert import Options as ConvertOptions
-from lancebill.checkpoint.convert import convert, prepare
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.save import CheckpointWriter
-from lancebill.checkpoint.target import choose
+from lancebill.checkpoint.read.config import CONFIG_FILES
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.write.convert import Options as ConvertOptions
+from lancebill.checkpoint.write.convert import convert, prepare
+from lancebill.checkpoint.write.save import CheckpointWriter
+from lancebill.checkpoint.write.target import choose
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.gguf import check_savable
 from lancebill.numbers.spec import QuantSpec

@@ -19,9 +19,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lancebill import oracle
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.manifest import Manifest
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
-from lancebill.checkpoint.resolve import is_matrix_like
-from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
+from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
+from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.base import Example, Part
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.numbers.weight import LogicalWeight

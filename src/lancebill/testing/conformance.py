@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.load import ExpertWeights, load_expert, plan_layer
-from lancebill.checkpoint.naming import DOWN, GATE, UP, Form, Naming
+from lancebill.checkpoint.load.load_experts import ExpertWeights, load_expert, plan_layer
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Form, Naming
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats import axes as ax
 from lancebill.formats import detect, registry

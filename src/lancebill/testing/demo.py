@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.rule import Rule
 
-from lancebill.checkpoint.files import Checkpoint
+from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.cli import console as ui
 from lancebill.cli.convert import run, target_of
 from lancebill.cli.main import app

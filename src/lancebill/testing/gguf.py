@@ -1,4 +1,4 @@
-"""Writes small GGUF files, for tests and examples: the mirror of `lancebill.checkpoint.gguf`."""
+"""Writes small GGUF files, for tests and examples: the mirror of `lancebill.checkpoint.read.gguf`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.gguf import ALIGNMENT_KEY, ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, STRING, TYPE_IDS, TYPES
-from lancebill.checkpoint.raw import bytes_of
+from lancebill.checkpoint.read.file_bytes import bytes_of
+from lancebill.checkpoint.read.gguf import ALIGNMENT_KEY, ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, STRING, TYPE_IDS, TYPES
 from lancebill.formats.stored import DTYPE_NAMES
 
 Scalar = bool | int | float | str

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.save import CheckpointWriter
+from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.stored import Stored
 from lancebill.testing.checkpoints import Geometry
 

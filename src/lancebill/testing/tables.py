@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from inspect import getdoc, getmodule
 
-from lancebill.checkpoint.naming import TABLE, Form, Naming
+from lancebill.checkpoint.resolve.naming import TABLE, Form, Naming
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Format, Module
@@ -22,10 +22,10 @@ MODULE = "model.layers.0.mlp.experts.0.gate_proj"
 INTRODUCTION = """# Formats and families
 
 Written by `python -m lancebill.testing.tables` from the registry of formats and the naming table; a test keeps it up to
-date. Specs have the names of `lancebill.numbers.spec_names`: `int4-g64:fp16-zp` is 4-bit integers with an fp16 scale and an
+date. Specs have the names of `numbers/spec_names.py`: `int4-g64:fp16-zp` is 4-bit integers with an fp16 scale and an
 integer zero point for each 64 columns. Group sizes are those of the examples the tests run on; other sizes work
-alike. Axes are explained in `formats/axes.py`: `k^` are packed codes, `k/32` one entry for each 32 columns, an empty one is a
-scalar.
+alike. Axes are explained in `formats/axes.py`: `k^` are packed codes, `k/32` one entry for each 32 columns, an empty
+one is a scalar.
 """
 
 

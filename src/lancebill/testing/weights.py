@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.inputs import FACTORS
+from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.formats.base import Example, Scheme
 from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.spec import QuantSpec

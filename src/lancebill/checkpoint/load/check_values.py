@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load import Reader, load_projection
-from lancebill.checkpoint.manifest import Projection
+from lancebill.checkpoint.load.load_experts import Reader, load_projection
+from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.errors import BadValue, LancebillError
 from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.weight import LogicalWeight, expand

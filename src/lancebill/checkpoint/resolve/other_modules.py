@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lancebill.checkpoint.load import Reader
-from lancebill.checkpoint.manifest import Manifest, Projection, Source
+from lancebill.checkpoint.load.load_experts import Reader
+from lancebill.checkpoint.resolve.manifest import Manifest, Projection, Source
 from lancebill.errors import LancebillError, MissingTensor, UnsupportedFormat, WrongShape
 from lancebill.formats import axes as ax
 from lancebill.formats import detect

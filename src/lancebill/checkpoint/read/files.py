@@ -16,13 +16,13 @@ from types import MappingProxyType, TracebackType
 
 from torch import Tensor
 
-from lancebill.checkpoint.config import CONFIG_FILES, read_config, read_json
-from lancebill.checkpoint.gguf import read_gguf, split_files
-from lancebill.checkpoint.raw import open_read, reason
-from lancebill.checkpoint.safetensors import read_header
-from lancebill.checkpoint.slices import Index, read_slice
-from lancebill.checkpoint.tensors import TensorInfo as TensorInfo
-from lancebill.checkpoint.tensors import quoted
+from lancebill.checkpoint.read.config import CONFIG_FILES, read_config, read_json
+from lancebill.checkpoint.read.file_bytes import open_read, reason
+from lancebill.checkpoint.read.gguf import read_gguf, split_files
+from lancebill.checkpoint.read.safetensors import read_header
+from lancebill.checkpoint.read.slices import Index, read_slice
+from lancebill.checkpoint.read.tensor_info import TensorInfo as TensorInfo
+from lancebill.checkpoint.read.tensor_info import quoted
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,

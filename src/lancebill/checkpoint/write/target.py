@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.manifest import Layer, Manifest, Projection
-from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
-from lancebill.checkpoint.others import OtherModule
-from lancebill.checkpoint.resolve import is_matrix_like
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.manifest import Layer, Manifest, Projection
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
+from lancebill.checkpoint.resolve.other_modules import OtherModule
+from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import axes as ax
 from lancebill.formats import registry

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lancebill.checkpoint.naming import sections, sizes
-from lancebill.checkpoint.tensors import quoted
+from lancebill.checkpoint.read.tensor_info import quoted
+from lancebill.checkpoint.resolve.naming import sections, sizes
 from lancebill.errors import SpecError, UnsupportedFormat
 from lancebill.moe.activation import Activation
 from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer

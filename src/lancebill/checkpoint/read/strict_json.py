@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lancebill.checkpoint.raw import opened
-from lancebill.checkpoint.tensors import quoted
+from lancebill.checkpoint.read.file_bytes import opened
+from lancebill.checkpoint.read.tensor_info import quoted
 from lancebill.errors import MalformedFile
 
 MAX_BYTES = 100_000_000

@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lancebill.checkpoint.raw import opened
-from lancebill.checkpoint.strict_json import parse_object
-from lancebill.checkpoint.tensors import TensorInfo, quoted
+from lancebill.checkpoint.read.file_bytes import opened
+from lancebill.checkpoint.read.strict_json import parse_object
+from lancebill.checkpoint.read.tensor_info import TensorInfo, quoted
 from lancebill.errors import MalformedFile, WrongDtype
 from lancebill.formats.stored import TORCH_DTYPES
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lancebill.checkpoint.raw import opened
-from lancebill.checkpoint.tensors import TensorInfo, quoted
+from lancebill.checkpoint.read.file_bytes import opened
+from lancebill.checkpoint.read.tensor_info import TensorInfo, quoted
 from lancebill.errors import CheckpointError, MalformedFile
 from lancebill.formats.stored import TORCH_DTYPES, Config
 

@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.inputs import FACTORS, ProductInputs, product_inputs
-from lancebill.checkpoint.manifest import Layer, Projection, Source
-from lancebill.checkpoint.naming import DOWN, GATE, UP
+from lancebill.checkpoint.load.input_scales import FACTORS, ProductInputs, product_inputs
+from lancebill.checkpoint.resolve.manifest import Layer, Projection, Source
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
 from lancebill.errors import LancebillError, ShardError
 from lancebill.formats import axes as ax
 from lancebill.moe.layout import Layout, MatrixShape, Packed

@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.layers import Layer as Layer
-from lancebill.checkpoint.layers import Projection as Projection
-from lancebill.checkpoint.layers import Source as Source
-from lancebill.checkpoint.naming import Form, Naming, Sizes
-from lancebill.checkpoint.resolve import LayerBuilder, Owned
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import Form, Naming, Sizes
+from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, Owned
+from lancebill.checkpoint.resolve.stored_layer import Layer as Layer
+from lancebill.checkpoint.resolve.stored_layer import Projection as Projection
+from lancebill.checkpoint.resolve.stored_layer import Source as Source
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, UnexpectedTensor
 from lancebill.formats import detect
 from lancebill.formats.base import Format

@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lancebill.checkpoint.files import INDEX
-from lancebill.checkpoint.raw import drain, reason
-from lancebill.checkpoint.safetensors import MAX_HEADER, METADATA, PREFIX
+from lancebill.checkpoint.read.file_bytes import drain, reason
+from lancebill.checkpoint.read.files import INDEX
+from lancebill.checkpoint.read.safetensors import MAX_HEADER, METADATA, PREFIX
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
 

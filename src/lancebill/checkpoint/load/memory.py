@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lancebill.checkpoint.load import AT_ONCE, LayerPlan, plan_layer
-from lancebill.checkpoint.manifest import Manifest
+from lancebill.checkpoint.load.load_experts import AT_ONCE, LayerPlan, plan_layer
+from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.moe.layout import Layout, MatrixShape
 from lancebill.moe.placement import LINEAR, Placement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lancebill.checkpoint.naming import Form
+from lancebill.checkpoint.resolve.naming import Form
 from lancebill.formats.base import Module, Part, Scheme
 from lancebill.formats.stored import Stored
 from lancebill.numbers.spec import QuantSpec

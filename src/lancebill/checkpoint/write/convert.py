@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint import manifest as manifests
-from lancebill.checkpoint.files import Checkpoint
-from lancebill.checkpoint.load import load_projection
-from lancebill.checkpoint.manifest import Projection
-from lancebill.checkpoint.others import OtherModule, quantized_modules, row_chunks
-from lancebill.checkpoint.parallel import ordered
-from lancebill.checkpoint.save import CheckpointWriter
-from lancebill.checkpoint.target import GGUF, Job, Output, Target, plan
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.worker_threads import ordered
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.manifest import Projection
+from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
+from lancebill.checkpoint.write.save import CheckpointWriter
+from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats.base import Scheme
 from lancebill.numbers.codec import FLOOR, Loss, dequantize, loss, quantize, requantize

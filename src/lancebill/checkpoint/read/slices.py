@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.raw import fill
-from lancebill.checkpoint.tensors import TensorInfo
+from lancebill.checkpoint.read.file_bytes import fill
+from lancebill.checkpoint.read.tensor_info import TensorInfo
 from lancebill.errors import WrongShape
 from lancebill.formats.stored import TORCH_DTYPES
 

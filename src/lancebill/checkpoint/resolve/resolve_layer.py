@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lancebill.checkpoint import naming as names
-from lancebill.checkpoint.layers import Layer, Projection, Source
-from lancebill.checkpoint.naming import DOWN, GATE, GATE_UP, UP, Form
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, Form
+from lancebill.checkpoint.resolve.stored_layer import Layer, Projection, Source
 from lancebill.errors import (
     CheckpointError,
     DuplicateTensor,

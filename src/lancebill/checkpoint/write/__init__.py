@@ -1,0 +1,1 @@
+"""Writing checkpoints: a target format, conversion, safetensors files published whole."""
