@@ -218,7 +218,7 @@ def compute(case: Case) -> Any:
 
 def as_large() -> None:
     """Small layers take the tiles of large ones, which have some of their own."""
-    from lancebill.tune.hopper import data
+    from lancebill.backends.hopper.tuning.policy import data
 
     for entry in (*data()["16-bit"], *data()["8-bit"]):
         entry.pop("units_from", None)

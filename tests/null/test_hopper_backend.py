@@ -9,13 +9,14 @@ import torch
 
 from lancebill.backends import registry
 from lancebill.backends.hopper import Hopper, _call, _copy
+from lancebill.backends.hopper.kernels import compat
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import make_plan, scratch
 from lancebill.backends.hopper.refs import CALL, SCRATCH, Ref
 from lancebill.backends.hopper.steps import kernels, steps
+from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.hopper.workspace import SECOND
 from lancebill.errors import LaunchError
-from lancebill.kernels import compat
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, BATCHED, CONTIGUOUS, INDEXED, Device, Problem
@@ -23,7 +24,6 @@ from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import F32
 from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import layer_problem, plausible_weight
-from lancebill.tune import hopper as tune
 
 SPECS = [
     "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lancebill import oracle
+from lancebill.backends.hopper.kernels import compat
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.formats import registry
-from lancebill.kernels import compat
 from lancebill.layer import RoutedExperts
 from lancebill.moe.problem import Device
 from lancebill.testing.checkpoints import Geometry, generate, save

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from lancebill.backends.hopper.kernels import forms as f
+from lancebill.backends.hopper.kernels import fragments
+from lancebill.backends.hopper.kernels.forms import Form
+from lancebill.backends.hopper.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
 from lancebill.backends.hopper.layout import HopperLayout, _units
-from lancebill.kernels import forms as f
-from lancebill.kernels import fragments
-from lancebill.kernels.forms import Form
-from lancebill.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
 from lancebill.moe.layout import as_integer
 from lancebill.numbers.codec import dequantize
 from lancebill.testing import ptx as emulator

@@ -189,7 +189,7 @@ OWN_MISTAKES = {
     "numbers/weight.py": "act-order is folded by the loader before it cuts",
     "checkpoint/read/file_bytes.py": "buffers made two lines earlier",
     "checkpoint/load/load_experts.py": "what was loaded is what was planned",
-    "tune/hopper.py": "our own table",
+    "backends/hopper/tuning/policy.py": "our own table",
     "jit/compile.py": "arguments of our own kernels",
     "jit/load.py": "arguments of our own launchers",
     "testing/gguf.py": "a writer for tests",

@@ -23,7 +23,7 @@ from lancebill.jit.compile import Binary, Source, compiler_version, source_diges
 from lancebill.jit.ship import MOST_KERNELS, ship
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
-SOURCE = Source("lancebill.kernels.rows", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2)))
+SOURCE = Source("lancebill.backends.hopper.kernels.rows", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2)))
 KEY = SOURCE.key(compiler_version())
 
 
@@ -94,7 +94,9 @@ def test_keys_follow_all_that_decides_a_binary() -> None:
     other = [replace(SOURCE, arch=100), replace(SOURCE, constants=()), replace(SOURCE, options=(("num_warps", 8),))]
     keys = {KEY, SOURCE.key("triton 0"), *(source.key(compiler_version()) for source in other)}
     assert len(keys) == 5
-    assert source_digest("lancebill.kernels.rows") != source_digest("lancebill.kernels.gemm")
+    assert source_digest("lancebill.backends.hopper.kernels.rows") != source_digest(
+        "lancebill.backends.hopper.kernels.gemm"
+    )
 
 
 def test_sources_count_with_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +314,7 @@ def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_compiling_on_first_use_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     builder._announce.cache_clear()
     for chunk in (1, 2):
-        source = replace(SOURCE, module="lancebill.kernels.none", constants=(("CHUNK", chunk),))
+        source = replace(SOURCE, module="lancebill.backends.hopper.kernels.none", constants=(("CHUNK", chunk),))
         with caplog.at_level(logging.INFO, "lancebill"), pytest.raises((CompileError, ModuleNotFoundError)):
             builder.binary(source, cache(tmp_path))
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]

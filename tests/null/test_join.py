@@ -94,10 +94,10 @@ def test_kernels_multiply_all_their_tokens_at_once(spec: str, activations: str, 
     pytest.importorskip("triton")
     from lancebill.backends.hopper.plan import make_plan
     from lancebill.backends.hopper.steps import steps
+    from lancebill.backends.hopper.tuning.policy import Rule
     from lancebill.jit.build import binary
     from lancebill.testing import sass
     from lancebill.testing.layers import layer_problem
-    from lancebill.tune.hopper import Rule
 
     problem = layer_problem(spec, activations, hidden=256, intermediate=256, experts=4, top_k=2)
     plan = make_plan(problem, 400, Rule((tokens,), False), decode=False)

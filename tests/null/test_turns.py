@@ -1,6 +1,6 @@
 """How a block comes to its tiles, proved without a GPU: every order in which its two kinds of warps can go on.
 
-A model of `kernels/gemm.py`: the warp that feeds and the warps that multiply as lists of what they do, barriers with
+A model of `backends/hopper/kernels/gemm.py`: the warp that feeds and the warps that multiply as lists of what they do, barriers with
 their phases. Each is alone in what it writes, so where both stand is all there is to know, and every pair of places is
 looked at.
 """

@@ -16,6 +16,8 @@ from lancebill.backends import registry
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan
 from lancebill.backends.hopper.steps import steps
+from lancebill.backends.hopper.tuning import search
+from lancebill.backends.hopper.tuning.search import Candidate, Cell
 from lancebill.bench.steady import Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch, Weights, batches
@@ -24,8 +26,6 @@ from lancebill.jit.build import build_all
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Problem
-from lancebill.tune import search
-from lancebill.tune.search import Candidate, Cell
 
 ROUTINGS, DISTINCT = 4, 8
 AGREE = 4e-2  # of the largest number: another order of sums, not another result

@@ -40,9 +40,10 @@ def tune(
     with ui.reported(False):
         import torch
 
+        from lancebill.backends.hopper.tuning import policy as hopper
+        from lancebill.backends.hopper.tuning import search
         from lancebill.bench.tuning import Journal, Search
         from lancebill.moe.problem import parse_device
-        from lancebill.tune import hopper, search
 
         if not out.resolve().parent.is_dir():
             raise SpecError("no such folder", where=str(out.parent))
@@ -83,6 +84,6 @@ def _said(layers: list[Layer]) -> str:
 
 def _data() -> Path:
     """What the installed package goes by."""
-    from lancebill.tune import hopper
+    from lancebill.backends.hopper.tuning import policy as hopper
 
     return Path(hopper.__file__).parent / "data" / "hopper.json"

@@ -1,4 +1,4 @@
-"""Hopper (sm_90): weights dequantised in registers, one pipeline for every form. See `lancebill.kernels.gemm`."""
+"""Hopper (sm_90): weights dequantised in registers, one pipeline for every form. See `lancebill.backends.hopper.kernels.gemm`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from lancebill.backends.base import Backend, NoForm, Plan, Reason, Shortcut
 from lancebill.backends.hopper.forms import kernel_form
+from lancebill.backends.hopper.kernels import compat
+from lancebill.backends.hopper.kernels.forms import E4M3
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, make_plan
 from lancebill.backends.hopper.program import ALIGNMENT, Program, addresses, again
+from lancebill.backends.hopper.tuning.policy import bucket
 from lancebill.errors import LaunchError
-from lancebill.kernels import compat
-from lancebill.kernels.forms import E4M3
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, ActivationSpec
-from lancebill.tune.hopper import bucket
 
 _MOST_EXPERTS = 1024
 # Of rows that are prepared, by whether they are both treated as their expert says and made narrow: what registers hold.

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.hopper.forms import kernel_form, outer_levels
-from lancebill.kernels import forms as f
-from lancebill.kernels import fragments
-from lancebill.kernels.forms import HALF, ROWS, Form
-from lancebill.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
-from lancebill.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
+from lancebill.backends.hopper.kernels import forms as f
+from lancebill.backends.hopper.kernels import fragments
+from lancebill.backends.hopper.kernels.forms import HALF, ROWS, Form
+from lancebill.backends.hopper.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
+from lancebill.backends.hopper.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
 from lancebill.moe.layout import Layout, MatrixShape, as_integer
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from lancebill.backends.base import Plan
+from lancebill.backends.hopper.kernels.forms import E2M1_CODE, E4M3, ROWS, Form
 from lancebill.backends.hopper.layout import HopperLayout
+from lancebill.backends.hopper.tuning import policy as tune
+from lancebill.backends.hopper.tuning.policy import Rule, Tile
 from lancebill.backends.hopper.workspace import SECOND, pieces
-from lancebill.kernels.forms import E2M1_CODE, E4M3, ROWS, Form
 from lancebill.moe.problem import FAST, INDEXED, Problem
-from lancebill.tune import hopper as tune
-from lancebill.tune.hopper import Rule, Tile
 
 SINGLE = "single"
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again, and counted at load"

@@ -17,6 +17,7 @@ from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import HopperPlan, Product, scratch
 from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from lancebill.backends.hopper.steps import steps
+from lancebill.backends.hopper.tuning.policy import graphed
 from lancebill.errors import ContextError
 from lancebill.jit.driver import Launch, MapSlot, launched, launcher, use_context
 from lancebill.jit.graph import Graph, available
@@ -24,7 +25,6 @@ from lancebill.jit.load import Matrix, encoded, prepare
 from lancebill.jit.load import Value as Bound
 from lancebill.moe.layout import Packed
 from lancebill.moe.problem import INDEXED
-from lancebill.tune.hopper import graphed
 
 ALIGNMENT = 16  # bytes: addresses are multiples of it
 _MOST_KEPT = 64  # facts of calls that differ in their tokens or in where they lie

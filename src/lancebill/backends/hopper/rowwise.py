@@ -16,7 +16,7 @@ from lancebill.backends.hopper.plan import (
     row_width,
 )
 from lancebill.backends.hopper.refs import CALL, Grid, Ref, Step, Value, scratch_ref
-from lancebill.tune.hopper import power_of_two
+from lancebill.backends.hopper.tuning.policy import power_of_two
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # that every program of the one launch for few tokens looks at
 _OWNERS = 1024  # rows a program finds the owners of

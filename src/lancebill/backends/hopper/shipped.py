@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lancebill.backends.hopper.steps import kernels
+from lancebill.backends.hopper.tuning.policy import buckets
 from lancebill.jit.compile import Source
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import parse_activation, parse_spec
-from lancebill.tune.hopper import buckets
 
 SPECS = (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"))  # weights, activations
 SHAPES = ((4096, 2048, 256, 6), (2880, 2880, 128, 4), (2048, 768, 128, 8))  # hidden, intermediate, experts, top-k

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lancebill.backends.hopper.kernels.forms import BF16, BOX, E4M3, F16, Form
+from lancebill.backends.hopper.tuning.policy import Tile
 from lancebill.jit.compile import Desc, Source
-from lancebill.kernels.forms import BF16, BOX, E4M3, F16, Form
-from lancebill.tune.hopper import Tile
 
-GEMM, DECODE, ROWS_MODULE = "lancebill.kernels.gemm", "lancebill.kernels.decode", "lancebill.kernels.rows"
+GEMM, DECODE, ROWS_MODULE = (
+    "lancebill.backends.hopper.kernels.gemm",
+    "lancebill.backends.hopper.kernels.decode",
+    "lancebill.backends.hopper.kernels.rows",
+)
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
 GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what a product's rows become
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for the one before it

@@ -6,10 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lancebill.kernels import dequant
-from lancebill.kernels.dequant import dequantise, load_codes, load_scales
-from lancebill.kernels.forms import BOX
-from lancebill.kernels.renamed import LARGER_VIEWS, copy_tile, view
+from lancebill.backends.hopper.kernels import dequant
+from lancebill.backends.hopper.kernels.dequant import dequantise, load_codes, load_scales
+from lancebill.backends.hopper.kernels.forms import BOX
+from lancebill.backends.hopper.kernels.renamed import LARGER_VIEWS, copy_tile, view
 
 
 @gluon.constexpr_function

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 
-from lancebill.kernels import forms as f
-from lancebill.kernels.forms import Form
+from lancebill.backends.hopper.kernels import forms as f
+from lancebill.backends.hopper.kernels.forms import Form
 
 Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the word)
 

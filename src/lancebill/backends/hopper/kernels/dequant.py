@@ -11,10 +11,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lancebill.kernels.forms import BF16, E4M3, E8M0_G32, F16, Form
-from lancebill.kernels.ptx import Unpack
-from lancebill.kernels.ptx_narrow import ZERO_BITS
-from lancebill.kernels.renamed import view
+from lancebill.backends.hopper.kernels.forms import BF16, E4M3, E8M0_G32, F16, Form
+from lancebill.backends.hopper.kernels.ptx import Unpack
+from lancebill.backends.hopper.kernels.ptx_narrow import ZERO_BITS
+from lancebill.backends.hopper.kernels.renamed import view
 
 
 @gluon.constexpr_function

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lancebill.kernels.forms import E4M3
-from lancebill.tune.hopper import Rule
+from lancebill.backends.hopper.kernels.forms import E4M3
+from lancebill.backends.hopper.tuning.policy import Rule
 
 WIDE, NARROW = "16-bit", "8-bit"
 # Full tiles first, then what takes the remainder of an expert; a last one above the first joins both.

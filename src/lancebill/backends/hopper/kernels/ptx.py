@@ -22,9 +22,9 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from lancebill.kernels import forms as f
-from lancebill.kernels.forms import Form
-from lancebill.kernels.ptx_narrow import Bits, narrow_statements
+from lancebill.backends.hopper.kernels import forms as f
+from lancebill.backends.hopper.kernels.forms import Form
+from lancebill.backends.hopper.kernels.ptx_narrow import Bits, narrow_statements
 
 # Two words hold the eight bf16 registers of one k5 in windows of the mask: sign at 15, exponent and
 # mantissa at 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that

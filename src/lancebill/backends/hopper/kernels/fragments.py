@@ -15,10 +15,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from lancebill.kernels import forms as f
-from lancebill.kernels.forms import HALF, ROWS, Form
-from lancebill.kernels.ptx import places, scale_turn
-from lancebill.kernels.ptx_narrow import Bits, places_e4m3
+from lancebill.backends.hopper.kernels import forms as f
+from lancebill.backends.hopper.kernels.forms import HALF, ROWS, Form
+from lancebill.backends.hopper.kernels.ptx import places, scale_turn
+from lancebill.backends.hopper.kernels.ptx_narrow import Bits, places_e4m3
 
 Index = tuple[EllipsisType, int, int, int, int, int]
 
