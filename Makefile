@@ -10,7 +10,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU kernels are built with the package where there is a C++ compiler, and left out where there is none.
-BUILT_FROM := pyproject.toml setup.py $(wildcard src/lancebill/native/*.cpp src/lancebill/native/*.h src/lancebill/native/build.py)
+BUILT_FROM := pyproject.toml setup.py $(wildcard src/lancebill/backends/cpu/native/*.cpp src/lancebill/backends/cpu/native/*.h src/lancebill/backends/cpu/native/build.py)
 
 MATRIX ?= 5.17.0 newest
 
@@ -94,5 +94,5 @@ $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/native/*.so
+	rm -rf $(VENV) .venv-transformers-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/backends/cpu/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """The CPU kernels as part of installing: built where there is a C++ compiler, left out where there is none.
 
 Everything else about the package is in pyproject.toml. How the kernels are built is known to one file,
-src/lancebill/native/build.py, which is run here by its path: lancebill itself cannot be imported yet.
+src/lancebill/backends/cpu/native/build.py, which is run here by its path: lancebill itself cannot be imported yet.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("lancebill.native.kernels", sources=[], optional=True)],
+    ext_modules=[Extension("lancebill.backends.cpu.native.kernels", sources=[], optional=True)],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

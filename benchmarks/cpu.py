@@ -33,8 +33,9 @@ import where
 from cores import beside, keep, keep_apart, physical, quietest, threads
 from torch import Tensor
 
-from lancebill import native
-from lancebill.backends.cpu import Cpu
+from lancebill.backends.cpu import Cpu, native
+from lancebill.backends.cpu.native import build
+from lancebill.backends.cpu.native.abi import Level
 from lancebill.bench.ceilings import read_rate
 from lancebill.bench.check import ROWS, bound_of, expected
 from lancebill.bench.peer import Peer
@@ -46,8 +47,6 @@ from lancebill.cli.env import describe
 from lancebill.errors import LancebillError
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Device, Problem
-from lancebill.native import build
-from lancebill.native.abi import Level
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, worst_row
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill import native, oracle
-from lancebill.backends.cpu import BACKEND, Cpu
+from lancebill import oracle
+from lancebill.backends.cpu import BACKEND, Cpu, native
 from lancebill.backends.cpu.form import matrix_form
+from lancebill.backends.cpu.native.abi import Level
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights, batches
 from lancebill.errors import LaunchError
@@ -23,7 +24,6 @@ from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import BATCH_INVARIANT, CONTIGUOUS, Device, Problem
-from lancebill.native.abi import Level
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import CODEBOOK
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec

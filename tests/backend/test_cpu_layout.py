@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lancebill.backends.cpu.form import Form, NoForm, matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
+from lancebill.backends.cpu.native import abi
 from lancebill.errors import BadValue
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem
-from lancebill.native import abi
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import BNB_FP4, IQ4, NF4
 from lancebill.numbers.spec import DENSE_BF16, QuantSpec, Scale, group

@@ -14,12 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lancebill.native import build
+from lancebill.backends.cpu.native import build
 
 TESTS = Path(__file__).parents[1] / "backend"
 CHILD = """
 import sys, pytest
-from lancebill.native import build
+from lancebill.backends.cpu.native import build
 build.LIBRARY = sys.argv[1]
 from lancebill import native
 print("kernels:", native.state().why, [str(level) for level in native.library().levels], flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lancebill.native import abi, build
+from lancebill.backends.cpu.native import abi, build
 
 HEADER = (build.HERE / "lancebill.h").read_text(encoding="utf-8")
 ENUMS: dict[str, tuple[type[IntEnum], str]] = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lancebill import native
-from lancebill.native import build
+from lancebill.backends.cpu import native
+from lancebill.backends.cpu.native import build
 
 COMPILER = build.compiler() is not None
 LEVEL = "from lancebill import native; print(native.state().why)"

@@ -112,8 +112,8 @@ NAMES_DECIDE = {
 }
 ENVIRONMENT = {
     "jit/cache.py": {"LANCEBILL_CACHE", "LANCEBILL_NO_COMPILE"},
-    "native/__init__.py": {"LANCEBILL_NATIVE"},
-    "native/build.py": set(),  # CXX
+    "backends/cpu/native/__init__.py": {"LANCEBILL_NATIVE"},
+    "backends/cpu/native/build.py": set(),  # CXX
     "bench/peers_cpu.py": {"LANCEBILL_VLLM_OPS"},
     "demo/package.py": set(),  # where the desktop's standard puts caches
 }

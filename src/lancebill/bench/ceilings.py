@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill import native
+from lancebill.backends.cpu import native
 from lancebill.bench.timing import last_level_cache
 from lancebill.moe.problem import Device
 from lancebill.numbers.dtypes import INTEGER

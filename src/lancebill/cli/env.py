@@ -89,7 +89,7 @@ def _cpu() -> dict[str, Any]:
 
 def _native() -> dict[str, Any]:
     """Which CPU kernels run, or why none and what to do; plain torch computes then."""
-    from lancebill import native
+    from lancebill.backends.cpu import native
 
     state = native.state()
     held = state.library

@@ -1,4 +1,4 @@
-"""CPUs, at the speed of memory: our own kernels (`lancebill.native`), every spec of up to 8 bits in one pass.
+"""CPUs, at the speed of memory: our own kernels (`lancebill.backends.cpu.native`), every spec of up to 8 bits in one pass.
 
 Codes are looked up in registers and multiplied as integers, or as tiles where the CPU has them; 16-bit inputs
 keep 16 bits, int8 and fp8 ones are rounded only where the problem says so.
@@ -10,17 +10,16 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from lancebill import native
 from lancebill.backends.base import Backend, NoForm, Plan, Reason, Shortcut
-from lancebill.backends.cpu import call
+from lancebill.backends.cpu import call, native
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
+from lancebill.backends.cpu.native.abi import Level
 from lancebill.backends.cpu.plan import CpuPlan, make_plan
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem
-from lancebill.native.abi import Level
 from lancebill.numbers.dtypes import BF16, F16, F32
 
 

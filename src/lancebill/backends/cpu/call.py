@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lancebill.backends.base import Fitting
 from lancebill.backends.cpu.form import Form
+from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem
-from lancebill.native import Library, abi
 
 FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
 _MOST_KEPT = 64  # layers of one plan: more means that tensors keep moving

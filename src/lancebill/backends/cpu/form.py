@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lancebill.backends.base import NoForm, Reason
+from lancebill.backends.cpu.native import abi
 from lancebill.moe.layout import MatrixShape
-from lancebill.native import abi
 from lancebill.numbers.dtypes import (
     BF16,
     E2M3,

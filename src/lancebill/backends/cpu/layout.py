@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.cpu.form import Form, matrix_form, padded_columns
+from lancebill.backends.cpu.native import abi, library
 from lancebill.errors import BadValue
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
 from lancebill.moe.problem import Problem
-from lancebill.native import abi, library
 from lancebill.numbers.dtypes import E4M3, ZERO16, DType
 from lancebill.numbers.spec import ALL, DIV, Level, Scale
 from lancebill.numbers.weight import LogicalWeight

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from lancebill.backends.base import Plan
 from lancebill.backends.cpu.form import Form, matrix_form
+from lancebill.backends.cpu.native import abi
+from lancebill.backends.cpu.native.abi import Level
 from lancebill.moe.problem import FAST, Problem
-from lancebill.native import abi
-from lancebill.native.abi import Level
 
 _READ_GBS = 25.0
 _CALL_US = 20.0

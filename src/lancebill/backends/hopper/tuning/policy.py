@@ -74,7 +74,7 @@ class Rule:
 
 @cache
 def data() -> dict[str, Any]:
-    text = (Path(__file__).parent / "data" / "hopper.json").read_text()
+    text = (Path(__file__).parent / "hopper.json").read_text()
     return dict(json.loads(text))
 
 

@@ -18,9 +18,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from lancebill.backends.cpu.native import abi, build
+from lancebill.backends.cpu.native.abi import Level
 from lancebill.errors import LaunchError, SpecError
-from lancebill.native import abi, build
-from lancebill.native.abi import Level
 
 SWITCH = "LANCEBILL_NATIVE"
 OFF = "off"

@@ -1,4 +1,4 @@
-"""Building the CPU kernels: `python -m lancebill.native`, and what installing lancebill runs.
+"""Building the CPU kernels: `python -m lancebill.backends.cpu.native`, and what installing lancebill runs.
 
 One shared library holds every level of instructions; each source is compiled for its own level and the
 library chooses when it runs. Nothing is ever built at import or in the middle of a run. This file uses the
@@ -25,7 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "liblancebill.so"
-COMMAND = "python -m lancebill.native"
+COMMAND = "python -m lancebill.backends.cpu.native"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
