@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path(__file__).parent / "src" / "lancebill" / "native"
+NATIVE = Path(__file__).parent / "src" / "lancebill" / "backends" / "cpu" / "native"
 
 
 def _load_build() -> ModuleType:

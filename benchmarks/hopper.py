@@ -31,8 +31,9 @@ import torch
 from launches import launch_times, products_beside_dense
 from where import clocks, command, commit, machine, scrub
 
-from lancebill.backends import registry
 from lancebill.backends.hopper.steps import kernels
+from lancebill.backends.oracle import select
+from lancebill.backends.registry import registry
 from lancebill.bench import peers as others
 from lancebill.bench.beside import best, compare, summarize
 from lancebill.bench.ceilings import Ceilings
@@ -47,7 +48,6 @@ from lancebill.jit.build import build_all
 from lancebill.layer import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
-from lancebill.oracle import select
 from lancebill.testing.layers import Layer, layer_problem, routing, worst_row
 
 SHAPES = {

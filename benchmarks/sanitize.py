@@ -139,7 +139,7 @@ def problem_of(case: Case) -> Any:
 
 def accepted() -> tuple[list[Case], dict[str, str]]:
     """Cases the backend takes, and why not the others."""
-    from lancebill.backends import registry
+    from lancebill.backends.registry import registry
     from lancebill.moe.problem import Device
 
     taken, refused = [], {}

@@ -63,7 +63,7 @@ def source(*names: str) -> str:
 
 def explain() -> str:
     """What `lancebill explain` says of one question, less what only depends on what is installed here."""
-    from lancebill import oracle
+    from lancebill.backends import oracle
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.moe.problem import parse_device
     from lancebill.numbers.spec_names import parse_activation, parse_spec

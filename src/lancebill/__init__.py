@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lancebill import errors as errors
 
 if TYPE_CHECKING:
+    from lancebill.backends.oracle import explain as explain
     from lancebill.checkpoint.read.files import Checkpoint as Checkpoint
     from lancebill.layer import QuantizedLinear as QuantizedLinear
     from lancebill.layer import RoutedExperts as RoutedExperts
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from lancebill.numbers.dtypes import DType as DType
     from lancebill.numbers.spec import QuantSpec as QuantSpec
     from lancebill.numbers.spec_names import parse_spec as parse_spec
-    from lancebill.oracle import explain as explain
 
 _HOMES = {
     "Checkpoint": "lancebill.checkpoint.read.files",
@@ -33,7 +33,7 @@ _HOMES = {
     "QuantSpec": "lancebill.numbers.spec",
     "QuantizedLinear": "lancebill.layer",
     "RoutedExperts": "lancebill.layer",
-    "explain": "lancebill.oracle",
+    "explain": "lancebill.backends.oracle",
     "parse_spec": "lancebill.numbers.spec_names",
 }
 __all__ = [*_HOMES, "errors", "from_pretrained"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.module import INPUT_DTYPES, PackedModule
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed, localize

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, product_inputs
 from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.backends.base import Plan, Shortcut
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed

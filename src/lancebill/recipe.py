@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
 from lancebill.checkpoint.load.load_experts import LayerPlan, Reader, load_layer, plan_layer
 from lancebill.checkpoint.resolve.manifest import Layer, Manifest

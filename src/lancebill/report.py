@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lancebill.backends.oracle import Choice
 from lancebill.numbers.codec import Loss
-from lancebill.oracle import Choice
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lancebill.backends import registry
 from lancebill.backends.base import Backend
+from lancebill.backends.registry import registry
 from lancebill.moe.problem import Device, parse_device
 from lancebill.testing import judge
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.backends.cpu import BACKEND, Cpu, native
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.native.abi import Level

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lancebill.backends import registry
 from lancebill.backends.base import Backend
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.steps import kernels
+from lancebill.backends.registry import registry
 from lancebill.jit.compile import Source
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, as_integer

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.backends import registry
 from lancebill.backends.hopper.plan import HopperPlan
+from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem

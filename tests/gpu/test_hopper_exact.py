@@ -12,9 +12,9 @@ from calls import call, poison_scratch
 from exact import ExactLayer, exact_inputs, exact_weights_of_slots, judge, make
 from torch import Tensor
 
-from lancebill.backends import registry
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.shipped import TOKENS, problems
+from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.testing.layers import layer_problem, make_layer, routing

@@ -10,9 +10,9 @@ import torch
 from calls import GPU, call, check_error, packed, poison_scratch
 from torch import Tensor
 
-from lancebill.backends import registry
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import HopperPlan, scratch
+from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem

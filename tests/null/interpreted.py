@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as interpreting
 
-from lancebill.backends import registry
 from lancebill.backends.hopper import plan as planning
 from lancebill.backends.hopper import rowwise, workspace
 from lancebill.backends.hopper.kernels import decode, epilogue, rows
@@ -29,6 +28,7 @@ from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan, scratch
 from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
 from lancebill.backends.hopper.steps import steps
+from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from lancebill.moe.layout import Packed, as_integer
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-import lancebill.backends as backends
-from lancebill import oracle
+from lancebill.backends import oracle
+from lancebill.backends import registry as registry_module
 from lancebill.backends.base import Plan
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.backends.reference import Reference
@@ -129,7 +129,7 @@ class Wrong(Reference):
 @pytest.mark.parametrize("defect", ["unwritten row", "half", "rows swapped"])
 def test_wrong_results_are_not_timed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"wrong": Wrong(defect), "reference": REFERENCE}
-    for module in (backends, oracle):
+    for module in (registry_module, oracle):
         monkeypatch.setattr(module, "registry", lambda: found)
     with pytest.raises(WrongResult, match="wrong, 3 tokens"):
         run(Setup(SHAPE, "mxfp4", tokens=(3,), backends=("wrong",), repeats=1))

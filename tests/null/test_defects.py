@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.backends import registry
 from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lancebill.registry import registry
 from typer.testing import CliRunner, Result
 
 import lancebill.backends as backends
-from lancebill import oracle
+from lancebill.backends import oracle
+from lancebill.backends import registry as registry_module
 from lancebill.backends.base import Reason
+from lancebill.backends.oracle import explain as lancebill_explain
 from lancebill.backends.reference import Reference
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Layer
@@ -23,7 +26,6 @@ from lancebill.loading import from_checkpoint
 from lancebill.moe.model_shapes import NAMED, parse_shape
 from lancebill.moe.problem import Device, Problem
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
-from lancebill.oracle import explain as lancebill_explain
 from lancebill.testing import judge
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model
@@ -49,7 +51,7 @@ class Shy(Reference):
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {backend.name: backend for backend in (Picky(), Reference(), Shy())}
-    for module in (backends, oracle):
+    for module in (registry_module, oracle):
         monkeypatch.setattr(module, "registry", lambda: found)
 
 
@@ -126,7 +128,7 @@ def test_devices_that_are_not_here(shape: str, device: str) -> None:
     found = parsed("--shape", shape, "--weights", "mxfp4", "--device", device)
     assert found["device"] == device
     assert found["problem"]["experts"] == NAMED[shape].experts
-    assert [backend["name"] for backend in found["backends"]] == list(backends.registry())
+    assert [backend["name"] for backend in found["backends"]] == list(registry())
     by_name = {backend["name"]: backend for backend in found["backends"]}
     assert by_name[found["choice"]]["supported"]
     problem = NAMED[shape].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
@@ -242,9 +244,9 @@ def test_the_backend_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.Mon
     (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     (tmp_path / "guide_unquantised.py").write_text(source)
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
-    backends.registry.cache_clear()
+    registry.cache_clear()
     try:
-        made = backends.registry()["unquantised"]
+        made = registry()["unquantised"]
         assert judge.check_backend(made, Device("cpu")) >= 2
         words = ("--shape", "8,64,64,2", "--device", "cpu", "--backend", "unquantised")
         assert parsed(*words, "--weights", "bf16")["choice"] == "unquantised"
@@ -252,4 +254,4 @@ def test_the_backend_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.Mon
         reasons = next(b["reasons"] for b in refused["backends"] if b["name"] == "unquantised")
         assert [reason["code"] for reason in reasons] == ["weights", "weights", "activations"]
     finally:
-        backends.registry.cache_clear()
+        registry.cache_clear()

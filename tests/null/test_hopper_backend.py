@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancebill.backends import registry
 from lancebill.backends.hopper import Hopper, _call, _copy
 from lancebill.backends.hopper.kernels import compat
 from lancebill.backends.hopper.layout import HopperLayout
@@ -16,6 +15,7 @@ from lancebill.backends.hopper.refs import CALL, SCRATCH, Ref
 from lancebill.backends.hopper.steps import kernels, steps
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.hopper.workspace import SECOND
+from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Indexed

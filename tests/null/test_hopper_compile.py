@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lancebill.backends import registry
+from lancebill.backends.registry import registry
 from lancebill.errors import CompileError
 from lancebill.jit import compile as compiler
 from lancebill.jit.build import binary, build_all

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.backends.hopper.kernels import compat
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names

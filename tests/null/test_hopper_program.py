@@ -21,13 +21,13 @@ from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.refs import CALL, Ref
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as tune
+from lancebill.backends.oracle import Choice, Verdict
 from lancebill.errors import ContextError, DriverError, LaunchError
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, Source
 from lancebill.layer import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from lancebill.oracle import Choice, Verdict
 from lancebill.testing.layers import layer_problem, make_layer, routing
 
 FUNCTION, READY, NODE = 1 << 33, 1 << 34, 1 << 35  # handles, all of whose bits must arrive

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lancebill import oracle
-from lancebill.backends import registry
+from lancebill.backends import oracle
 from lancebill.backends.humming import BACKEND, support
 from lancebill.backends.humming.layout import HummingLayout, padded
+from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Contiguous

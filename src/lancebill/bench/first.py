@@ -64,7 +64,7 @@ def _answer(question: Question) -> Answer:
     import torch
 
     start = time.perf_counter()
-    from lancebill import oracle
+    from lancebill.backends import oracle
     from lancebill.layer import RoutedExperts
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.moe.problem import parse_device

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.bench import peers as others
 from lancebill.bench.ceilings import Ceilings, measure_ceilings
 from lancebill.bench.check import check

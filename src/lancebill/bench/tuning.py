@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.backends import registry
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import search
 from lancebill.backends.hopper.tuning.search import Candidate, Cell
+from lancebill.backends.registry import registry
 from lancebill.bench.steady import Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch, Weights, batches

@@ -36,7 +36,8 @@ def env(as_json: Json = False) -> None:
 
 
 def describe() -> dict[str, Any]:
-    from lancebill import backends, formats
+    from lancebill import formats
+    from lancebill.backends.registry import registry
 
     return {
         "python": platform.python_version(),
@@ -46,7 +47,7 @@ def describe() -> dict[str, Any]:
         "native": _native(),
         "cuda": _cuda(),
         "formats": list(formats.registry()),
-        "backends": list(backends.registry()),
+        "backends": list(registry()),
     }
 
 

@@ -16,9 +16,9 @@ from lancebill.cli.console import Json
 from lancebill.errors import SpecError
 
 if TYPE_CHECKING:
+    from lancebill.backends.oracle import Choice, Verdict
     from lancebill.checkpoint.resolve.manifest import Manifest
     from lancebill.moe.problem import Problem
-    from lancebill.oracle import Choice, Verdict
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def explain(
         _check_usage(path, shape, weights, layer)
         _check_backend(backend)
     with ui.reported(as_json):
-        from lancebill import oracle
+        from lancebill.backends import oracle
 
         if path is not None:
             asked = _from_checkpoint(ui.existing(path, as_json), layer, weights, activations, tp)
@@ -85,8 +85,8 @@ def _check_usage(path: Path | None, shape: str | None, weights: str | None, laye
 
 
 def _check_backend(name: str) -> None:
-    from lancebill.backends import registry
-    from lancebill.oracle import AUTO
+    from lancebill.backends.oracle import AUTO
+    from lancebill.backends.registry import registry
 
     if name != AUTO and name not in registry():
         raise SpecError(f"no backend is called '{name}'", expected=f"{AUTO} or one of {', '.join(registry())}")

@@ -86,4 +86,4 @@ def _data() -> Path:
     """What the installed package goes by."""
     from lancebill.backends.hopper.tuning import policy as hopper
 
-    return Path(hopper.__file__).parent / "data" / "hopper.json"
+    return Path(hopper.__file__).parent / "hopper.json"

@@ -54,8 +54,8 @@ def rows(model: Path, cache: Path, progress: Callable[[int], None] = lambda _: N
 
 def _machine() -> dict[str, Any]:
     """What figures depend on: another of these, and they are measured again."""
-    from lancebill import oracle
-    from lancebill.backends import registry
+    from lancebill.backends import oracle
+    from lancebill.backends.registry import registry
 
     return {
         "cpu": platform.processor() or platform.machine(),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.layer import RoutedExperts
 from lancebill.recipe import WIDE

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
 from lancebill.integrations.experts import PackedExperts, places

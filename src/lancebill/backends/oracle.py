@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lancebill.backends import registry
 from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.registry import registry
 from lancebill.errors import UnsupportedProblem
 from lancebill.moe.problem import Device, Problem, parse_device
 
