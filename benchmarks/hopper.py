@@ -45,7 +45,7 @@ from lancebill.bench.steady import ROUNDS, WINDOW_US, Windows, dense_products, w
 from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
 from lancebill.jit.build import build_all
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
 from lancebill.testing.layers import Layer, layer_problem, routing, worst_row

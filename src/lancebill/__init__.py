@@ -17,8 +17,8 @@ from lancebill import errors as errors
 if TYPE_CHECKING:
     from lancebill.backends.oracle import explain as explain
     from lancebill.checkpoint.read.files import Checkpoint as Checkpoint
-    from lancebill.layer import QuantizedLinear as QuantizedLinear
-    from lancebill.layer import RoutedExperts as RoutedExperts
+    from lancebill.layer.routed_experts import QuantizedLinear as QuantizedLinear
+    from lancebill.layer.routed_experts import RoutedExperts as RoutedExperts
     from lancebill.moe.placement import Placement as Placement
     from lancebill.moe.problem import Problem as Problem
     from lancebill.numbers.dtypes import DType as DType
@@ -31,8 +31,8 @@ _HOMES = {
     "Placement": "lancebill.moe.placement",
     "Problem": "lancebill.moe.problem",
     "QuantSpec": "lancebill.numbers.spec",
-    "QuantizedLinear": "lancebill.layer",
-    "RoutedExperts": "lancebill.layer",
+    "QuantizedLinear": "lancebill.layer.routed_experts",
+    "RoutedExperts": "lancebill.layer.routed_experts",
     "explain": "lancebill.backends.oracle",
     "parse_spec": "lancebill.numbers.spec_names",
 }

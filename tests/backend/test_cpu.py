@@ -19,7 +19,7 @@ from lancebill.backends.cpu.native.abi import Level
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights, batches
 from lancebill.errors import LaunchError
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.layout import MatrixShape

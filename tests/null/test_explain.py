@@ -22,7 +22,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Layer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
-from lancebill.loading import from_checkpoint
+from lancebill.layer.loading import from_checkpoint
 from lancebill.moe.model_shapes import NAMED, parse_shape
 from lancebill.moe.problem import Device, Problem
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec

@@ -25,7 +25,7 @@ from lancebill.backends.oracle import Choice, Verdict
 from lancebill.errors import ContextError, DriverError, LaunchError
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, Source
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.testing.layers import layer_problem, make_layer, routing

@@ -16,7 +16,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import BadValue, CheckpointProblems, MissingTensor
 from lancebill.formats import registry
-from lancebill.layer import QuantizedLinear, RoutedExperts
+from lancebill.layer.routed_experts import QuantizedLinear, RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.numbers.activations import represent
 from lancebill.numbers.codec import dequantize

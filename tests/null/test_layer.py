@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill import module, push
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import CheckpointProblems, LaunchError, MissingTensor, SpecError, WrongDtype, WrongShape
 from lancebill.formats import registry
 from lancebill.formats.base import Example
-from lancebill.layer import QuantizedLinear, RoutedExperts
+from lancebill.layer import packed_module as module
+from lancebill.layer import push
+from lancebill.layer.routed_experts import QuantizedLinear, RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Device
 from lancebill.moe.routing import Routing
@@ -378,7 +379,7 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_every_format_computes(fmt: object, example: Example) -> None:
     """Each variant of each format, from memory through the reference backend."""
     from lancebill.checkpoint.resolve import manifest as manifests
-    from lancebill.recipe import Options, Recipe
+    from lancebill.layer.recipe import Options, Recipe
 
     family = example.config.model.get("model_type", "qwen3_moe")
     row = names.find({"model_type": family})

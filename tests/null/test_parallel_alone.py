@@ -12,12 +12,12 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError
 from lancebill.formats import registry
-from lancebill.layer import RoutedExperts
+from lancebill.layer.recipe import Options, Recipe
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.parallel import GATHER, ExpertParallel, Mesh
 from lancebill.parallel.groups import OUTSIDE, Group
-from lancebill.recipe import Options, Recipe
 from lancebill.testing.checkpoints import Geometry, generate
 
 ROW = next(row for row in TABLE if row.family == "qwen3_moe")

@@ -11,12 +11,12 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.naming import DOWN
 from lancebill.formats import registry
-from lancebill.layer import RoutedExperts
+from lancebill.layer.recipe import Options, Recipe
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.parallel.replicas import Assignment, Tables
-from lancebill.recipe import Options, Recipe
 from lancebill.testing import checkpoints
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 

@@ -17,7 +17,9 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.stored import Config
-from lancebill.layer import RoutedExperts
+from lancebill.layer.recipe import wide_inputs
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.placement import Placement
@@ -25,8 +27,6 @@ from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.numbers.activations import represent
 from lancebill.numbers.spec import DENSE_BF16, MXFP4
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
-from lancebill.recipe import wide_inputs
-from lancebill.rules import activation_specs, weight_targets
 from lancebill.testing.checkpoints import Geometry, generate
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.formats import registry
-from lancebill.layer import RoutedExperts
+from lancebill.layer.push import Pusher
+from lancebill.layer.recipe import Options, Recipe
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.parallel import ExpertParallel, Mesh
-from lancebill.push import Pusher
-from lancebill.recipe import Options, Recipe
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 Batch = tuple[Tensor, Tensor, Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from worlds import run_world
 
 from lancebill.errors import LaunchError, RanksDisagree
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.moe.routing import Routing

@@ -65,7 +65,7 @@ def _answer(question: Question) -> Answer:
 
     start = time.perf_counter()
     from lancebill.backends import oracle
-    from lancebill.layer import RoutedExperts
+    from lancebill.layer.routed_experts import RoutedExperts
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.moe.problem import parse_device
     from lancebill.numbers.spec_names import parse_activation, parse_spec

@@ -18,7 +18,7 @@ from lancebill.bench.report import Row, Work
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.model_shapes import Shape
 from lancebill.moe.problem import FAST, Device, Problem, parse_device

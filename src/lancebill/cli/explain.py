@@ -110,8 +110,8 @@ def _from_checkpoint(path: Path, layer: int | None, weights: str | None, activat
     """The problem that loading this layer would pose, from headers alone."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
+    from lancebill.layer.recipe import Options, pose
     from lancebill.moe.placement import Placement
-    from lancebill.recipe import Options, pose
 
     with Checkpoint.open(path) as checkpoint:
         manifest = manifests.build(checkpoint.config, checkpoint.headers)
@@ -127,8 +127,8 @@ def _input_dtype(activations: str | None) -> Any:
     """Activations of 16 or 32 bits are the inputs as they come; quantised ones are made from bf16."""
     import torch
 
+    from lancebill.layer.rules import CHECKPOINT
     from lancebill.numbers.spec_names import parse_activation
-    from lancebill.rules import CHECKPOINT
 
     if activations is None or activations == CHECKPOINT:
         return torch.bfloat16

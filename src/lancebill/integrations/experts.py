@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.errors import LaunchError, UnsupportedProblem
-from lancebill.layer import RoutedExperts
-from lancebill.recipe import WIDE
-from lancebill.report import LoadReport
-from lancebill.rules import ActivationRules, activation_specs
+from lancebill.layer.recipe import WIDE
+from lancebill.layer.report import LoadReport
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.layer.rules import ActivationRules, activation_specs
 
 # What the decorator of the interface writes on every module: how we know one.
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

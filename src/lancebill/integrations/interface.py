@@ -18,12 +18,12 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
 from lancebill.integrations.experts import forward_only
-from lancebill.layer import RoutedExperts
+from lancebill.layer.recipe import WIDE
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import MatrixShape, Packed, PlainLayout, as_integer
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
 from lancebill.numbers.weight import LogicalWeight
-from lancebill.recipe import WIDE
 
 NAME = "lancebill"
 _SPECS = {torch.bfloat16: DENSE_BF16, torch.float16: DENSE_F16, torch.float32: DENSE_F32}

@@ -18,12 +18,12 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
 from lancebill.integrations.experts import PackedExperts, places
 from lancebill.integrations.interface import Source, pack, pose
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.problem import parse_device
 from lancebill.numbers.codec import requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, stack
-from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 
 
 def pack_experts(

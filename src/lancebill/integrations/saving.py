@@ -21,9 +21,9 @@ from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import choose
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.gguf import check_savable
+from lancebill.layer.recipe import Options
+from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
-from lancebill.recipe import Options
-from lancebill.rules import weight_targets
 
 _MOOT = ("safe_serialization", "max_shard_size")  # always safe; the shards of the files it came from
 

@@ -36,11 +36,11 @@ from lancebill.integrations.experts import packed_experts, swap
 from lancebill.integrations.interface import register
 from lancebill.integrations.rest import rest_of
 from lancebill.integrations.saving import Origin, save
+from lancebill.layer.recipe import WIDE, Options, Recipe
+from lancebill.layer.report import LoadReport
+from lancebill.layer.rules import ActivationRules, WeightRules
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
-from lancebill.recipe import WIDE, Options, Recipe
-from lancebill.report import LoadReport
-from lancebill.rules import ActivationRules, WeightRules
 
 register()
 

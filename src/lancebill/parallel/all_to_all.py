@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed, Sorted, combine, sort
 from lancebill.parallel.groups import Group
 from lancebill.parallel.replicas import Tables

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lancebill.errors import LaunchError, ShardError, SpecError, UnsupportedProblem
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.placement import LINEAR, Placement
 from lancebill.moe.problem import CONTIGUOUS

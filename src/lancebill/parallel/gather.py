@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import LaunchError
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.parallel.groups import Group
 

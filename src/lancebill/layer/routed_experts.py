@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.errors import LaunchError, MissingTensor
-from lancebill.module import INPUT_DTYPES, PackedModule
+from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
 from lancebill.moe.routing import Routed, Routing, route
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.push import Pusher
-    from lancebill.report import LoadReport
+    from lancebill.layer.push import Pusher
+    from lancebill.layer.report import LoadReport
 
 NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -62,14 +62,14 @@ class RoutedExperts(PackedModule):
     def from_checkpoint(cls, path: str | Path | Checkpoint, layer: int, **options: Any) -> RoutedExperts:
         """The experts of `layer` from files, opened once for all layers where `path` is a `Checkpoint`; see
         `loading.from_checkpoint` for the options."""
-        from lancebill.loading import from_checkpoint
+        from lancebill.layer.loading import from_checkpoint
 
         return from_checkpoint(path, layer, **options)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer: int, **options: Any) -> RoutedExperts:
         """An empty layer to be filled by `load_weights`; see `push.from_config`."""
-        from lancebill.push import from_config
+        from lancebill.layer.push import from_config
 
         return from_config(config, layer, **options)
 
@@ -151,7 +151,7 @@ class RoutedExperts(PackedModule):
 
     def enable_compile(self) -> RoutedExperts:
         """Register this layer as an operator that torch.compile leaves whole; done by the loaders."""
-        from lancebill.compiled import handle_of
+        from lancebill.layer.compiled_op import handle_of
 
         self.handle = handle_of(self)
         return self
@@ -262,7 +262,7 @@ class QuantizedLinear(PackedModule):
     @classmethod
     def from_checkpoint(cls, path: str | Path | Checkpoint, module: str, **options: Any) -> QuantizedLinear:
         """The module called `module` from files; see `loading.linear_from_checkpoint`."""
-        from lancebill.loading import linear_from_checkpoint
+        from lancebill.layer.loading import linear_from_checkpoint
 
         return linear_from_checkpoint(path, module, **options)
 

@@ -21,10 +21,10 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Claim
 from lancebill.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
-from lancebill.layer import RoutedExperts
+from lancebill.layer.recipe import Losses, Options, Recipe
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import Layout
 from lancebill.moe.problem import parse_device
-from lancebill.recipe import Losses, Options, Recipe
 
 
 def from_config(

@@ -14,14 +14,14 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
-from lancebill.layer import QuantizedLinear, RoutedExperts
+from lancebill.layer.push import Pusher
+from lancebill.layer.recipe import Options, Recipe, wide_inputs
+from lancebill.layer.routed_experts import QuantizedLinear, RoutedExperts
+from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.codec import requantize
 from lancebill.numbers.spec import QuantSpec
-from lancebill.push import Pusher
-from lancebill.recipe import Options, Recipe, wide_inputs
-from lancebill.rules import activation_specs, weight_targets
 
 
 def from_checkpoint(path: str | Path | Checkpoint, layer: int, **options: Any) -> RoutedExperts:

@@ -18,7 +18,9 @@ from lancebill.checkpoint.resolve.manifest import Layer, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming
 from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
 from lancebill.errors import MissingTensor, SpecError
-from lancebill.layer import RoutedExperts
+from lancebill.layer.report import LoadReport
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.layout import Packed
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, Problem
@@ -26,8 +28,6 @@ from lancebill.moe.routing import Routing
 from lancebill.numbers.codec import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.report import LoadReport
-from lancebill.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 
 WIDE = {torch.bfloat16: ACTIVATIONS["bf16"], torch.float16: ACTIVATIONS["fp16"], torch.float32: ACTIVATIONS["fp32"]}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import LaunchError
-from lancebill.layer import RoutedExperts
+from lancebill.layer.routed_experts import RoutedExperts
 
 _LAYERS: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
 _HANDLES: weakref.WeakKeyDictionary[RoutedExperts, int] = weakref.WeakKeyDictionary()
