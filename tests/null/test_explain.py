@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lancebill.registry import registry
+from lancebill.backends.registry import registry
 from typer.testing import CliRunner, Result
 
 import lancebill.backends as backends
