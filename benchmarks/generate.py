@@ -21,7 +21,7 @@ import torch
 import transformers
 import where
 
-from lancebill.integrations.live import pack_experts
+from lancebill.integrations.transformers.pack_in_memory import pack_experts
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 THEIRS = ("eager", "grouped_mm")

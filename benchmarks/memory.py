@@ -94,7 +94,7 @@ def measure(who: str, folder: Path) -> dict[str, Any]:
     import torch
     import transformers
 
-    import lancebill.integrations.transformers as ours
+    import lancebill.integrations.transformers.pretrained as ours
 
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)

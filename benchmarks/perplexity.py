@@ -27,8 +27,8 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.demo.model import build, dense_tensors
 from lancebill.demo.vocabulary import read_metadata
 from lancebill.evaluate.perplexity import Perplexity, batches, perplexity, windows
-from lancebill.integrations.experts import packed_experts, set_activations
-from lancebill.integrations.transformers import refill
+from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
+from lancebill.integrations.transformers.pretrained import refill
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS = "mxfp4:bf16,mxfp4:int8,int4-g32:bf16,int4-g32:int8"

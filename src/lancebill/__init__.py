@@ -42,7 +42,7 @@ __all__ = [*_HOMES, "errors", "from_pretrained"]
 def from_pretrained(path: Any, **options: Any) -> Any:
     """A transformers model whose experts stay packed; see `integrations.transformers.from_pretrained`."""
     try:
-        from lancebill.integrations.transformers import from_pretrained
+        from lancebill.integrations.transformers.pretrained import from_pretrained
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

@@ -99,7 +99,7 @@ def said(url: str, word: str, tokens: int = 5, first: Callable[[], None] = lambd
 
 def test_a_taken_port_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     from lancebill.errors import LaunchError
-    from lancebill.integrations.server import reserve
+    from lancebill.integrations.transformers.server import reserve
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]

@@ -22,8 +22,8 @@ from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.convert import run, target_of  # noqa: E402
 from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
 from lancebill.formats import registry  # noqa: E402
-from lancebill.integrations.experts import PackedExperts  # noqa: E402
-from lancebill.integrations.live import pack_experts  # noqa: E402
+from lancebill.integrations.transformers.pack_in_memory import pack_experts  # noqa: E402
+from lancebill.integrations.transformers.packed_experts import PackedExperts  # noqa: E402
 
 TOKENS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
 # Formats as their usual tools write them, through our converter.
@@ -147,7 +147,7 @@ def test_rules_and_activations(model_of: Any) -> None:
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_experts_implementation(model_of: Any, family: str) -> None:
-    import lancebill.integrations.transformers  # noqa: F401
+    import lancebill.integrations.transformers.pretrained  # noqa: F401
 
     folder = model_of(family)
     ours = transformers.AutoModelForCausalLM.from_pretrained(
@@ -157,7 +157,7 @@ def test_experts_implementation(model_of: Any, family: str) -> None:
 
 
 def test_experts_implementation_follows_the_weights(model_of: Any) -> None:
-    import lancebill.integrations.transformers  # noqa: F401
+    import lancebill.integrations.transformers.pretrained  # noqa: F401
 
     ours = transformers.AutoModelForCausalLM.from_pretrained(
         model_of("gpt_oss"), dtype=torch.float32, experts_implementation="lancebill"
@@ -213,7 +213,7 @@ def test_a_changed_model_is_not_saved_as_it_was(model_of: Any, tmp_path: Path) -
 
 
 def test_models_without_the_interface_are_refused(tmp_path: Path) -> None:
-    from lancebill.integrations.transformers import packed_class
+    from lancebill.integrations.transformers.pretrained import packed_class
 
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
     with torch.device("meta"), pytest.raises(UnsupportedProblem, match="experts interface"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lancebill.backends.registry import registry
 from typer.testing import CliRunner, Result
 
 import lancebill.backends as backends
@@ -18,6 +17,7 @@ from lancebill.backends import registry as registry_module
 from lancebill.backends.base import Reason
 from lancebill.backends.oracle import explain as lancebill_explain
 from lancebill.backends.reference import Reference
+from lancebill.backends.registry import registry
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Layer
 from lancebill.cli.main import app

@@ -53,7 +53,7 @@ def _answer(
 ) -> dict[str, Any]:
     import torch
 
-    from lancebill.integrations.speaking import chat_prompt, speak
+    from lancebill.integrations.transformers.streaming import chat_prompt, speak
 
     torch.manual_seed(seed)
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)

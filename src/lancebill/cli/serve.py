@@ -27,7 +27,10 @@ def serve(
     """Serve /v1/models, /v1/chat/completions (streaming too) and /health, until interrupted."""
     with ui.reported(as_json=False):
         ui.existing(path, as_json=False)
-        from lancebill.integrations.server import reserve, server  # says what is missing before a model is loaded
+        from lancebill.integrations.transformers.server import (  # says what is missing before a model is loaded
+            reserve,
+            server,
+        )
 
         sockets = reserve(host, port)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}

@@ -69,8 +69,8 @@ def answer(small: Path) -> None:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from lancebill.integrations.speaking import chat_prompt, speak
-    from lancebill.integrations.transformers import from_pretrained
+    from lancebill.integrations.transformers.pretrained import from_pretrained
+    from lancebill.integrations.transformers.streaming import chat_prompt, speak
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(small)

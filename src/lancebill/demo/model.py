@@ -18,7 +18,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.demo.vocabulary import read_metadata, save_tokenizer
 from lancebill.formats.stored import Stored
-from lancebill.integrations.gguf import plain
+from lancebill.integrations.transformers.gguf_models import plain
 
 EXPERTS = 8
 _ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}

@@ -72,9 +72,9 @@ def _measure(path: Path) -> Iterator[Row]:
     from transformers import AutoTokenizer
 
     from lancebill.evaluate.perplexity import perplexity
-    from lancebill.integrations.experts import packed_experts, set_activations
-    from lancebill.integrations.speaking import speak
-    from lancebill.integrations.transformers import from_pretrained, refill
+    from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
+    from lancebill.integrations.transformers.pretrained import from_pretrained, refill
+    from lancebill.integrations.transformers.streaming import speak
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = tokenizer(TEXT, return_tensors="pt").input_ids[0][:WINDOW]

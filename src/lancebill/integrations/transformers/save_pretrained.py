@@ -20,7 +20,7 @@ from lancebill.checkpoint.write.convert import convert, prepare
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import choose
 from lancebill.errors import CannotEncode, SpecError
-from lancebill.integrations.gguf import check_savable
+from lancebill.integrations.transformers.gguf_models import check_savable
 from lancebill.layer.recipe import Options
 from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
@@ -39,7 +39,7 @@ class Origin:
 
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Checkpoint, options: Options) -> Origin:
-        from lancebill.integrations.experts import packed_experts
+        from lancebill.integrations.transformers.packed_experts import packed_experts
 
         layers = tuple(place.index for _, place in packed_experts(model))
         return cls(checkpoint, options, layers, _versions(model))

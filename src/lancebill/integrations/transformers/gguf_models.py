@@ -17,7 +17,7 @@ from lancebill.checkpoint.read.gguf import TYPE_IDS, TYPES
 from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
 from lancebill.formats import detect
 from lancebill.formats.base import Module
-from lancebill.integrations.rest import Lazy
+from lancebill.integrations.transformers.other_tensors import Lazy
 from lancebill.numbers.codec import dequantize
 
 ARCHITECTURES = ("qwen2moe", "qwen3moe")

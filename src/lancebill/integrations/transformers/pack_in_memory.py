@@ -16,8 +16,8 @@ from torch import nn
 from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
-from lancebill.integrations.experts import PackedExperts, places
-from lancebill.integrations.interface import Source, pack, pose
+from lancebill.integrations.transformers.experts_interface import Source, pack, pose
+from lancebill.integrations.transformers.packed_experts import PackedExperts, places
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.problem import parse_device

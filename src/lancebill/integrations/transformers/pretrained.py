@@ -31,11 +31,11 @@ from lancebill.errors import (
     UnsupportedProblem,
     WrongShape,
 )
-from lancebill.integrations import gguf
-from lancebill.integrations.experts import packed_experts, swap
-from lancebill.integrations.interface import register
-from lancebill.integrations.rest import rest_of
-from lancebill.integrations.saving import Origin, save
+from lancebill.integrations.transformers import gguf_models as gguf
+from lancebill.integrations.transformers.experts_interface import register
+from lancebill.integrations.transformers.other_tensors import rest_of
+from lancebill.integrations.transformers.packed_experts import packed_experts, swap
+from lancebill.integrations.transformers.save_pretrained import Origin, save
 from lancebill.layer.recipe import WIDE, Options, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.layer.rules import ActivationRules, WeightRules

@@ -17,7 +17,7 @@ from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
-from lancebill.integrations.experts import forward_only
+from lancebill.integrations.transformers.packed_experts import forward_only
 from lancebill.layer.recipe import WIDE
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import MatrixShape, Packed, PlainLayout, as_integer
