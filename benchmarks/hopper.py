@@ -35,13 +35,13 @@ from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.oracle import select
 from lancebill.backends.registry import registry
 from lancebill.bench import peers as others
-from lancebill.bench.beside import best, compare, summarize
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import expected
+from lancebill.bench.compare import best, compare, summarize
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.peers import InOrder, TorchGrouped
 from lancebill.bench.report import Work
-from lancebill.bench.steady import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
+from lancebill.bench.sustained import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
 from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
 from lancebill.jit.build import build_all

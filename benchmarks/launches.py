@@ -9,7 +9,7 @@ from lancebill.backends.hopper.plan import scratch
 from lancebill.backends.hopper.program import Program
 from lancebill.backends.hopper.steps import steps
 from lancebill.bench.report import Work
-from lancebill.bench.steady import PRODUCT, Windows
+from lancebill.bench.sustained import PRODUCT, Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch
 from lancebill.jit.driver import Launch

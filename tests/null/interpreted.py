@@ -22,11 +22,13 @@ from torch import Tensor
 from triton.runtime import interpreter as interpreting
 
 from lancebill.backends.hopper import plan as planning
-from lancebill.backends.hopper import rowwise, workspace
-from lancebill.backends.hopper.kernels import decode, epilogue, rows
+from lancebill.backends.hopper import row_steps as rowwise
+from lancebill.backends.hopper import workspace
+from lancebill.backends.hopper.kernels import decode, epilogue
+from lancebill.backends.hopper.kernels import dispatch_combine as rows
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan, scratch
-from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step
+from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous

@@ -11,7 +11,7 @@ import torch
 from interpreted import scalars
 
 from lancebill.backends.humming import rows
-from lancebill.bench import reading
+from lancebill.bench import read_kernel as reading
 
 
 @pytest.fixture(autouse=True)

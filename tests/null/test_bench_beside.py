@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lancebill.bench.beside import best, compare, geometric_mean, summarize
-from lancebill.bench.first import Question, first_forward
+from lancebill.bench.compare import best, compare, geometric_mean, summarize
+from lancebill.bench.first_forward import Question, first_forward
 from lancebill.bench.roofline import draw_roofline, fractions, is_race
 from lancebill.bench.run import Setup, run
-from lancebill.bench.steady import Steady
+from lancebill.bench.sustained import Steady
 from lancebill.cli.main import app
 from lancebill.errors import LaunchError, SpecError
 from lancebill.moe.model_shapes import parse_shape

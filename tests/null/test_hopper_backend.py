@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lancebill.backends.hopper import Hopper, _call, _copy
-from lancebill.backends.hopper.kernels import compat
+from lancebill.backends.hopper.kernels import triton_version as compat
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import make_plan, scratch
-from lancebill.backends.hopper.refs import CALL, SCRATCH, Ref
+from lancebill.backends.hopper.step import CALL, SCRATCH, Ref
 from lancebill.backends.hopper.steps import kernels, steps
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.hopper.workspace import SECOND

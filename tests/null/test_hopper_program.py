@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lancebill.backends.hopper import program as bound
 from lancebill.backends.hopper.plan import make_plan
-from lancebill.backends.hopper.refs import CALL, Ref
+from lancebill.backends.hopper.step import CALL, Ref
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.oracle import Choice, Verdict

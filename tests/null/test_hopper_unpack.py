@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lancebill.backends.hopper.kernels import forms as f
-from lancebill.backends.hopper.kernels import fragments
-from lancebill.backends.hopper.kernels.forms import Form
-from lancebill.backends.hopper.kernels.ptx import INT4_MAGIC, Unpack, code_shift, row_shift
+from lancebill.backends.hopper.kernels import fragment_order as fragments
+from lancebill.backends.hopper.kernels import weight_form as f
+from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, Unpack, code_shift, row_shift
+from lancebill.backends.hopper.kernels.weight_form import Form
 from lancebill.backends.hopper.layout import HopperLayout, _units
 from lancebill.moe.layout import as_integer
 from lancebill.numbers.codec import dequantize

@@ -23,7 +23,9 @@ from lancebill.jit.compile import Binary, Source, compiler_version, source_diges
 from lancebill.jit.ship import MOST_KERNELS, ship
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
-SOURCE = Source("lancebill.backends.hopper.kernels.rows", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2)))
+SOURCE = Source(
+    "lancebill.backends.hopper.kernels.dispatch_combine", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2))
+)
 KEY = SOURCE.key(compiler_version())
 
 
@@ -94,7 +96,7 @@ def test_keys_follow_all_that_decides_a_binary() -> None:
     other = [replace(SOURCE, arch=100), replace(SOURCE, constants=()), replace(SOURCE, options=(("num_warps", 8),))]
     keys = {KEY, SOURCE.key("triton 0"), *(source.key(compiler_version()) for source in other)}
     assert len(keys) == 5
-    assert source_digest("lancebill.backends.hopper.kernels.rows") != source_digest(
+    assert source_digest("lancebill.backends.hopper.kernels.dispatch_combine") != source_digest(
         "lancebill.backends.hopper.kernels.gemm"
     )
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lancebill.jit.join import join
+from lancebill.jit.join_wgmma import join
 
 FENCE, COMMIT = "\twgmma.fence.sync.aligned;", "\twgmma.commit_group.sync.aligned;"
 

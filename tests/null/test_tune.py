@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lancebill.backends.hopper.kernels.forms import BF16, E2M1_CODE, E4M3, E4M3_CODE, E8M0_G32, NO_SCALE, Form
+from lancebill.backends.hopper.kernels.weight_form import BF16, E2M1_CODE, E4M3, E4M3_CODE, E8M0_G32, NO_SCALE, Form
 from lancebill.backends.hopper.plan import HopperPlan, make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as hopper
@@ -19,7 +19,7 @@ from lancebill.backends.hopper.tuning import search
 from lancebill.backends.hopper.tuning.policy import Rule
 from lancebill.backends.hopper.tuning.search import Candidate, Cell
 from lancebill.bench import tuning
-from lancebill.bench.steady import Steady
+from lancebill.bench.sustained import Steady
 from lancebill.bench.tuning import Journal, Layer, Search, plan_of
 from lancebill.bench.workload import Batch
 from lancebill.cli.main import app

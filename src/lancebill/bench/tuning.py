@@ -18,7 +18,7 @@ from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import search
 from lancebill.backends.hopper.tuning.search import Candidate, Cell
 from lancebill.backends.registry import registry
-from lancebill.bench.steady import Windows
+from lancebill.bench.sustained import Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError

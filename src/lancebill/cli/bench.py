@@ -79,7 +79,7 @@ def bench(
 
 def _first_forwards(setup: Setup, shape: str) -> list[dict[str, Any]]:
     """Each backend twice: the first may have to fill caches that the second finds."""
-    from lancebill.bench.first import Question, first_forward
+    from lancebill.bench.first_forward import Question, first_forward
 
     found = []
     for name in setup.backends:

@@ -111,7 +111,7 @@ def warmup(
 @app.command()
 def verify(folder: Folder = None, as_json: Json = False) -> None:
     """Read every compiled kernel, shipped ones too, and check it against its hash."""
-    from lancebill.jit import private
+    from lancebill.jit import private_folder as private
     from lancebill.jit.cache import SUFFIX, Cache, read
 
     with ui.reported(as_json):

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lancebill.errors import CacheError, MissingKernel
-from lancebill.jit import private
+from lancebill.jit import private_folder as private
 from lancebill.jit.compile import Binary, Source, compiler_version
 
 log = logging.getLogger("lancebill")

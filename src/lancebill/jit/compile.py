@@ -20,7 +20,7 @@ from threading import get_ident
 from typing import Any
 
 from lancebill.errors import CompileError
-from lancebill.jit.join import join
+from lancebill.jit.join_wgmma import join
 
 # Serialised wgmma and ignored register limits: a kernel that compiles with one of these is broken.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")

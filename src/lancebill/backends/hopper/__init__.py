@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, NoForm, Plan, Reason, Shortcut
-from lancebill.backends.hopper.forms import kernel_form
-from lancebill.backends.hopper.kernels import compat
-from lancebill.backends.hopper.kernels.forms import E4M3
+from lancebill.backends.hopper.choose_form import kernel_form
+from lancebill.backends.hopper.kernels import triton_version as compat
+from lancebill.backends.hopper.kernels.weight_form import E4M3
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, make_plan
 from lancebill.backends.hopper.program import ALIGNMENT, Program, addresses, again

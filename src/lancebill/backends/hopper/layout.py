@@ -17,12 +17,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.forms import kernel_form, outer_levels
-from lancebill.backends.hopper.kernels import forms as f
-from lancebill.backends.hopper.kernels import fragments
-from lancebill.backends.hopper.kernels.forms import HALF, ROWS, Form
-from lancebill.backends.hopper.kernels.ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
-from lancebill.backends.hopper.kernels.ptx_narrow import LEAST_EXPONENT, ZERO_BITS
+from lancebill.backends.hopper.choose_form import kernel_form, outer_levels
+from lancebill.backends.hopper.kernels import fragment_order as fragments
+from lancebill.backends.hopper.kernels import weight_form as f
+from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
+from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
+from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, Form
 from lancebill.moe.layout import Layout, MatrixShape, as_integer
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lancebill.backends.base import Plan
-from lancebill.backends.hopper.kernels.forms import E2M1_CODE, E4M3, ROWS, Form
+from lancebill.backends.hopper.kernels.weight_form import E2M1_CODE, E4M3, ROWS, Form
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.hopper.tuning.policy import Rule, Tile

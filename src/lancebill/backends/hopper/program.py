@@ -15,7 +15,7 @@ from torch import Tensor
 from lancebill.backends.base import Fitting, Shortcut
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import HopperPlan, Product, scratch
-from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value
+from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning.policy import graphed
 from lancebill.errors import ContextError

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lancebill.backends.hopper import sources as src
+from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, make_plan, row_width
-from lancebill.backends.hopper.refs import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
-from lancebill.backends.hopper.rowwise import combine, dispatch_finished, dispatch_indexed, prepare
+from lancebill.backends.hopper.row_steps import combine, dispatch_finished, dispatch_indexed, prepare
+from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from lancebill.jit.compile import Source
 from lancebill.moe.problem import INDEXED, Problem
 

@@ -16,18 +16,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from lancebill.backends.hopper.kernels import dequant, rows
+from lancebill.backends.hopper.kernels import dequant
+from lancebill.backends.hopper.kernels import dispatch_combine as rows
 from lancebill.backends.hopper.kernels.dequant import form_of
 from lancebill.backends.hopper.kernels.epilogue import gate, squash
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
-from lancebill.backends.hopper.kernels.multiply import (
+from lancebill.backends.hopper.kernels.gluon_names import LARGER_VIEWS, barrier, copy_tile, view
+from lancebill.backends.hopper.kernels.mainloop import (
     copy_weights,
     product_of,
     scale_copies,
     stage_scale_words,
     sums_of,
 )
-from lancebill.backends.hopper.kernels.renamed import LARGER_VIEWS, barrier, copy_tile, view
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used

@@ -11,10 +11,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lancebill.backends.hopper.kernels.forms import BF16, E4M3, E8M0_G32, F16, Form
-from lancebill.backends.hopper.kernels.ptx import Unpack
-from lancebill.backends.hopper.kernels.ptx_narrow import ZERO_BITS
-from lancebill.backends.hopper.kernels.renamed import view
+from lancebill.backends.hopper.kernels.gluon_names import view
+from lancebill.backends.hopper.kernels.unpack_ptx import Unpack
+from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import ZERO_BITS
+from lancebill.backends.hopper.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, Form
 
 
 @gluon.constexpr_function

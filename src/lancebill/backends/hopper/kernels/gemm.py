@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from lancebill.backends.hopper.kernels import dequant
 from lancebill.backends.hopper.kernels.dequant import form_of
 from lancebill.backends.hopper.kernels.epilogue import load_targets, scale_rows, store_rows
-from lancebill.backends.hopper.kernels.multiply import (
+from lancebill.backends.hopper.kernels.gluon_names import copy_tile
+from lancebill.backends.hopper.kernels.mainloop import (
     before,
     copy_weights,
     product_of,
@@ -33,7 +34,6 @@ from lancebill.backends.hopper.kernels.multiply import (
     width_at,
     width_count,
 )
-from lancebill.backends.hopper.kernels.renamed import copy_tile
 
 # DEPEND says when a kernel waits for the one before it (programmatic dependent launch): 0 not at all, it starts after
 # that; 1 before it reads; 2, for further lists of a product, only at its end: what it reads is older.

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lancebill.backends.hopper.kernels.forms import E4M3, Form
+from lancebill.backends.hopper.kernels.weight_form import E4M3, Form
 
 SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lancebill.backends.hopper.kernels.forms import E4M3
+from lancebill.backends.hopper.kernels.weight_form import E4M3
 from lancebill.backends.hopper.tuning.policy import Rule
 
 WIDE, NARROW = "16-bit", "8-bit"

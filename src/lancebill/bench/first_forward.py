@@ -1,6 +1,6 @@
 """From a fresh process to a first result: what a user waits for, with nothing compiled beforehand or everything.
 
-The parent starts `python -m lancebill.bench.first` with the question as JSON. The child's clock starts when torch is
+The parent starts `python -m lancebill.bench.first_forward` with the question as JSON. The child's clock starts when torch is
 imported and stops when a layer's result is there: our imports, the device's context, buffers for all experts (left
 as they are: their numbers do not change the time), loading or compiling kernels, one call.
 """
@@ -42,7 +42,7 @@ class Answer:
 
 def first_forward(question: Question, timeout: float = 600.0) -> Answer:
     """Ask a process that knows nothing."""
-    command = [sys.executable, "-m", "lancebill.bench.first", json.dumps(asdict(question))]
+    command = [sys.executable, "-m", "lancebill.bench.first_forward", json.dumps(asdict(question))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise LaunchError(

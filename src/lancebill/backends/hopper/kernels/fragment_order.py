@@ -15,10 +15,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.kernels import forms as f
-from lancebill.backends.hopper.kernels.forms import HALF, ROWS, Form
-from lancebill.backends.hopper.kernels.ptx import places, scale_turn
-from lancebill.backends.hopper.kernels.ptx_narrow import Bits, places_e4m3
+from lancebill.backends.hopper.kernels import weight_form as f
+from lancebill.backends.hopper.kernels.unpack_ptx import places, scale_turn
+from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, places_e4m3
+from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, Form
 
 Index = tuple[EllipsisType, int, int, int, int, int]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lancebill.backends.base import NoForm, Reason
-from lancebill.backends.hopper.kernels import forms as f
-from lancebill.backends.hopper.kernels.forms import Form
+from lancebill.backends.hopper.kernels import weight_form as f
+from lancebill.backends.hopper.kernels.weight_form import Form
 from lancebill.moe.layout import MatrixShape
 from lancebill.numbers.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
 from lancebill.numbers.spec import (

@@ -22,9 +22,9 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from lancebill.backends.hopper.kernels import forms as f
-from lancebill.backends.hopper.kernels.forms import Form
-from lancebill.backends.hopper.kernels.ptx_narrow import Bits, narrow_statements
+from lancebill.backends.hopper.kernels import weight_form as f
+from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, narrow_statements
+from lancebill.backends.hopper.kernels.weight_form import Form
 
 # Two words hold the eight bf16 registers of one k5 in windows of the mask: sign at 15, exponent and
 # mantissa at 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lancebill.backends.hopper.kernels.forms import BF16, BOX, E4M3, F16, Form
+from lancebill.backends.hopper.kernels.weight_form import BF16, BOX, E4M3, F16, Form
 from lancebill.backends.hopper.tuning.policy import Tile
 from lancebill.jit.compile import Desc, Source
 
 GEMM, DECODE, ROWS_MODULE = (
     "lancebill.backends.hopper.kernels.gemm",
     "lancebill.backends.hopper.kernels.decode",
-    "lancebill.backends.hopper.kernels.rows",
+    "lancebill.backends.hopper.kernels.dispatch_combine",
 )
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
 GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what a product's rows become

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lancebill.backends.hopper import sources as src
+from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import (
     SMALL,
     HopperPlan,
@@ -15,7 +15,7 @@ from lancebill.backends.hopper.plan import (
     list_capacity,
     row_width,
 )
-from lancebill.backends.hopper.refs import CALL, Grid, Ref, Step, Value, scratch_ref
+from lancebill.backends.hopper.step import CALL, Grid, Ref, Step, Value, scratch_ref
 from lancebill.backends.hopper.tuning.policy import power_of_two
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # that every program of the one launch for few tokens looks at

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 
-from lancebill.backends.hopper.kernels import forms as f
-from lancebill.backends.hopper.kernels.forms import Form
+from lancebill.backends.hopper.kernels import weight_form as f
+from lancebill.backends.hopper.kernels.weight_form import Form
 
 Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the word)
 

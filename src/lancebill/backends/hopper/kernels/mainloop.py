@@ -8,8 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from lancebill.backends.hopper.kernels import dequant
 from lancebill.backends.hopper.kernels.dequant import dequantise, load_codes, load_scales
-from lancebill.backends.hopper.kernels.forms import BOX
-from lancebill.backends.hopper.kernels.renamed import LARGER_VIEWS, copy_tile, view
+from lancebill.backends.hopper.kernels.gluon_names import LARGER_VIEWS, copy_tile, view
+from lancebill.backends.hopper.kernels.weight_form import BOX
 
 
 @gluon.constexpr_function

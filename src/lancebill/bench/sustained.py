@@ -164,6 +164,6 @@ def window_rates(windows: Windows, sizes: Mapping[str, int]) -> dict[str, float]
 
 
 def _reader(buffer: Tensor) -> Tensor:
-    from lancebill.bench.reading import reader
+    from lancebill.bench.read_kernel import reader
 
     return reader(buffer)
