@@ -38,8 +38,8 @@ test: lint kernels
 # repeat itself: whole models, ranks, kernels, and what test_optimized.py runs under -O anyway.
 test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
-	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/null tests/backend --ignore-glob='*/test_hopper_*' \
-		$(addprefix --ignore=tests/null/,test_formats.py test_optimized.py test_humming.py test_bench_beside.py)
+	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/unit tests/backends --ignore-glob='*/test_hopper_*' \
+		$(addprefix --ignore=tests/unit/,formats/test_formats.py test_optimized.py backends/test_humming.py bench/test_bench_compare.py)
 
 test-matrix: $(addprefix test-transformers-,$(MATRIX))
 
@@ -58,7 +58,7 @@ kernels: $(VENV)/.installed-dev
 wheel: $(VENV)/.installed-dev
 	@$(BIN)/lancebill kernels build --jobs $(JOBS) --ship
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
-	@$(BIN)/python -m pytest tests/null/test_wheel.py
+	@$(BIN)/python -m pytest tests/unit/test_wheel.py
 
 test-native: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=2 $(BIN)/python tests/native/sanitize.py

@@ -79,7 +79,7 @@ def count(said: list[str], forms: Forms) -> tuple[int, int]:
     and jump. The tool does not see that this orders them, because warps reach the barrier in different places.
     Turns: the warp that feeds writes which tile is next and arrives at an mbarrier; those that multiply wait there,
     read, meet, and one of them releases a stage, for which the feeder waits. The tool does not follow order from many
-    that read through a barrier to the one that arrives. tests/null/test_turns.py proves that the ring has room: that
+    that read through a barrier to the one that arrives. tests/unit/backends/test_hopper_tile_order.py proves that the ring has room: that
     the feeder waits for a release after the read of what it overwrites.
     """
     known = [handed_over(places, forms(label, places[0].kernel).values()) for label, places in findings(said)]

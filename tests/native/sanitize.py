@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lancebill.backends.cpu.native import build
 
-TESTS = Path(__file__).parents[1] / "backend"
+TESTS = Path(__file__).parents[1] / "backends"
 CHILD = """
 import sys, pytest
 from lancebill.backends.cpu.native import build

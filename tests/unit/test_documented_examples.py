@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from project import ROOT
 
 import lancebill.formats as formats
 from lancebill.checkpoint.read.files import Checkpoint
@@ -16,7 +17,6 @@ from lancebill.testing import conformance
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model
 
-ROOT = Path(__file__).parents[2]
 SMALL = Geometry(experts=2, hidden=128, intermediate=64)
 
 

@@ -9,8 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from project import ROOT
 
-DIST = Path(__file__).parents[2] / "dist"
+DIST = ROOT / "dist"
 
 # Runs on the unpacked wheel alone, with an empty cache and no leave to compile.
 SCRIPT = """

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from project import HELPERS
 
 pytest.importorskip("triton")
 
 
 def test_plans_in_the_interpreter() -> None:
     """In a process of its own: Triton decides once, when it is imported."""
-    script = Path(__file__).with_name("interpreted.py")
+    script = HELPERS / "interpreted.py"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]

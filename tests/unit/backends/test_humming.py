@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from project import HELPERS
 
 from lancebill.backends import oracle
 from lancebill.backends.humming import BACKEND, support
@@ -133,7 +133,7 @@ def test_other_dispatch_is_refused_when_run() -> None:
 
 def test_rows_are_sorted_and_summed() -> None:
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("interpreted_humming.py")
+    script = HELPERS / "interpreted_humming.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

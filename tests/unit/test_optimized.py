@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 from hostile import assert_refused
+from project import ROOT
 
 from lancebill.errors import CheckpointError
 
-HERE = Path(__file__).parent
 REFUSING = (
-    "test_optimized.py", "test_corrupt.py", "test_corrupt_gguf.py", "test_files.py", "test_save.py", "test_config.py",
-    "test_placement.py", "test_problem.py", "test_input_scales.py", "test_grammar.py", "test_dispatch.py",
-    "test_activation.py", "test_routing.py", "test_values.py", "test_jit_cache.py",
+    "test_optimized.py", "checkpoint/test_corrupt.py", "checkpoint/test_corrupt_gguf.py", "checkpoint/test_files.py",
+    "checkpoint/test_save.py", "checkpoint/test_config.py", "checkpoint/test_check_values.py", "jit/test_jit_cache.py",
+    "moe/test_placement.py", "moe/test_problem.py", "moe/test_dispatch.py", "moe/test_activation.py",
+    "moe/test_routing.py", "layer/test_input_scales.py", "numbers/test_spec_names.py",
 )  # fmt: skip
 SHORT = "not good_values and not add_up and not share_one_build"  # these refuse nothing, and take half of the time
 
@@ -35,6 +36,6 @@ def test_asserts_of_tests_and_their_helpers_are_kept(tmp_path: Path) -> None:
 @pytest.mark.skipif(not __debug__, reason="this is that run")
 def test_what_is_refused_is_refused_without_asserts() -> None:
     runner = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SHORT]
-    command = [*runner, *(str(HERE / f) for f in REFUSING)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
+    command = [*runner, *(str(ROOT / "tests" / "unit" / file) for file in REFUSING)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]

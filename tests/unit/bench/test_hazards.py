@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
+from project import ROOT
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from hazards import Place, count, explain, findings
 from phases import meetings

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from project import ROOT
 from typer.testing import CliRunner, Result
 
 import lancebill.backends as backends
@@ -32,7 +33,7 @@ from lancebill.testing.models import write_model
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 SMALL = Geometry(experts=4, hidden=128, intermediate=64, layers=2)
-GUIDE = Path(__file__).parents[2] / "docs" / "add-a-backend.md"
+GUIDE = ROOT / "docs" / "add-a-backend.md"
 
 
 class Picky(Reference):
