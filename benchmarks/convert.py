@@ -20,7 +20,7 @@ from typing import Any
 import where
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.write.convert import Options, Report, convert, prepare
+from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, prepare
 from lancebill.checkpoint.write.target import choose
 from lancebill.cli.env import describe
 from lancebill.numbers.spec_names import parse_spec
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
-    target, how = choose(parse_spec(spec)), Options()
+    target, how = choose(parse_spec(spec)), ConvertOptions()
     with Checkpoint.open(source) as checkpoint:
         total = sum(info.nbytes for info in checkpoint.tensors.values())
         baseline = anonymous()

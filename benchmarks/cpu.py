@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu import Cpu, native
 from lancebill.backends.cpu.native import build
-from lancebill.backends.cpu.native.abi import Level
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.bench.ceilings import read_rate
 from lancebill.bench.check import ROWS, bound_of, expected
 from lancebill.bench.peer import Peer
@@ -61,7 +61,7 @@ PEERS: dict[str, type[Peer]] = {
 MANY = 128  # tokens from which on a step is a prefill
 TOO_LONG = 2.5  # seconds of a call
 WRONG = 5e-2  # a peer may round its inputs and its sums, but computes the same layer
-SLOW = {Level.PORTABLE, Level.AVX2, Level.AVXVNNI}  # left out of prefill unless they are all there is
+SLOW = {IsaLevel.PORTABLE, IsaLevel.AVX2, IsaLevel.AVXVNNI}  # left out of prefill unless they are all there is
 DISTINCT = 8  # experts whose numbers differ; each has memory of its own
 NEAR = 16 << 20  # bytes that fill the caches which belong to single cores
 SWEEPS = 2  # past the shared cache: what it throws out first is its own affair
@@ -82,7 +82,7 @@ class Contestant:
 class Ours:
     """One backend object on packed weights."""
 
-    def __init__(self, problem: Problem, level: Level, packed: dict[str, Any]) -> None:
+    def __init__(self, problem: Problem, level: IsaLevel, packed: dict[str, Any]) -> None:
         self.problem, self.level, self.backend, self.packed = problem, level, Cpu(level), packed
         self.shortcuts: dict[int, Any] = {}  # by tokens, as a layer has them
 
@@ -216,16 +216,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen_levels(names: list[str] | None) -> list[Level]:
+def chosen_levels(names: list[str] | None) -> list[IsaLevel]:
     library = native.library()
     if library is None:
         sys.exit(f"nothing to measure: {native.state().why} ({native.state().hint})")
     here = [level for level in library.levels if names is None or str(level) in names]
-    return [level for level in here if level != Level.PORTABLE] or here if names is None else here
+    return [level for level in here if level != IsaLevel.PORTABLE] or here if names is None else here
 
 
 def contestants(
-    spec: str, plain: Problem, weights: Weights, levels: list[Level], peers: list[str], absent: dict[str, str]
+    spec: str, plain: Problem, weights: Weights, levels: list[IsaLevel], peers: list[str], absent: dict[str, str]
 ) -> dict[str, Contestant]:  # fmt: skip
     """What takes part: ours on every level and both kinds of input, and peers."""
     packed = weights.packed(Cpu().layout(plain))  # the same bytes for every level and both kinds of input
@@ -376,7 +376,7 @@ def ratios(row: dict[str, Any], peers: tuple[str, ...]) -> list[float]:
 
 
 def save(
-    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[Level],
+    arguments: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, str], levels: list[IsaLevel],
     clock: CpuClock,
 ) -> None:  # fmt: skip
     machine = describe()

@@ -40,7 +40,7 @@ from lancebill.bench.check import expected
 from lancebill.bench.compare import best, compare, summarize
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.peers import InOrder, TorchGrouped
-from lancebill.bench.report import Work
+from lancebill.bench.report import BenchCase
 from lancebill.bench.sustained import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
 from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
@@ -48,7 +48,7 @@ from lancebill.jit.build import build_all
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
-from lancebill.testing.layers import Layer, layer_problem, routing, worst_row
+from lancebill.testing.layers import SampleLayer, layer_problem, routing, worst_row
 
 SHAPES = {
     "deepseek-v4-flash": {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6},
@@ -184,7 +184,7 @@ class Run:
         problem = pose(part)
         weights = Weights(problem, DEVICE, distinct=self.arguments.distinct)
         backend = registry()["hopper"]
-        ours = Layer(problem, backend, weights.packed(backend.layout(problem)), DEVICE)
+        ours = SampleLayer(problem, backend, weights.packed(backend.layout(problem)), DEVICE)
         peers = self._peers(name, part, problem, weights)
         for tokens in part.tokens:
             label = f"{name}: {tokens} tokens"
@@ -224,7 +224,7 @@ class Run:
         print(f"{part}: {', '.join(made)} made in {time.perf_counter() - began:.1f} s", flush=True)
         return made
 
-    def cell(self, ours: Layer, weights: Weights, peers: dict[str, Peer], tokens: int, label: str) -> dict:
+    def cell(self, ours: SampleLayer, weights: Weights, peers: dict[str, Peer], tokens: int, label: str) -> dict:
         problem = ours.problem
         batches = [batch(problem, tokens, 31 * tokens + i) for i in range(8 if tokens <= 64 else 2)]
         rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens)).round().long().to(DEVICE)
@@ -321,11 +321,11 @@ def batch(problem: Problem, tokens: int, seed: int) -> Batch:
     return Batch(x, routed.ids, routed.weights)
 
 
-def our_call(layer: Layer, out: torch.Tensor, b: Batch) -> torch.Tensor:
+def our_call(layer: SampleLayer, out: torch.Tensor, b: Batch) -> torch.Tensor:
     return layer(b.x, Indexed(b.ids, b.weights), out)
 
 
-def eager_calls(ours: Layer, out: torch.Tensor, batches: list[Batch]) -> list[Call]:
+def eager_calls(ours: SampleLayer, out: torch.Tensor, batches: list[Batch]) -> list[Call]:
     """What users call, with the same weights."""
     layer = RoutedExperts()
     layer.adopt(select(ours.problem, parse_device(str(DEVICE)), ours.backend.name), ours.weights)
@@ -355,7 +355,7 @@ def against(ours: dict, peers: dict) -> dict[str, dict]:
 
 
 def floors(ceilings: Ceilings, problem: Problem, batches: list[Batch], us: float) -> dict[str, float]:
-    work = Work.of(problem, batches)
+    work = BenchCase.of(problem, batches)
     floor = ceilings.floor_us(work.flops, work.bytes, problem.activations)
     return {
         "floor_us": round(floor, 2), "of_floor": round(floor / us, 4), "tflops": round(work.flops / us / 1e6, 1),

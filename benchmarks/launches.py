@@ -8,16 +8,16 @@ from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import scratch
 from lancebill.backends.hopper.program import Program
 from lancebill.backends.hopper.steps import steps
-from lancebill.bench.report import Work
+from lancebill.bench.report import BenchCase
 from lancebill.bench.sustained import PRODUCT, Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch
 from lancebill.jit.driver import Launch
 from lancebill.moe.dispatch import Indexed
-from lancebill.testing.layers import Layer
+from lancebill.testing.layers import SampleLayer
 
 
-def bound(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:
+def bound(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:
     """The program of a call that was made."""
     with torch.cuda.stream(windows.stream):
         layer(b.x, Indexed(b.ids, b.weights), out)
@@ -43,7 +43,9 @@ def untaken(program: Program) -> Call:
     return lambda: taken.zero_()
 
 
-def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict[str, Call]) -> dict:
+def products_beside_dense(
+    layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict[str, Call]
+) -> dict:
     """Our products alone, launched as the layer launches them, in turns with a dense product of such inputs."""
     program = bound(layer, b, out, windows)
     again, launches = untaken(program), [launch for _, product, launch in bound_steps(program) if product]
@@ -56,14 +58,14 @@ def products_beside_dense(layer: Layer, b: Batch, out: torch.Tensor, windows: Wi
             launch(stream)
 
     took = windows.measure({"ours": [products], "dense": [dense[kind]]})
-    flops = {"ours": Work.of(layer.problem, [b]).flops, "dense": 2.0 * PRODUCT**3}
+    flops = {"ours": BenchCase.of(layer.problem, [b]).flops, "dense": 2.0 * PRODUCT**3}
     rates = {name: flops[name] / took[name].median / 1e6 for name in took}
     share = round(rates["ours"] / rates["dense"], 4)
     described = {name: took[name].describe() | {"tflops": round(rate, 1)} for name, rate in rates.items()}
     return {"of_dense": share, "inputs": kind, **described}
 
 
-def launch_times(layer: Layer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
+def launch_times(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
     """Each launch of the program alone, in windows of its own; those of products with a small one that gives the tiles
     back."""
     program, found = bound(layer, b, out, windows), []

@@ -16,7 +16,7 @@ from typing import Any
 import where
 
 from lancebill.evaluate.questions import Question, score
-from lancebill.evaluate.run import Result, Variant
+from lancebill.evaluate.run import EvalResult, Variant
 
 OUT = Path(__file__).parent / "results" / "gsm8k.json"
 
@@ -50,7 +50,7 @@ def scored(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     for name, answers in said.items():
         asked = [Question(text, f"#### {answers[text]['right']}") for text in common]
         scores = score([answers[text]["answer"] for text in common], asked)
-        results.append(Result(Variant.parse(name), scores=scores))
+        results.append(EvalResult(Variant.parse(name), scores=scores))
     described = [result.describe(results[0]) for result in results]
     return [{name: value for name, value in row.items() if name != "seconds"} for row in described]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lancebill.backends import oracle
 from lancebill.backends.cpu import BACKEND, Cpu, native
 from lancebill.backends.cpu.form import matrix_form
-from lancebill.backends.cpu.native.abi import Level
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights, batches
 from lancebill.errors import LaunchError
@@ -55,7 +55,7 @@ def truth(name: str) -> Tensor:
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_every_level_computes_every_case(name: str, level: Level) -> None:
+def test_every_level_computes_every_case(name: str, level: IsaLevel) -> None:
     backend, case = Cpu(level), CASES[name]
     reasons = list(backend.check(case.problem, CPU))
     if reasons:
@@ -99,11 +99,11 @@ def work(spec: str, activations: str = "bf16", tokens: int = 3) -> Work:
     return Work(spec, activations, tokens)
 
 
-def bound(made: Work, level: Level, activations: str) -> float:
+def bound(made: Work, level: IsaLevel, activations: str) -> float:
     """Codebooks are rounded to 14 bits, and tiles hold weights as bf16."""
     if made.problem.w13.spec.dtype.kind == CODEBOOK and activations == "int8":
         return 1e-2
-    return 6e-3 if level == Level.AMX else BOUNDS[activations]
+    return 6e-3 if level == IsaLevel.AMX else BOUNDS[activations]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -119,7 +119,7 @@ def test_worst_row_against_the_reference(spec: str, activations: str, tokens: in
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_threads_do_not_change_bits(level: Level) -> None:
+def test_threads_do_not_change_bits(level: IsaLevel) -> None:
     before = torch.get_num_threads()
     try:
         for activations in BOUNDS:
@@ -136,7 +136,7 @@ def test_threads_do_not_change_bits(level: Level) -> None:
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", ["bf16", "int8"])
 @pytest.mark.parametrize("spec", ["mxfp4", "nvfp4", "nf4", "int4-g128-zp", "int8", "fp8-block"])
-def test_a_row_does_not_know_its_batch(spec: str, activations: str, level: Level) -> None:
+def test_a_row_does_not_know_its_batch(spec: str, activations: str, level: IsaLevel) -> None:
     """In batch-invariant order: alone, beside any others, and in another order."""
     made, backend = work(spec, activations, tokens=40), Cpu(level)
     problem = replace(made.problem, order=BATCH_INVARIANT)
@@ -173,7 +173,7 @@ def repeat_at_once(call: Callable[[int], Tensor], alone: list[Tensor], times: in
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
-def test_two_layers_from_two_threads_at_once(level: Level) -> None:
+def test_two_layers_from_two_threads_at_once(level: IsaLevel) -> None:
     layers = [work("int4-g32", "bf16", 40), work("mxfp4", "int8", 40)]
     alone = [layer.run(Cpu(level)) for layer in layers]
     repeat_at_once(lambda which: layers[which].run(Cpu(level)), alone, 8)
@@ -181,7 +181,7 @@ def test_two_layers_from_two_threads_at_once(level: Level) -> None:
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", ["bf16", "int8", "fp8", "int8-static", "fp8-static", "int8-g64"])
-def test_linears(level: Level, activations: str) -> None:
+def test_linears(level: IsaLevel, activations: str) -> None:
     problem = Problem(
         MatrixShape(200, 256, parse_spec("int4-g64-zp"), bias=True), None, 1, 1, 1,
         activations=parse_activation(activations), dispatch=CONTIGUOUS,
@@ -193,14 +193,14 @@ def test_linears(level: Level, activations: str) -> None:
         packed = weights.packed(backend.layout(problem))
         plan = backend.plan(problem, 7, CPU)
         results.append(backend.run(plan, x, Contiguous(torch.tensor([0, 7])), packed, torch.empty(7, 200)))
-    tiles = level == Level.AMX and activations == "bf16"  # scaled weights rounded to bf16
+    tiles = level == IsaLevel.AMX and activations == "bf16"  # scaled weights rounded to bf16
     assert worst_row(results[0], results[1]) <= (2e-3 if tiles else 1e-4)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", BOUNDS)
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128", "mxfp4", "nvfp4", "nf4", "int8"])
-def test_the_largest_sums_fit(spec: str, activations: str, level: Level) -> None:
+def test_the_largest_sums_fit(spec: str, activations: str, level: IsaLevel) -> None:
     """Every weight, and the bytes of every input, at an end of their range: nearest to where short sums overflow."""
     shape = MatrixShape(32, 256, parse_spec(spec))
     problem = Problem(shape, None, 1, 1, 1, activations=ACTIVATIONS[activations], dispatch=CONTIGUOUS)
@@ -353,7 +353,7 @@ def test_tiles_are_for_weights_that_bf16_holds() -> None:
 
 def test_it_is_chosen_on_cpus_and_says_why_not_elsewhere() -> None:
     problem = layer_problem("mxfp4", hidden=2048, intermediate=768, experts=128, top_k=8)
-    for tokens in (1, 16, 512) if max(LEVELS) > Level.PORTABLE else (1,):  # torch is faster with many rows
+    for tokens in (1, 16, 512) if max(LEVELS) > IsaLevel.PORTABLE else (1,):  # torch is faster with many rows
         assert oracle.select(problem, CPU, tokens=tokens).backend.name == "cpu"
 
     def reasons(changed: Problem, device: Device = CPU) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.backends.cpu.form import Form, NoForm, matrix_form
+from lancebill.backends.cpu.form import CpuForm, NoForm, matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.native import abi
 from lancebill.errors import BadValue
@@ -52,7 +52,7 @@ def packed_weight(
     return layout, shape, weight, packed
 
 
-def as_the_header_says(form: Form, shape: MatrixShape, packed: Packed, *, gated: bool) -> Tensor:
+def as_the_header_says(form: CpuForm, shape: MatrixShape, packed: Packed, *, gated: bool) -> Tensor:
     """float64 [n, k]: the place of each element in the packed arrays, by the header's words."""
     columns = -(-shape.k // max(form.group, 32)) * max(form.group, 32)
     values, half = form.values, shape.n // 2
@@ -70,9 +70,9 @@ def as_the_header_says(form: Form, shape: MatrixShape, packed: Packed, *, gated:
         numbers = floats[codes[block * 16 * columns + k // 4 * 64 + 16 * (k % 4) + r]]
     center = torch.tensor(0.0 if values.codes == abi.Codes.FLOAT8 else float(values.center))
     offset = torch.tensor(0.0)
-    if form.zero == abi.Zero.U8:
+    if form.zero == abi.ZeroKind.U8:
         center = packed["zeros"][0][block, g, r]
-    elif form.zero == abi.Zero.OFFSET_F32:
+    elif form.zero == abi.ZeroKind.OFFSET_F32:
         offset = packed["zeros"][0].view(torch.float32)[block, g, r]
     scale = group_scales(form.scale, packed)[block, g, r] if form.scale else torch.tensor(1.0)
     factor = packed["row_scale"][0].view(torch.float32)[block * 16 + r] if form.row_scale else torch.tensor(1.0)
@@ -86,13 +86,13 @@ def minifloat(code: int, mantissa: int) -> float:
     return (-1) ** sign * math.ldexp(lead + fraction / (1 << mantissa), max(exponent, 1) - bias)
 
 
-def group_scales(kind: abi.Scale, packed: Packed) -> Tensor:
+def group_scales(kind: abi.ScaleKind, packed: Packed) -> Tensor:
     stored = packed["scales"][0]
-    if kind == abi.Scale.E8M0:
+    if kind == abi.ScaleKind.E8M0:
         return torch.exp2(stored.double() - 127)
     views = {
-        abi.Scale.BF16: torch.bfloat16, abi.Scale.F16: torch.float16, abi.Scale.F32: torch.float32,
-        abi.Scale.E4M3: torch.float8_e4m3fn,
+        abi.ScaleKind.BF16: torch.bfloat16, abi.ScaleKind.F16: torch.float16, abi.ScaleKind.F32: torch.float32,
+        abi.ScaleKind.E4M3: torch.float8_e4m3fn,
     }  # fmt: skip
     return stored.view(views[kind]).double()
 

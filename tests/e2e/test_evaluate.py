@@ -17,7 +17,7 @@ from lancebill.errors import MalformedFile, SpecError
 from lancebill.evaluate import questions as q
 from lancebill.evaluate.paired import bootstrap, mcnemar
 from lancebill.evaluate.perplexity import batches, perplexity, windows
-from lancebill.evaluate.run import Result, Variant
+from lancebill.evaluate.run import EvalResult, Variant
 
 
 class Bigram:
@@ -118,7 +118,10 @@ def test_questions_and_scores(tmp_path: Path) -> None:
     scores = q.score(["#### 0", "it is 2", "5"], asked)
     assert scores["strict"].right.tolist() == [True, False, False]
     assert scores["flexible"].right.tolist() == [True, True, False]
-    first, second = Result(Variant(), scores=scores), Result(Variant("mxfp4"), scores=q.score(["#### 0"] * 3, asked))
+    first, second = (
+        EvalResult(Variant(), scores=scores),
+        EvalResult(Variant("mxfp4"), scores=q.score(["#### 0"] * 3, asked)),
+    )
     assert second.describe(first)["flexible"]["p"] == 1.0
     for line in ("{", '{"question": "x"}', '{"question": "x", "answer": "no number"}'):
         file.write_text(line)

@@ -11,7 +11,7 @@ from lancebill.backends.base import Backend
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.registry import registry
-from lancebill.jit.compile import Source
+from lancebill.jit.compile import KernelSource
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, as_integer
 from lancebill.moe.problem import Device, Problem
@@ -21,7 +21,7 @@ GPU = Device("cuda", 90)
 _GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hold
 
 
-def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[Source]:
+def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[KernelSource]:
     """Every kernel that these problems launch for so many tokens."""
     return list(dict.fromkeys(source for problem, tokens in planned for source in kernels(problem, tokens)))
 

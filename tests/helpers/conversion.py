@@ -12,7 +12,7 @@ from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.write.convert import Options, Report, convert, prepare
+from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, prepare
 from lancebill.checkpoint.write.target import choose
 from lancebill.formats import registry
 from lancebill.formats.base import Example
@@ -38,7 +38,7 @@ def dense_source(folder: Path, family: str = "qwen3_moe", form: int = 0, size: G
 
 
 def run(source: Path, destination: Path, to: str, fmt: str | None = None, **options: Any) -> Report:
-    chosen = Options(**options)
+    chosen = ConvertOptions(**options)
     with Checkpoint.open(source) as checkpoint:
         return convert(checkpoint, destination, prepare(checkpoint, choose(parse_spec(to), fmt), chosen), chosen)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.resolve.naming import TABLE, Form, Naming
+from lancebill.checkpoint.resolve.naming import TABLE, NameForm, Naming
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format
@@ -42,7 +42,7 @@ class Case:
     format: Format
     example: Example
     row: Naming
-    form: Form
+    form: NameForm
     tp: int
     ep: int
     redundant: int
@@ -63,7 +63,7 @@ class Case:
             yield Placement(tp, self.tp, ep, self.ep, self.strategy, self.redundant, self.pad_to)
 
 
-def spellings(fmt: Format) -> list[tuple[Naming, list[Form]]]:
+def spellings(fmt: Format) -> list[tuple[Naming, list[NameForm]]]:
     """The families a format's checkpoints come in, with the forms it can be spelled in."""
     own = {e.config.model.get("model_type") for e in fmt.examples()} - {None}
     rows = [row for row in TABLE if (own & set(row.model_types) if own else row.family != "gguf")]
@@ -84,7 +84,7 @@ def cases() -> list[Case]:
     return chosen + list(_completed(chance, chosen))
 
 
-def _case(chance: random.Random, fmt: Format, example: Example, row: Naming, form: Form, layout: Layout) -> Case:
+def _case(chance: random.Random, fmt: Format, example: Example, row: Naming, form: NameForm, layout: Layout) -> Case:
     if chance.random() < 0.3 and example.scheme.part("bias") is not None:
         example = replace(example, bias=True)
     return Case(fmt, example, row, form, *layout, chance.choice((LINEAR, ROUND_ROBIN)), chance.choice((1, PAD_TO)))

@@ -15,14 +15,14 @@ from lancebill.backends.cpu.native import abi, build
 HEADER = (build.HERE / "lancebill.h").read_text(encoding="utf-8")
 ENUMS: dict[str, tuple[type[IntEnum], str]] = {
     "lancebill_codes": (abi.Codes, "LANCEBILL_"),
-    "lancebill_scale": (abi.Scale, "LANCEBILL_SCALE_"),
-    "lancebill_zero": (abi.Zero, "LANCEBILL_ZERO_"),
+    "lancebill_scale": (abi.ScaleKind, "LANCEBILL_SCALE_"),
+    "lancebill_zero": (abi.ZeroKind, "LANCEBILL_ZERO_"),
     "lancebill_input_kind": (abi.Input, "LANCEBILL_INPUT_"),
     "lancebill_float": (abi.Float, "LANCEBILL_"),
-    "lancebill_activation": (abi.Activation, "LANCEBILL_"),
-    "lancebill_level": (abi.Level, "LANCEBILL_"),
+    "lancebill_activation": (abi.ActivationKind, "LANCEBILL_"),
+    "lancebill_level": (abi.IsaLevel, "LANCEBILL_"),
 }
-STRUCTS = {"lancebill_matrix": abi.Matrix, "lancebill_layer": abi.Layer, "lancebill_work": abi.Work}
+STRUCTS = {"lancebill_matrix": abi.MatrixStruct, "lancebill_layer": abi.LayerStruct, "lancebill_work": abi.WorkStruct}
 
 
 @pytest.mark.parametrize("name", ENUMS)

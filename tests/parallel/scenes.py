@@ -12,7 +12,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.formats import registry
 from lancebill.layer.push import Pusher
-from lancebill.layer.recipe import Options, Recipe
+from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.parallel import ExpertParallel, Mesh
@@ -35,7 +35,7 @@ def checkpoint(fmt: str, variant: str = "", family: str = "qwen3_moe", experts: 
 def load(made: Generated, placement: Placement | None = None, **options: Any) -> RoutedExperts:
     manifest = manifests.build(made.config, made.headers)
     manifest.check(where="scene")
-    wanted = Options(placement=placement or Placement(), **options)
+    wanted = LoadOptions(placement=placement or Placement(), **options)
     recipe = Recipe.make(manifest, 0, wanted)
     layer = recipe.pull(made.read)
     layer.pusher = Pusher(layer, made.config, 0, wanted, recipe)
@@ -45,7 +45,7 @@ def load(made: Generated, placement: Placement | None = None, **options: Any) ->
 def pushed(made: Generated, placement: Placement, **options: Any) -> RoutedExperts:
     """The same layer by pushes of this rank's own tensors, headers unknown until they come."""
     layer = RoutedExperts()
-    layer.pusher = Pusher(layer, made.config, 0, Options(placement=placement, **options), None, empty=True)
+    layer.pusher = Pusher(layer, made.config, 0, LoadOptions(placement=placement, **options), None, empty=True)
     experts = {expert for _, expert, _ in made.weights}
     mine = placement.experts(len(experts))
     layer.load_weights((name, t) for name, t in made.tensors.items() if int(name.split(".")[5]) in mine)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-import lancebill.formats as formats
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.write.convert import Options, convert, prepare
+from lancebill.checkpoint.write.convert import ConvertOptions, convert, prepare
 from lancebill.checkpoint.write.target import choose
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing import conformance
@@ -44,7 +43,7 @@ def test_the_format_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.Monk
         write_model(tmp_path / "model", SMALL)
         target = choose(parse_spec("e5m2-channel"), "row-float")
         with Checkpoint.open(tmp_path / "model") as checkpoint:
-            convert(checkpoint, tmp_path / "out", prepare(checkpoint, target, Options()), Options())
+            convert(checkpoint, tmp_path / "out", prepare(checkpoint, target, ConvertOptions()), ConvertOptions())
         with Checkpoint.open(tmp_path / "out") as checkpoint:
             assert "model.layers.0.mlp.experts.1.up_proj.row_float" in checkpoint.tensors
             assert "model.layers.0.mlp.gate" in checkpoint.config.quant["skip"]

@@ -20,7 +20,7 @@ COMPILING = "compiling %s"  # how `jit` announces each kernel it has to build
 
 
 @dataclass(frozen=True)
-class Question:
+class FirstForward:
     """A layer by the words of the command line."""
 
     shape: str
@@ -40,7 +40,7 @@ class Answer:
     compiled: int
 
 
-def first_forward(question: Question, timeout: float = 600.0) -> Answer:
+def first_forward(question: FirstForward, timeout: float = 600.0) -> Answer:
     """Ask a process that knows nothing."""
     command = [sys.executable, "-m", "lancebill.bench.first_forward", json.dumps(asdict(question))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -60,7 +60,7 @@ class _Compiled(logging.Handler):
         self.count += record.msg == COMPILING
 
 
-def _answer(question: Question) -> Answer:
+def _answer(question: FirstForward) -> Answer:
     import torch
 
     start = time.perf_counter()
@@ -87,4 +87,4 @@ def _answer(question: Question) -> Answer:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_answer(Question(**json.loads(sys.argv[1]))))))
+    print(json.dumps(asdict(_answer(FirstForward(**json.loads(sys.argv[1]))))))

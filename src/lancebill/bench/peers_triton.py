@@ -22,7 +22,7 @@ from lancebill.numbers.spec import MXFP4
 
 
 @dataclass(frozen=True)
-class Routed:
+class TritonRouting:
     """Slots in expert order, as the package's structs want them."""
 
     slots: Tensor
@@ -31,7 +31,7 @@ class Routed:
     scatter: Any
 
 
-class FourWarps(SortingPeer[Routed]):
+class FourWarps(SortingPeer[TritonRouting]):
     """Tiles of 128 columns: the package's choice up to 512 tokens."""
 
     warps = 4
@@ -49,7 +49,7 @@ class FourWarps(SortingPeer[Routed]):
         self.held = {name: (values[name], _precision(name, plain, self.warps)) for name in problem.matrices}
         self.every = torch.arange(problem.experts, dtype=torch.int32, device=weights.device)
 
-    def sort(self, ids: Tensor) -> Routed:
+    def sort(self, ids: Tensor) -> TritonRouting:
         from triton_kernels.matmul_ogs import GatherIndx, RoutingData, ScatterIndx
         from triton_kernels.tensor import make_ragged_tensor_metadata
 
@@ -61,9 +61,9 @@ class FourWarps(SortingPeer[Routed]):
         places = torch.empty_like(order)
         places[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
         data = RoutingData(None, blocks.slice_sizes, self.problem.experts, ids.shape[1], blocks)
-        return Routed(slots, data, GatherIndx(order, places), ScatterIndx(places, order))
+        return TritonRouting(slots, data, GatherIndx(order, places), ScatterIndx(places, order))
 
-    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: Routed) -> Tensor:
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: TritonRouting) -> Tensor:
         (w13, precise13), (w2, precise2) = self.held["w13"], self.held["w2"]
         hidden = self.matmul(
             x, w13, None, routed.data, gather_indx=routed.gather,

@@ -17,7 +17,7 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.spec import ActivationSpec
 
 if TYPE_CHECKING:
-    from lancebill.bench.run import Result
+    from lancebill.bench.run import BenchResult
 
 NOTES = {
     "min_us": "the fastest of the same calls",
@@ -32,7 +32,7 @@ NOTES = {
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchCase:
     """What a call cannot avoid, averaged over the batches that take turns."""
 
     flops: float
@@ -41,7 +41,7 @@ class Work:
     activations: ActivationSpec
 
     @classmethod
-    def of(cls, problem: Problem, batches: Sequence[Batch]) -> Work:
+    def of(cls, problem: Problem, batches: Sequence[Batch]) -> BenchCase:
         tokens = batches[0].x.shape[0]
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
         expert = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
@@ -51,14 +51,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One part of the layer at one number of tokens."""
 
     part: str
     backend: str
     tokens: int
     times: Times
-    work: Work
+    work: BenchCase
     ceilings: Ceilings
     peers: Mapping[str, Times] = field(default_factory=dict)
     error: float | None = None
@@ -92,7 +92,7 @@ class Row:
         }
 
 
-def describe(result: Result, machine: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
+def describe(result: BenchResult, machine: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
     """The whole report for `--json`."""
     setup = result.setup
     asked = {

@@ -14,7 +14,7 @@ from lancebill.bench import peers as others
 from lancebill.bench.ceilings import Ceilings, measure_ceilings
 from lancebill.bench.check import check
 from lancebill.bench.peer import Peer, SortingPeer
-from lancebill.bench.report import Row, Work
+from lancebill.bench.report import BenchCase, BenchRow
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
@@ -63,7 +63,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What came out; `absent` says why a peer is not in the figures."""
 
     setup: Setup
@@ -71,11 +71,11 @@ class Result:
     threads: int | None
     ceilings: Ceilings
     evicted: int  # bytes read before every timed call
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     absent: Mapping[str, str]
 
 
-def run(setup: Setup, say: Say = lambda _: None) -> Result:
+def run(setup: Setup, say: Say = lambda _: None) -> BenchResult:
     """Measure the machine, make the weights, then every number of tokens in turn."""
     device, problem = _present(setup.device), setup.problem()
     names = others.expand(setup.peers)
@@ -100,12 +100,12 @@ def _present(name: str) -> Device:
     return device
 
 
-def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracle.Choice], say: Say) -> Result:
+def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracle.Choice], say: Say) -> BenchResult:
     say("measuring the machine")
     ceilings, clock = measure_ceilings(device, problem.activations), make_clock(device)
     evicted = clock.buffer.numel() * clock.buffer.element_size()
     threads = torch.get_num_threads() if device.kind == "cpu" else None
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     absent: dict[str, str] = {}
     weights = Weights(problem, device.torch, distinct=setup.distinct)
     layers: dict[str, _Ours] = {}
@@ -125,12 +125,12 @@ def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracl
         eager = _eager(layers, work) | {name: _calls(layer, work) for name, layer in rivals.items()}
         host = {name: host_time(calls, device.torch) for name, calls in eager.items()} if setup.host else {}
         times = measure(clock, contestants, setup.repeats)
-        done = Work.of(problem, work)
+        done = BenchCase.of(problem, work)
         beside = {name: times[name] for name in (*rivals, *sorted_) if name in times}
         for name in layers:
-            rows.append(Row(LAYER, name, tokens, times[name], done, ceilings, beside, errors[name], host))
+            rows.append(BenchRow(LAYER, name, tokens, times[name], done, ceilings, beside, errors[name], host))
         rows += _shared_rows(problem, tokens, times, ceilings)
-    return Result(setup, device, threads, ceilings, evicted, tuple(rows), absent)
+    return BenchResult(setup, device, threads, ceilings, evicted, tuple(rows), absent)
 
 
 class _Ours:
@@ -220,8 +220,8 @@ def _shared_parts(problem: Problem, work: Sequence[Batch]) -> dict[str, list[Cal
     return calls
 
 
-def _shared_rows(problem: Problem, tokens: int, times: Mapping[str, Times], ceilings: Ceilings) -> list[Row]:
+def _shared_rows(problem: Problem, tokens: int, times: Mapping[str, Times], ceilings: Ceilings) -> list[BenchRow]:
     """Both move one row for each slot and one for each token, once each way."""
     moved = tokens * (problem.top_k + 1) * problem.hidden * problem.input.storage.itemsize
-    work = Work(0.0, float(moved), 0.0, problem.activations)
-    return [Row(part, SHARED, tokens, times[part], work, ceilings) for part in (DISPATCH, COMBINE)]
+    work = BenchCase(0.0, float(moved), 0.0, problem.activations)
+    return [BenchRow(part, SHARED, tokens, times[part], work, ceilings) for part in (DISPATCH, COMBINE)]

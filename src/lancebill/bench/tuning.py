@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Layer:
+class TuningLayer:
     """One of the layers that are tuned for."""
 
     name: str
@@ -80,7 +80,9 @@ class Journal:
 class Search:
     """All layers and sizes, one after another; each in two rounds: tiles, then flags of the best."""
 
-    def __init__(self, layers: Sequence[Layer], tokens: Sequence[int], journal: Journal, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[TuningLayer], tokens: Sequence[int], journal: Journal, device: torch.device
+    ) -> None:
         self.layers, self.tokens, self.journal, self.device = layers, tokens, journal, device
         self.windows = Windows(device)
 
@@ -99,13 +101,13 @@ class Search:
                 self._cell(layer, tokens, packed, say)
                 advance(1)
 
-    def _first(self, layer: Layer, tokens: int) -> list[Candidate]:
+    def _first(self, layer: TuningLayer, tokens: int) -> list[Candidate]:
         cell = layer.cell(tokens)
         in_use = make_plan(layer.problem, tokens).rule
         assert in_use is not None
         return list(dict.fromkeys([Candidate(in_use), *search.first_round(cell, in_use)]))
 
-    def _cell(self, layer: Layer, tokens: int, packed: Mapping[str, Packed], say: Say) -> None:
+    def _cell(self, layer: TuningLayer, tokens: int, packed: Mapping[str, Packed], say: Say) -> None:
         cell = layer.cell(tokens)
         self._measure(layer, cell, self._first(layer, tokens), packed)
         leader = search.best_of(self.journal.times.get(cell.name, {}))
@@ -118,7 +120,9 @@ class Search:
         best = search.best_of(times, decode=True)
         say(f"{cell.name}: {best}, {times[best or '']:.1f} us of {len(times)} candidates")
 
-    def _measure(self, layer: Layer, cell: Cell, candidates: Sequence[Candidate], packed: Mapping[str, Packed]) -> None:
+    def _measure(
+        self, layer: TuningLayer, cell: Cell, candidates: Sequence[Candidate], packed: Mapping[str, Packed]
+    ) -> None:
         wanted = [candidate for candidate in candidates if not self.journal.knows(cell, candidate)]
         if not wanted:
             return
@@ -143,7 +147,7 @@ class Search:
         self.journal.note(cell, {name: round(steady.median, 3) for name, steady in took.items()}, failed)
 
     def _plans(
-        self, layer: Layer, cell: Cell, wanted: Sequence[Candidate]
+        self, layer: TuningLayer, cell: Cell, wanted: Sequence[Candidate]
     ) -> tuple[dict[str, HopperPlan], dict[str, str]]:
         """Plans whose kernels compile, built on all cores; and why the others do not."""
         plans: dict[str, HopperPlan] = {}

@@ -79,11 +79,11 @@ def bench(
 
 def _first_forwards(setup: Setup, shape: str) -> list[dict[str, Any]]:
     """Each backend twice: the first may have to fill caches that the second finds."""
-    from lancebill.bench.first_forward import Question, first_forward
+    from lancebill.bench.first_forward import FirstForward, first_forward
 
     found = []
     for name in setup.backends:
-        question = Question(shape, setup.weights, setup.activations, setup.device, setup.tokens[0], name)
+        question = FirstForward(shape, setup.weights, setup.activations, setup.device, setup.tokens[0], name)
         found += [asdict(question) | asdict(first_forward(question)) for _ in range(2)]
     return found
 

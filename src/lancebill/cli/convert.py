@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lancebill.numbers.codec import Loss
 
 
-class Device(str, Enum):
+class DeviceChoice(str, Enum):
     cpu = "cpu"
     cuda = "cuda"
 
@@ -40,7 +40,7 @@ def convert(
         str | None,
         typer.Option("--format", help="compressed-tensors (the default), gptq, awq, modelopt, fp8, gpt-oss ..."),
     ] = None,
-    device: Annotated[Device, typer.Option("--device", help="Where to compute.")] = Device.cpu,
+    device: Annotated[DeviceChoice, typer.Option("--device", help="Where to compute.")] = DeviceChoice.cpu,
     mx_rule: Annotated[MxRule, typer.Option("--mx-rule", help="How power-of-two scales round.")] = MxRule.floor,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     experts_only: Annotated[bool, typer.Option("--experts-only", help="Leave everything but the experts out.")] = False,
@@ -79,10 +79,10 @@ def target_of(to: str, format_name: str | None = None) -> Target:
 def run(source: Path, destination: Path, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert and describe what was done, ready for JSON."""
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.checkpoint.write.convert import Options, prepare, work_bytes
+    from lancebill.checkpoint.write.convert import ConvertOptions, prepare, work_bytes
     from lancebill.checkpoint.write.convert import convert as convert_checkpoint
 
-    chosen = Options(**options)
+    chosen = ConvertOptions(**options)
     start = time.perf_counter()
     with Checkpoint.open(source) as checkpoint:
         output = prepare(checkpoint, target, chosen)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class ExplainRequest:
     """A problem and where it comes from; `unlike` lists layers of the same files that are quantised otherwise."""
 
     source: str
@@ -98,29 +98,33 @@ def _here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> Question:
+def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> ExplainRequest:
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     known = parse_shape(shape)
-    return Question(known.name, known.problem(parse_spec(weights), parse_activation(activations or "bf16"), tp=tp))
+    return ExplainRequest(
+        known.name, known.problem(parse_spec(weights), parse_activation(activations or "bf16"), tp=tp)
+    )
 
 
-def _from_checkpoint(path: Path, layer: int | None, weights: str | None, activations: str | None, tp: int) -> Question:
+def _from_checkpoint(
+    path: Path, layer: int | None, weights: str | None, activations: str | None, tp: int
+) -> ExplainRequest:
     """The problem that loading this layer would pose, from headers alone."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
-    from lancebill.layer.recipe import Options, pose
+    from lancebill.layer.recipe import LoadOptions, pose
     from lancebill.moe.placement import Placement
 
     with Checkpoint.open(path) as checkpoint:
         manifest = manifests.build(checkpoint.config, checkpoint.headers)
         manifest.check(where=str(path))
     index = min(manifest.layers, default=0) if layer is None else layer
-    options = Options(
+    options = LoadOptions(
         placement=Placement(tp_size=tp), weights=weights, activations=activations, dtype=_input_dtype(activations)
     )
-    return Question(str(path), pose(manifest, index, options)[2], index, _unlike(manifest, index))
+    return ExplainRequest(str(path), pose(manifest, index, options)[2], index, _unlike(manifest, index))
 
 
 def _input_dtype(activations: str | None) -> Any:
@@ -149,7 +153,7 @@ def _unlike(manifest: Manifest, index: int) -> tuple[int, ...]:
 # For people ------------------------------------------------------------------------------------------
 
 
-def show(asked: Question, choice: Choice, tokens: int, out: Console) -> None:
+def show(asked: ExplainRequest, choice: Choice, tokens: int, out: Console) -> None:
     problem = choice.problem
     title = asked.source if asked.layer is None else f"{asked.source}, layer {asked.layer}"
     out.print(f"[bold]{escape(title)}[/]", soft_wrap=True)

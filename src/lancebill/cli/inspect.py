@@ -14,7 +14,7 @@ from lancebill.cli.console import Json, Source
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.checkpoint.resolve.manifest import Layer, Manifest, Projection
+    from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
 
 
 def inspect(
@@ -89,7 +89,7 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
 
 def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
     """Layers that are quantised alike, together."""
-    groups: dict[tuple[str, ...], list[Layer]] = {}
+    groups: dict[tuple[str, ...], list[StoredLayer]] = {}
     for layer in manifest.layers.values():
         groups.setdefault(tuple(_matrix(manifest, layer, name)["spec"] for name in ("w13", "w2")), []).append(layer)
     return [
@@ -102,7 +102,7 @@ def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _matrix(manifest: Manifest, layer: Layer, name: str) -> dict[str, Any]:
+def _matrix(manifest: Manifest, layer: StoredLayer, name: str) -> dict[str, Any]:
     from lancebill.checkpoint.resolve.naming import DOWN, GATE
 
     projection = layer.sample(DOWN if name == "w2" else GATE)
@@ -147,14 +147,14 @@ def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
     return {"index": index, "tensors": rows}
 
 
-def _spelling(layer: Layer) -> str:
+def _spelling(layer: StoredLayer) -> str:
     form = layer.form
     words = ["stacked" if form.stacked else "per expert", "gate and up fused" if form.fused else "gate and up apart"]
     words += ["interleaved"] * form.interleaved + ["transposed"] * bool(form.transposed)
     return ", ".join(words if form.gated else [words[0], "not gated"])
 
 
-def _weights(layer: Layer) -> int:
+def _weights(layer: StoredLayer) -> int:
     return layer.experts * layer.hidden * layer.intermediate * (3 if layer.gated else 2)
 
 

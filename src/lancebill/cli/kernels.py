@@ -14,7 +14,7 @@ from lancebill.cli.console import Json
 from lancebill.errors import CompileError, SpecError
 
 if TYPE_CHECKING:
-    from lancebill.jit.compile import Source
+    from lancebill.jit.compile import KernelSource
 
 app = typer.Typer(
     help="Compiled kernels of the GPU backends: list them, build them ahead, warm a GPU up, verify the cache.",
@@ -132,13 +132,13 @@ def verify(folder: Folder = None, as_json: Json = False) -> None:
     raise typer.Exit(ui.PROBLEM if damaged else ui.FINE)
 
 
-def _shipped() -> list[Source]:
+def _shipped() -> list[KernelSource]:
     from lancebill.backends.hopper.shipped import shipped
 
     return list(shipped())
 
 
-def _row(source: Source, held: Any) -> dict[str, Any]:
+def _row(source: KernelSource, held: Any) -> dict[str, Any]:
     from lancebill.jit.compile import compiler_version
 
     found = held.find(source)
@@ -151,7 +151,7 @@ def _row(source: Source, held: Any) -> dict[str, Any]:
     }
 
 
-def _compile(sources: list[Source], folder: Path | None, jobs: int | None) -> dict[Source, str]:
+def _compile(sources: list[KernelSource], folder: Path | None, jobs: int | None) -> dict[KernelSource, str]:
     """What failed, and why; a bar meanwhile."""
     from lancebill.jit.build import build_all
 
@@ -159,7 +159,7 @@ def _compile(sources: list[Source], folder: Path | None, jobs: int | None) -> di
         return build_all(sources, folder, jobs, lambda source, error: advance(1))
 
 
-def _load(sources: list[Source], device: Any) -> None:
+def _load(sources: list[KernelSource], device: Any) -> None:
     import torch
 
     from lancebill.jit.load import function

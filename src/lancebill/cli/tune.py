@@ -16,7 +16,7 @@ from lancebill.cli.explain import SHAPES
 from lancebill.errors import SpecError
 
 if TYPE_CHECKING:
-    from lancebill.bench.tuning import Layer
+    from lancebill.bench.tuning import TuningLayer
 
 ARCH = 90
 
@@ -64,20 +64,22 @@ def tune(
     ui.console().print(f"{len(hunt.cells)} cells measured; rules in {out}", soft_wrap=True)
 
 
-def _layers(shapes: list[str], weights: tuple[str, ...], activations: tuple[str, ...]) -> list[Layer]:
-    from lancebill.bench.tuning import Layer
+def _layers(shapes: list[str], weights: tuple[str, ...], activations: tuple[str, ...]) -> list[TuningLayer]:
+    from lancebill.bench.tuning import TuningLayer
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.numbers.spec_names import parse_activation, parse_spec
 
     return [
-        Layer(f"{shape}: {spec} x {inputs}", parse_shape(shape).problem(parse_spec(spec), parse_activation(inputs)))
+        TuningLayer(
+            f"{shape}: {spec} x {inputs}", parse_shape(shape).problem(parse_spec(spec), parse_activation(inputs))
+        )
         for shape in shapes
         for spec in weights
         for inputs in activations
     ]
 
 
-def _said(layers: list[Layer]) -> str:
+def _said(layers: list[TuningLayer]) -> str:
     names = ", ".join(layer.name for layer in layers)
     return f"{datetime.now(timezone.utc):%Y-%m-%d}, {names}; rows_up_to = routed rows per local expert"
 

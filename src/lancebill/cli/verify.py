@@ -17,13 +17,13 @@ from lancebill.errors import CheckpointProblems, LancebillError, UnsupportedForm
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.checkpoint.resolve.manifest import Layer, Manifest
+    from lancebill.checkpoint.resolve.manifest import Manifest, StoredLayer
 
 SHOWN = 50  # problems printed for people
 
 
 @dataclass
-class Verdict:
+class VerifyReport:
     """Problems fail the check, warnings do so with --strict, notes never."""
 
     path: str
@@ -55,12 +55,12 @@ def verify(
     raise typer.Exit(ui.FINE if verdict.ok else ui.PROBLEM)
 
 
-def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verdict:
+def examine(path: Path, *, values: bool = False, strict: bool = False) -> VerifyReport:
     """Everything that is wrong; a file that cannot be opened at all is one problem."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
 
-    verdict = Verdict(str(path))
+    verdict = VerifyReport(str(path))
     try:
         with Checkpoint.open(path) as checkpoint:
             verdict.tensors = len(checkpoint.tensors)
@@ -78,7 +78,7 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verdic
     return verdict
 
 
-def report(verdict: Verdict) -> dict[str, Any]:
+def report(verdict: VerifyReport) -> dict[str, Any]:
     return {
         "path": verdict.path,
         "ok": verdict.ok,
@@ -89,7 +89,7 @@ def report(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def show(verdict: Verdict, out: Console) -> None:
+def show(verdict: VerifyReport, out: Console) -> None:
     for errors, title, color in (
         (verdict.problems, "problem", "red"),
         (verdict.warnings, "warning", "yellow"),
@@ -118,7 +118,7 @@ def _unknown_keys(manifest: Manifest) -> list[LancebillError]:
     ]
 
 
-def _check_values(checkpoint: Checkpoint, layers: Iterable[Layer], verdict: Verdict) -> None:
+def _check_values(checkpoint: Checkpoint, layers: Iterable[StoredLayer], verdict: VerifyReport) -> None:
     from lancebill.checkpoint.load.check_values import check_values
     from lancebill.checkpoint.load.worker_threads import ordered
 

@@ -21,7 +21,7 @@ PROMPT = "The sea was calm that morning, and"
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """One variant: weights, activations, and what was measured."""
 
     weights: str
@@ -38,12 +38,12 @@ def variants() -> list[tuple[str, str]]:
     return [(w, a) for w in WEIGHTS for a in ACTIVATIONS if w != "bf16" or a == "bf16"]
 
 
-def rows(model: Path, cache: Path, progress: Callable[[int], None] = lambda _: None) -> list[Row]:
+def rows(model: Path, cache: Path, progress: Callable[[int], None] = lambda _: None) -> list[VariantRow]:
     """Measured now, or taken from the cache where this machine has measured them before."""
     key = _machine()
     known = json.loads(cache.read_text()) if cache.exists() else {}
     if known.get("machine") == key:
-        return [Row(**row) for row in known["rows"]]
+        return [VariantRow(**row) for row in known["rows"]]
     found = []
     for row in _measure(model):
         found.append(row)
@@ -67,7 +67,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _measure(path: Path) -> Iterator[Row]:
+def _measure(path: Path) -> Iterator[VariantRow]:
     """One model in memory; its experts are loaded anew for each kind of weights."""
     from transformers import AutoTokenizer
 
@@ -95,4 +95,4 @@ def _measure(path: Path) -> Iterator[Row]:
         found = perplexity(model, text, window=WINDOW, stride=WINDOW)
         said = speak(model, tokenizer, prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
         backend = layers[0].choice.backend.name
-        yield Row(weights, activations, backend, size / 1e6, found.value, found.stderr, said.tokens_per_second)
+        yield VariantRow(weights, activations, backend, size / 1e6, found.value, found.stderr, said.tokens_per_second)

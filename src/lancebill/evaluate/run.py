@@ -43,7 +43,7 @@ class Variant:
 
 
 @dataclass
-class Result:
+class EvalResult:
     """What one variant did."""
 
     variant: Variant
@@ -52,7 +52,7 @@ class Result:
     how: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0  # without loading
 
-    def describe(self, first: Result) -> dict[str, Any]:
+    def describe(self, first: EvalResult) -> dict[str, Any]:
         """Figures, and against `first` the probability that chance alone made them differ."""
         found: dict[str, Any] = {"variant": str(self.variant), **self.how, "seconds": round(self.seconds, 2)}
         if self.perplexity is not None:
@@ -99,13 +99,13 @@ def evaluate(
     batch: int = 1,
     progress: Callable[[int], None] = lambda _: None,
     heard: Callable[[Variant, Question, str], None] = lambda *_: None,
-) -> list[Result]:
+) -> list[EvalResult]:
     """One result for each variant, in their order; `heard` is told every answer when it is given."""
-    results: list[Result] = []
+    results: list[EvalResult] = []
     next(windows(window, window, stride))  # refused, if it is to be, before a model is loaded
     for variant in variants:
         model, tokenizer = load(variant)
-        result, start = Result(variant), time.perf_counter()
+        result, start = EvalResult(variant), time.perf_counter()
         if text is not None:
             ids = tokenizer(text, return_tensors="pt").input_ids[0][:max_text_tokens]
             result.perplexity = perplexity(model, ids, window=window, stride=stride, batch=batch, progress=progress)

@@ -64,7 +64,7 @@ class Args:
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """One config group without its targets."""
 
     weights: Args | None
@@ -72,7 +72,7 @@ class Group:
     format: str | None
 
 
-def find_group(config: Config, name: str) -> Group | None:
+def find_group(config: Config, name: str) -> ConfigGroup | None:
     """The group that quantises a module, None where none does; the halves of a fused name must agree."""
     targets, ignore = _all_targets(config)
     names = [name]
@@ -104,11 +104,11 @@ def _all_targets(config: Config) -> tuple[dict[str, _Targets], _Targets]:
 
 
 @lru_cache(maxsize=256)
-def _group(config: Config, key: str) -> Group:
+def _group(config: Config, key: str) -> ConfigGroup:
     return read_group(require(config, "config_groups", dict)[key], f"config_groups.{key}", config.source)
 
 
-def read_group(value: Mapping[str, Any], key: str, source: str) -> Group:
+def read_group(value: Mapping[str, Any], key: str, source: str) -> ConfigGroup:
     if value.get("output_activations") is not None:
         raise UnsupportedFormat(f"quantised outputs are not supported: '{key}.output_activations'", where=source)
     fmt = value.get("format")
@@ -116,7 +116,7 @@ def read_group(value: Mapping[str, Any], key: str, source: str) -> Group:
         None if value.get(side) is None else _read_args(value[side], f"{key}.{side}", source)
         for side in ("weights", "input_activations")
     )
-    return Group(weights, inputs, None if fmt is None else checked(fmt, f"{key}.format", str, READ, source))
+    return ConfigGroup(weights, inputs, None if fmt is None else checked(fmt, f"{key}.format", str, READ, source))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ SCALE_STAGES: dict[str, DType] = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "fp8_e5m3"
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuarkPlan:
     """What one section says, checked. `scale` None: a float, as stored."""
 
     dtype: str
@@ -74,7 +74,7 @@ class Plan:
         return QuantSpec(biased_type(bits), scales)
 
 
-def read_plan(section: Any, key: str, source: str, *, rows: tuple[int, ...] = (0, -2)) -> Plan | None:
+def read_plan(section: Any, key: str, source: str, *, rows: tuple[int, ...] = (0, -2)) -> QuarkPlan | None:
     """One stage or two; None where the tensor is not quantised. `rows`: the axes that mean rows."""
     stages = section if isinstance(section, list) else [section]
     if section is None or not stages:
@@ -99,7 +99,7 @@ def read_plan(section: Any, key: str, source: str, *, rows: tuple[int, ...] = (0
     return replace(plan, scale=scale, outer=outer, swapped=not later_scales, outer_dynamic=dynamic)
 
 
-def _read_stage(stage: Mapping[str, Any], key: str, source: str, rows: tuple[int, ...]) -> Plan | None:
+def _read_stage(stage: Mapping[str, Any], key: str, source: str, rows: tuple[int, ...]) -> QuarkPlan | None:
     legal = (*INT_BITS, *FLOAT_CODES, "mx", *WIDE)
     dtype = checked(stage.get("dtype"), f"{key}.dtype", str, legal, source)
     if dtype in WIDE:
@@ -108,7 +108,7 @@ def _read_stage(stage: Mapping[str, Any], key: str, source: str, rows: tuple[int
     if dtype == "mx":
         element = checked(stage.get("mx_element_dtype"), f"{key}.mx_element_dtype", str, MX_ELEMENTS, source)
         checked(stage.get("group_size"), f"{key}.group_size", int, (MX_BLOCK,), source)
-        return Plan(element, group(MX_BLOCK), scale=E8M0, embedded=True, dynamic=dynamic)
+        return QuarkPlan(element, group(MX_BLOCK), scale=E8M0, embedded=True, dynamic=dynamic)
     symmetric = stage.get("symmetric")
     if dtype in FLOAT_CODES and symmetric is False:
         raise UnsupportedFormat(f"'{key}': floats have no zero point", where=source, expected="symmetric true")
@@ -117,7 +117,7 @@ def _read_stage(stage: Mapping[str, Any], key: str, source: str, rows: tuple[int
     if named is not None:
         checked(named, f"{key}.scale_format", str, tuple(SCALE_FORMATS), source)
     scale = None if named is None else SCALE_FORMATS[named]
-    return Plan(dtype, _read_block(stage, dtype, key, source, rows), zero, scale, dynamic=dynamic)
+    return QuarkPlan(dtype, _read_block(stage, dtype, key, source, rows), zero, scale, dynamic=dynamic)
 
 
 def _read_block(stage: Mapping[str, Any], dtype: str, key: str, source: str, rows: tuple[int, ...]) -> Block:

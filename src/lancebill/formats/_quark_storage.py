@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode
 from lancebill.formats._floats import LEVEL_ROLES, place, put, scale_axes
-from lancebill.formats._quark_config import INT_BITS, MX_BLOCK, Plan
+from lancebill.formats._quark_config import INT_BITS, MX_BLOCK, QuarkPlan
 from lancebill.formats.base import BIAS, FLOAT_NAMES, SCALAR, Part, Scheme, codes_of, part
 from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.numbers.bit_packing import pack_awq, pack_bits, unpack_awq, unpack_bits
@@ -36,7 +36,7 @@ SCALE_WORDS: dict[DType, tuple[str, ...]] = {
 class QuarkScheme(Scheme):
     """Floats: codes as a bit stream along K; the base of the others."""
 
-    plan: Plan
+    plan: QuarkPlan
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes = unpack_bits(stored["codes"], self.spec.dtype.bits, k)
@@ -197,7 +197,9 @@ class QuarkMx(QuarkScheme):
         return {"codes": torch.cat([exponent.unsqueeze(-1), payload], dim=-1).flatten(-2)}
 
 
-def quark_scheme(plan: Plan, spec: QuantSpec, inputs: tuple[Part, ...] = (), *, reorder: bool = True) -> QuarkScheme:
+def quark_scheme(
+    plan: QuarkPlan, spec: QuantSpec, inputs: tuple[Part, ...] = (), *, reorder: bool = True
+) -> QuarkScheme:
     """The scheme of a weight whose section of the config is `plan`."""
     bits = spec.dtype.bits
     if plan.embedded:
@@ -220,7 +222,7 @@ def quark_scheme(plan: Plan, spec: QuantSpec, inputs: tuple[Part, ...] = (), *, 
     return QuarkInteger(spec, (*parts, BIAS, *inputs), plan, reorder)
 
 
-def scale_names(plan: Plan) -> tuple[str, str]:
+def scale_names(plan: QuarkPlan) -> tuple[str, str]:
     """The suffixes of the element's own scale and of the second one."""
     return (".weight_scale_2", ".weight_scale") if plan.swapped else (".weight_scale", ".weight_scale_2")
 

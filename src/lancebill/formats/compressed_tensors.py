@@ -22,7 +22,7 @@ from lancebill.formats._ct_config import (
     PACK,
     READ,
     Args,
-    Group,
+    ConfigGroup,
     dynamic_args,
     find_group,
     read_group,
@@ -170,7 +170,7 @@ def _refuse_unreadable(config: Config) -> None:
         raise UnsupportedFormat("pruned experts are not read: 'moe_sparsity_config'", where=config.source)
 
 
-def _format(config: Config, found: Group, weights: Args, module: Module) -> str:
+def _format(config: Config, found: ConfigGroup, weights: Args, module: Module) -> str:
     """The group's own format, else the config's, else what the arguments leave no doubt about."""
     named = found.format or config.quant.get("format")
     if named is not None and named != MIXED:
@@ -204,7 +204,7 @@ def _words(weights: Args, module: Module) -> str:
 
 
 @lru_cache(maxsize=256)
-def _build(fmt: str, found: Group, scale: DType, words: str, source: str) -> Scheme:
+def _build(fmt: str, found: ConfigGroup, scale: DType, words: str, source: str) -> Scheme:
     """The scheme of a format for these arguments."""
     weights, inputs = found.weights, _input_parts(found.inputs)
     assert weights is not None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lancebill.errors import UnsupportedFormat
-from lancebill.formats._quark_config import Plan, find_entry, read_plan
+from lancebill.formats._quark_config import QuarkPlan, find_entry, read_plan
 from lancebill.formats._quark_storage import quark_scheme, scale_names
 from lancebill.formats.base import (
     FLOAT_TYPES,
@@ -97,12 +97,12 @@ class Quark(Format):
         yield _example("nvfp4", nvfp4, F32, dynamic, {"input_global_scale": ()})
 
 
-def _input_plan(section: Mapping[str, Any], source: str) -> Plan | None:
+def _input_plan(section: Mapping[str, Any], source: str) -> QuarkPlan | None:
     plan = read_plan(section.get("input_tensors"), "input_tensors", source, rows=TOKEN_AXES)
     return replace(plan, dynamic=True) if plan is not None and plan.embedded else plan
 
 
-def _input_parts(plan: Plan | None) -> tuple[Part, ...]:
+def _input_parts(plan: QuarkPlan | None) -> tuple[Part, ...]:
     """What the activation side may store; required where the config calls it static."""
     static = plan is not None and not plan.dynamic
     shifted = static and plan is not None and plan.zero

@@ -13,13 +13,13 @@ from threading import Lock
 
 from lancebill.errors import LancebillError
 from lancebill.jit.cache import Cache
-from lancebill.jit.compile import Binary, Source, build
+from lancebill.jit.compile import Binary, KernelSource, build
 
 log = logging.getLogger("lancebill")
 _compiling = Lock()  # the compiler's settings, and where it prints, are the whole process's
 
 
-def binary(source: Source, held: Cache | None = None) -> Binary:
+def binary(source: KernelSource, held: Cache | None = None) -> Binary:
     """The compiled kernel, from the cache or built now, with a word about it."""
 
     def compile_now() -> Binary:
@@ -37,9 +37,9 @@ def _announce() -> None:
 
 
 def build_all(
-    sources: Iterable[Source], folder: Path | None = None, jobs: int | None = None,
-    progress: Callable[[Source, str | None], None] = lambda source, error: None,
-) -> dict[Source, str]:  # fmt: skip
+    sources: Iterable[KernelSource], folder: Path | None = None, jobs: int | None = None,
+    progress: Callable[[KernelSource, str | None], None] = lambda source, error: None,
+) -> dict[KernelSource, str]:  # fmt: skip
     """Compile what the cache lacks, on all cores; returns what failed and why.
 
     `progress` hears of each kernel as it ends, those that were there first.
@@ -51,7 +51,7 @@ def build_all(
     for source in wanted:
         if source not in missing:
             progress(source, None)
-    failed: dict[Source, str] = {}
+    failed: dict[KernelSource, str] = {}
     if not missing:
         return failed
     workers = min(jobs or os.cpu_count() or 1, len(missing))
@@ -72,7 +72,7 @@ def _outcome(future: Future[str | None]) -> str | None:
         return "the process that compiled it died, for want of memory perhaps"
 
 
-def _build(source: Source, folder: Path | None) -> str | None:
+def _build(source: KernelSource, folder: Path | None) -> str | None:
     """In a process of its own; the reason instead of an error, which might not travel."""
     log.setLevel(logging.ERROR)
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lancebill.errors import CacheError, MissingKernel
 from lancebill.jit import private_folder as private
-from lancebill.jit.compile import Binary, Source, compiler_version
+from lancebill.jit.compile import Binary, KernelSource, compiler_version
 
 log = logging.getLogger("lancebill")
 
@@ -61,13 +61,13 @@ class Cache:
         self.shipped = shipped or shipped_folder()
         self.must_keep = must_keep
 
-    def find(self, source: Source) -> Binary | None:
+    def find(self, source: KernelSource) -> Binary | None:
         """The entry, checked; None where there is none or it is damaged."""
         shipper = made_by(self.shipped)
         found = None if shipper is None else read(self.shipped, source.key(shipper))
         return found or self._own(source)
 
-    def get(self, source: Source, build: Callable[[], Binary]) -> Binary:
+    def get(self, source: KernelSource, build: Callable[[], Binary]) -> Binary:
         """The entry, built by the first that asks for it."""
         found = self.find(source)
         if found is not None:
@@ -101,7 +101,7 @@ class Cache:
         """Keys of the writable folder."""
         return sorted(path.name[: -len(SUFFIX)] for path in self.folder.glob(f"*{SUFFIX}"))
 
-    def _own(self, source: Source) -> Binary | None:
+    def _own(self, source: KernelSource) -> Binary | None:
         private.require(self.folder)
         return read(self.folder, source.key(compiler_version()))
 

@@ -43,7 +43,7 @@ class Desc:
 
 
 @dataclass(frozen=True)
-class Source:
+class KernelSource:
     """One configuration of one kernel: everything that decides the binary.
 
     `arguments` maps run-time arguments to types: a `Desc`, or Triton's spelling (`*bf16`, `i32`,
@@ -133,7 +133,7 @@ def compiler_version() -> str:
         return "none"
 
 
-def build(source: Source) -> Binary:
+def build(source: KernelSource) -> Binary:
     """Compile, and refuse spills and the warnings that mean serialised tensor-core work."""
     try:
         import triton
@@ -209,7 +209,7 @@ def _join_products(*asked: Any) -> tuple[str, str] | None:
     return None
 
 
-def _ast(source: Source) -> Any:
+def _ast(source: KernelSource) -> Any:
     kernel = vars(importlib.import_module(source.module))[source.kernel]
     names: list[str] = list(kernel.arg_names)
     kinds, values = dict(source.arguments), dict(source.constants)
@@ -241,7 +241,7 @@ def _plain(meta: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(meta)))
 
 
-def _check_parameters(source: Source, ptx: str) -> None:
+def _check_parameters(source: KernelSource, ptx: str) -> None:
     """A launcher lays arguments out as they were in the Triton it was written for; another may have others."""
     wanted = sum(1 if isinstance(kind, str) else 1 + 2 * kind.rank for _, kind in source.arguments) + SCRATCH_POINTERS
     found = len(set(re.findall(rf"\.param .*\b{source.kernel}_param_(\d+)\b", ptx)))
@@ -249,7 +249,7 @@ def _check_parameters(source: Source, ptx: str) -> None:
         raise CompileError(f"{source.label} has other parameters in {compiler_version()}", expected=wanted, got=found)
 
 
-def _check_report(source: Source, report: str) -> int:
+def _check_report(source: KernelSource, report: str) -> int:
     """Registers; raises where the assembler spilled or warned of serialised products."""
     used = re.search(r"Used (\d+) registers", report)
     if used is None:

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lancebill.jit.build import binary
-from lancebill.jit.compile import SCRATCH_POINTERS, Binary, Desc, Source
+from lancebill.jit.compile import SCRATCH_POINTERS, Binary, Desc, KernelSource
 from lancebill.jit.driver import MAP_BYTES, Launch, encode_map, load_function
 
 _SCRATCH = tuple((f"scratch{i}", struct.pack("Q", 0)) for i in range(SCRATCH_POINTERS))
-_functions: dict[tuple[Source, int], tuple[int, Binary]] = {}
+_functions: dict[tuple[KernelSource, int], tuple[int, Binary]] = {}
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MappedMatrix:
     """A row-major tensor behind a tensor-map argument, by its address: nothing here keeps it alive."""
 
     pointer: int
@@ -31,10 +31,10 @@ class Matrix:
         return tuple(steps)
 
 
-Value = int | float | Matrix
+Value = int | float | MappedMatrix
 
 
-def function(source: Source, device: int) -> tuple[int, Binary]:
+def function(source: KernelSource, device: int) -> tuple[int, Binary]:
     """The function in this device's context (which must be current)."""
     key = (source, device)
     if key not in _functions:
@@ -43,7 +43,7 @@ def function(source: Source, device: int) -> tuple[int, Binary]:
     return _functions[key]
 
 
-def prepare(source: Source, device: int, stream: int, values: Mapping[str, Value], *, dependent: bool) -> Launch:
+def prepare(source: KernelSource, device: int, stream: int, values: Mapping[str, Value], *, dependent: bool) -> Launch:
     """A launch on a stream with every argument set; 0 stands for a pointer or a tensor that is set later."""
     handle, compiled = function(source, device)
     laid_out: list[tuple[str, bytes]] = []
@@ -54,7 +54,7 @@ def prepare(source: Source, device: int, stream: int, values: Mapping[str, Value
         if isinstance(kind, Desc):
             maps[name] = facts = next(descs)
             sides, steps, encoded = kind.box, kind.box, bytes(MAP_BYTES)
-            if isinstance(value, Matrix):
+            if isinstance(value, MappedMatrix):
                 sides, steps, encoded = value.shape, value.strides, _tensor_map(value, facts)
             laid_out.append((name, encoded))
             laid_out += [(f"{name}.shape", struct.pack("i", side)) for side in sides]
@@ -66,12 +66,12 @@ def prepare(source: Source, device: int, stream: int, values: Mapping[str, Value
     return Launch(handle, compiled.threads, compiled.shared, stream, [*laid_out, *_SCRATCH], dependent, maps)
 
 
-def encoded(launch: Launch, name: str, matrix: Matrix) -> bytes:
+def encoded(launch: Launch, name: str, matrix: MappedMatrix) -> bytes:
     """A tensor-map argument that points at another tensor."""
     return _tensor_map(matrix, launch.maps[name])
 
 
-def _tensor_map(matrix: Matrix, facts: Mapping[str, object]) -> bytes:
+def _tensor_map(matrix: MappedMatrix, facts: Mapping[str, object]) -> bytes:
     room = ctypes.create_string_buffer(MAP_BYTES + 64)
     at = -(-ctypes.addressof(room) // 64) * 64
     box, item, swizzle = facts["block_size"], facts["elem_size"], facts["swizzle"]

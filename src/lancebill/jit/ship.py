@@ -8,12 +8,12 @@ from pathlib import Path
 
 from lancebill.errors import CacheError
 from lancebill.jit.cache import MADE_BY, SUFFIX, Cache, read, render, shipped_folder
-from lancebill.jit.compile import Source, compiler_version
+from lancebill.jit.compile import KernelSource, compiler_version
 
 MOST_KERNELS, MOST_BYTES = 200, 20 << 20
 
 
-def ship(sources: Iterable[Source], held: Cache, folder: Path | None = None) -> int:
+def ship(sources: Iterable[KernelSource], held: Cache, folder: Path | None = None) -> int:
     """Replace the shipped set by these kernels, all of which the cache has; returns their bytes."""
     folder, compiler = folder or shipped_folder(), compiler_version()
     entries: dict[str, bytes] = {}

@@ -15,7 +15,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
 from lancebill.layer.push import Pusher
-from lancebill.layer.recipe import Options, Recipe, wide_inputs
+from lancebill.layer.recipe import LoadOptions, Recipe, wide_inputs
 from lancebill.layer.routed_experts import QuantizedLinear, RoutedExperts
 from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.layout import MatrixShape
@@ -31,7 +31,7 @@ def from_checkpoint(path: str | Path | Checkpoint, layer: int, **options: Any) -
     routing, progress. `weights` and `activations` take a spec, a spec for each matrix, or rules by
     layer; activations="checkpoint" follows what the checkpoint declares.
     """
-    wanted = Options(**options)
+    wanted = LoadOptions(**options)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     manifest = manifests.build(checkpoint.config, checkpoint.headers, wanted.naming, layers=(layer,))
     manifest.check(where=str(checkpoint.path))

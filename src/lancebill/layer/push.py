@@ -21,7 +21,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Claim
 from lancebill.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
-from lancebill.layer.recipe import Losses, Options, Recipe
+from lancebill.layer.recipe import LoadOptions, Losses, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import Layout
 from lancebill.moe.problem import parse_device
@@ -35,7 +35,7 @@ def from_config(
     With `tensors` (names and headers of the checkpoint) an expert is packed and its tensors let go
     as soon as the last of them comes; without, at `finish()`. Options as in `from_checkpoint`.
     """
-    wanted, model = Options(**options), config_of_model(config)
+    wanted, model = LoadOptions(**options), config_of_model(config)
     made = RoutedExperts()
     recipe = None
     if tensors is not None:
@@ -55,7 +55,7 @@ class Pusher:
         layer: RoutedExperts,
         config: Config,
         index: int,
-        options: Options,
+        options: LoadOptions,
         recipe: Recipe | None,
         *,
         empty: bool = False,

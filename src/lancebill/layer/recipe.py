@@ -14,7 +14,7 @@ import torch
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
 from lancebill.checkpoint.load.load_experts import LayerPlan, Reader, load_layer, plan_layer
-from lancebill.checkpoint.resolve.manifest import Layer, Manifest
+from lancebill.checkpoint.resolve.manifest import Manifest, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming
 from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
 from lancebill.errors import MissingTensor, SpecError
@@ -33,7 +33,7 @@ WIDE = {torch.bfloat16: ACTIVATIONS["bf16"], torch.float16: ACTIVATIONS["fp16"],
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """How a layer is to be loaded; the keyword arguments of `from_checkpoint`."""
 
     device: str = "cpu"
@@ -65,11 +65,11 @@ class Recipe:
     manifest: Manifest
     plan: LayerPlan
     choice: oracle.Choice
-    options: Options
+    options: LoadOptions
     declared: dict[str, ActivationSpec]
 
     @classmethod
-    def make(cls, manifest: Manifest, index: int, options: Options) -> Recipe:
+    def make(cls, manifest: Manifest, index: int, options: LoadOptions) -> Recipe:
         plan, declared, problem = pose(manifest, index, options)
         choice = oracle.select(problem, options.device, options.backend)
         return cls(manifest, plan, choice, options, declared)
@@ -149,7 +149,7 @@ def wide_inputs(dtype: torch.dtype) -> ActivationSpec:
     return WIDE[dtype]
 
 
-def pose(manifest: Manifest, index: int, options: Options) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
+def pose(manifest: Manifest, index: int, options: LoadOptions) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
     """A rank's share of a layer, the activations its checkpoint declares, and what is to be computed:
     all that is known before any backend is asked."""
     if index not in manifest.layers:
@@ -162,7 +162,9 @@ def pose(manifest: Manifest, index: int, options: Options) -> tuple[LayerPlan, d
     return plan, declared, _problem(manifest, plan, options, declared)
 
 
-def _problem(manifest: Manifest, plan: LayerPlan, options: Options, declared: Mapping[str, ActivationSpec]) -> Problem:
+def _problem(
+    manifest: Manifest, plan: LayerPlan, options: LoadOptions, declared: Mapping[str, ActivationSpec]
+) -> Problem:
     """What this rank has to compute."""
     said = activation_specs(options.activations, plan.layer.index)
     wide = wide_inputs(options.dtype)
@@ -191,7 +193,7 @@ def _routing(manifest: Manifest, layer: int) -> Routing:
     return routing_for(manifest.config.model, manifest.naming.family, layer)
 
 
-def _declared_activations(manifest: Manifest, layer: Layer, options: Options) -> dict[str, ActivationSpec]:
+def _declared_activations(manifest: Manifest, layer: StoredLayer, options: LoadOptions) -> dict[str, ActivationSpec]:
     """What the checkpoint asks each product's input to be."""
     declared = {}
     for matrix, name in (("w13", GATE), ("w2", DOWN)):

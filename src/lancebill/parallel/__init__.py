@@ -1,7 +1,7 @@
 """Routed experts over several processes, on torch.distributed."""
 
 from lancebill.parallel.experts import ALL_TO_ALL, GATHER, ExpertParallel
-from lancebill.parallel.groups import Group, Mesh
+from lancebill.parallel.groups import Mesh, RankGroup
 from lancebill.parallel.replicas import Assignment
 
 __all__ = ["ALL_TO_ALL", "GATHER", "Assignment", "ExpertParallel", "Group", "Mesh"]

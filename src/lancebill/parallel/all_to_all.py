@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed, Sorted, combine, sort
-from lancebill.parallel.groups import Group
+from lancebill.parallel.groups import RankGroup
 from lancebill.parallel.replicas import Tables
 
 
@@ -32,7 +32,7 @@ class Parcels:
 
 
 def forward(
-    layer: RoutedExperts, group: Group, tables: Tables, x: Tensor, indexed: Indexed, out: Tensor, wire: torch.dtype
+    layer: RoutedExperts, group: RankGroup, tables: Tables, x: Tensor, indexed: Indexed, out: Tensor, wire: torch.dtype
 ) -> Tensor:
     """x [M, H] through the physical experts `indexed` names, wherever they are, into `out`.
 
@@ -51,7 +51,7 @@ def forward(
     return combine(home, parcels.groups, indexed, out)
 
 
-def _pack(tables: Tables, group: Group, indexed: Indexed) -> tuple[Parcels, list[int], list[int]]:
+def _pack(tables: Tables, group: RankGroup, indexed: Indexed) -> tuple[Parcels, list[int], list[int]]:
     """This rank's parcels, and the numbers of rows and of slots that come from each rank."""
     ids, top_k = indexed.ids.long(), indexed.ids.shape[1]
     known = ids.clamp(min=0)

@@ -14,7 +14,7 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.placement import LINEAR, Placement
 from lancebill.moe.problem import CONTIGUOUS
 from lancebill.parallel import all_to_all, balance, gather
-from lancebill.parallel.groups import Group, Mesh
+from lancebill.parallel.groups import Mesh, RankGroup
 from lancebill.parallel.moves import carry_out, plan_moves
 from lancebill.parallel.replicas import Assignment, Tables, count_load
 
@@ -180,7 +180,7 @@ class ExpertParallel(nn.Module):
             raise LaunchError("this process is outside the mesh", hint="call resize() to join")
         return self._tables
 
-    def _tell_assignment(self, group: Group) -> Assignment:
+    def _tell_assignment(self, group: RankGroup) -> Assignment:
         """Rank 0 tells those that join what is where; others hear what they know."""
         known = self._assignment
         text = "" if known is None else json.dumps([self.strategy, known.experts, known.slots, known.logical])
@@ -214,7 +214,7 @@ class ExpertParallel(nn.Module):
                 hint=f"use form='{GATHER}' or another backend",
             )
 
-    def _check_alike(self, group: Group) -> None:
+    def _check_alike(self, group: RankGroup) -> None:
         """All ranks must hold experts in one layout and mean the same computation by them."""
         facts = self.layer.problem.describe()
         facts |= {"experts": "", "global_experts": "", "layout": self.layer.layout_signature()}

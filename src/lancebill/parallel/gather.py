@@ -14,11 +14,11 @@ from torch import Tensor
 from lancebill.errors import LaunchError
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
-from lancebill.parallel.groups import Group
+from lancebill.parallel.groups import RankGroup
 
 
 def forward(
-    layer: RoutedExperts, group: Group, max_tokens: int, x: Tensor, indexed: Indexed, wire: torch.dtype
+    layer: RoutedExperts, group: RankGroup, max_tokens: int, x: Tensor, indexed: Indexed, wire: torch.dtype
 ) -> Tensor:
     """x [M <= max_tokens, H] through the physical experts `indexed` names: [M, H] in `wire`.
 

@@ -28,7 +28,7 @@ OUTSIDE = -1
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """`size` ranks, of which this process is number `rank` (OUTSIDE: it is none of them).
 
     Every method is a collective: all members call it, with equal shapes unless it says otherwise.
@@ -108,9 +108,9 @@ class Mesh:
     one `ep` group hold different experts and may be given different tokens.
     """
 
-    tp: Group = Group()
-    ep: Group = Group()
-    everyone: Group = Group()
+    tp: RankGroup = RankGroup()
+    ep: RankGroup = RankGroup()
+    everyone: RankGroup = RankGroup()
 
     @classmethod
     def make(cls, tp: int = 1, ep: int = 1, ranks: Sequence[int] | None = None) -> Mesh:
@@ -143,12 +143,12 @@ class Mesh:
         return Placement(self.tp.rank, self.tp.size, self.ep.rank, self.ep.size, strategy, redundant, pad_to)
 
 
-def _join(all_ranks: list[tuple[int, ...]]) -> Group:
+def _join(all_ranks: list[tuple[int, ...]]) -> RankGroup:
     """Make all groups, as every process must, and give the one this process is in."""
     me = dist.get_rank()
-    mine = Group(OUTSIDE, len(all_ranks[0]), ())
+    mine = RankGroup(OUTSIDE, len(all_ranks[0]), ())
     for ranks in all_ranks:
         handle = dist.new_group(list(ranks))
         if me in ranks:
-            mine = Group(ranks.index(me), len(ranks), ranks, handle)
+            mine = RankGroup(ranks.index(me), len(ranks), ranks, handle)
     return mine

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancebill.parallel.groups import Group
+from lancebill.parallel.groups import RankGroup
 
 Held = Sequence[Sequence[int]]  # by rank: the experts in its slots
 
@@ -54,7 +54,7 @@ def plan_moves(before: Held, after: Held) -> list[Move]:
     return moves
 
 
-def carry_out(moves: Sequence[Move], rows: Sequence[Tensor], out: Sequence[Tensor], group: Group) -> None:
+def carry_out(moves: Sequence[Move], rows: Sequence[Tensor], out: Sequence[Tensor], group: RankGroup) -> None:
     """Copy rows [E_before, -1] into `out` [E_after, -1], across ranks where moves say so.
 
     With `out` the same list as `rows` it is done in place: arrivals wait aside until everything that
@@ -81,6 +81,6 @@ def carry_out(moves: Sequence[Move], rows: Sequence[Tensor], out: Sequence[Tenso
                 target[m.target_slot].copy_(landing)
 
 
-def _operation(way: Callable[..., Any], row: Tensor, peer: int, group: Group) -> dist.P2POp:
+def _operation(way: Callable[..., Any], row: Tensor, peer: int, group: RankGroup) -> dist.P2POp:
     """One row to or from a peer, as bytes: transports do not know all integer dtypes."""
     return dist.P2POp(way, row.view(torch.uint8), group.ranks[peer], group.handle)

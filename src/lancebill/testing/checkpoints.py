@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.base import Example, Part
@@ -47,7 +47,7 @@ class Generated:
         return (tensor[index] if index else tensor).clone()
 
 
-def generate(example: Example, naming: Naming, form: Form, size: Geometry, *, seed: int = 0) -> Generated:
+def generate(example: Example, naming: Naming, form: NameForm, size: Geometry, *, seed: int = 0) -> Generated:
     """A checkpoint of `example`'s scheme spelled as `form` of `naming`."""
     prefix = "model." if "model." in form.prefixes else form.prefixes[0]
     made = Generated(_config(example.config, naming, size))
@@ -58,7 +58,7 @@ def generate(example: Example, naming: Naming, form: Form, size: Geometry, *, se
 
 
 def _generate_projection(
-    made: Generated, example: Example, form: Form, size: Geometry, at: tuple[str, int, str], seed: int
+    made: Generated, example: Example, form: NameForm, size: Geometry, at: tuple[str, int, str], seed: int
 ) -> None:
     prefix, layer, stored = at
     n, k = matrix_size(stored, size)

@@ -13,7 +13,7 @@ import torch
 from lancebill.checkpoint.load.load_experts import ExpertWeights, load_expert, plan_layer
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Form, Naming
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats import axes as ax
 from lancebill.formats import detect, registry
@@ -139,7 +139,7 @@ def _raises(kind: type[Exception], act: Callable[..., object], *given: object) -
 
 
 def whole_matrices(
-    made: Generated, form: Form, layer: int, expert: int
+    made: Generated, form: NameForm, layer: int, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(gate, up, down) dequantised from the weights a checkpoint was made from.
 
@@ -155,7 +155,7 @@ def whole_matrices(
     return gate, up, down
 
 
-def _gate_and_up(held: dict[str, LogicalWeight], form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _gate_and_up(held: dict[str, LogicalWeight], form: NameForm) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not form.fused:
         return dequantize(held[GATE]), dequantize(held[UP]) if form.gated else None
     fused = dequantize(held[names.GATE_UP])
@@ -165,7 +165,7 @@ def _gate_and_up(held: dict[str, LogicalWeight], form: Form) -> tuple[torch.Tens
     return first, second
 
 
-def _share(made: Generated, layer: manifests.Layer, rank: int, tp: int) -> ExpertWeights:
+def _share(made: Generated, layer: manifests.StoredLayer, rank: int, tp: int) -> ExpertWeights:
     plan = plan_layer(layer, Placement(tp_rank=rank, tp_size=tp))
     weights = load_expert(made.read, plan, 0)
     layout = PlainLayout()

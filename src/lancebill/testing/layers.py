@@ -75,7 +75,7 @@ def _scale(
 
 
 @dataclass(frozen=True)
-class Layer:
+class SampleLayer:
     """Packed weights of a problem for one backend, on one device."""
 
     problem: Problem
@@ -92,7 +92,7 @@ class Layer:
 
 def make_layer(
     problem: Problem, backend: str, device: str = "cuda", *, exact: bool = False, distinct: int | None = None
-) -> Layer:
+) -> SampleLayer:
     """The layer with the weights of seeds 0 .. experts (`distinct`: repeated after that many, to save time)."""
     chosen = registry()[backend]
     layout = chosen.layout(problem)
@@ -107,7 +107,7 @@ def make_layer(
             weight = plausible_weight(shape, 10_000 * number + expert, device, exact=exact)
             layout.pack(shape, weight, {role: tensor[expert] for role, tensor in held.items()})
         weights[name] = held
-    return Layer(problem, chosen, weights, torch.device(device))
+    return SampleLayer(problem, chosen, weights, torch.device(device))
 
 
 def routing(problem: Problem, tokens: int, seed: int, device: str = "cuda", kind: str = "uniform") -> Indexed:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from inspect import getdoc, getmodule
 
-from lancebill.checkpoint.resolve.naming import TABLE, Form, Naming
+from lancebill.checkpoint.resolve.naming import TABLE, NameForm, Naming
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Format, Module
@@ -104,7 +104,7 @@ def _forms(row: Naming) -> str:
     return "; ".join(f"`{form.home}{next(iter(form.names.values()))}` ({_traits(form)})" for form in row.forms)
 
 
-def _traits(form: Form) -> str:
+def _traits(form: NameForm) -> str:
     halves = "gate and up fused" if form.fused else "gate and up apart" if form.gated else "no gate"
     traits = ["stacked" if form.stacked else "each expert its own", halves]
     traits += ["rows interleaved"] if form.interleaved else []

@@ -64,7 +64,7 @@ def test_small_layers_of_every_form_have_registers_enough() -> None:
         "nvfp4", "mxfp4", "int4", "int4-g32", "int4-g32:fp16-zp", "int4-g64-zp", "int4-g128", "int4-g128:fp32",
         "int4-zp", "int8", "int8-g64", "fp8", "fp8-block",
     )  # fmt: skip
-    wanted: dict[compiler.Source, None] = {}
+    wanted: dict[compiler.KernelSource, None] = {}
     for spec in specs:
         layer = layer_problem(spec, "bf16", hidden=512, intermediate=256, experts=5, top_k=2)
         plan = make_plan(layer, 62)
@@ -165,6 +165,6 @@ def test_a_report_that_must_not_ship_is_refused(report: str, match: str) -> None
 def test_a_kernel_that_does_not_compile_says_why() -> None:
     source = next(source for source in shipped() if source.kernel == "combine_rows")
     wrong = [(name, "*bf16" if name == "ids" else kind) for name, kind in source.arguments]
-    broken = compiler.Source(source.module, source.kernel, tuple(wrong), (("BLOCK", 3), *source.constants[1:]))
+    broken = compiler.KernelSource(source.module, source.kernel, tuple(wrong), (("BLOCK", 3), *source.constants[1:]))
     with pytest.raises(CompileError, match="combine_rows"):
         compiler.build(broken)

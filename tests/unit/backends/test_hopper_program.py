@@ -24,7 +24,7 @@ from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.oracle import Choice, Verdict
 from lancebill.errors import ContextError, DriverError, LaunchError
 from lancebill.jit import driver, load
-from lancebill.jit.compile import Binary, Desc, Source
+from lancebill.jit.compile import Binary, Desc, KernelSource
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
@@ -97,7 +97,7 @@ class FakeProperties:
     multi_processor_count = 132
 
 
-def fake_function(source: Source, device: int) -> tuple[int, Binary]:
+def fake_function(source: KernelSource, device: int) -> tuple[int, Binary]:
     descs = [kind for _, kind in source.arguments if isinstance(kind, Desc)]
     facts = tuple({"block_size": list(d.box), "elem_size": 2, "swizzle": 3} for d in descs)
     return FUNCTION, Binary(b"", "kernel", 1024, 256, 64, facts)

@@ -12,7 +12,7 @@ import torch
 from lancebill.backends.hopper.kernels import fragment_order as fragments
 from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, Unpack, code_shift, row_shift
-from lancebill.backends.hopper.kernels.weight_form import Form
+from lancebill.backends.hopper.kernels.weight_form import WeightForm
 from lancebill.backends.hopper.layout import HopperLayout, _units
 from lancebill.moe.layout import as_integer
 from lancebill.numbers.codec import dequantize
@@ -34,29 +34,29 @@ SPECS = (
     "int4-g128:fp16-zp", "int4-zp", "int8", "int8-g128", "int8-g128:fp32", "fp8", "fp8-block",
 )  # fmt: skip
 FORMS = [
-    *(Form(f.E2M1_CODE, f.E8M0_G32, 32, a) for a in (*SIXTEEN, f.E4M3)),
-    *(Form(f.E2M1_CODE, f.E4M3_G16, 16, a) for a in SIXTEEN),
+    *(WeightForm(f.E2M1_CODE, f.E8M0_G32, 32, a) for a in (*SIXTEEN, f.E4M3)),
+    *(WeightForm(f.E2M1_CODE, f.E4M3_G16, 16, a) for a in SIXTEEN),
     *(
-        Form(f.INT4_CODE, s, g, a, z)
+        WeightForm(f.INT4_CODE, s, g, a, z)
         for a, s, g, z in itertools.product(SIXTEEN, (f.BF16_GROUP, f.F16_GROUP), (32, 64, 128), (False, True))
     ),
-    *(Form(f.INT4_CODE, f.NO_SCALE, 0, a, z) for a, z in itertools.product(SIXTEEN, (False, True))),
+    *(WeightForm(f.INT4_CODE, f.NO_SCALE, 0, a, z) for a, z in itertools.product(SIXTEEN, (False, True))),
     *(
-        Form(f.INT8_CODE, s, g, a)
+        WeightForm(f.INT8_CODE, s, g, a)
         for a in SIXTEEN
         for s, g in ((f.NO_SCALE, 0), (f.BF16_GROUP, 128), (f.F16_GROUP, 128), (f.F32_GROUP, 128))
     ),
-    *(Form(f.INT4_CODE, f.F32_GROUP, g, a) for a in SIXTEEN for g in (64, 128)),
-    *(Form(f.E4M3_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.F32_GROUP, 128))),
-    Form(f.E4M3_CODE, f.NO_SCALE, 0, f.E4M3),
-    Form(f.INT4_CODE, f.NO_SCALE, 0, f.E4M3),
-    *(Form(c, f.F32_GROUP, g, f.E4M3) for c in (f.E4M3_CODE, f.INT4_CODE) for g in (128, 256)),
-    Form(f.INT4_CODE, f.F32_GROUP, 128, f.E4M3, True),
+    *(WeightForm(f.INT4_CODE, f.F32_GROUP, g, a) for a in SIXTEEN for g in (64, 128)),
+    *(WeightForm(f.E4M3_CODE, s, g, a) for a in SIXTEEN for s, g in ((f.NO_SCALE, 0), (f.F32_GROUP, 128))),
+    WeightForm(f.E4M3_CODE, f.NO_SCALE, 0, f.E4M3),
+    WeightForm(f.INT4_CODE, f.NO_SCALE, 0, f.E4M3),
+    *(WeightForm(c, f.F32_GROUP, g, f.E4M3) for c in (f.E4M3_CODE, f.INT4_CODE) for g in (128, 256)),
+    WeightForm(f.INT4_CODE, f.F32_GROUP, 128, f.E4M3, True),
 ]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_codes_round_trip(form: Form) -> None:
+def test_codes_round_trip(form: WeightForm) -> None:
     codes = torch.randint(0, 1 << form.bits, (N, K), dtype=torch.uint8)
     words = fragments.pack_codes(form, codes)
     assert words.numel() == fragments.code_words(form, N, K)
@@ -64,7 +64,7 @@ def test_codes_round_trip(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_statements_give_the_numbers(form: Form) -> None:
+def test_statements_give_the_numbers(form: WeightForm) -> None:
     got, want = _unpacked(form)
     if form.activations == f.E4M3:
         assert torch.equal(got.float(), want)
@@ -77,7 +77,7 @@ def test_statements_give_the_numbers(form: Form) -> None:
         assert torch.equal(got, emulator.rounded(want * 2.0 ** -row_shift(form), got.dtype))
 
 
-def _unpacked(form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpacked(form: WeightForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Random codes and scales through the statements, and what they mean."""
     torch.manual_seed(0)
     codes = torch.randint(0, 1 << form.bits, (N, K), dtype=torch.uint8)
@@ -90,7 +90,7 @@ def _unpacked(form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     return _run(form, words, metas, want.shape), want
 
 
-def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _scales(form: WeightForm, value: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Random scales: [unit, slice, half, 4, 4, 2, words] for the emulator, and the numbers they give, exactly."""
     groups = K // form.group if form.group else 1
     spread = lambda t: t.repeat_interleave(form.group or K, 1)  # noqa: E731
@@ -123,7 +123,7 @@ def _scales(form: Form, value: torch.Tensor) -> tuple[torch.Tensor | None, torch
     return None if words is None else _per_slice(form, words), value.double() * spread(scale)
 
 
-def _promoted_scales(form: Form, value: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _promoted_scales(form: WeightForm, value: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales that the sums are multiplied by, zero points in their lowest bits: numbers are codes less zeros."""
     words = (torch.rand(N, groups) + 0.01).bfloat16().float().view(torch.int32)
     if form.zero:
@@ -132,14 +132,14 @@ def _promoted_scales(form: Form, value: torch.Tensor, groups: int) -> tuple[torc
     return _per_slice(form, fragments.pack_floats(form, words).reshape(-1)), value
 
 
-def _per_slice(form: Form, words: torch.Tensor, n: int = N) -> torch.Tensor:
+def _per_slice(form: WeightForm, words: torch.Tensor, n: int = N) -> torch.Tensor:
     assert words.numel() == fragments.scale_count(form, n, K)
     blocks = words.view(n // 128, -1, 2, 4, 4, 2, form.scale_words)
     slices = K // form.slice_columns
     return blocks.repeat_interleave(slices // blocks.shape[1], 1)
 
 
-def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+def _run(form: WeightForm, words: np.ndarray, metas: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
     """Every thread's registers, element by element of `_fragment_view`."""
     statements = Unpack(form)
     pack = statements.pack
@@ -167,7 +167,7 @@ def _run(form: Form, words: np.ndarray, metas: torch.Tensor | None, shape: torch
     return out
 
 
-def _meta(form: Form, metas: torch.Tensor, number: int, shape: tuple[int, ...]) -> np.ndarray:
+def _meta(form: WeightForm, metas: torch.Tensor, number: int, shape: tuple[int, ...]) -> np.ndarray:
     """Scale words as threads load them: a lane its own two bytes, or the four lanes of a row the same word."""
     if form.scale == f.E8M0_G32 and form.activations == f.E4M3:
         return np.ascontiguousarray(metas.numpy()).view(np.uint16).astype(np.uint32)

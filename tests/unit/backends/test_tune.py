@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lancebill.backends.hopper.kernels.weight_form import BF16, E2M1_CODE, E4M3, E4M3_CODE, E8M0_G32, NO_SCALE, Form
+from lancebill.backends.hopper.kernels.weight_form import (
+    BF16,
+    E2M1_CODE,
+    E4M3,
+    E4M3_CODE,
+    E8M0_G32,
+    NO_SCALE,
+    WeightForm,
+)
 from lancebill.backends.hopper.plan import HopperPlan, make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as hopper
@@ -20,7 +28,7 @@ from lancebill.backends.hopper.tuning.policy import Rule
 from lancebill.backends.hopper.tuning.search import Candidate, Cell
 from lancebill.bench import tuning
 from lancebill.bench.sustained import Steady
-from lancebill.bench.tuning import Journal, Layer, Search, plan_of
+from lancebill.bench.tuning import Journal, Search, TuningLayer, plan_of
 from lancebill.bench.workload import Batch
 from lancebill.cli.main import app
 from lancebill.testing.layers import layer_problem
@@ -107,7 +115,7 @@ def test_a_candidate_s_plan_is_the_backend_s(activations: str) -> None:
     assert not {s.source for s in steps(other)} <= {s.source for s in steps(used)}
     few = plan_of(problem, 4, Candidate())
     assert few.decode and few.workspace_bytes > 0
-    assert Layer("it", problem).cell(4).kind == (search.WIDE if activations == "bf16" else search.NARROW)
+    assert TuningLayer("it", problem).cell(4).kind == (search.WIDE if activations == "bf16" else search.NARROW)
 
 
 def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -164,20 +172,20 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tuning, "build_all", lambda sources: {})
     monkeypatch.setattr(tuning, "_run", wrong_with_24)
     path, said = tmp_path / "it.cells.json", list[str]()
-    hunt = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
+    hunt = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     hunt.run(said.append)
     (where,) = hunt.cells
     times, failed = hunt.journal.times[where.name], hunt.journal.failed[where.name]
     assert search.best_of(times) == "32+16 overlap paired" and "32+16" in times and "32+16 overlap" in times
     assert {why for name, why in failed.items() if name.startswith("24")} == {"another result"}
     assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {12.0: Rule((32, 16), True, paired=True)}
-    again = Search([Layer("small", problem)], (48,), Journal(path), torch.device("cpu"))
+    again = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     again.run(said.append)
     assert again.windows.asked == []  # type: ignore[attr-defined]
 
 
 def test_k_is_split_where_blocks_would_have_nothing_to_do() -> None:
-    wide, narrow = (Form(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
+    wide, narrow = (WeightForm(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
     for form in (wide, narrow):
         assert {hopper.split(form, tiles, 32) for tiles in (1, 198, 397, 594)} == {2}
         assert {hopper.split(form, tiles, 32) for tiles in (199, 396, 595, 4000)} == {1}
@@ -188,7 +196,7 @@ def test_k_is_split_where_blocks_would_have_nothing_to_do() -> None:
 def test_rows_that_are_kept_fit_beside_the_stages(slices: int) -> None:
     """With slices one over the other as many blocks as planned find room on an SM; with newer Tritons one does."""
     for code, scale, group in ((E2M1_CODE, E8M0_G32, 32), (E4M3_CODE, NO_SCALE, 0)):
-        form = Form(code, scale, group, E4M3)
+        form = WeightForm(code, scale, group, E4M3)
         parts = hopper.split(form, 4000, slices)
         tile = hopper.decode_tile(form, slices, parts)
         stages = tile.stages * hopper.stage_bytes(form, 0, tile.slices) + hopper.RESERVED

@@ -24,7 +24,7 @@ from lancebill.bench import ceilings as rates
 from lancebill.bench import peers, timing, workload
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import check, expected
-from lancebill.bench.report import Row, Work
+from lancebill.bench.report import BenchCase, BenchRow
 from lancebill.bench.run import Setup, run
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
@@ -309,7 +309,7 @@ def test_work_of_a_batch() -> None:
     problem = problem_of("mxfp4", shape=parse_shape("8,64,32,2"))
     ids = torch.tensor([[0, 1], [1, 2], [5, 1]], dtype=torch.int32)
     batch = Batch(torch.ones(3, 64, dtype=torch.bfloat16), ids, torch.ones(3, 2))
-    work = Work.of(problem, [batch, batch])
+    work = BenchCase.of(problem, [batch, batch])
     assert work.experts == 4
     assert work.flops == 2 * 3 * 2 * (64 * 64 + 64 * 32)
     assert work.bytes == 4 * (64 * 64 + 64 * 32) * 4.25 / 8 + 2 * 3 * 64 * 2
@@ -322,8 +322,8 @@ def test_the_floor_is_the_larger_of_two() -> None:
     assert machine.rate(ACTIVATIONS["int8"]) == 3.0
     assert machine.floor_us(2e6, 1e3, ACTIVATIONS["bf16"]) == 1.0  # 2 MFLOP at 2 TFLOP/s
     assert machine.floor_us(2e6, 1e6, ACTIVATIONS["bf16"]) == 10.0  # 1 MB at 100 GB/s
-    work = Work(2e6, 1e6, 1.0, ACTIVATIONS["bf16"])
-    row = Row("layer", "it", 1, Times((20.0,)), work, machine).describe()
+    work = BenchCase(2e6, 1e6, 1.0, ACTIVATIONS["bf16"])
+    row = BenchRow("layer", "it", 1, Times((20.0,)), work, machine).describe()
     assert (row["tflops"], row["gbs"], row["floor_us"], row["roofline"]) == (0.1, 50.0, 10.0, 0.5)
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lancebill.bench.compare import best, compare, geometric_mean, summarize
-from lancebill.bench.first_forward import Question, first_forward
+from lancebill.bench.first_forward import FirstForward, first_forward
 from lancebill.bench.roofline import draw_roofline, fractions, is_race
 from lancebill.bench.run import Setup, run
 from lancebill.bench.sustained import Steady
@@ -51,10 +51,10 @@ def test_noise_is_the_spread_of_rounds() -> None:
 
 
 def test_a_fresh_process_gives_a_first_result() -> None:
-    answer = first_forward(Question("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "reference"))
+    answer = first_forward(FirstForward("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "reference"))
     assert answer.backend == "reference" and answer.compiled == 0 and 0 < answer.seconds < 60
     with pytest.raises(LaunchError, match="a fresh process failed"):
-        first_forward(Question("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "nobody"))
+        first_forward(FirstForward("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "nobody"))
 
 
 def test_first_forward_of_the_command(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Form, Naming
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
 from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example
@@ -56,7 +56,7 @@ def test_all_families_have_a_row() -> None:
 
 
 @pytest.mark.parametrize(("row", "form"), ROWS)
-def test_every_form_loads_what_it_spells(row: Naming, form: Form) -> None:
+def test_every_form_loads_what_it_spells(row: Naming, form: NameForm) -> None:
     made = generate(_dense(), row, form, SIZE)
     manifest = manifests.build(made.config, made.headers, row)
     assert not manifest.problems, [p.render() for p in manifest.problems]
@@ -99,7 +99,7 @@ def test_an_unknown_family_lists_the_known_ones_and_a_custom_row_serves() -> Non
     row = Naming(
         "mine",
         ("brand_new",),
-        (Form("blocks.{layer}.moe", {GATE: ".{expert}.a", UP: ".{expert}.b", DOWN: ".{expert}.c"}),),
+        (NameForm("blocks.{layer}.moe", {GATE: ".{expert}.a", UP: ".{expert}.b", DOWN: ".{expert}.c"}),),
     )
     made = generate(_dense(), row, row.forms[0], SIZE)
     assert not manifests.build(made.config, made.headers, row).problems

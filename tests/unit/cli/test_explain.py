@@ -20,7 +20,7 @@ from lancebill.backends.oracle import explain as lancebill_explain
 from lancebill.backends.reference import Reference
 from lancebill.backends.registry import registry
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.resolve.manifest import Layer
+from lancebill.checkpoint.resolve.manifest import StoredLayer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
 from lancebill.layer.loading import from_checkpoint
@@ -212,7 +212,7 @@ def test_what_could_not_be_loaded_is_not_promised(model: Path) -> None:
 
 def test_layers_that_are_quantised_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     plain, mxfp4 = (parse_spec(name) for name in ("bf16", "mxfp4"))
-    monkeypatch.setattr(Layer, "spec", lambda layer, name: mxfp4 if layer.index == 1 else plain)
+    monkeypatch.setattr(StoredLayer, "spec", lambda layer, name: mxfp4 if layer.index == 1 else plain)
     assert "quantised otherwise, ask with --layer: 1" in lancebill("explain", model).stdout
     assert "quantised otherwise, ask with --layer: 0" in lancebill("explain", model, "--layer", 1).stdout
 

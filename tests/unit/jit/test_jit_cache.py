@@ -19,11 +19,11 @@ from lancebill.errors import CacheError, CompileError, MissingKernel
 from lancebill.jit import build as builder
 from lancebill.jit import compile as compiler
 from lancebill.jit.cache import ENV_FORBID, MADE_BY, SUFFIX, Cache, parse, read, render
-from lancebill.jit.compile import Binary, Source, compiler_version, source_digest
+from lancebill.jit.compile import Binary, KernelSource, compiler_version, source_digest
 from lancebill.jit.ship import MOST_KERNELS, ship
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
-SOURCE = Source(
+SOURCE = KernelSource(
     "lancebill.backends.hopper.kernels.dispatch_combine", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2))
 )
 KEY = SOURCE.key(compiler_version())
@@ -328,7 +328,7 @@ def test_one_compilation_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Threads that need different kernels at once: the compiler's settings and its report are the process's."""
     inside, most = [0], [0]
 
-    def build(source: Source) -> Binary:
+    def build(source: KernelSource) -> Binary:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         time.sleep(0.02)

@@ -379,14 +379,14 @@ def test_calls_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_every_format_computes(fmt: object, example: Example) -> None:
     """Each variant of each format, from memory through the reference backend."""
     from lancebill.checkpoint.resolve import manifest as manifests
-    from lancebill.layer.recipe import Options, Recipe
+    from lancebill.layer.recipe import LoadOptions, Recipe
 
     family = example.config.model.get("model_type", "qwen3_moe")
     row = names.find({"model_type": family})
     size = Geometry(experts=2, hidden=example.k, intermediate=example.k)
     made = generate(example, row, row.forms[0], size)
     manifest = manifests.build(made.config, made.headers, row)
-    layer = Recipe.make(manifest, 0, Options(dtype=torch.float32)).pull(made.read)
+    layer = Recipe.make(manifest, 0, LoadOptions(dtype=torch.float32)).pull(made.read)
     x = torch.randn(3, example.k)
     ids = torch.tensor([[0], [1], [0]]).expand(3, layer.problem.top_k).contiguous()
     ids[:, 1:] = -1

@@ -12,12 +12,12 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError
 from lancebill.formats import registry
-from lancebill.layer.recipe import Options, Recipe
+from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import BATCH_INVARIANT
 from lancebill.parallel import GATHER, ExpertParallel, Mesh
-from lancebill.parallel.groups import OUTSIDE, Group
+from lancebill.parallel.groups import OUTSIDE, RankGroup
 from lancebill.testing.checkpoints import Geometry, generate
 
 ROW = next(row for row in TABLE if row.family == "qwen3_moe")
@@ -27,7 +27,7 @@ def _load(placement: Placement | None = None, **options: Any) -> RoutedExperts:
     example = next(iter(registry()["gptq"].examples()))
     made = generate(example, ROW, ROW.forms[0], Geometry(experts=6, hidden=128, intermediate=128, top_k=2))
     manifest = manifests.build(made.config, made.headers)
-    return Recipe.make(manifest, 0, Options(placement=placement or Placement(), **options)).pull(made.read)
+    return Recipe.make(manifest, 0, LoadOptions(placement=placement or Placement(), **options)).pull(made.read)
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +94,7 @@ def test_wrong_inputs_are_refused_before_anything_is_sent() -> None:
     experts = ExpertParallel(_load(), Mesh())
     with pytest.raises(LaunchError, match="topk_ids"):
         experts(x, topk_ids=ids[:, :1], topk_weights=weights)
-    outside = Group(OUTSIDE, 2, ())
+    outside = RankGroup(OUTSIDE, 2, ())
     stranger = ExpertParallel(_load(), Mesh(outside, outside, outside))
     with pytest.raises(LaunchError, match="outside"):
         stranger(x, topk_ids=ids, topk_weights=weights)
@@ -110,7 +110,7 @@ def test_places_cannot_be_added_by_arranging() -> None:
 
 
 def test_the_odd_rank_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Group(0, 3, (4, 5, 6))
-    monkeypatch.setattr(Group, "gather_text", lambda *_: ["a: 1\nb: 2", "a: 1\nb: 3", "a: 1\nb: 2"])
+    group = RankGroup(0, 3, (4, 5, 6))
+    monkeypatch.setattr(RankGroup, "gather_text", lambda *_: ["a: 1\nb: 2", "a: 1\nb: 3", "a: 1\nb: 2"])
     with pytest.raises(RanksDisagree, match=r"rank 5: no; expected b: 2; got b: 3"):
         group.agree({}, torch.device("cpu"), "no")

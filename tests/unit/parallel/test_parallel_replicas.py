@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lancebill.errors import ShardError
 from lancebill.moe.placement import Placement
-from lancebill.parallel.groups import Group
+from lancebill.parallel.groups import RankGroup
 from lancebill.parallel.moves import carry_out, plan_moves
 from lancebill.parallel.replicas import Assignment, Tables, count_load
 
@@ -109,5 +109,5 @@ def test_following_the_moves_gives_what_is_wanted(before: list[list[int]], data:
 def test_rows_may_be_permuted_in_place(order: list[int]) -> None:
     rows = [torch.arange(15, dtype=torch.int16).view(5, 3), torch.arange(5, dtype=torch.uint8).view(5, 1)]
     want = [t[order].clone() for t in rows]
-    carry_out(plan_moves([list(range(5))], [order]), rows, rows, Group())
+    carry_out(plan_moves([list(range(5))], [order]), rows, rows, RankGroup())
     assert all(torch.equal(a, b) for a, b in zip(rows, want))

@@ -11,7 +11,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.naming import DOWN
 from lancebill.formats import registry
-from lancebill.layer.recipe import Options, Recipe
+from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.placement import Placement
@@ -26,7 +26,7 @@ EXACT = (Activation("silu"), Activation("relu2_no_mul"))  # on tame numbers; lim
 
 
 def _load(made: Generated, manifest: Manifest, placement: Placement) -> RoutedExperts:
-    options = Options(placement=placement, dtype=torch.float32, order=BATCH_INVARIANT)
+    options = LoadOptions(placement=placement, dtype=torch.float32, order=BATCH_INVARIANT)
     return Recipe.make(manifest, 0, options).pull(made.read)
 
 

@@ -14,7 +14,7 @@ from lancebill.backends.base import Backend, NoForm, Plan, Reason, Shortcut
 from lancebill.backends.cpu import call, native
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
-from lancebill.backends.cpu.native.abi import Level
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.cpu.plan import CpuPlan, make_plan
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch
@@ -29,7 +29,7 @@ class Cpu(Backend):
     name = "cpu"
     drops_wild_ids = True
 
-    def __init__(self, level: Level | None = None) -> None:
+    def __init__(self, level: IsaLevel | None = None) -> None:
         self._level = level
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Fitting
-from lancebill.backends.cpu.form import Form
+from lancebill.backends.cpu.form import CpuForm
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
 from lancebill.errors import LaunchError
@@ -40,7 +40,7 @@ def run(
         offsets, rows = _grouped(dispatch, x)
         tokens, top_k = 0, 0
         pointers = (None, None, False, offsets.data_ptr(), None if rows is None else rows.data_ptr())
-    work = abi.Work(
+    work = abi.WorkStruct(
         source.data_ptr(), result.data_ptr(), source.stride(0), result.stride(0), _float(source), _float(result),
         tokens, top_k, *pointers, torch.get_num_threads(), int(plan.level), 0 if plan.tiles else -1,
     )  # fmt: skip
@@ -65,7 +65,7 @@ class Again:
         codes = [packed["codes"] for packed in weights.values()]
         self.first, self.last = codes[0], codes[-1]
         self.at = self.first.data_ptr(), self.last.data_ptr()
-        self.work = abi.Work(
+        self.work = abi.WorkStruct(
             0, 0, problem.hidden, problem.hidden, _float(x), _float(x), tokens, problem.top_k, 0, 0,
             problem.weight_on_input, None, None, 1, int(plan.level), 0 if plan.tiles else -1,
         )  # fmt: skip
@@ -74,7 +74,7 @@ class Again:
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
         if not (self.fitting(x, ids, weights, out) and (self.first.data_ptr(), self.last.data_ptr()) == self.at):
             return False
-        work, threads = abi.Work.from_buffer_copy(self.work), torch.get_num_threads()
+        work, threads = abi.WorkStruct.from_buffer_copy(self.work), torch.get_num_threads()
         work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), threads
         work.ids, work.weights = ids.data_ptr(), weights.data_ptr()
         need = self.needs.get(threads)
@@ -84,7 +84,7 @@ class Again:
         return True
 
 
-def _structs(plan: CpuPlan, weights: Mapping[str, Packed]) -> tuple[abi.Layer, list[abi.Matrix]]:
+def _structs(plan: CpuPlan, weights: Mapping[str, Packed]) -> tuple[abi.LayerStruct, list[abi.MatrixStruct]]:
     """The layer's struct, and those of its matrices, which it points to."""
     key = tuple(tensor.data_ptr() for packed in weights.values() for tensor in packed.values())
     known = plan.layers.get(key)
@@ -96,12 +96,12 @@ def _structs(plan: CpuPlan, weights: Mapping[str, Packed]) -> tuple[abi.Layer, l
 
 
 def _make_layer(
-    problem: Problem, forms: tuple[Form, ...], weights: Mapping[str, Packed]
-) -> tuple[abi.Layer, list[abi.Matrix]]:
+    problem: Problem, forms: tuple[CpuForm, ...], weights: Mapping[str, Packed]
+) -> tuple[abi.LayerStruct, list[abi.MatrixStruct]]:
     matrices = [_matrix(shape, form, weights[name]) for (name, shape), form in zip(problem.matrices.items(), forms)]
-    layer = abi.Layer(
+    layer = abi.LayerStruct(
         problem.experts,
-        abi.Activation[problem.activation.name.upper()],
+        abi.ActivationKind[problem.activation.name.upper()],
         problem.activation.limit or 0.0,
         problem.activation.alpha,
         problem.activation.beta,
@@ -111,9 +111,9 @@ def _make_layer(
     return layer, matrices
 
 
-def _matrix(shape: MatrixShape, form: Form, packed: Packed) -> abi.Matrix:
+def _matrix(shape: MatrixShape, form: CpuForm, packed: Packed) -> abi.MatrixStruct:
     values = form.values
-    matrix = abi.Matrix(
+    matrix = abi.MatrixStruct(
         shape.n, shape.k, form.group, values.codes, form.scale, form.zero, values.center, values.mantissa, values.step,
         values.table or (0,) * 16,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from lancebill.numbers.spec import ALL, MUL, ActivationSpec, QuantSpec, Scale
 
 GROUPS = (128, 64, 32, 16)
 _NATIVE = {
-    BF16: abi.Scale.BF16, F16: abi.Scale.F16, F32: abi.Scale.F32, E8M0: abi.Scale.E8M0, E4M3: abi.Scale.E4M3,
+    BF16: abi.ScaleKind.BF16, F16: abi.ScaleKind.F16, F32: abi.ScaleKind.F32, E8M0: abi.ScaleKind.E8M0, E4M3: abi.ScaleKind.E4M3,
 }  # fmt: skip
 _WIDE = {BF16: abi.Input.BF16, F16: abi.Input.F16, F32: abi.Input.F32}
 # Mini-floats: mantissa bits of the eight-bit type that holds them, and the step where the bias differs.
@@ -41,7 +41,7 @@ _FLOATS = {E4M3: (3, 1.0), E5M2: (2, 1.0), E3M4: (4, 1.0), E4M3FNUZ: (3, 0.5), E
 _ONE_LOOK_UP, _TWO_LOOK_UPS = 127, 16383  # largest table entries
 # Significant bits of a scale beside its leading one, which a power of two is all of.
 _SCALE_BITS = {
-    abi.Scale.NONE: 0, abi.Scale.E8M0: 0, abi.Scale.E4M3: 4, abi.Scale.BF16: 8, abi.Scale.F16: 11, abi.Scale.F32: 24,
+    abi.ScaleKind.NONE: 0, abi.ScaleKind.E8M0: 0, abi.ScaleKind.E4M3: 4, abi.ScaleKind.BF16: 8, abi.ScaleKind.F16: 11, abi.ScaleKind.F32: 24,
 }  # fmt: skip
 _LONG = 256  # columns
 
@@ -58,13 +58,13 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Form:
+class CpuForm:
     """One matrix as the kernels read it."""
 
     values: Values
     group: int
-    scale: abi.Scale
-    zero: abi.Zero
+    scale: abi.ScaleKind
+    zero: abi.ZeroKind
     row_scale: bool
     kept: tuple[int, ...]  # levels of the spec that what the kernels read does not give back
     input: abi.Input
@@ -72,7 +72,7 @@ class Form:
     tiles: bool  # whether weights as bf16 tiles are close enough
 
 
-def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
+def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> CpuForm:
     """The form of a matrix and its inputs; raises `NoForm` with the reason."""
     kind, input_group = _input(activations)
     spec = shape.spec
@@ -86,34 +86,34 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
     if native:
         scale = _NATIVE[inner[0].dtype]
     else:
-        scale = abi.Scale.F32 if inner or spec.minimum else abi.Scale.NONE
+        scale = abi.ScaleKind.F32 if inner or spec.minimum else abi.ScaleKind.NONE
     given = {spec.levels.index(inner[0])} if native else set()
-    if zero == abi.Zero.U8:
+    if zero == abi.ZeroKind.U8:
         given.add(len(spec.scales))
     row_scale = len(inner) < len(spec.scales) and not spec.minimum
     kept = tuple(i for i in range(len(spec.levels)) if i not in given)
     tiles = _exact_in_bf16(values, scale, zero) or _close_in_bf16(shape, values, zero, kind)
-    return Form(values, group, scale, zero, row_scale, kept, kind, input_group, tiles)
+    return CpuForm(values, group, scale, zero, row_scale, kept, kind, input_group, tiles)
 
 
-def _exact_in_bf16(values: Values, scale: abi.Scale, zero: abi.Zero) -> bool:
+def _exact_in_bf16(values: Values, scale: abi.ScaleKind, zero: abi.ZeroKind) -> bool:
     """Whether a code times its group's scale has at most the eight significant bits of bf16."""
     if values.codes == abi.Codes.FLOAT8:
         bits = values.mantissa + 1
     elif values.codes == abi.Codes.BYTE:
         bits = 8
-    elif zero == abi.Zero.U8:
+    elif zero == abi.ZeroKind.U8:
         bits = max(values.table).bit_length()
     else:
         bits = max(_significant(entry - values.center) for entry in values.table)
-    return zero != abi.Zero.OFFSET_F32 and bits + _SCALE_BITS[scale] <= 8
+    return zero != abi.ZeroKind.OFFSET_F32 and bits + _SCALE_BITS[scale] <= 8
 
 
-def _close_in_bf16(shape: MatrixShape, values: Values, zero: abi.Zero, kind: abi.Input) -> bool:
+def _close_in_bf16(shape: MatrixShape, values: Values, zero: abi.ZeroKind, kind: abi.Input) -> bool:
     """16-bit inputs and rows so long that rounding each weight averages out; where inputs are integers or tables
     wide, rounded weights would show."""
     wide = max(values.table, default=0) > _ONE_LOOK_UP
-    return kind == abi.Input.BF16 and zero != abi.Zero.OFFSET_F32 and not wide and shape.k >= _LONG
+    return kind == abi.Input.BF16 and zero != abi.ZeroKind.OFFSET_F32 and not wide and shape.k >= _LONG
 
 
 def _significant(number: int) -> int:
@@ -173,14 +173,14 @@ def padded_columns(columns: int, group: int) -> int:
     return -(-columns // unit) * unit
 
 
-def _zero(spec: QuantSpec, values: Values) -> abi.Zero:
+def _zero(spec: QuantSpec, values: Values) -> abi.ZeroKind:
     if spec.zero is None and not spec.minimum:
-        return abi.Zero.NONE
+        return abi.ZeroKind.NONE
     if spec.minimum or spec.zero is None or spec.zero.dtype != ZERO16:
-        return abi.Zero.OFFSET_F32
+        return abi.ZeroKind.OFFSET_F32
     reach = values.center + 2**spec.dtype.bits  # a zero point may be one past the largest code
     fits = values.step == 1.0 and values.codes != abi.Codes.FLOAT8 and reach <= 255
-    return abi.Zero.U8 if fits else abi.Zero.OFFSET_F32
+    return abi.ZeroKind.U8 if fits else abi.ZeroKind.OFFSET_F32
 
 
 def _input(activations: ActivationSpec) -> tuple[abi.Input, int]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lancebill.backends.cpu.form import Form, matrix_form, padded_columns
+from lancebill.backends.cpu.form import CpuForm, matrix_form, padded_columns
 from lancebill.backends.cpu.native import abi, library
 from lancebill.errors import BadValue
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
@@ -26,8 +26,8 @@ from lancebill.numbers.weight import LogicalWeight
 BLOCK = 16
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SCALE_BYTES = {
-    abi.Scale.BF16: torch.int16, abi.Scale.F16: torch.int16, abi.Scale.F32: torch.int32, abi.Scale.E8M0: torch.uint8,
-    abi.Scale.E4M3: torch.uint8,
+    abi.ScaleKind.BF16: torch.int16, abi.ScaleKind.F16: torch.int16, abi.ScaleKind.F32: torch.int32, abi.ScaleKind.E8M0: torch.uint8,
+    abi.ScaleKind.E4M3: torch.uint8,
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class CpuLayout(Layout):
 
     problem: Problem
 
-    def form(self, shape: MatrixShape) -> Form:
+    def form(self, shape: MatrixShape) -> CpuForm:
         return matrix_form(shape, self.problem.inputs_of(shape))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
@@ -51,10 +51,10 @@ class CpuLayout(Layout):
         strips = n // BLOCK // _strip(form)
         groups = (n // BLOCK, k // form.group, BLOCK)
         held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, BLOCK * k), torch.uint8)}
-        if form.scale != abi.Scale.NONE:
+        if form.scale != abi.ScaleKind.NONE:
             held["scales"] = groups, _SCALE_BYTES[form.scale]
-        if form.zero != abi.Zero.NONE:
-            held["zeros"] = groups, torch.uint8 if form.zero == abi.Zero.U8 else torch.int32
+        if form.zero != abi.ZeroKind.NONE:
+            held["zeros"] = groups, torch.uint8 if form.zero == abi.ZeroKind.U8 else torch.int32
         if form.row_scale:
             held["row_scale"] = (n,), torch.int32
         for place, index in enumerate(form.kept):
@@ -80,9 +80,9 @@ class CpuLayout(Layout):
         form, (_, k) = self.form(shape), self.padded(shape)
         codes = _stored_codes(shape.spec.dtype, weight.codes)
         out["codes"].copy_(_pack_codes(form.values.codes, self._place(shape, codes, k)))
-        if form.scale != abi.Scale.NONE:
+        if form.scale != abi.ScaleKind.NONE:
             out["scales"].copy_(_by_group(self._place(shape, self._scales(shape, form, weight), k // form.group)))
-        if form.zero != abi.Zero.NONE:
+        if form.zero != abi.ZeroKind.NONE:
             out["zeros"].copy_(_by_group(self._place(shape, self._zeros(shape, form, weight), k // form.group)))
         if form.row_scale:
             out["row_scale"].copy_(as_integer(self._place(shape, _row_scale(shape, weight))))
@@ -142,22 +142,22 @@ class CpuLayout(Layout):
 
     # ------------------------------------------------------------ what groups have
 
-    def _scales(self, shape: MatrixShape, form: Form, weight: LogicalWeight) -> Tensor:
+    def _scales(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
         """[N, groups]: one native level as it is, or all levels together in fp32."""
         inner = [(level, t) for level, t in zip(shape.spec.scales, weight.scales) if level.block[1] != ALL]
-        if form.scale != abi.Scale.F32 or (len(inner) == 1 and 0 not in form.kept):
+        if form.scale != abi.ScaleKind.F32 or (len(inner) == 1 and 0 not in form.kept):
             level, stored = inner[0]
             return as_integer(_groups(shape, form, level, stored))
         every = list(zip(shape.spec.scales, weight.scales)) if shape.spec.minimum else inner
         return as_integer(_product(shape, form, every))
 
-    def _zeros(self, shape: MatrixShape, form: Form, weight: LogicalWeight) -> Tensor:
+    def _zeros(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
         """[N, groups]: bytes in the table's units, or what is subtracted after scaling."""
         spec = shape.spec
         offset = torch.zeros(shape.n, 1)
         if spec.zero is not None and weight.zero is not None:
             zero = _groups(shape, form, spec.zero, weight.zero)
-            if form.zero == abi.Zero.U8:
+            if form.zero == abi.ZeroKind.U8:
                 return (zero + form.values.center).to(torch.uint8)
             inner = [(level, t) for level, t in zip(spec.scales, weight.scales) if level.block[1] != ALL]
             offset = zero.float() * _product(shape, form, inner)
@@ -165,7 +165,7 @@ class CpuLayout(Layout):
             offset = offset + _product(shape, form, list(zip(spec.minimum, weight.minimum)))
         return as_integer(offset.expand(shape.n, -(-shape.k // form.group)).contiguous())
 
-    def _of_blocks(self, shape: MatrixShape, form: Form, level: Level, values: Tensor) -> Tensor:
+    def _of_blocks(self, shape: MatrixShape, form: CpuForm, level: Level, values: Tensor) -> Tensor:
         """The stored numbers of a level from those of every packed group."""
         rows, columns = level.block
         wanted = level.shape(shape.n, shape.k)
@@ -176,7 +176,7 @@ class CpuLayout(Layout):
         return chosen.view(level.dtype.storage)
 
 
-def _groups(shape: MatrixShape, form: Form, level: Level, stored: Tensor) -> Tensor:
+def _groups(shape: MatrixShape, form: CpuForm, level: Level, stored: Tensor) -> Tensor:
     """A level's numbers for every row and every packed group."""
     stored, columns = _every_row(shape, level, stored), level.block[1]
     count = -(-shape.k // form.group)
@@ -190,7 +190,7 @@ def _every_row(shape: MatrixShape, level: Level, stored: Tensor) -> Tensor:
     return stored.expand(shape.n, -1) if rows == ALL else stored.repeat_interleave(rows, dim=0)[: shape.n]
 
 
-def _product(shape: MatrixShape, form: Form, levels: list[tuple[Scale, Tensor]]) -> Tensor:
+def _product(shape: MatrixShape, form: CpuForm, levels: list[tuple[Scale, Tensor]]) -> Tensor:
     """Levels of scaling together, fp32 [N, groups]; one where there are none."""
     product = torch.ones(shape.n, -(-shape.k // form.group))
     for level, stored in levels:
@@ -212,7 +212,7 @@ def _row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
 # ------------------------------------------------------------ codes
 
 
-def _strip(form: Form) -> int:
+def _strip(form: CpuForm) -> int:
     """Row blocks whose codes lie together."""
     return 2 if form.values.codes == abi.Codes.TABLE4 else 1
 

@@ -9,26 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lancebill.backends.base import Plan
-from lancebill.backends.cpu.form import Form, matrix_form
+from lancebill.backends.cpu.form import CpuForm, matrix_form
 from lancebill.backends.cpu.native import abi
-from lancebill.backends.cpu.native.abi import Level
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.moe.problem import FAST, Problem
 
 _READ_GBS = 25.0
 _CALL_US = 20.0
 # Useful products, GFLOP/s, with inputs of 16 and of 8 bits.
 _GFLOPS = {
-    Level.PORTABLE: (1.5, 2.0),
-    Level.NEON: (45.0, 65.0),
-    Level.AVX2: (110.0, 200.0),
-    Level.AVXVNNI: (150.0, 250.0),
-    Level.AVX512VNNI: (270.0, 285.0),
-    Level.AVX512: (330.0, 500.0),
-    Level.AMX: (700.0, 700.0),
+    IsaLevel.PORTABLE: (1.5, 2.0),
+    IsaLevel.NEON: (45.0, 65.0),
+    IsaLevel.AVX2: (110.0, 200.0),
+    IsaLevel.AVXVNNI: (150.0, 250.0),
+    IsaLevel.AVX512VNNI: (270.0, 285.0),
+    IsaLevel.AVX512: (330.0, 500.0),
+    IsaLevel.AMX: (700.0, 700.0),
 }
 
 
-class Structs(dict[tuple[int, ...], tuple[abi.Layer, list[abi.Matrix]]]):
+class Structs(dict[tuple[int, ...], tuple[abi.LayerStruct, list[abi.MatrixStruct]]]):
     """Structs of calls, by the addresses they hold. A copy of them would point to another layer: it starts empty."""
 
     def __deepcopy__(self, memo: object) -> Structs:
@@ -42,13 +42,13 @@ class Structs(dict[tuple[int, ...], tuple[abi.Layer, list[abi.Matrix]]]):
 class CpuPlan(Plan):
     """A plan serves any number of tokens: the library shares out the work in each call."""
 
-    level: Level = Level.PORTABLE
-    forms: tuple[Form, ...] = ()
+    level: IsaLevel = IsaLevel.PORTABLE
+    forms: tuple[CpuForm, ...] = ()
     tiles: bool = False  # experts with enough rows are multiplied as bf16 tiles, where the CPU has them
     layers: Structs = field(default_factory=Structs, compare=False, repr=False)
 
 
-def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
+def make_plan(problem: Problem, tokens: int, level: IsaLevel) -> CpuPlan:
     activations = (problem.activations, problem.second_activations)
     forms = tuple(matrix_form(shape, inputs) for shape, inputs in zip(problem.matrices.values(), activations))
     slots = tokens * problem.top_k
@@ -58,7 +58,7 @@ def make_plan(problem: Problem, tokens: int, level: Level) -> CpuPlan:
     narrow = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
     # Tiles sum in another order, and are taken by experts that have many rows in a batch.
     tiles = problem.order == FAST and all(form.tiles for form in forms)
-    rate = _GFLOPS[level if tiles else min(level, Level.AVX512)][narrow]
+    rate = _GFLOPS[level if tiles else min(level, IsaLevel.AVX512)][narrow]
     estimate = _CALL_US + max(activated * stored / _READ_GBS, 2 * slots * elements / rate) / 1e3
     notes = (f"{level}: codes looked up in registers, from ids to the sum of each token's experts",)
     return CpuPlan(problem, tokens, estimate, 0, notes, level, forms, tiles)

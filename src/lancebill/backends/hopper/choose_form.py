@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lancebill.backends.base import NoForm, Reason
 from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.weight_form import Form
+from lancebill.backends.hopper.kernels.weight_form import WeightForm
 from lancebill.moe.layout import MatrixShape
 from lancebill.numbers.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
 from lancebill.numbers.spec import (
@@ -27,7 +27,7 @@ _STATIC = {FP8_TENSOR: f.E4M3}  # one scale for all of an expert's input, from t
 _GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
 
 
-def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
+def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> WeightForm:
     """The form of a matrix; raises NoForm with the reason."""
     spec = shape.spec
     act = (_STATIC if activations.static else _ACTIVATIONS).get(activations.spec)
@@ -41,7 +41,7 @@ def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> Form:
     return _narrow_form(spec, form) if act == f.E4M3 else form
 
 
-def _narrow_form(spec: QuantSpec, form: Form) -> Form:
+def _narrow_form(spec: QuantSpec, form: WeightForm) -> WeightForm:
     """With fp8 activations: group scales are applied to the sums of 128 columns, in fp32."""
     if form.code == f.INT8_CODE or form.scale == f.E4M3_G16:
         raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
@@ -56,7 +56,7 @@ def _narrow_form(spec: QuantSpec, form: Form) -> Form:
     return replace(form, scale=f.F32_GROUP)
 
 
-def _form(spec: QuantSpec, act: str) -> Form:
+def _form(spec: QuantSpec, act: str) -> WeightForm:
     if spec.minimum or not spec.scales:
         raise _no("spec", f"{spec} has no Hopper kernel", None)
     inner, outer = spec.scales[0], spec.scales[1:]
@@ -65,14 +65,14 @@ def _form(spec: QuantSpec, act: str) -> Form:
     code = _code(spec)
     group = inner.block[1]
     if code == f.E2M1_CODE and inner.dtype == E8M0 and inner.block == (1, 32) and not outer:
-        return Form(code, f.E8M0_G32, 32, act)
+        return WeightForm(code, f.E8M0_G32, 32, act)
     if code == f.E2M1_CODE and inner.dtype == E4M3 and inner.block == (1, 16) and outer:
-        return Form(code, f.E4M3_G16, 16, act)
+        return WeightForm(code, f.E4M3_G16, 16, act)
     if code == f.E2M1_CODE:
         raise _no("spec", f"{spec}: e2m1 takes e8m0 scales for 32 columns, or e4m3 for 16", None)
     zero = spec.zero is not None
     if group == ALL:
-        return Form(code, f.NO_SCALE, 0, act, zero)
+        return WeightForm(code, f.NO_SCALE, 0, act, zero)
     if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1 and code == f.INT4_CODE)):
         raise _no("group", f"groups of {group} columns", "multiples of 64, and 32 of 4 bits, have a kernel")
     scale = _GROUP_SCALES.get(inner.dtype)
@@ -82,7 +82,7 @@ def _form(spec: QuantSpec, act: str) -> Form:
         or (code == f.E4M3_CODE and scale != f.F32_GROUP)
     ):
         raise _no("spec", f"{spec}: scales of {inner.dtype} for this code have no Hopper kernel", None)
-    return Form(code, scale, group, act, zero)
+    return WeightForm(code, scale, group, act, zero)
 
 
 def _code(spec: QuantSpec) -> str:

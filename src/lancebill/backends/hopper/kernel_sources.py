@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lancebill.backends.hopper.kernels.weight_form import BF16, BOX, E4M3, F16, Form
+from lancebill.backends.hopper.kernels.weight_form import BF16, BOX, E4M3, F16, WeightForm
 from lancebill.backends.hopper.tuning.policy import Tile
-from lancebill.jit.compile import Desc, Source
+from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE, ROWS_MODULE = (
     "lancebill.backends.hopper.kernels.gemm",
@@ -21,9 +21,9 @@ _REGISTERS = 65536  # of an SM
 
 
 def product(
-    form: Form, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int, prefetch: bool,
+    form: WeightForm, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int, prefetch: bool,
     promote: bool,
-) -> Source:  # fmt: skip
+) -> KernelSource:  # fmt: skip
     """One product over one class of tiles."""
     element = ELEMENT[form.activations]
     arguments: list[tuple[str, str | Desc]] = [
@@ -43,17 +43,17 @@ def product(
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))
-    return Source(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
+    return KernelSource(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
 
 
-def _scale_box(form: Form, tile: Tile) -> int:
+def _scale_box(form: WeightForm, tile: Tile) -> int:
     """Words that one copy of scales brings; a form that has none is never asked for any."""
     return min(form.stage_scale_words(tile.slices), BOX) or BOX
 
 
 def rows_kernel(
     name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int, blocks: int = 1
-) -> Source:
+) -> KernelSource:
     """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16.
 
     `blocks`: programs that an SM has registers for.
@@ -63,13 +63,13 @@ def rows_kernel(
     )
     # With no number the assembler may spill for occupancy's sake; with one it does not look how many threads there are.
     options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
-    return Source(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
+    return KernelSource(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
 def slotwise(
-    form: Form, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
+    form: WeightForm, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
     weighted: bool, depend: bool, prefetch: bool, promote: bool,
-) -> Source:  # fmt: skip
+) -> KernelSource:  # fmt: skip
     """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, `slots` a token."""
     integers = ("experts", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row")
     pointers = {
@@ -91,4 +91,4 @@ def slotwise(
         "PROMOTE": promote,
     }  # fmt: skip
     options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "width", "columns")
-    return Source(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), aligned, options)
+    return KernelSource(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), aligned, options)

@@ -22,7 +22,7 @@ from lancebill.backends.hopper.kernels import fragment_order as fragments
 from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
-from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, Form
+from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
 from lancebill.moe.layout import Layout, MatrixShape, as_integer
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1
@@ -64,7 +64,7 @@ class HopperLayout(Layout):
             "for fp8 arithmetic and were rounded again",
         )
 
-    def form(self, shape: MatrixShape) -> Form:
+    def form(self, shape: MatrixShape) -> WeightForm:
         return kernel_form(shape, self.problem.inputs_of(shape))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
@@ -147,13 +147,15 @@ class HopperLayout(Layout):
         gate, up = rows.unflatten(0, (-1, 2, HALF)).unbind(1)
         return torch.cat([side.flatten(0, 1)[: shape.n // 2] for side in (gate, up)])
 
-    def _groups(self, shape: MatrixShape, form: Form) -> int:
+    def _groups(self, shape: MatrixShape, form: WeightForm) -> int:
         """Groups along the padded K."""
         return self.padded(shape)[1] // form.group if form.group else 1
 
     # ------------------------------------------------------------ scales
 
-    def _scales(self, shape: MatrixShape, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _scales(
+        self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Codes (rounded again where they must be), the loop's scale words, one factor a row."""
         n, k, codes = shape.n, shape.k, weight.codes
         levels = dict(zip(weight.spec.scales, weight.scales))
@@ -186,10 +188,10 @@ class HopperLayout(Layout):
             words.append(fragments.pack_halves(form, self._meta(shape, form, each.to(torch.int16))))
         return codes, torch.cat(words, -1).reshape(-1), factors
 
-    def _meta(self, shape: MatrixShape, form: Form, values: Tensor) -> Tensor:
+    def _meta(self, shape: MatrixShape, form: WeightForm, values: Tensor) -> Tensor:
         return self._place(shape, values, self._groups(shape, form))
 
-    def _exponents(self, form: Form, weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
+    def _exponents(self, form: WeightForm, weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
         """Exponent bytes relative to each row's base, and codes that fit them.
 
         A group too far below its row's largest is brought up to the reach and its codes rounded again.
@@ -208,7 +210,7 @@ class HopperLayout(Layout):
             codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
         return codes, (relative + short + offset) & 255, base.squeeze(1).float()
 
-    def _unpack_level(self, shape: MatrixShape, form: Form, words: Tensor, powers: Tensor) -> Tensor:
+    def _unpack_level(self, shape: MatrixShape, form: WeightForm, words: Tensor, powers: Tensor) -> Tensor:
         """The innermost scales as stored; `powers` of two went to the rows' factors."""
         n, _ = self.padded(shape)
         groups = self._groups(shape, form)
@@ -229,7 +231,7 @@ class HopperLayout(Layout):
         values = self._take(shape, values.double() / _units(form, n, values.device)) * powers.double().unsqueeze(1)
         return values[:: level.block[0]][:rows, :columns].to(level.dtype.storage).contiguous()
 
-    def _unpack_zero(self, shape: MatrixShape, form: Form, words: Tensor) -> Tensor:
+    def _unpack_zero(self, shape: MatrixShape, form: WeightForm, words: Tensor) -> Tensor:
         n, _ = self.padded(shape)
         assert shape.spec.zero is not None
         rows, columns = shape.spec.zero.shape(shape.n, shape.k)
@@ -253,7 +255,7 @@ def _up(size: int, side: int) -> int:
     return -(-size // side) * side
 
 
-def _excess(scales: Tensor, form: Form) -> Tensor:
+def _excess(scales: Tensor, form: WeightForm) -> Tensor:
     """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor.
 
     With fp16 activations rows are brought up to it too: its own smallest numbers are near.
@@ -262,7 +264,7 @@ def _excess(scales: Tensor, form: Form) -> Tensor:
     return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
 
 
-def _nibble_base(scales: Tensor, form: Form) -> Tensor:
+def _nibble_base(scales: Tensor, form: WeightForm) -> Tensor:
     """Per row, the power of two that leaves the loop's scale, so that a nibble's unit can enter it.
 
     bf16 has room below 2**-5, as almost every row is; fp16 below 2**-8, and rows are brought up to it
@@ -272,7 +274,7 @@ def _nibble_base(scales: Tensor, form: Form) -> Tensor:
     return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
 
 
-def _units(form: Form, n: int, device: torch.device) -> Tensor:
+def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
     """[n, 1]: what a row's scale is multiplied by in the kernel's order, so that codes may lie as is cheapest.
 
     Of nibbles that are subnormal numbers, rows r + 8 have the high ones.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lancebill.backends.base import Plan
-from lancebill.backends.hopper.kernels.weight_form import E2M1_CODE, E4M3, ROWS, Form
+from lancebill.backends.hopper.kernels.weight_form import E2M1_CODE, E4M3, ROWS, WeightForm
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.hopper.tuning.policy import Rule, Tile
@@ -26,7 +26,7 @@ _READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops
 class Product:
     """One matrix in kernel terms."""
 
-    form: Form
+    form: WeightForm
     units: int
     slices: int
     scale_blocks: int
@@ -117,7 +117,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
 
 
-def _decodes(plan: HopperPlan, layout: HopperLayout, form: Form) -> bool:
+def _decodes(plan: HopperPlan, layout: HopperLayout, form: WeightForm) -> bool:
     """Few slots, each of which reads its row as the others do: a tile for each."""
     problem = plan.problem
     if plan.work not in (INDEXED, SINGLE) or problem.order != FAST or not tune.decodes(form.activations, plan.slots):
@@ -128,7 +128,7 @@ def _decodes(plan: HopperPlan, layout: HopperLayout, form: Form) -> bool:
     return not (own or problem.activations.static or problem.second_activations.static)
 
 
-def _product(layout: HopperLayout, name: str, form: Form, sizes: tuple[int, ...], paired: bool) -> Product:
+def _product(layout: HopperLayout, name: str, form: WeightForm, sizes: tuple[int, ...], paired: bool) -> Product:
     """Tiles for each size."""
     problem = layout.problem
     shape = problem.matrices[name]

@@ -21,7 +21,7 @@ from lancebill.backends.hopper.tuning.policy import graphed
 from lancebill.errors import ContextError
 from lancebill.jit.driver import Launch, MapSlot, launched, launcher, use_context
 from lancebill.jit.graph import Graph, available
-from lancebill.jit.load import Matrix, encoded, prepare
+from lancebill.jit.load import MappedMatrix, encoded, prepare
 from lancebill.jit.load import Value as Bound
 from lancebill.moe.layout import Packed
 from lancebill.moe.problem import INDEXED
@@ -165,7 +165,7 @@ class Program:
         if found is None:
             if len(self.known_maps) >= _MOST_KEPT:
                 self.known_maps.clear()
-            matrix = Matrix(x, (tokens, self.hidden))
+            matrix = MappedMatrix(x, (tokens, self.hidden))
             found = [(launch.map_slot(name), encoded(launch, name, matrix)) for launch, name in self.mapped]
             self.known_maps[x, tokens] = found
         return found
@@ -253,7 +253,7 @@ def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
     if ref.mapped is None:
         return tensor.data_ptr() + ref.offset
     count = tensor.numel()
-    return Matrix(tensor.data_ptr(), (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
+    return MappedMatrix(tensor.data_ptr(), (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
 
 
 def _follow(slot: ctypes.c_int32, value: Callable[[int], int]) -> Callable[[int], None]:

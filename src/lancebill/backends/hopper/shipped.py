@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.hopper.tuning.policy import buckets
-from lancebill.jit.compile import Source
+from lancebill.jit.compile import KernelSource
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import parse_activation, parse_spec
@@ -16,9 +16,9 @@ SHAPES = ((4096, 2048, 256, 6), (2880, 2880, 128, 4), (2048, 768, 128, 8))  # hi
 TOKENS = buckets(16384)
 
 
-def shipped() -> Iterator[Source]:
+def shipped() -> Iterator[KernelSource]:
     """Every kernel of the set, once."""
-    seen: set[Source] = set()
+    seen: set[KernelSource] = set()
     for problem in problems():
         for tokens in TOKENS:
             for source in kernels(problem, tokens):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lancebill.jit.compile import Source
+from lancebill.jit.compile import KernelSource
 
 SCRATCH, CALL, COUNTERS = "scratch", "call", "counters"
 
@@ -32,7 +32,7 @@ Value = int | float | Ref | Tokens
 class Step:
     """One launch. Arguments that are functions, and the grid, follow the number of tokens."""
 
-    source: Source
+    source: KernelSource
     values: dict[str, Value]
     grid: Grid
     persistent: int = 0  # blocks on an SM: the grid is then no larger than what is resident

@@ -14,7 +14,7 @@ from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, make_plan, row_width
 from lancebill.backends.hopper.row_steps import combine, dispatch_finished, dispatch_indexed, prepare
 from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
-from lancebill.jit.compile import Source
+from lancebill.jit.compile import KernelSource
 from lancebill.moe.problem import INDEXED, Problem
 
 
@@ -40,7 +40,7 @@ def steps(plan: HopperPlan) -> tuple[Step, ...]:
     return (*found, *_products(plan, "w2", h, scales, scratch_ref("y"), src.ROWS), combine(plan))
 
 
-def kernels(problem: Problem, tokens: int) -> list[Source]:
+def kernels(problem: Problem, tokens: int) -> list[KernelSource]:
     """What a layer launches for so many tokens, in order."""
     return [step.source for step in steps(make_plan(problem, tokens))]
 

@@ -40,7 +40,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class HummingMatrix:
     """One matrix of all experts: the package's description and its tensors."""
 
     config: Any
@@ -75,7 +75,7 @@ def _compute(way: str) -> str:
 
 def make_matrix(
     shape: MatrixShape, experts: int, plain: Mapping[str, Tensor], activations: ActivationSpec, dtype: torch.dtype
-) -> Matrix:
+) -> HummingMatrix:
     """From tensors as `PlainLayout` has them, by the package's own conversion: scales may be folded, biases rounded."""
     from humming import dtypes
     from humming.schema import HummingInputSchema
@@ -92,10 +92,10 @@ def make_matrix(
         shape.n, shape.k, schema, inputs, experts, PAD_ROWS, PAD_COLUMNS, shape.bias, dtype, codes.device, tensors
     )
     config, tensors = prepare_fp16_e8m0_scale(config, tensors)
-    return Matrix(config, transform_humming_tensors(config, tensors), _new_locks(codes.device))
+    return HummingMatrix(config, transform_humming_tensors(config, tensors), _new_locks(codes.device))
 
 
-def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], dtype: torch.dtype) -> Matrix:
+def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], dtype: torch.dtype) -> HummingMatrix:
     """Of tensors as `HummingLayout` has them: the same memory under the package's dtypes."""
     from humming.transform import prepare_layer_config
 
@@ -104,7 +104,7 @@ def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], 
     config = prepare_layer_config(
         shape.n, shape.k, _schema(shape), None, experts, PAD_ROWS, PAD_COLUMNS, False, dtype, codes.device
     )
-    return Matrix(config, {"weight": codes, "weight_scale": scale}, _new_locks(codes.device))
+    return HummingMatrix(config, {"weight": codes, "weight_scale": scale}, _new_locks(codes.device))
 
 
 def _schema(shape: MatrixShape) -> Any:
@@ -142,7 +142,7 @@ def _centred(schema: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Te
 
 
 @dataclass(frozen=True)
-class Routed:
+class HummingRouting:
     """A batch as the products want it, and where the rows of a slot end up."""
 
     blocks: Mapping[int, Grouped]  # by height of the tiles; 1 where rows are in expert order
@@ -152,7 +152,7 @@ class Routed:
 class Experts:
     """A layer in this package, in one of its ways."""
 
-    def __init__(self, problem: Problem, matrices: Mapping[str, Matrix], way: str) -> None:
+    def __init__(self, problem: Problem, matrices: Mapping[str, HummingMatrix], way: str) -> None:
         self.problem, self.way = problem, way
         self.matrices = (matrices["w13"], matrices["w2"])
         self._tuned: dict[int, tuple[Tuned, ...]] = {}
@@ -170,15 +170,15 @@ class Experts:
         with ThreadPoolExecutor(min(32, len(jobs))) as pool:
             list(pool.map(lambda job: job[1].compile(self.way, job[0][1]), jobs.items()))
 
-    def sort(self, ids: Tensor) -> Routed:
+    def sort(self, ids: Tensor) -> HummingRouting:
         """Group the slots: for tiles of each height in use, or in expert order."""
         if self.way == GROUPED:
             groups = group(ids, self.problem.experts)
-            return Routed({1: groups}, groups.places)
+            return HummingRouting({1: groups}, groups.places)
         heights = {tuned.height for tuned in self.tuned(ids.numel())}
-        return Routed({height: group(ids, self.problem.experts, height) for height in heights}, None)
+        return HummingRouting({height: group(ids, self.problem.experts, height) for height in heights}, None)
 
-    def compute(self, x: Tensor, routed: Routed, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    def compute(self, x: Tensor, routed: HummingRouting, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         """The layer from sorted slots to the weighted sum."""
         tokens, top_k = ids.shape
         problem, slots = self.problem, tokens * top_k
@@ -194,7 +194,9 @@ class Experts:
         self._product(1, *_process(self.matrices[1], wide, **kind, **target), rows, routed, 1)
         return weighted_sum(rows, ids if order is None else order, weights, out, in_order=order is None)
 
-    def _product(self, which: int, x: Tensor, scale: Tensor | None, out: Tensor, routed: Routed, per_row: int) -> None:
+    def _product(
+        self, which: int, x: Tensor, scale: Tensor | None, out: Tensor, routed: HummingRouting, per_row: int
+    ) -> None:
         matrix, tuned = self.matrices[which], self.tuned(out.shape[0])[which]
         if self.way == GROUPED:
             how: dict[str, Any] = {"expert_layout": routed.blocks[1].edges}
@@ -207,7 +209,7 @@ class Experts:
         matrix.product(self.way, x, scale, out, tuned, **how)
 
 
-def _process(matrix: Matrix, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
+def _process(matrix: HummingMatrix, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
     """The input of a product: activated, brought into order, quantised; and its scales."""
     from humming.forward import may_process_input
 

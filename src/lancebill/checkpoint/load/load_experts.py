@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.input_scales import FACTORS, ProductInputs, product_inputs
-from lancebill.checkpoint.resolve.manifest import Layer, Projection, Source
+from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer, StoredPart
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
 from lancebill.errors import LancebillError, ShardError
 from lancebill.formats import axes as ax
@@ -54,7 +54,7 @@ class ExpertWeights:
 class LayerPlan:
     """What loading one layer under one placement gives, known from metadata alone."""
 
-    layer: Layer
+    layer: StoredLayer
     placement: Placement
     cut: Cut
     experts: tuple[int, ...]  # logical experts in slot order
@@ -72,7 +72,7 @@ class LayerPlan:
 
 
 def plan_layer(
-    layer: Layer,
+    layer: StoredLayer,
     placement: Placement,
     *,
     uneven: bool = False,
@@ -215,7 +215,7 @@ def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:
     return {matrix: {name: tensor[slot] for name, tensor in held.items()} for matrix, held in packed.items()}
 
 
-def load_inputs(read: Reader, layer: Layer) -> dict[tuple[int, str], dict[str, Tensor]]:
+def load_inputs(read: Reader, layer: StoredLayer) -> dict[tuple[int, str], dict[str, Tensor]]:
     """Activation-side tensors of every expert, local or not: {(expert, projection): {role: value}}.
 
     What each projection stores, for callers that want one number for all ranks; the loader keeps what
@@ -283,7 +283,7 @@ def _widen(span: Span, unit: int, size: int) -> Span:
     return span[0] // unit * unit, min(size, -(-span[1] // unit) * unit)
 
 
-def _read(read: Reader, source: Source, projection: Projection, around: tuple[Span, Span] | None) -> Tensor:
+def _read(read: Reader, source: StoredPart, projection: Projection, around: tuple[Span, Span] | None) -> Tensor:
     """One part of a projection, cut to the covering read, the right way round."""
     ratio = source.part.ratio(source.dtype)
     full = ax.shape(source.axes, projection.stored_n, projection.k, ratio)
@@ -297,7 +297,7 @@ def _read(read: Reader, source: Source, projection: Projection, around: tuple[Sp
     return tensor.t().contiguous() if source.reversed else tensor
 
 
-def _expert_index(source: Source, index: tuple[slice, ...]) -> tuple[int | slice, ...]:
+def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | slice, ...]:
     if source.expert is None:
         return index
     if source.rows_per_expert:

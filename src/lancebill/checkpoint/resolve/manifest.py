@@ -13,11 +13,11 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import Form, Naming, Sizes
+from lancebill.checkpoint.resolve.naming import NameForm, Naming, Sizes
 from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, Owned
-from lancebill.checkpoint.resolve.stored_layer import Layer as Layer
 from lancebill.checkpoint.resolve.stored_layer import Projection as Projection
-from lancebill.checkpoint.resolve.stored_layer import Source as Source
+from lancebill.checkpoint.resolve.stored_layer import StoredLayer as StoredLayer
+from lancebill.checkpoint.resolve.stored_layer import StoredPart as StoredPart
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, UnexpectedTensor
 from lancebill.formats import detect
 from lancebill.formats.base import Format
@@ -33,7 +33,7 @@ class Manifest:
     naming: Naming
     sizes: Sizes
     tensors: Mapping[str, Stored]
-    layers: dict[int, Layer] = field(default_factory=dict)
+    layers: dict[int, StoredLayer] = field(default_factory=dict)
     problems: list[CheckpointError] = field(default_factory=list)
     expert_tensors: frozenset[str] = frozenset()
     found: tuple[int, ...] = ()  # layers that have experts, looked at or not
@@ -91,9 +91,9 @@ def build(
 _Claims = dict[int, dict[tuple[int | None, str], Owned]]
 
 
-def _claims(row: Naming, tensors: Iterable[str]) -> tuple[Form, _Claims]:
+def _claims(row: Naming, tensors: Iterable[str]) -> tuple[NameForm, _Claims]:
     """The form most tensors follow, and what it claims: one pattern match for each name."""
-    best: tuple[int, Form, _Claims] = (-1, row.forms[0], {})
+    best: tuple[int, NameForm, _Claims] = (-1, row.forms[0], {})
     for form in row.forms:
         found: _Claims = defaultdict(dict)
         count = 0
@@ -114,7 +114,7 @@ def _owned(claims: _Claims) -> frozenset[str]:
     return frozenset(name for layer in claims.values() for module in layer.values() for name in module.names.values())
 
 
-def _strangers(form: Form, claims: _Claims, tensors: Iterable[str]) -> Iterable[CheckpointError]:
+def _strangers(form: NameForm, claims: _Claims, tensors: Iterable[str]) -> Iterable[CheckpointError]:
     """Tensors in the experts' territory that no projection owns, or that are there twice."""
     owned = _owned(claims)
     for name in tensors:

@@ -22,7 +22,7 @@ PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.lan
 
 
 @dataclass(frozen=True)
-class Form:
+class NameForm:
     """One spelling of a family's expert tensors.
 
     `home` is the experts' container; `names` are the projections below it, with `{expert}` where
@@ -86,7 +86,7 @@ class Claim:
     suffix: str
 
 
-def claim(form: Form, name: str) -> Claim | None:
+def claim(form: NameForm, name: str) -> Claim | None:
     """The owner of a tensor under this form; None where the name is not an expert's."""
     match = form.pattern.fullmatch(name)
     if match is None:
@@ -123,7 +123,7 @@ class Naming:
 
     family: str
     model_types: tuple[str, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[NameForm, ...]
     router: Router = field(default_factory=Router)
     uneven: bool = False  # tensor-parallel cuts keep blocks whole and may differ in size
 
@@ -152,13 +152,13 @@ _FEED = "layers.{layer}.feed_forward.experts"
 _CORRECTED = Router(correction="layers.{layer}.mlp.gate.e_score_correction_bias")
 
 # The forms of every family that names its projections gate_proj, up_proj, down_proj below mlp.
-_STANDARD = (Form(_MLP, _LLAMA_NAMES), Form(_MLP, _FUSED_NAMES), Form(_MLP, _FUSED_EACH))
+_STANDARD = (NameForm(_MLP, _LLAMA_NAMES), NameForm(_MLP, _FUSED_NAMES), NameForm(_MLP, _FUSED_EACH))
 
 TABLE: tuple[Naming, ...] = (
     Naming(
         "mixtral",
         ("mixtral",),
-        (Form(_BLOCK, _MIXTRAL_NAMES), Form(_BLOCK, _W13_EACH), Form(_MLP, _FUSED_NAMES), Form(_BLOCK, _FUSED_NAMES)),
+        (NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), NameForm(_MLP, _FUSED_NAMES), NameForm(_BLOCK, _FUSED_NAMES)),
         Router("layers.{layer}.block_sparse_moe.gate.weight"),
     ),
     Naming("qwen2_moe", ("qwen2_moe",), _STANDARD),
@@ -167,7 +167,7 @@ TABLE: tuple[Naming, ...] = (
     Naming(
         "qwen3_vl_moe",
         ("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        (Form(_MLP, _LLAMA_NAMES), Form(_MLP, _FUSED_NAMES, transposed=_BOTH)),
+        (NameForm(_MLP, _LLAMA_NAMES), NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)),
     ),
     Naming("deepseek_v2", ("deepseek_v2",), _STANDARD),
     Naming("deepseek_v3", ("deepseek_v3", "deepseek_v32"), _STANDARD, _CORRECTED),
@@ -176,7 +176,7 @@ TABLE: tuple[Naming, ...] = (
     Naming(
         "deepseek_v4",
         ("deepseek_v4",),
-        (Form("layers.{layer}.ffn.experts", _MIXTRAL_NAMES), Form(_MLP, _FUSED_NAMES), Form(_MLP, _LLAMA_NAMES)),
+        (NameForm("layers.{layer}.ffn.experts", _MIXTRAL_NAMES), NameForm(_MLP, _FUSED_NAMES), NameForm(_MLP, _LLAMA_NAMES)),
         Router(
             "layers.{layer}.ffn.gate.weight",
             correction="layers.{layer}.ffn.gate.bias",
@@ -186,20 +186,20 @@ TABLE: tuple[Naming, ...] = (
     Naming(
         "gpt_oss",
         ("gpt_oss",),
-        (Form(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), Form(_MLP, _LLAMA_NAMES)),
+        (NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES)),
         Router("layers.{layer}.mlp.router.weight", bias="layers.{layer}.mlp.router.bias"),
         uneven=True,
     ),
     Naming(
         "llama4",
         ("llama4", "llama4_text"),
-        (Form(_FEED, _FUSED_NAMES, transposed=_BOTH), Form(_FEED, _LLAMA_NAMES)),
+        (NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES)),
         Router("layers.{layer}.feed_forward.router.weight"),
     ),
     Naming(
         "minimax_m2",
         ("minimax_m2",),
-        (Form(_BLOCK, _MIXTRAL_NAMES), Form(_MLP, _FUSED_NAMES)),
+        (NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_MLP, _FUSED_NAMES)),
         Router(
             "layers.{layer}.block_sparse_moe.gate.weight",
             correction="layers.{layer}.block_sparse_moe.e_score_correction_bias",
@@ -208,33 +208,33 @@ TABLE: tuple[Naming, ...] = (
     Naming(
         "nemotron_h",
         ("nemotron_h",),
-        (Form("layers.{layer}.mixer.experts", {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}),),
+        (NameForm("layers.{layer}.mixer.experts", {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}),),
         Router("layers.{layer}.mixer.gate.weight", correction="layers.{layer}.mixer.gate.e_score_correction_bias"),
     ),
     Naming(
         "phimoe",
         ("phimoe",),
-        (Form(_BLOCK, _MIXTRAL_NAMES), Form(_MLP, _FUSED_NAMES)),
+        (NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_MLP, _FUSED_NAMES)),
         Router("layers.{layer}.block_sparse_moe.gate.weight"),
     ),
     Naming(
         "jamba",
         ("jamba",),
-        (Form(_FEED, _LLAMA_NAMES), Form(_FEED, _FUSED_NAMES)),
+        (NameForm(_FEED, _LLAMA_NAMES), NameForm(_FEED, _FUSED_NAMES)),
         Router("layers.{layer}.feed_forward.router.weight"),
     ),
     Naming(
         "dbrx",
         ("dbrx",),
         (
-            Form(
+            NameForm(
                 "blocks.{layer}.ffn.experts.mlp",
                 {GATE: ".w1", UP: ".v1", DOWN: ".w2"},
                 flat=True,
                 transposed=(DOWN,),
                 prefixes=("transformer.",),
             ),
-            Form("blocks.{layer}.ffn.experts", _LLAMA_NAMES, prefixes=("transformer.",)),
+            NameForm("blocks.{layer}.ffn.experts", _LLAMA_NAMES, prefixes=("transformer.",)),
         ),
         Router("blocks.{layer}.ffn.router.layer.weight"),
     ),
@@ -242,12 +242,12 @@ TABLE: tuple[Naming, ...] = (
         "granitemoe",
         ("granitemoe", "granitemoeshared", "granitemoehybrid"),
         (
-            Form(
+            NameForm(
                 "layers.{layer}.block_sparse_moe",
                 {GATE_UP: ".input_linear", DOWN: ".output_linear"},
                 exclusive=False,
             ),
-            Form(_BLOCK, _LLAMA_NAMES),
+            NameForm(_BLOCK, _LLAMA_NAMES),
         ),
         Router("layers.{layer}.block_sparse_moe.router.layer.weight"),
     ),
@@ -255,13 +255,13 @@ TABLE: tuple[Naming, ...] = (
         "gguf",
         ("gguf",),
         (
-            Form(
+            NameForm(
                 "blk.{layer}",
                 {GATE: ".ffn_gate_exps", UP: ".ffn_up_exps", DOWN: ".ffn_down_exps"},
                 exclusive=False,
                 prefixes=("",),
             ),
-            Form(
+            NameForm(
                 "blk.{layer}",
                 {GATE_UP: ".ffn_gate_up_exps", DOWN: ".ffn_down_exps"},
                 exclusive=False,

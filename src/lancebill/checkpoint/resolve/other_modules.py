@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import Reader
-from lancebill.checkpoint.resolve.manifest import Manifest, Projection, Source
+from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredPart
 from lancebill.errors import LancebillError, MissingTensor, UnsupportedFormat, WrongShape
 from lancebill.formats import axes as ax
 from lancebill.formats import detect
@@ -121,7 +121,7 @@ def _resolve(scheme: Scheme, module: Module, owned: Mapping[str, str], read: Rea
                 expected=f"{part.shapes(n, k, part.dtypes[0])} of {', '.join(part.dtypes)}",
                 got=f"{list(stored.shape)} of {stored.dtype}",
             )
-        sources[role] = Source(owned[suffix], part, fitting, stored.dtype, None, False)
+        sources[role] = StoredPart(owned[suffix], part, fitting, stored.dtype, None, False)
     return OtherModule(-1, -1, "weight", module.name, scheme, n, k, sources, n)
 
 

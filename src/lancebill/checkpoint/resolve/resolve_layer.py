@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, Form
-from lancebill.checkpoint.resolve.stored_layer import Layer, Projection, Source
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm
+from lancebill.checkpoint.resolve.stored_layer import Projection, StoredLayer, StoredPart
 from lancebill.errors import (
     CheckpointError,
     DuplicateTensor,
@@ -36,7 +36,7 @@ class LayerBuilder:
         self,
         config: Config,
         fmt: Format,
-        form: Form,
+        form: NameForm,
         index: int,
         owned: Mapping[tuple[int | None, str], Owned],
         tensors: Mapping[str, Stored],
@@ -47,7 +47,7 @@ class LayerBuilder:
         self.prefix = next(iter(owned.values())).prefix
         self.problems: list[CheckpointError] = []
 
-    def build(self, wanted: Container[int] | None = None) -> Layer | None:
+    def build(self, wanted: Container[int] | None = None) -> StoredLayer | None:
         """The layer, if all of it (or of the `wanted` experts) can be resolved."""
         schemes = self._schemes()
         geometry = self._geometry(schemes)
@@ -64,7 +64,7 @@ class LayerBuilder:
         self._check_agreement(projections, chosen)
         if len(projections) < len(chosen) * (3 if self.form.gated else 2):
             return None
-        return Layer(self.index, self.prefix, self.form, experts, hidden, inter, projections)
+        return StoredLayer(self.index, self.prefix, self.form, experts, hidden, inter, projections)
 
     def _module_name(self, expert: int, stored: str) -> str:
         return self.form.module(self.prefix, self.index, expert, stored)
@@ -149,7 +149,7 @@ class LayerBuilder:
 
     def _sources(
         self, scheme: Scheme, key: tuple[int | None, str], expert: int, n: int, k: int, where: str
-    ) -> dict[str, Source] | None:
+    ) -> dict[str, StoredPart] | None:
         names_here, sources, complete = self.owned[key].names, {}, True
         for part in scheme.parts:
             spelled = [s for s in part.suffix if s in names_here]
@@ -185,7 +185,9 @@ class LayerBuilder:
         name = self._module_name(expert, key[1]) + part.suffix[0]
         self.problems.append(MissingTensor(f"'{part.role}' is missing", where=where, expected=name))
 
-    def _source(self, part: Part, tensor: str, expert: int, n: int, k: int, stored: str, where: str) -> Source | None:
+    def _source(
+        self, part: Part, tensor: str, expert: int, n: int, k: int, stored: str, where: str
+    ) -> StoredPart | None:
         header = self.tensors[tensor]
         first_report = not self.form.stacked or expert == 0
         if header.dtype not in part.dtypes:
@@ -205,7 +207,7 @@ class LayerBuilder:
                 expected.append(candidate)
                 if ax.fits(candidate, header.shape):
                     rows = shape[0] if self.form.flat and shape else 0
-                    return Source(tensor, part, axes, header.dtype, index, flip, rows)
+                    return StoredPart(tensor, part, axes, header.dtype, index, flip, rows)
         if first_report:
             listed = " or ".join(str(list(s)) for s in dict.fromkeys(expected))
             self.problems.append(

@@ -94,7 +94,7 @@ ACTIVATION = _named("hidden_act")
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyRouting:
     """What a family's code has built in, and what it reads from the config."""
 
     routing: Fields = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Row:
 # Defaults are those of each family's published code, for configs that leave a key out.
 _SIGMOID_BIASED: Fields = {"scoring": SIGMOID, "renormalize": True, "epsilon": 1e-20, "correction": True}
 _BIASED_KEYS = (NORM, SCORING, SCALE, *GROUPS, BY_BIASED_SCORE)
-_DEEPSEEK_V3 = Row(
+_DEEPSEEK_V3 = FamilyRouting(
     {**_SIGMOID_BIASED, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     _BIASED_KEYS,
 )
@@ -118,17 +118,17 @@ _LLAMA4: Fields = {"scoring": SIGMOID, "after_top_k": True, "weight_on_input": T
 _SWIGLUOAI = Activation("swigluoai", limit=7.0)
 _RELU2 = Activation("relu2_no_mul")
 
-ROWS: dict[str, Row] = {
-    "mixtral": Row(_SOFTMAX_NORMED),
-    "qwen2_moe": Row({"scoring": SOFTMAX}, (NORM,)),
-    "qwen3_moe": Row({"scoring": SOFTMAX}, (NORM,)),
-    "qwen3_vl_moe": Row(_SOFTMAX_NORMED, (NORM,)),
-    "olmoe": Row({"scoring": SOFTMAX}, (NORM,)),
-    "deepseek_v2": Row({"scoring": SOFTMAX}, (NORM, SCORING, SCALE, *GROUPS, BY_SCORE)),
+ROWS: dict[str, FamilyRouting] = {
+    "mixtral": FamilyRouting(_SOFTMAX_NORMED),
+    "qwen2_moe": FamilyRouting({"scoring": SOFTMAX}, (NORM,)),
+    "qwen3_moe": FamilyRouting({"scoring": SOFTMAX}, (NORM,)),
+    "qwen3_vl_moe": FamilyRouting(_SOFTMAX_NORMED, (NORM,)),
+    "olmoe": FamilyRouting({"scoring": SOFTMAX}, (NORM,)),
+    "deepseek_v2": FamilyRouting({"scoring": SOFTMAX}, (NORM, SCORING, SCALE, *GROUPS, BY_SCORE)),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "glm4_moe": Row({**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1}, _BIASED_KEYS),
-    "deepseek_v4": Row(
+    "glm4_moe": FamilyRouting({**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1}, _BIASED_KEYS),
+    "deepseek_v4": FamilyRouting(
         {
             "scoring": SQRTSOFTPLUS,
             "renormalize": True,
@@ -141,19 +141,19 @@ ROWS: dict[str, Row] = {
         (ACTIVATION, LIMIT),
         hash_layers=3,
     ),
-    "gpt_oss": Row(_SOFTMAX_AFTER, (), _SWIGLUOAI, (LIMIT, ALPHA)),
-    "llama4": Row(_LLAMA4, top_k=1),
-    "minimax_m2": Row(_SIGMOID_BIASED, (SCORING, ROUTING_BIAS)),
-    "nemotron_h": Row(
+    "gpt_oss": FamilyRouting(_SOFTMAX_AFTER, (), _SWIGLUOAI, (LIMIT, ALPHA)),
+    "llama4": FamilyRouting(_LLAMA4, top_k=1),
+    "minimax_m2": FamilyRouting(_SIGMOID_BIASED, (SCORING, ROUTING_BIAS)),
+    "nemotron_h": FamilyRouting(
         {**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1},
         _BIASED_KEYS,
         _RELU2,
         (_named("mlp_hidden_act", _UNGATED),),
     ),
-    "phimoe": Row({"scoring": NONE, "custom": SparseMixer()}, (JITTER,), top_k=2),
-    "jamba": Row({"scoring": SOFTMAX}),
-    "dbrx": Row(_SOFTMAX_NORMED, (WEIGHT_NORM,), activation_keys=(_named("ffn_act_fn"),)),
-    "granitemoe": Row(_SOFTMAX_AFTER),
+    "phimoe": FamilyRouting({"scoring": NONE, "custom": SparseMixer()}, (JITTER,), top_k=2),
+    "jamba": FamilyRouting({"scoring": SOFTMAX}),
+    "dbrx": FamilyRouting(_SOFTMAX_NORMED, (WEIGHT_NORM,), activation_keys=(_named("ffn_act_fn"),)),
+    "granitemoe": FamilyRouting(_SOFTMAX_AFTER),
 }
 
 # GGUF: what llama.cpp's code for each architecture has built in; metadata says the rest.
@@ -174,11 +174,11 @@ GGUF_KEYS = (
 _GGUF_SIGMOID: Fields = {"scoring": SIGMOID, "correction": True}
 
 
-def _gguf(routing: Fields, activation: Activation | None = None, *keys: Key, **more: Any) -> Row:
-    return Row(routing, GGUF_KEYS, activation or Activation(), keys, **more)
+def _gguf(routing: Fields, activation: Activation | None = None, *keys: Key, **more: Any) -> FamilyRouting:
+    return FamilyRouting(routing, GGUF_KEYS, activation or Activation(), keys, **more)
 
 
-GGUF_ROWS: dict[str, Row] = {
+GGUF_ROWS: dict[str, FamilyRouting] = {
     "llama": _gguf(_SOFTMAX_NORMED),
     "mistral3": _gguf(_SOFTMAX_NORMED),
     "llama4": _gguf(_LLAMA4, top_k=1),
@@ -240,7 +240,7 @@ def _built(make: Callable[..., T], *base: T, **fields: Any) -> T:
         raise UnsupportedFormat(error.what, where=WHERE, expected=error.expected, got=error.got) from error
 
 
-def _row(model: Mapping[str, Any], family: str) -> Row:
+def _row(model: Mapping[str, Any], family: str) -> FamilyRouting:
     rows, name = (GGUF_ROWS, model.get("architecture")) if family == "gguf" else (ROWS, family)
     if name in rows:
         return rows[name]
@@ -289,7 +289,7 @@ def _hashes(model: Mapping[str, Any], default: int, layer: int) -> bool:
     return layer < len(kinds) and bool(kinds[layer] == "hash_moe")
 
 
-def _check_unread(model: Mapping[str, Any], family: str, routing: Routing, row: Row) -> None:
+def _check_unread(model: Mapping[str, Any], family: str, routing: Routing, row: FamilyRouting) -> None:
     """Keys other families read may be there, but not say anything this one does not do."""
     held = vars(routing)
     for key in WATCHED:

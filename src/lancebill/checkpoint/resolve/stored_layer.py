@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lancebill.checkpoint.resolve.naming import Form
+from lancebill.checkpoint.resolve.naming import NameForm
 from lancebill.formats.base import Module, Part, Scheme
 from lancebill.formats.stored import Stored
 from lancebill.numbers.spec import QuantSpec
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredPart:
     """One stored tensor that holds one part of a projection.
 
     `axes` is the alternative the tensor has; `expert` its index along a stacked
@@ -47,7 +47,7 @@ class Projection:
     scheme: Scheme
     n: int
     k: int
-    sources: Mapping[str, Source]
+    sources: Mapping[str, StoredPart]
     stored_n: int
     first: int = 0
     step: int = 1
@@ -62,12 +62,12 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Layer:
+class StoredLayer:
     """The routed experts of one layer."""
 
     index: int
     prefix: str
-    form: Form
+    form: NameForm
     experts: int
     hidden: int
     intermediate: int

@@ -57,7 +57,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """How to convert: where to compute, how MX scales round, what to do with the rest."""
 
     device: str = "cpu"
@@ -66,7 +66,7 @@ class Options:
     experts_only: bool = False
 
 
-def prepare(source: Checkpoint, target: Target, options: Options) -> Output:
+def prepare(source: Checkpoint, target: Target, options: ConvertOptions) -> Output:
     """Check the source whole and decide the output; reads headers only."""
     manifest = manifests.build(source.config, source.headers)
     manifest.check(str(source.path))
@@ -84,7 +84,7 @@ def convert(
     source: Checkpoint,
     destination: str | Path,
     output: Output,
-    options: Options,
+    options: ConvertOptions,
     progress: Progress = lambda _: None,
 ) -> Report:
     """Write `output`; `progress` is told the source bytes done."""
@@ -122,7 +122,7 @@ class _Experts:
         self,
         source: Checkpoint,
         output: Output,
-        options: Options,
+        options: ConvertOptions,
         out: CheckpointWriter,
         report: Report,
         progress: Progress,
@@ -221,7 +221,7 @@ def _copy(source: Checkpoint, name: str, out: CheckpointWriter, progress: Progre
 
 
 def _write_plain(
-    source: Checkpoint, module: OtherModule, scheme: Scheme, out: CheckpointWriter, options: Options
+    source: Checkpoint, module: OtherModule, scheme: Scheme, out: CheckpointWriter, options: ConvertOptions
 ) -> None:
     """A quantised module outside the experts, dequantised by rows."""
     weight = scheme.part("codes")

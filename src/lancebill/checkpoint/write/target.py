@@ -16,8 +16,8 @@ import torch
 
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.manifest import Layer, Manifest, Projection
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, Form, Naming
+from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
 from lancebill.checkpoint.resolve.other_modules import OtherModule
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.errors import CannotEncode, UnsupportedFormat
@@ -127,7 +127,7 @@ class Output:
     """All of it: the config, every tensor in the order they are written, and who makes them."""
 
     target: Target
-    form: Form
+    form: NameForm
     config: dict[str, Any]
     scheme: Scheme
     plain_scheme: Scheme  # of modules that are dequantised
@@ -200,7 +200,7 @@ def _family(manifest: Manifest) -> Naming:
     return next(row for row in names.TABLE if row.family == family)
 
 
-def _form(manifest: Manifest, naming: Naming, target: Target) -> Form:
+def _form(manifest: Manifest, naming: Naming, target: Target) -> NameForm:
     """How experts are spelled: unquantised ones as in the source, stacked where the format stacks,
     else one set of tensors for each expert."""
     source = next(iter(manifest.layers.values())).form
@@ -221,7 +221,7 @@ def _form(manifest: Manifest, naming: Naming, target: Target) -> Form:
     return able[0]
 
 
-def _jobs(layer: Layer, form: Form) -> Iterator[Job]:
+def _jobs(layer: StoredLayer, form: NameForm) -> Iterator[Job]:
     prefix = layer.prefix if layer.prefix in form.prefixes and layer.form.prefixes == form.prefixes else _prefix(form)
     for expert in range(layer.experts):
         for stored in form.names:
@@ -230,11 +230,11 @@ def _jobs(layer: Layer, form: Form) -> Iterator[Job]:
             yield Job(layer.index, expert, stored, form.module(prefix, layer.index, expert, stored), sources)
 
 
-def _prefix(form: Form) -> str:
+def _prefix(form: NameForm) -> str:
     return "model." if "model." in form.prefixes else form.prefixes[0]
 
 
-def _suffix(part: Part, form: Form, format: Format) -> str:
+def _suffix(part: Part, form: NameForm, format: Format) -> str:
     """The spelling of a part: the last is the one of stacked tensors where a format has both."""
     return part.suffix[-1] if form.stacked and not format.stacked else part.suffix[0]
 

@@ -38,13 +38,13 @@ def register() -> None:
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of a module's own forward."""
-    source = Source.of(module)
+    source = ModelExperts.of(module)
     layer = _layer(module, source, int(top_k_index.shape[-1]))
     return forward_only(layer, hidden_states, top_k_index, top_k_weights, *module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelExperts:
     """A module's weights, under the names and in the orders transformers has."""
 
     up: Tensor  # [E, N, K], or [E, K, N] where transposed
@@ -57,7 +57,7 @@ class Source:
     config: object
 
     @classmethod
-    def of(cls, module: nn.Module) -> Source:
+    def of(cls, module: nn.Module) -> ModelExperts:
         held, facts = dict(module.named_parameters(recurse=False)), vars(module)
         first = "gate_up_proj" if facts["has_gate"] else "up_proj"
         if facts.get("has_post_expert_norm") or facts.get("_is_expert_parallel"):
@@ -114,14 +114,14 @@ class _Made:
 _MADE: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
 
 
-def _layer(module: nn.Module, source: Source, top_k: int) -> RoutedExperts:
+def _layer(module: nn.Module, source: ModelExperts, top_k: int) -> RoutedExperts:
     made = _MADE.get(module)
     if made is None or made.stamp != (source.stamp, top_k):
         made = _MADE[module] = _Made((source.stamp, top_k), _make(source, top_k))
     return made.layer
 
 
-def _make(source: Source, top_k: int) -> RoutedExperts:
+def _make(source: ModelExperts, top_k: int) -> RoutedExperts:
     problem = pose(source, top_k)
     layer = RoutedExperts()
     choice = oracle.select(problem, parse_device(str(source.up.device)))
@@ -131,7 +131,7 @@ def _make(source: Source, top_k: int) -> RoutedExperts:
     return layer
 
 
-def pose(source: Source, top_k: int) -> Problem:
+def pose(source: ModelExperts, top_k: int) -> Problem:
     """What a module's experts compute, on its weights as they are."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
     shapes, wide, experts = source.shapes(), WIDE[source.up.dtype], int(source.up.shape[0])
@@ -150,7 +150,7 @@ def pose(source: Source, top_k: int) -> Problem:
     )
 
 
-def _shared(source: Source) -> dict[str, Packed]:
+def _shared(source: ModelExperts) -> dict[str, Packed]:
     """The model's own memory, seen as the integers our layouts hold."""
     held: dict[str, Packed] = {"w13": {"codes": as_integer(source.up)}, "w2": {"codes": as_integer(source.down)}}
     for matrix, bias in (("w13", source.up_bias), ("w2", source.down_bias)):

@@ -16,7 +16,7 @@ from torch import nn
 from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
-from lancebill.integrations.transformers.experts_interface import Source, pack, pose
+from lancebill.integrations.transformers.experts_interface import ModelExperts, pack, pose
 from lancebill.integrations.transformers.packed_experts import PackedExperts, places
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
@@ -35,13 +35,13 @@ def pack_experts(
     """
     for name, index, module in list(places(model)):
         place = PackedExperts(index)
-        place.experts = _packed(Source.of(module), index, weights, activations, backend)
+        place.experts = _packed(ModelExperts.of(module), index, weights, activations, backend)
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent).register_module(leaf, place)
 
 
 def _packed(
-    source: Source, index: int, weights: WeightRules, activations: ActivationRules, backend: str
+    source: ModelExperts, index: int, weights: WeightRules, activations: ActivationRules, backend: str
 ) -> RoutedExperts:
     targets, said = weight_targets(weights, index), activation_specs(activations, index)
     model = source.config.to_dict()  # type: ignore[attr-defined]

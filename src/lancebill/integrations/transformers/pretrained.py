@@ -36,7 +36,7 @@ from lancebill.integrations.transformers.experts_interface import register
 from lancebill.integrations.transformers.other_tensors import rest_of
 from lancebill.integrations.transformers.packed_experts import packed_experts, swap
 from lancebill.integrations.transformers.save_pretrained import Origin, save
-from lancebill.layer.recipe import WIDE, Options, Recipe
+from lancebill.layer.recipe import WIDE, LoadOptions, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.layer.rules import ActivationRules, WeightRules
 from lancebill.moe.placement import Placement
@@ -100,7 +100,7 @@ def from_pretrained(
     checkpoint = _opened(folder)
     config, wide = _config(checkpoint, dtype)
     manifest = _manifest(config, checkpoint)
-    options = Options(device, Placement(), backend, weights, activations, wide, order)
+    options = LoadOptions(device, Placement(), backend, weights, activations, wide, order)
     if folder.is_file():
         rest = gguf.rest_of(checkpoint, manifest.expert_tensors, _without_memory(config), wide)
     else:
@@ -132,7 +132,7 @@ def refill(model: Any, **changes: Any) -> None:
     model.lancebill_origin = Origin.of(model, checkpoint, options)
 
 
-def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: Options) -> None:
+def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: LoadOptions) -> None:
     """Load every layer's experts into its place, one layer after the other."""
     places = dict(packed_experts(model))
     missing = [name for name, place in places.items() if place.index not in manifest.layers]

@@ -15,13 +15,12 @@ from torch import nn
 
 from lancebill.checkpoint.read.config import CONFIG_FILES
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.write.convert import Options as ConvertOptions
-from lancebill.checkpoint.write.convert import convert, prepare
+from lancebill.checkpoint.write.convert import ConvertOptions, convert, prepare
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import choose
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.transformers.gguf_models import check_savable
-from lancebill.layer.recipe import Options
+from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
 
@@ -33,12 +32,12 @@ class Origin:
     """Where a model's numbers came from, and how to tell that they still are those."""
 
     checkpoint: Checkpoint
-    options: Options
+    options: LoadOptions
     layers: tuple[int, ...]
     versions: dict[str, int]
 
     @classmethod
-    def of(cls, model: nn.Module, checkpoint: Checkpoint, options: Options) -> Origin:
+    def of(cls, model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Origin:
         from lancebill.integrations.transformers.packed_experts import packed_experts
 
         layers = tuple(place.index for _, place in packed_experts(model))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.cpu.native import abi, build
-from lancebill.backends.cpu.native.abi import Level
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.errors import LaunchError, SpecError
 
 SWITCH = "LANCEBILL_NATIVE"
@@ -51,22 +51,22 @@ class Library:
     """The loaded library and what it can do here."""
 
     calls: ctypes.CDLL
-    levels: tuple[Level, ...]  # that were built and that this machine runs
-    best: Level
+    levels: tuple[IsaLevel, ...]  # that were built and that this machine runs
+    best: IsaLevel
 
     @property
     def openmp(self) -> bool:
         """Whether it shares its work among threads."""
         return bool(self.calls.lancebill_has_openmp())
 
-    def scratch_bytes(self, layer: abi.Layer, work: abi.Work) -> int:
+    def scratch_bytes(self, layer: abi.LayerStruct, work: abi.WorkStruct) -> int:
         """What a call needs: the same for all with as many rows and threads."""
         need: int = self.calls.lancebill_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
         if need < 0:
             self._refuse(-need)
         return need
 
-    def run(self, layer: abi.Layer, work: abi.Work, need: int) -> None:
+    def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, need: int) -> None:
         """One layer. A thread keeps the scratch memory of its largest call, up to a limit: new pages are slow."""
         scratch = _scratch.at_least(need)
         work.scratch = scratch.data_ptr()
@@ -111,7 +111,7 @@ def state() -> State:
         return State(None, f"the CPU kernels do not load: {error}", _how_to_build())
     if calls.lancebill_sources().decode() != build.fingerprint() or calls.lancebill_abi() != abi.ABI:
         return State(None, "the CPU kernels were built from other sources", _how_to_build())
-    levels = tuple(level for level in Level if calls.lancebill_levels() >> level & 1)
+    levels = tuple(level for level in IsaLevel if calls.lancebill_levels() >> level & 1)
     best = max(levels) if not wanted else _named(wanted, levels)
     return State(Library(calls, levels, best), f"built, runs {best}")
 
@@ -120,7 +120,7 @@ def library() -> Library | None:
     return state().library
 
 
-def _named(wanted: str, levels: tuple[Level, ...]) -> Level:
+def _named(wanted: str, levels: tuple[IsaLevel, ...]) -> IsaLevel:
     for level in levels:
         if str(level) == wanted:
             return level

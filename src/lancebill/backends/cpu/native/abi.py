@@ -16,7 +16,7 @@ class Codes(IntEnum):
     FLOAT8 = 2
 
 
-class Scale(IntEnum):
+class ScaleKind(IntEnum):
     """The type of a group's scale."""
 
     NONE = 0
@@ -27,7 +27,7 @@ class Scale(IntEnum):
     E4M3 = 5
 
 
-class Zero(IntEnum):
+class ZeroKind(IntEnum):
     """What is subtracted: a byte before scaling, or a float after it."""
 
     NONE = 0
@@ -53,7 +53,7 @@ class Float(IntEnum):
     F32 = 2
 
 
-class Activation(IntEnum):
+class ActivationKind(IntEnum):
     """The functions of `lancebill.moe.activation`."""
 
     SILU = 0
@@ -68,7 +68,7 @@ class Activation(IntEnum):
     GELU_TANH_NO_MUL = 19
 
 
-class Level(IntEnum):
+class IsaLevel(IntEnum):
     """Sets of instructions, each with kernels of its own."""
 
     PORTABLE = 0
@@ -83,7 +83,7 @@ class Level(IntEnum):
         return self.name.lower()
 
 
-class Matrix(Structure):
+class MatrixStruct(Structure):
     """One of the experts' matrices."""
 
     _fields_ = [
@@ -110,7 +110,7 @@ class Matrix(Structure):
     ]
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     """All of a layer's experts, or of a linear's."""
 
     _fields_ = [
@@ -124,7 +124,7 @@ class Layer(Structure):
     ]
 
 
-class Work(Structure):
+class WorkStruct(Structure):
     """Rows, where they go, and how to compute."""
 
     _fields_ = [

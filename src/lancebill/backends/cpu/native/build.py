@@ -44,7 +44,7 @@ def compiler() -> str | None:
 
 
 @dataclass(frozen=True)
-class Source:
+class CppSource:
     """A file, the flags it is compiled with, and the machine it is for (any where None)."""
 
     path: Path
@@ -52,7 +52,7 @@ class Source:
     flags: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path) -> Source:
+    def read(cls, path: Path) -> CppSource:
         """The first line may say `// flags: ...`, or `// flags MACHINE: ...` where it is for one kind of machine.
 
         Without the flags marked `?` the file compiles too, to something slower.
@@ -62,9 +62,9 @@ class Source:
         return cls(path, said[1], tuple(said[2].split())) if said else cls(path, None, ())
 
 
-def sources(machine: str) -> list[Source]:
+def sources(machine: str) -> list[CppSource]:
     """Everything that is compiled for this kind of machine."""
-    every = map(Source.read, sorted(HERE.glob("*.cpp")))
+    every = map(CppSource.read, sorted(HERE.glob("*.cpp")))
     return [source for source in every if source.machine in (None, machine)]
 
 
@@ -105,13 +105,13 @@ def _compile_all(cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> 
     usable = [replace(source, flags=_usable(cxx, source.flags, folder)) for source in sources(machine)]
     todo = [source for source in usable if _knows(cxx, source.flags, folder)]
 
-    def compile_one(source: Source) -> Path:
+    def compile_one(source: CppSource) -> Path:
         made = folder / f"{source.path.stem}.o"
         _run([cxx, *FLAGS, *openmp, *source.flags, *extra, "-c", str(source.path), "-o", str(made)])
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_one, [*todo, Source(mark, None, ())]))
+        return list(pool.map(compile_one, [*todo, CppSource(mark, None, ())]))
 
 
 def _usable(cxx: str, flags: tuple[str, ...], folder: Path) -> tuple[str, ...]:

@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 from lancebill.backends.hopper.kernels.gluon_names import view
 from lancebill.backends.hopper.kernels.unpack_ptx import Unpack
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import ZERO_BITS
-from lancebill.backends.hopper.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, Form
+from lancebill.backends.hopper.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, WeightForm
 
 
 @gluon.constexpr_function
 def form_of(CODE, SCALE, GROUP, ACT, ZERO):
-    return Form(CODE, SCALE, GROUP, ACT, ZERO)
+    return WeightForm(CODE, SCALE, GROUP, ACT, ZERO)
 
 
 @gluon.constexpr_function

@@ -18,23 +18,23 @@ from torch import Tensor
 from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx import places, scale_turn
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, places_e4m3
-from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, Form
+from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
 
 Index = tuple[EllipsisType, int, int, int, int, int]
 
 
-def code_words(form: Form, n: int, k: int) -> int:
+def code_words(form: WeightForm, n: int, k: int) -> int:
     """32-bit words of a matrix of n x k codes, both padded."""
     return n * k * form.bits // 32
 
 
-def scale_count(form: Form, n: int, k: int) -> int:
+def scale_count(form: WeightForm, n: int, k: int) -> int:
     """32-bit words of its scales."""
     blocks = k // form.block_columns if form.block_columns else 1
     return n // 2 * form.scale_words * blocks
 
 
-def pack_codes(form: Form, codes: Tensor) -> Tensor:
+def pack_codes(form: WeightForm, codes: Tensor) -> Tensor:
     """uint8 codes [n, k] (padded sizes) to int32 words."""
     view = _fragment_view(form, codes.to(torch.int32))
     words = torch.zeros(*view.shape[:7], _words_of_thread(form), dtype=torch.int32, device=codes.device)
@@ -45,7 +45,7 @@ def pack_codes(form: Form, codes: Tensor) -> Tensor:
     return _to_rows(form, words).reshape(-1)
 
 
-def unpack_codes(form: Form, words: Tensor, n: int, k: int) -> Tensor:
+def unpack_codes(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
     """The inverse."""
     codes = torch.zeros(n, k, dtype=torch.int32, device=words.device)
     view = _fragment_view(form, codes)
@@ -56,12 +56,12 @@ def unpack_codes(form: Form, words: Tensor, n: int, k: int) -> Tensor:
     return codes.to(torch.uint8)
 
 
-def _words_of_thread(form: Form) -> int:
+def _words_of_thread(form: WeightForm) -> int:
     """Words a thread holds of one half of a unit."""
     return form.slice_columns * HALF * form.bits // 32 // 128
 
 
-def _fragment_view(form: Form, codes: Tensor) -> Tensor:
+def _fragment_view(form: WeightForm, codes: Tensor) -> Tensor:
     """[unit, slice, half, n5n4, n2n1, n0, lane % 4, the bits that vary inside a thread ...]."""
     n, k = codes.shape
     units, slices = n // ROWS, k // form.slice_columns
@@ -73,7 +73,7 @@ def _fragment_view(form: Form, codes: Tensor) -> Tensor:
     return view.permute(0, 6, 1, 2, 4, 5, 10, 3, 9, 8, 7, 11)  # ... n3, k3, k4, k5, k0
 
 
-def _fields(form: Form) -> Iterator[tuple[Index, Bits]]:
+def _fields(form: WeightForm) -> Iterator[tuple[Index, Bits]]:
     """Index of a code inside a thread, and the places of its bits."""
     if form.activations == f.E4M3:
         for n3, k2, k3, k4, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
@@ -83,27 +83,27 @@ def _fields(form: Form) -> Iterator[tuple[Index, Bits]]:
         yield (Ellipsis, n3, k3, k4, k5, k0), places(form, n3, k3, k4, k5, k0)
 
 
-def _to_rows(form: Form, words: Tensor) -> Tensor:
+def _to_rows(form: WeightForm, words: Tensor) -> Tensor:
     """A thread's words lie four together; further fours are further 16 rows of the half."""
     fours = _words_of_thread(form) // 4
     # u, slice, half, n5n4, n2n1, n0, lane, fours, 4  ->  u, slice, half, fours, n5n4, n2n1, n0, lane, 4
     return words.view(*words.shape[:7], fours, 4).permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
 
 
-def _from_rows(form: Form, words: Tensor, n: int, k: int) -> Tensor:
+def _from_rows(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
     fours = _words_of_thread(form) // 4
     rows = words.view(n // ROWS, k // form.slice_columns, 2, fours, 4, 4, 2, 4, 4)
     return rows.permute(0, 1, 2, 4, 5, 6, 7, 3, 8).reshape(*_thread_shape(form, n, k), 4 * fours)
 
 
-def _thread_shape(form: Form, n: int, k: int) -> tuple[int, ...]:
+def _thread_shape(form: WeightForm, n: int, k: int) -> tuple[int, ...]:
     return (n // ROWS, k // form.slice_columns, 2, 4, 4, 2, 4)
 
 
 # ---------------------------------------------------------------- scales
 
 
-def pack_bytes(form: Form, values: Tensor) -> Tensor:
+def pack_bytes(form: WeightForm, values: Tensor) -> Tensor:
     """One byte for each (row, group of 16 or 32 columns), int32 [n, groups], to words.
 
     A word holds rows r, r + 8 and two neighbouring groups. With 16-bit activations a thread needs all of it, and it is
@@ -115,7 +115,7 @@ def pack_bytes(form: Form, values: Tensor) -> Tensor:
     return _turned(words.to(torch.int32), scale_turn(form)).reshape(-1)
 
 
-def unpack_bytes(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
+def unpack_bytes(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
     """The inverse: int32 [n, groups], each 0 .. 255."""
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _byte_view(form, values)
@@ -132,7 +132,7 @@ def _turned(words: Tensor, left: int) -> Tensor:
     return (wide << left | wide >> (32 - left)).to(torch.int32) if left else words
 
 
-def _byte_view(form: Form, values: Tensor) -> Tensor:
+def _byte_view(form: WeightForm, values: Tensor) -> Tensor:
     """[unit, block, half, n5n4, n2n1, n0, word, group of the word, n3]."""
     n, groups = values.shape
     per_block = 2 * form.scale_words
@@ -140,13 +140,13 @@ def _byte_view(form: Form, values: Tensor) -> Tensor:
     return view.permute(0, 6, 1, 2, 4, 5, 7, 8, 3)
 
 
-def pack_halves(form: Form, values: Tensor) -> Tensor:
+def pack_halves(form: WeightForm, values: Tensor) -> Tensor:
     """One 16-bit number for each (row, group), int16 [n, groups], to words."""
     view = _half_view(form, values.to(torch.int32))
     return ((view[..., 0] & 0xFFFF) | (view[..., 1] << 16)).contiguous()
 
 
-def unpack_halves(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
+def unpack_halves(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
     """The inverse: int16 [n, groups]."""
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _half_view(form, values)
@@ -155,19 +155,19 @@ def unpack_halves(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
     return values.to(torch.int16)
 
 
-def pack_floats(form: Form, values: Tensor) -> Tensor:
+def pack_floats(form: WeightForm, values: Tensor) -> Tensor:
     """One 32-bit number for each (row, group), int32 [n, groups]: words (part, n3)."""
     return _half_view(form, values).flatten(-2).contiguous()
 
 
-def unpack_floats(form: Form, words: Tensor, n: int, groups: int) -> Tensor:
+def unpack_floats(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _half_view(form, values)
     view.copy_(words.view(view.shape))
     return values
 
 
-def _half_view(form: Form, values: Tensor) -> Tensor:
+def _half_view(form: WeightForm, values: Tensor) -> Tensor:
     """[unit, block, half, n5n4, n2n1n0, part of the block, n3]."""
     n, groups = values.shape
     parts = 2 if form.group == 32 else 1

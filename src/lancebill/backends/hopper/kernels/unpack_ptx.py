@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, narrow_statements
-from lancebill.backends.hopper.kernels.weight_form import Form
+from lancebill.backends.hopper.kernels.weight_form import WeightForm
 
 # Two words hold the eight bf16 registers of one k5 in windows of the mask: sign at 15, exponent and
 # mantissa at 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that
@@ -55,7 +55,7 @@ class Unpack:
     A class and not a function because Triton lets compile-time code call nothing else of ours.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: WeightForm) -> None:
         self.text, self.outputs, self.metas = (
             narrow_statements(form) if form.activations == f.E4M3 else _statements(form)
         )
@@ -81,7 +81,7 @@ def _pair(bits: int) -> str:
 # ---------------------------------------------------------------- where the bits of a code lie
 
 
-def places(form: Form, n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
+def places(form: WeightForm, n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
     """Word and bit for each bit of one code, 16-bit activations."""
     if form.code == f.E2M1_CODE and form.activations == f.BF16:
         return _e2m1_places(n3, k3, k4, k5, k0)
@@ -108,7 +108,7 @@ def _e2m1_places(n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
     return tuple(found)
 
 
-def _e4m3_place(form: Form, bit: int, k4: int) -> int:
+def _e4m3_place(form: WeightForm, bit: int, k4: int) -> int:
     low, _, moves = _E4M3_PLACE[form.activations]
     target = 15 if bit == 7 else low + bit
     return target - sum(shift for shift, brought in moves if brought >> target & 1) if k4 else target
@@ -144,7 +144,7 @@ def _subnormal_nibbles(words: list[str], out: dict[tuple[int, int, int], str]) -
     return lines
 
 
-def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: Form) -> list[str]:
+def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: WeightForm) -> list[str]:
     """int4 as 128 + code (bf16) or 1024 + code (fp16); e2m1 as fp16 times 2**-14."""
     lines = []
     for (n3, k3, k4), register in out.items():
@@ -166,7 +166,7 @@ def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: Form)
     return lines
 
 
-def _byte(word: str, k4: int, register: str, form: Form) -> list[str]:
+def _byte(word: str, k4: int, register: str, form: WeightForm) -> list[str]:
     """int8 exactly; e4m3 times 2**-120 (bf16) or 2**-8 (fp16): its bits are the low ones of the wider exponent."""
     if form.code == f.E4M3_CODE:
         _, mask, moves = _E4M3_PLACE[form.activations]
@@ -196,7 +196,9 @@ def _byte(word: str, k4: int, register: str, form: Form) -> list[str]:
 # ---------------------------------------------------------------- scales
 
 
-def _factors(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int, int], str]]:
+def _factors(
+    form: WeightForm, metas: list[str], k5s: tuple[int, ...]
+) -> tuple[list[str], dict[tuple[int, int, int], str]]:
     """Statements that make the factor of (n3, k4, k5), and the register it is in, in both halves.
 
     Two factors are made at once, one in each half of a register; spreading one over both halves is then free:
@@ -236,7 +238,9 @@ def _spread(pair: str, low: str, high: str) -> list[str]:
     return [f"mov.b32 {{h0, h1}}, {pair};", f"mov.b32 {low}, {{h0, h0}};", f"mov.b32 {high}, {{h1, h1}};"]
 
 
-def _factor_pairs(form: Form, metas: list[str], k5s: tuple[int, ...]) -> Iterator[tuple[str, list[str], Which, Which]]:
+def _factor_pairs(
+    form: WeightForm, metas: list[str], k5s: tuple[int, ...]
+) -> Iterator[tuple[str, list[str], Which, Which]]:
     """Registers of two factors: (register, statements that make it, its lower and its upper factor)."""
     if form.scale == f.E8M0_G32:
         # `scale_turn` has put the exponents of rows r where the mask wants them; those of r + 8 are a byte away.
@@ -256,7 +260,7 @@ def _factor_pairs(form: Form, metas: list[str], k5s: tuple[int, ...]) -> Iterato
             yield pair, statements, (0, 0, part), (1, 0, part)
 
 
-def scale_turn(form: Form) -> int:
+def scale_turn(form: WeightForm) -> int:
     """How far a word of e8m0 scales is rotated when it is packed: its first byte becomes an exponent in place."""
     if form.scale != f.E8M0_G32 or form.activations == f.E4M3:
         return 0
@@ -276,7 +280,7 @@ def _e4m3_factors(pair: str, activations: str) -> list[str]:
     return lines + [f"mul.rn.bf16x2 {pair}, {pair}, {power(113, f.BF16)};"] * 2
 
 
-def _group_factors(form: Form, metas: list[str], part: int) -> tuple[str, list[str]]:
+def _group_factors(form: WeightForm, metas: list[str], part: int) -> tuple[str, list[str]]:
     """A group's stored numbers for rows r and r + 8 in the activations' type, and beside them what that leaves."""
     pair, rest = f"p{part}", f"e{part}"
     if form.scale == form.activations:
@@ -298,7 +302,7 @@ def _group_factors(form: Form, metas: list[str], part: int) -> tuple[str, list[s
     return pair, [*lines, "sub.rn.f32 x, x, v;", "sub.rn.f32 y, y, w;", f"cvt.rn.{to}.f32 {rest}, y, x;"]
 
 
-def code_shift(form: Form) -> int:
+def code_shift(form: WeightForm) -> int:
     """The power of two that the placement of a code's exponent lacks."""
     if form.activations == f.E4M3:
         return 0
@@ -306,7 +310,7 @@ def code_shift(form: Form) -> int:
     return shifts.get(form.code, {}).get(form.activations, 0)
 
 
-def row_shift(form: Form) -> int:
+def row_shift(form: WeightForm) -> int:
     """What is left of it for the factor of a row: only where a group's factor could not hold it."""
     if form.scale == f.E4M3_G16:
         return {f.BF16: 20, f.F16: 7}[form.activations]
@@ -316,7 +320,7 @@ def row_shift(form: Form) -> int:
 # ---------------------------------------------------------------- whole statements
 
 
-def _statements(form: Form) -> tuple[str, int, int]:
+def _statements(form: WeightForm) -> tuple[str, int, int]:
     outputs = 16 if form.bits == 4 else 8
     words = [f"${outputs + i}" for i in range(4)]
     metas = [f"${outputs + 4 + 4 * i}" for i in range(form.scale_words)]
@@ -358,7 +362,7 @@ def _name_constants(lines: list[str]) -> tuple[list[str], list[str]]:
     return [f"mov.b32 {register}, {value};" for value, register in names.items()] + named, list(names.values())
 
 
-def _output_registers(form: Form, k5: int) -> dict[tuple[int, int, int], str]:
+def _output_registers(form: WeightForm, k5: int) -> dict[tuple[int, int, int], str]:
     """Output tensor j = n3 + 2 k3 (+ 4 k4 for nibbles); its four elements are two registers."""
     out = {}
     for k4, k3, n3 in itertools.product(range(2), repeat=3):
@@ -367,7 +371,7 @@ def _output_registers(form: Form, k5: int) -> dict[tuple[int, int, int], str]:
     return out
 
 
-def _zeros(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int], str]]:
+def _zeros(form: WeightForm, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int], str]]:
     """Zero points, stored with the code's magic number added, in both halves of a register."""
     lines: list[str] = []
     where: dict[tuple[int, int], str] = {}
@@ -378,7 +382,7 @@ def _zeros(form: Form, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str
     return lines, where
 
 
-def _finish(form: Form, register: str, zero: str | None, factor: str | None) -> list[str]:
+def _finish(form: WeightForm, register: str, zero: str | None, factor: str | None) -> list[str]:
     """Take off the zero point, multiply by the factor; both where the form has them."""
     act = form.activations
     lines = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 
 from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.weight_form import Form
+from lancebill.backends.hopper.kernels.weight_form import WeightForm
 
 Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the word)
 
@@ -24,7 +24,7 @@ LEAST_EXPONENT = -5  # of a group relative to its row's base: half of it is stil
 ZERO_BITS = 31  # of a promoted form's scale that hold its zero point
 
 
-def places_e4m3(form: Form, n3: int, k2: int, k3: int, k4: int, k10: int) -> Bits:
+def places_e4m3(form: WeightForm, n3: int, k2: int, k3: int, k4: int, k10: int) -> Bits:
     """Word and bit for each bit of one code; `k10` is k1 k0."""
     if form.bits == 8:
         return tuple((b, 8 * k4 + 4 * k3 + n3 + 2 * k2, 8 * k10 + b) for b in range(8))
@@ -36,7 +36,7 @@ def places_e4m3(form: Form, n3: int, k2: int, k3: int, k4: int, k10: int) -> Bit
     return ((0, word, nibble), (1, word, nibble + 1), (2, word, nibble + 2), (3, word, sign))
 
 
-def narrow_statements(form: Form) -> tuple[str, int, int]:
+def narrow_statements(form: WeightForm) -> tuple[str, int, int]:
     """fp8 activations: e4m3 codes pass through, everything else is looked up or converted."""
     if form.code == f.E2M1_CODE:
         return _e2m1_e4m3(), 16, 1

@@ -34,7 +34,7 @@ BF16_GROUP, F16_GROUP, F32_GROUP = "bf16", "fp16", "fp32"  # one number a group,
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """How one matrix is held: `group` is the columns that share a scale (0: none in the loop)."""
 
     code: str

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lancebill.backends.hopper.kernels.weight_form import E4M3, Form
+from lancebill.backends.hopper.kernels.weight_form import E4M3, WeightForm
 
 SHARED_PER_SM = 228 * 1024
 RESERVED = 1024  # the driver's share of each block's shared memory
@@ -100,25 +100,25 @@ def graphed(tokens: int) -> bool:
     return tokens <= int(data()["graph_tokens"])
 
 
-def promotes(form: Form) -> bool:
+def promotes(form: WeightForm) -> bool:
     """Whether sums are carried to fp32 after every slice: what groups need, and fp8 where the data ask for it."""
     return form.promoted or (form.activations == E4M3 and bool(data()["promote"]))
 
 
-def fitting(sizes: tuple[int, ...], forms: Iterable[Form]) -> tuple[int, ...]:
+def fitting(sizes: tuple[int, ...], forms: Iterable[WeightForm]) -> tuple[int, ...]:
     """Tile sizes that every form has registers for: carrying sums takes a further set of accumulators."""
     if not any(promotes(form) for form in forms):
         return sizes
     return tuple(size for size in sizes if size <= MOST_PROMOTED) or (MOST_PROMOTED,)
 
 
-def stage_bytes(form: Form, tokens: int, slices: int, units: int = 1) -> int:
+def stage_bytes(form: WeightForm, tokens: int, slices: int, units: int = 1) -> int:
     """Shared memory of one pipeline stage."""
     return slices * (tokens + units * form.slice_rows) * 128 + units * 4 * form.stage_scale_words(slices)
 
 
 @cache
-def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
+def tile(form: WeightForm, tokens: int, gated: bool, paired: bool = False) -> Tile:
     """The pipeline of a tile size: as many stages as fit beside the other blocks of the SM."""
     (wide, narrow), blocks = _SHAPES[tokens]
     together = 2 if paired and tokens in _PAIRED and form.bits == 4 and not promotes(form) else 1
@@ -139,7 +139,7 @@ def tile(form: Form, tokens: int, gated: bool, paired: bool = False) -> Tile:
 
 
 @cache
-def decode_tile(form: Form, slices: int, split: int) -> Tile:
+def decode_tile(form: WeightForm, slices: int, split: int) -> Tile:
     """The pipeline of a slot: long stages, three blocks on an SM; beside it a block's part of an fp8 row."""
     narrow = form.activations == E4M3
     together = (2 if narrow else 4) * 4 // form.bits
@@ -149,7 +149,7 @@ def decode_tile(form: Form, slices: int, split: int) -> Tile:
     return Tile(8, stages, together, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], held=held)
 
 
-def split(form: Form, tiles: int, slices: int) -> int:
+def split(form: WeightForm, tiles: int, slices: int) -> int:
     """Parts of K for so many tiles: two where one would leave many blocks without work in their last turn, and as many
     as make a block's part of an fp8 row fit."""
     least = -(-slices // _MOST_HELD) if form.activations == E4M3 else 1
