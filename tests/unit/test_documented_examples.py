@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
+import lancebill.formats as formats
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.write.convert import ConvertOptions, convert, prepare
 from lancebill.checkpoint.write.target import choose
