@@ -183,7 +183,7 @@ def test_two_layers_from_two_threads_at_once(level: IsaLevel) -> None:
 @pytest.mark.parametrize("activations", ["bf16", "int8", "fp8", "int8-static", "fp8-static", "int8-g64"])
 def test_linears(level: IsaLevel, activations: str) -> None:
     problem = Problem(
-        MatrixShape(200, 256, parse_spec("int4-g64-zp"), bias=True), None, 1, 1, 1,
+        MatrixShape("w13", 200, 256, parse_spec("int4-g64-zp"), bias=True), None, 1, 1, 1,
         activations=parse_activation(activations), dispatch=CONTIGUOUS,
     )  # fmt: skip
     weights = Weights(problem, torch.device("cpu"))
@@ -202,7 +202,7 @@ def test_linears(level: IsaLevel, activations: str) -> None:
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128", "mxfp4", "nvfp4", "nf4", "int8"])
 def test_the_largest_sums_fit(spec: str, activations: str, level: IsaLevel) -> None:
     """Every weight, and the bytes of every input, at an end of their range: nearest to where short sums overflow."""
-    shape = MatrixShape(32, 256, parse_spec(spec))
+    shape = MatrixShape("w13", 32, 256, parse_spec(spec))
     problem = Problem(shape, None, 1, 1, 1, activations=ACTIVATIONS[activations], dispatch=CONTIGUOUS)
     weight = quantize(torch.full((32, 256), 6.0), shape.spec)
     backend = Cpu(level)
@@ -342,7 +342,7 @@ def test_tiles_are_for_weights_that_bf16_holds() -> None:
     """Or nearly: where inputs are 16 bits and rows long. Integer inputs are promised exact products."""
 
     def tiles(spec: str, activations: str, k: int) -> bool:
-        return matrix_form(MatrixShape(64, k, parse_spec(spec)), ACTIVATIONS[activations]).tiles
+        return matrix_form(MatrixShape("w13", 64, k, parse_spec(spec)), ACTIVATIONS[activations]).tiles
 
     for spec in ("mxfp4", "nvfp4", "mxfp8", "int8", "fp8-channel", "int4-channel", "ternary-tensor"):
         assert all(tiles(spec, activations, 128) for activations in ("bf16", "int8", "fp8")), spec

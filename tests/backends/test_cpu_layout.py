@@ -37,12 +37,12 @@ def packed_weight(
 ) -> tuple[CpuLayout, MatrixShape, LogicalWeight, Packed]:
     g = torch.Generator().manual_seed(n * k)
     values = torch.randn(n, k, generator=g) * torch.exp2(torch.randn(n, 1, generator=g))
-    shape = MatrixShape(n, k, spec.stacked(n // 2) if gated else spec, bias=True)
+    shape = MatrixShape("w13", n, k, spec.stacked(n // 2) if gated else spec, bias=True)
     weight = quantize(values, shape.spec)
     weight = LogicalWeight(
         shape.spec, weight.codes, weight.scales, weight.zero, weight.minimum, bias=torch.randn(n, generator=g)
     )
-    w2 = MatrixShape(k, n // 2 if gated else n, DENSE_BF16)
+    w2 = MatrixShape("w2", k, n // 2 if gated else n, DENSE_BF16)
     activation = Activation("silu") if gated else Activation("relu2_no_mul")
     layout = CpuLayout(Problem(shape, w2, 1, 1, 1, activation, activations=ACTIVATIONS["bf16"]))
     packed = layout.allocate(shape, 1)
@@ -120,7 +120,7 @@ def test_unpacking_gives_back_every_bit(name: str, gated: bool) -> None:
 @pytest.mark.parametrize("dtype", [NF4, BNB_FP4, IQ4], ids=str)
 def test_codebooks_fit_the_table(dtype: object) -> None:
     spec = QuantSpec(dtype, (Scale(parse_spec("nf4").scales[0].dtype, group(64)),))  # type: ignore[arg-type]
-    values = matrix_form(MatrixShape(16, 64, spec), ACTIVATIONS["bf16"]).values
+    values = matrix_form(MatrixShape("w13", 16, 64, spec), ACTIVATIONS["bf16"]).values
     assert max(values.table) <= 16383 and min(values.table) >= 0
     for entry, value in zip(values.table, spec.dtype.table):
         assert abs(values.step * (entry - values.center) - value) <= 2e-4 * spec.dtype.max
@@ -129,7 +129,7 @@ def test_codebooks_fit_the_table(dtype: object) -> None:
 def test_forms_that_do_not_exist_say_why() -> None:
     def why(spec: str, activations: str = "bf16") -> str:
         with pytest.raises(NoForm) as caught:
-            matrix_form(MatrixShape(32, 64, parse_spec(spec)), parse_activation(activations))
+            matrix_form(MatrixShape("w13", 32, 64, parse_spec(spec)), parse_activation(activations))
         return str(caught.value.reason)
 
     assert "not quantised" in why("bf16")
@@ -139,7 +139,7 @@ def test_forms_that_do_not_exist_say_why() -> None:
 
 
 def test_groups_never_cross_those_of_the_input() -> None:
-    shape = MatrixShape(32, 256, parse_spec("int4-g128"))
+    shape = MatrixShape("w13", 32, 256, parse_spec("int4-g128"))
     assert matrix_form(shape, ACTIVATIONS["int8"]).group == 128
     assert matrix_form(shape, parse_activation("int8-g32")).group == 32
 

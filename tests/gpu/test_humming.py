@@ -30,7 +30,7 @@ def test_the_layout_is_the_package_s(spec: str, n: int, k: int) -> None:
 
     if spec == "fp8-block" and n % 128:
         pytest.skip("whole blocks only")
-    shape, plain, own = MatrixShape(n, k, parse_spec(spec)), PlainLayout(), HummingLayout()
+    shape, plain, own = MatrixShape("w13", n, k, parse_spec(spec)), PlainLayout(), HummingLayout()
     ours, canonical = own.allocate(shape, 3, "cuda"), plain.allocate(shape, 3, "cuda")
     for expert in range(3):
         weight = plausible_weight(shape, expert, "cuda")

@@ -18,7 +18,7 @@ from lancebill.layer.push import Pusher
 from lancebill.layer.recipe import LoadOptions, Recipe, wide_inputs
 from lancebill.layer.routed_experts import QuantizedLinear, RoutedExperts
 from lancebill.layer.rules import activation_specs, weight_targets
-from lancebill.moe.layout import MatrixShape
+from lancebill.moe.layout import W13, MatrixShape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.codec import requantize
 from lancebill.numbers.spec import QuantSpec
@@ -58,7 +58,7 @@ def linear_from_checkpoint(
     target = weight_targets(weights, 0).get("w13")
     if target is not None:
         weight, _ = requantize(weight, target)
-    shape = MatrixShape(weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
+    shape = MatrixShape(W13, weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
     wide = wide_inputs(dtype)
     spec = activation_specs(activations, 0).get("w13", wide)
     if spec is None:

@@ -21,14 +21,16 @@ from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight
 
 Packed = dict[str, Tensor]
+W13, W2 = "w13", "w2"
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """One of an expert's matrices: its size, its spec, and what travels beside the codes."""
+    """One of an expert's matrices: its name, its size, its spec, and what is stored beside the codes."""
 
+    name: str  # W13 (gate over up, or the only matrix of a linear) or W2 (down)
     n: int
     k: int
     spec: QuantSpec

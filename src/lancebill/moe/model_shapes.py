@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lancebill.errors import SpecError
 from lancebill.moe.activation import Activation
-from lancebill.moe.layout import MatrixShape
+from lancebill.moe.layout import W2, W13, MatrixShape
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import BF16
@@ -33,9 +33,13 @@ class Shape:
         rows, stacked = weights.map_blocks(0, cut.granule), 2 if self.activation.gated else 1
         return Problem(
             MatrixShape(
-                stacked * cut.size, self.hidden, rows.stacked(cut.size) if self.activation.gated else rows, self.bias
+                W13,
+                stacked * cut.size,
+                self.hidden,
+                rows.stacked(cut.size) if self.activation.gated else rows,
+                self.bias,
             ),
-            MatrixShape(self.hidden, cut.size, weights.map_blocks(1, cut.granule), self.bias),
+            MatrixShape(W2, self.hidden, cut.size, weights.map_blocks(1, cut.granule), self.bias),
             experts=self.experts,
             global_experts=self.experts,
             top_k=self.top_k,

@@ -12,7 +12,7 @@ import torch
 
 from lancebill.errors import SpecError
 from lancebill.moe.activation import Activation
-from lancebill.moe.layout import MatrixShape
+from lancebill.moe.layout import W2, W13, MatrixShape
 from lancebill.numbers.dtypes import BF16, DType
 from lancebill.numbers.spec import TENSOR, ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
@@ -56,6 +56,8 @@ class Problem:
                     hint="dynamic ones may have anything, for example int8",
                 )
         for name, shape in self.matrices.items():
+            if shape.name != name:
+                raise SpecError("a matrix has the name of another one", expected=name, got=shape.name)
             if shape.n < 1 or shape.k < 1:
                 raise SpecError("a matrix needs rows and columns", where=name, got=f"{shape.n} x {shape.k}")
         if self.weight_on_input and self.top_k != 1:
@@ -85,15 +87,15 @@ class Problem:
 
     @property
     def matrices(self) -> dict[str, MatrixShape]:
-        return {"w13": self.w13} if self.w2 is None else {"w13": self.w13, "w2": self.w2}
+        return {W13: self.w13} if self.w2 is None else {W13: self.w13, W2: self.w2}
 
-    def inputs_of(self, shape: MatrixShape) -> ActivationSpec:
-        """What a matrix is multiplied with; of two that are alike, each is known as itself."""
-        return self.second_activations if shape is self.w2 or shape != self.w13 else self.activations
+    def inputs_of(self, matrix: str) -> ActivationSpec:
+        """How the input of this matrix is represented."""
+        return self.activations if matrix == W13 else self.second_activations
 
-    def gates(self, shape: MatrixShape) -> bool:
-        """Whether a matrix's rows are gates over ups."""
-        return self.w2 is not None and shape == self.w13 and self.activation.gated
+    def is_gated(self, matrix: str) -> bool:
+        """Whether the rows of this matrix are gate rows over up rows."""
+        return matrix == W13 and self.w2 is not None and self.activation.gated
 
     def describe(self) -> dict[str, object]:
         """Plain values for tables and JSON."""

@@ -4,4 +4,4 @@ from lancebill.parallel.experts import ALL_TO_ALL, GATHER, ExpertParallel
 from lancebill.parallel.groups import Mesh, RankGroup
 from lancebill.parallel.replicas import Assignment
 
-__all__ = ["ALL_TO_ALL", "GATHER", "Assignment", "ExpertParallel", "RankGroup", "Mesh"]
+__all__ = ["ALL_TO_ALL", "GATHER", "Assignment", "ExpertParallel", "Mesh", "RankGroup"]

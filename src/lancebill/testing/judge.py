@@ -18,7 +18,7 @@ from torch import Tensor
 from lancebill.backends.base import Backend
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch, Indexed, Sorted, to_batched, to_contiguous
-from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.layout import W2, W13, MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.numbers.activations import represent
 from lancebill.numbers.codec import dequantize, quantize
@@ -315,10 +315,10 @@ def _problem(
 ) -> Problem:
     hidden, inter = size["hidden"], size["inter"]
     rows = spec.stacked(inter) if activation.gated else spec
-    w13 = MatrixShape(inter * (2 if activation.gated else 1), hidden, rows, bias, act_order)
+    w13 = MatrixShape(W13, inter * (2 if activation.gated else 1), hidden, rows, bias, act_order)
     return Problem(
         w13,
-        MatrixShape(hidden, inter, spec, bias),
+        MatrixShape(W2, hidden, inter, spec, bias),
         experts=size["experts"],
         global_experts=size["experts"],
         top_k=1 if weight_on_input else 2,

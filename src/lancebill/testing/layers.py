@@ -11,7 +11,7 @@ from lancebill.backends.base import Backend
 from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
-from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.moe.layout import W2, W13, MatrixShape, Packed
 from lancebill.moe.problem import Device, Problem
 from lancebill.numbers.dtypes import BF16, E8M0, F16, FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
@@ -27,8 +27,8 @@ def layer_problem(
     rows = intermediate * (2 if activation.gated else 1)
     stacked = parsed.stacked(intermediate) if activation.gated else parsed
     return Problem(
-        MatrixShape(rows, hidden, stacked, bias, act_order),
-        MatrixShape(hidden, intermediate, parsed, bias),
+        MatrixShape(W13, rows, hidden, stacked, bias, act_order),
+        MatrixShape(W2, hidden, intermediate, parsed, bias),
         experts,
         experts,
         top_k,

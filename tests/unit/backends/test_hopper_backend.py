@@ -151,7 +151,7 @@ def test_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def linear(spec: str = "mxfp4", activations: str = "bf16") -> Problem:
     layer = problem(spec, activations)
-    return replace(layer, w13=layer.matrices["w2"], w2=None, experts=1, global_experts=1, top_k=1)
+    return replace(layer, w13=replace(layer.matrices["w2"], name="w13"), w2=None, experts=1, global_experts=1, top_k=1)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])

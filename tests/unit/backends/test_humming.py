@@ -90,7 +90,7 @@ def test_every_reason_is_given() -> None:
     [("mxfp4", 96, 64), ("int4-g32", 100, 160), ("int4-g128", 512, 256), ("int8", 72, 96), ("fp8-block", 128, 384)],
 )
 def test_the_layout_keeps_every_number(spec: str, n: int, k: int) -> None:
-    shape, layout = MatrixShape(n, k, parse_spec(spec)), HummingLayout()
+    shape, layout = MatrixShape("w13", n, k, parse_spec(spec)), HummingLayout()
     held = layout.allocate(shape, 3)
     for expert in range(3):
         weight = plausible_weight(shape, expert)
@@ -104,7 +104,7 @@ def test_the_layout_keeps_every_number(spec: str, n: int, k: int) -> None:
 
 def test_codes_lie_where_the_kernels_look() -> None:
     """Thread t of a block of 64 rows and 16 columns has, in its first word, rows t // 4 and 8 + t // 4."""
-    shape, layout = MatrixShape(256, 128, parse_spec("mxfp4")), HummingLayout()
+    shape, layout = MatrixShape("w13", 256, 128, parse_spec("mxfp4")), HummingLayout()
     weight = plausible_weight(shape, 0)
     held = layout.allocate(shape, 1)
     layout.pack(shape, weight, {name: tensor[0] for name, tensor in held.items()})

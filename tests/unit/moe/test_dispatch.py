@@ -85,7 +85,10 @@ class Layer:
         generator = torch.Generator().manual_seed(11)
         spec = int_spec(8, CHANNEL)
         rows = INTER * (2 if activation.gated else 1)
-        shapes = {"w13": MatrixShape(rows, HIDDEN, spec, bias), "w2": MatrixShape(HIDDEN, INTER, spec, bias)}
+        shapes = {
+            "w13": MatrixShape("w13", rows, HIDDEN, spec, bias),
+            "w2": MatrixShape("w2", HIDDEN, INTER, spec, bias),
+        }
         self.problem = Problem(
             shapes["w13"],
             shapes["w2"],

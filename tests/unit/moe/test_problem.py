@@ -31,7 +31,7 @@ from lancebill.testing.checkpoints import Geometry, generate
 
 
 def _problem(rows: int, inter: int, activation: str, **others: Any) -> Problem:
-    w13, w2 = MatrixShape(rows, 64, DENSE_BF16), MatrixShape(64, inter, DENSE_BF16)
+    w13, w2 = MatrixShape("w13", rows, 64, DENSE_BF16), MatrixShape("w2", 64, inter, DENSE_BF16)
     return Problem(w13, w2, 2, 2, activation=Activation(activation), **{"top_k": 2, **others})
 
 
@@ -43,18 +43,18 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
     with pytest.raises(SpecError, match="top-1"):
         _problem(96, 48, "silu", weight_on_input=True)
     for rows, columns in ((0, 64), (64, 0)):
-        shape = MatrixShape(rows, columns, DENSE_BF16)
+        shape = MatrixShape("w13", rows, columns, DENSE_BF16)
         with pytest.raises(SpecError, match="a matrix needs rows and columns"):
             Problem(shape, None, 2, 2, 2)
 
 
 def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:
-    shape = MatrixShape(64, 64, parse_spec("int4-g32"))
+    shape = MatrixShape("w13", 64, 64, parse_spec("int4-g32"))
     problem = Problem(
-        shape, replace(shape), 1, 1, 1, Activation("relu2_no_mul"),
+        shape, replace(shape, name="w2"), 1, 1, 1, Activation("relu2_no_mul"),
         activations=ACTIVATIONS["int8"], activations_w2=ACTIVATIONS["bf16"],
     )  # fmt: skip
-    inputs = [problem.inputs_of(shape) for shape in problem.matrices.values()]
+    inputs = [problem.inputs_of(name) for name in problem.matrices]
     assert inputs == [ACTIVATIONS["int8"], ACTIVATIONS["bf16"]]
 
 

@@ -42,11 +42,9 @@ class Cpu(Backend):
             yield Reason("level", f"{self._level} does not run on this machine")
         if problem.input not in (BF16, F16, F32):
             yield Reason("input", f"{problem.input} inputs", "bf16, fp16 and fp32 have kernels")
-        if problem.w13 == problem.w2 and problem.activations != problem.second_activations:
-            yield Reason("activations", "two matrices of one shape whose inputs differ")
-        for shape, inputs in zip(problem.matrices.values(), (problem.activations, problem.second_activations)):
+        for name, shape in problem.matrices.items():
             try:
-                matrix_form(shape, inputs)
+                matrix_form(shape, problem.inputs_of(name))
             except NoForm as why:
                 yield why.reason
 

@@ -38,12 +38,12 @@ class CpuLayout(Layout):
     problem: Problem
 
     def form(self, shape: MatrixShape) -> CpuForm:
-        return matrix_form(shape, self.problem.inputs_of(shape))
+        return matrix_form(shape, self.problem.inputs_of(shape.name))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
         """Rows in whole blocks, columns in whole groups."""
         form = self.form(shape)
-        rows = 2 * _up(shape.n // 2) if self.problem.gates(shape) else _up(shape.n, BLOCK * _strip(form))
+        rows = 2 * _up(shape.n // 2) if self.problem.is_gated(shape.name) else _up(shape.n, BLOCK * _strip(form))
         return rows, padded_columns(shape.k, form.group)
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -126,7 +126,7 @@ class CpuLayout(Layout):
         if columns > (rows.shape[1] if columns else 0):
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1])], dim=1)
         count, _ = self.padded(shape)
-        if not self.problem.gates(shape):
+        if not self.problem.is_gated(shape.name):
             return _pad(rows, count)
         half = shape.n // 2
         blocks = [_pad(side, count // 2).unflatten(0, (-1, BLOCK)) for side in (rows[:half], rows[half:])]
@@ -134,7 +134,7 @@ class CpuLayout(Layout):
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
         """The inverse of `_place` for rows; columns stay padded."""
-        if not self.problem.gates(shape):
+        if not self.problem.is_gated(shape.name):
             return rows[: shape.n]
         half = shape.n // 2
         sides = rows.unflatten(0, (-1, 2, BLOCK)).unbind(1)

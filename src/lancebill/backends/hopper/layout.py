@@ -65,12 +65,12 @@ class HopperLayout(Layout):
         )
 
     def form(self, shape: MatrixShape) -> WeightForm:
-        return kernel_form(shape, self.problem.inputs_of(shape))
+        return kernel_form(shape, self.problem.inputs_of(shape.name))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
         """Rows in whole units, columns in whole slices."""
         columns = self.form(shape).slice_columns
-        rows = 2 * _up(shape.n // 2, HALF) if self.problem.gates(shape) else _up(shape.n, ROWS)
+        rows = 2 * _up(shape.n // 2, HALF) if self.problem.is_gated(shape.name) else _up(shape.n, ROWS)
         return rows, _up(shape.k, columns)
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -135,14 +135,14 @@ class HopperLayout(Layout):
         n, _ = self.padded(shape)
         if columns is not None:
             rows = _pad(rows.t(), columns).t()
-        if not self.problem.gates(shape):
+        if not self.problem.is_gated(shape.name):
             return _pad(rows, n).contiguous()
         gate, up = (_pad(side, n // 2).unflatten(0, (-1, HALF)) for side in rows.chunk(2))
         return torch.stack([gate, up], 1).flatten(0, 2)
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
         """The inverse for rows: padding dropped, gates over ups."""
-        if not self.problem.gates(shape):
+        if not self.problem.is_gated(shape.name):
             return rows[: shape.n]
         gate, up = rows.unflatten(0, (-1, 2, HALF)).unbind(1)
         return torch.cat([side.flatten(0, 1)[: shape.n // 2] for side in (gate, up)])

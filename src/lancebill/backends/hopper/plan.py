@@ -141,7 +141,7 @@ def _product(layout: HopperLayout, name: str, form: WeightForm, sizes: tuple[int
         units,
         k // form.slice_columns,
         blocks,
-        tuple(tune.tile(form, size, problem.gates(shape), paired and units % 2 == 0) for size in sizes),
+        tuple(tune.tile(form, size, problem.is_gated(shape.name), paired and units % 2 == 0) for size in sizes),
         ordered=shape.act_order,
         scaled=problem.pre_scale,
         static=activations.static,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.hopper.tuning.policy import buckets
 from lancebill.jit.compile import KernelSource
-from lancebill.moe.layout import MatrixShape
+from lancebill.moe.layout import W2, W13, MatrixShape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 
@@ -33,6 +33,6 @@ def problems() -> Iterator[Problem]:
         for hidden, intermediate, experts, top_k in SHAPES:
             if intermediate % (spec.group or 1) or hidden % (spec.group or 1):
                 continue
-            w13 = MatrixShape(2 * intermediate, hidden, spec.stacked(intermediate))
-            w2 = MatrixShape(hidden, intermediate, spec)
+            w13 = MatrixShape(W13, 2 * intermediate, hidden, spec.stacked(intermediate))
+            w2 = MatrixShape(W2, hidden, intermediate, spec)
             yield Problem(w13, w2, experts, experts, top_k, activations=parse_activation(activations))

@@ -20,7 +20,7 @@ from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer, Store
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
 from lancebill.errors import LancebillError, ShardError
 from lancebill.formats import axes as ax
-from lancebill.moe.layout import Layout, MatrixShape, Packed
+from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed
 from lancebill.moe.placement import Cut, Placement
 from lancebill.numbers.codec import Loss, keeps_codes, requantize
 from lancebill.numbers.spec import ALL, QuantSpec
@@ -90,13 +90,14 @@ def plan_layer(
     ordered = keeps_order(down, targets.get("w2"))
     rows = _row_spec(gate, cut.granule, ordered=ordered, target=targets.get("w13"))
     w13 = MatrixShape(
+        W13,
         cut.size * (2 if layer.gated else 1),
         layer.hidden,
         rows.stacked(cut.size) if layer.gated else rows,
         "bias" in gate.sources,
         keeps_order(gate, targets.get("w13")),
     )
-    w2 = MatrixShape(layer.hidden, cut.size, down_spec.map_blocks(1, cut.granule), "bias" in down.sources)
+    w2 = MatrixShape(W2, layer.hidden, cut.size, down_spec.map_blocks(1, cut.granule), "bias" in down.sources)
     return LayerPlan(layer, placement, cut, placement.experts(layer.experts), w13, w2, targets)
 
 

@@ -20,7 +20,7 @@ from lancebill.errors import UnsupportedProblem
 from lancebill.integrations.transformers.packed_experts import forward_only
 from lancebill.layer.recipe import WIDE
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.layout import MatrixShape, Packed, PlainLayout, as_integer
+from lancebill.moe.layout import W2, W13, MatrixShape, Packed, PlainLayout, as_integer
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
 from lancebill.numbers.weight import LogicalWeight
@@ -85,11 +85,11 @@ class ModelExperts:
         return _SPECS[self.up.dtype]
 
     def shapes(self) -> dict[str, MatrixShape]:
-        def shape(tensor: Tensor, bias: Tensor | None) -> MatrixShape:
+        def shape(name: str, tensor: Tensor, bias: Tensor | None) -> MatrixShape:
             n, k = tensor.shape[:0:-1] if self.transposed else tensor.shape[1:]
-            return MatrixShape(n, k, self.spec, bias is not None)
+            return MatrixShape(name, n, k, self.spec, bias is not None)
 
-        return {"w13": shape(self.up, self.up_bias), "w2": shape(self.down, self.down_bias)}
+        return {W13: shape(W13, self.up, self.up_bias), W2: shape(W2, self.down, self.down_bias)}
 
     def weights(self, expert: int) -> dict[str, LogicalWeight]:
         """One expert's matrices as [N, K], gates before ups."""
