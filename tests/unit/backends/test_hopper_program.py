@@ -180,7 +180,7 @@ def test_finished_dispatches(gpu: FakeDriver, dispatch: str, activations: str, l
 
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (400, 5)])
 def test_single_linears(gpu: FakeDriver, tokens: int, launches: int) -> None:
-    problem = replace(small(), w13=small().matrices["w2"], w2=None, experts=1, global_experts=1, top_k=1)
+    problem = replace(small(), w13=replace(small().matrices["w2"], name="w13"), w2=None, experts=1, global_experts=1, top_k=1)
     x, out = torch.zeros(tokens, 128, dtype=torch.bfloat16), torch.zeros(tokens, 256, dtype=torch.bfloat16)
     run(problem, tokens, {"x": x, "out": out, "edges": torch.tensor([0, tokens])})
     assert gpu.launched == launches
