@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import where
+from machine import origin
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, prepare
@@ -114,7 +114,7 @@ def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
 def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
     machine = describe()
     document = {
-        **where.origin(Path(__file__).name),
+        **origin(Path(__file__).name),
         "model": {"layers": size.layers, "experts": size.experts, "hidden": size.hidden, "inter": size.intermediate},
         "machine": {
             "cpu": machine["cpu"],

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-import where
+from machine import origin, whole_model_machine
 
 from lancebill.integrations.transformers.pack_in_memory import pack_experts
 
@@ -155,8 +155,8 @@ def synchronize(tensor: torch.Tensor) -> None:
 
 def save(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     document = {
-        **where.origin(Path(__file__).name),
-        "machine": where.engine(chosen.device),
+        **origin(Path(__file__).name),
+        "machine": whole_model_machine(chosen.device),
         "model": {"shape": chosen.shape, "layers": chosen.layers, "weights": "random"},
         "prompt_tokens": chosen.prompt,
         "new_tokens": chosen.tokens,

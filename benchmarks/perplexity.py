@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import transformers
-import where
 from generate import prebuild
+from machine import origin, whole_model_machine
 
 import lancebill
 from lancebill.checkpoint.read.files import Checkpoint
@@ -162,8 +162,8 @@ def backend_of(model: Any) -> str:
 
 def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
     document = {
-        **where.origin(Path(__file__).name),
-        "machine": where.engine(chosen.device),
+        **origin(Path(__file__).name),
+        "machine": whole_model_machine(chosen.device),
         "model": chosen.gguf.name,
         "text": chosen.text.name,
         **found,

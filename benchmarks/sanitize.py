@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from hazards import Forms, count, explain, findings
+from sanitize_report import Forms, count, explain, findings
 
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),

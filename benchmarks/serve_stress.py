@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import where
+from machine import origin
 
 RESULTS = Path(__file__).parent / "results" / "serve.json"
 PATIENCE = 120.0
@@ -120,7 +120,7 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
 
     machine = describe()
     document = {
-        **where.origin(Path(__file__).name),
+        **origin(Path(__file__).name),
         "machine": {
             "cpu": machine["cpu"],
             "python": machine["python"],

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
 FIXED = 48 << 20  # what the process grows by whatever the size: code that is used first, allocators, Python's objects
 
 

@@ -33,7 +33,7 @@ from lancebill.testing.models import write_model
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 SMALL = Geometry(experts=4, hidden=128, intermediate=64, layers=2)
-GUIDE = ROOT / "docs" / "add-a-backend.md"
+GUIDE = ROOT / "docs" / "guides" / "add-a-backend.md"
 
 
 class Picky(Reference):

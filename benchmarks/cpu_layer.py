@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import where
-from cores import beside, keep, keep_apart, physical, quietest, threads
+from machine import origin
+from pin_cores import beside, keep, keep_apart, physical, quietest, threads
 from torch import Tensor
 
 from lancebill.backends.cpu import Cpu, native
@@ -381,7 +381,7 @@ def save(
 ) -> None:  # fmt: skip
     machine = describe()
     document: dict[str, Any] = {
-        **where.origin(Path(__file__).name),
+        **origin(Path(__file__).name),
         "machine": {"cpu": machine["cpu"], "python": machine["python"], "packages": machine["packages"]},
         "vllm_ops": arguments.vllm,
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},

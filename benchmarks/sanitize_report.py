@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from phases import EVENT, Code, State, Wait, ahead, meetings, read, states
+from sanitize_barriers import EVENT, Code, State, Wait, ahead, meetings, read, states
 
 # A place in a kernel, as reports of different versions write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (

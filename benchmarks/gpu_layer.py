@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from launches import launch_times, products_beside_dense
-from where import clocks, command, commit, machine, scrub
+from gpu_launches import launch_times, products_beside_dense
+from machine import clocks, command, commit, gpu_machine, without_local_paths
 
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.oracle import select
@@ -158,7 +158,7 @@ class Run:
         self.dense = dense_products(DEVICE)
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
         self.record: dict = {
-            "machine": machine(), "command": command("hopper.py"), "commit": commit(),
+            "machine": gpu_machine(), "command": command("hopper.py"), "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "window_us": arguments.window_us, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms,
             "distinct_experts": arguments.distinct,
@@ -262,7 +262,7 @@ class Run:
     def _failed(self, what: str) -> None:
         text = traceback.format_exc()
         print(f"FAILED {what}\n{text}", flush=True)
-        self.record["absent"][what] = scrub(text)
+        self.record["absent"][what] = without_local_paths(text)
         self.write()
 
     def write(self) -> None:

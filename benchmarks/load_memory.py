@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import where
+from machine import origin
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 SPECS = ("int4-g128", "mxfp4")
@@ -153,7 +153,7 @@ def save(path: Path, rows: list[dict[str, Any]], layers: int, experts: int) -> N
 
     machine = describe()
     document = {
-        **where.origin(Path(__file__).name),
+        **origin(Path(__file__).name),
         "model": {"layers": layers, "experts": experts, "hidden": 2048, "inter": 768},
         "machine": {
             "cpu": machine["cpu"],

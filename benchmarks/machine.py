@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
-def machine() -> dict[str, str | None]:
+def gpu_machine() -> dict[str, str | None]:
     return {
         "gpu": smi("name,driver_version"),
         "python": platform.python_version(),
@@ -43,7 +43,7 @@ def command(script: str) -> str:
     return " ".join(["python", f"benchmarks/{script}", *(Path(word).name for word in sys.argv[1:])])
 
 
-def scrub(text: str) -> str:
+def without_local_paths(text: str) -> str:
     """A traceback without this machine's folders."""
     here = str(Path(__file__).resolve().parent.parent)
     return text.replace(here + "/", "").replace(str(Path(sys.prefix)), "<python>").replace(str(Path.home()), "~")
@@ -60,7 +60,7 @@ def commit() -> str:
     return os.environ.get("LANCEBILL_COMMIT") or (found.stdout.strip() if found.returncode == 0 else "unknown")
 
 
-def engine(device: str) -> dict[str, str | None]:
+def whole_model_machine(device: str) -> dict[str, str | None]:
     """The machine of a whole model's run."""
     gpu = smi("name,driver_version") if device.startswith("cuda") else platform.machine()
     packages = {name: installed(name) for name in ("torch", "transformers")}

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import where
+from machine import command
 
 from lancebill.evaluate.questions import Question, score
 from lancebill.evaluate.run import EvalResult, Variant
@@ -31,7 +31,7 @@ def main() -> None:
     run = json.loads(chosen.run.read_text(encoding="utf-8"))
     pairs = (pair.partition("=") for pair in filter(None, chosen.options.split(",")))
     document = {
-        "command": where.command(Path(__file__).name),
+        "command": command(Path(__file__).name),
         **{name: run[name] for name in ("commit", "date", "machine")},
         "note": "The run was cut at its time limit: scored are the questions that every variant here had answered.",
         "options": {name: int(value) for name, _, value in pairs},

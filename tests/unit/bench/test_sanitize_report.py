@@ -12,8 +12,8 @@ from project import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from hazards import Place, count, explain, findings
-from phases import meetings
+from sanitize_report import Place, count, explain, findings
+from sanitize_barriers import meetings
 from sanitize import Case, accepted, clean, judged, problem_of
 
 from lancebill.backends.hopper.plan import make_plan
