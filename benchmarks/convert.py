@@ -20,8 +20,8 @@ from typing import Any
 from machine import origin
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, prepare
-from lancebill.checkpoint.write.target import choose
+from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, plan_conversion
+from lancebill.checkpoint.write.target import choose_target
 from lancebill.cli.env import describe
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.checkpoints import Geometry
@@ -81,13 +81,13 @@ def main() -> None:
 
 
 def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
-    target, how = choose(parse_spec(spec)), ConvertOptions()
+    target, how = choose_target(parse_spec(spec)), ConvertOptions()
     with Checkpoint.open(source) as checkpoint:
         total = sum(info.nbytes for info in checkpoint.tensors.values())
         baseline = anonymous()
         with Peak() as memory:
             start = time.perf_counter()
-            report: Report = convert(checkpoint, destination, prepare(checkpoint, target, how), how)
+            report: Report = convert(checkpoint, destination, plan_conversion(checkpoint, target, how), how)
             seconds = time.perf_counter() - start
     bound = 2 * EXPERT_BYTES + SLACK
     found: dict[str, Any] = {

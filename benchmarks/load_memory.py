@@ -142,9 +142,9 @@ def write(folder: Path, layers: int, experts: int, hidden: int = 2048, intermedi
 
 
 def pack(source: Path, folder: Path, spec: str) -> Path:
-    from lancebill.cli.convert import run, target_of
+    from lancebill.cli.convert import run_conversion, target_of
 
-    run(source, folder, target_of(spec), {})
+    run_conversion(source, folder, target_of(spec), {})
     return folder
 
 

@@ -1,34 +1,37 @@
-"""Draw the roofline of the races in benchmarks/results: every cell as the newest run has it, in one picture.
+"""Draw the share of the roofline that a layer reaches on a GPU, ours and its peers'.
 
-python benchmarks/roofline.py                     benchmarks/results/hopper-h200.png
-python benchmarks/roofline.py results.json ...    a PNG beside each
+python benchmarks/plot_roofline.py                     every machine of benchmarks/results/gpu-layer, newest cells
+python benchmarks/plot_roofline.py results.json ...    one PNG next to each file
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tables import RESULTS, newest, races
+from gpu_tables import layer_runs, newest_cells
+from result_files import RESULTS, read_json, result_files
 
 from lancebill.bench import plot
 from lancebill.bench.roofline import draw_roofline, is_race
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        sys.exit(__doc__)
     plot.require()
-    asked = [Path(word) for word in sys.argv[1:]]
-    wanted: dict[Path, dict[str, Any]] = {file: json.loads(file.read_text()) for file in asked}
-    if not asked:
-        runs = races()
-        last = list(runs.values())[-1]
-        wanted = {RESULTS / "hopper-h200.json": last | {"rows": newest(runs), "several": True}}
-    for file, record in wanted.items():
-        picture = file.with_suffix(".png")
+    files = [Path(word) for word in sys.argv[1:]]
+    records: dict[Path, dict[str, Any]] = {file.with_suffix(".png"): read_json(file) for file in files}
+    if not files:
+        for machine in dict.fromkeys(file.machine for file in result_files("gpu-layer")):
+            runs = layer_runs(machine)
+            newest = list(runs.values())[-1]
+            picture = RESULTS / "gpu-layer" / machine / "roofline.png"
+            records[picture] = newest | {"rows": newest_cells(runs), "several": True}
+    for picture, record in records.items():
         if not is_race(record):
-            print(f"{file.name}: no cells beside peers")
+            print(f"{picture.stem}: no rows with peers")
             continue
         draw_roofline(record, picture)
         print(f"{picture.name}: {len(record['rows'])} cells")

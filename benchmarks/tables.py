@@ -1,68 +1,62 @@
-"""Fill the tables and pictures of README.md from the files in benchmarks/results: no figure is typed by hand.
+"""Fill the generated blocks of README.md and docs/results.md from benchmarks/results: no figure is typed by hand.
 
-    python benchmarks/tables.py            rewrites README.md
-    python benchmarks/tables.py --check    says whether it is what the files make it
+    python benchmarks/tables.py            rewrites both files, and benchmarks/results/summary.json
+    python benchmarks/tables.py --check    exits with 1 if one of them is not what the results make it
 
-A block begins with `<!-- results: NAME -->` and ends with `<!-- end -->`. Every function below that has the name of a
-block makes its text. Files that a run has not written yet leave their part out.
+A block begins with `<!-- results: NAME -->` and ends with `<!-- end -->`; `BLOCKS` has the function that writes it.
+A table whose results are not recorded is left out.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+import summary
+from gpu_tables import gpu_host, gpu_layer, layer_runs, mean_ratio, newest_cells
+from result_files import (
+    ROOT,
+    ResultFile,
+    geometric_mean,
+    links,
+    markdown_table,
+    newest_files,
+    result_files,
+    table_by_tokens,
+)
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SHAPE, SPEC, ACTIVATIONS, DEVICE = "qwen3-30b-a3b", "mxfp4", "fp8", "sm_80"  # what `explain` is shown on
-INSTALLED = ("library", "package", "triton")  # reasons that say what a machine lacks
-
-# What was asked of the GPU kernels before they were written: the mean over all sizes, and of the dense rate.
-ASKED = {"deepseek-mxfp4-bf16": (1.4, 0.9), "deepseek-mxfp4-fp8": (1.12, 0.8), "deepseek-int4-bf16": (1.2, 0.9)}
-ASKED_PEER = "humming"
-ASKED_HOST_US = 25
-OTHER_CPUS = ("xeon-avx512-prefill", "cascade-lake-cpu", "neoverse-n1-cpu")  # beside those of the table
+# The question that README shows to `lancebill explain`.
+SHAPE, SPEC, ACTIVATIONS, DEVICE = "qwen3-30b-a3b", "mxfp4", "fp8", "sm_80"
+INSTALLATION = ("library", "package", "triton")  # codes of reasons that depend on what is installed
 
 
 def main() -> None:
-    before = README.read_text(encoding="utf-8")
-    after = filled(before)
+    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    wanted = {path: fill_blocks(text) for path, text in texts.items()}
+    texts[summary.PATH] = summary.PATH.read_text(encoding="utf-8") if summary.PATH.exists() else ""
+    wanted[summary.PATH] = summary.summary_text()
+    stale = [path for path in wanted if texts[path] != wanted[path]]
     if "--check" in sys.argv[1:]:
-        sys.exit(
-            0 if before == after else "README.md is not what benchmarks/results makes it: run benchmarks/tables.py"
-        )
-    README.write_text(after, encoding="utf-8")
+        names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale)
+        sys.exit(f"not what benchmarks/results makes it: {names}; run benchmarks/tables.py" if stale else 0)
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
 
 
-def filled(text: str) -> str:
+def fill_blocks(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}{match[3]}", text)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> str:
-    """Markdown; the first column to the left, figures to the right."""
-    lines = [f"| {' | '.join(head)} |", "|" + "|".join("---" if i == 0 else "---:" for i in range(len(head))) + "|"]
-    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
-    return "\n".join(lines) + "\n" + (f"\n{note}\n" if note else "")
-
-
-def record(name: str) -> dict[str, Any] | None:
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def source(*names: str) -> str:
-    return ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in names)
+# README --------------------------------------------------------------------------------------------------
 
 
 def explain() -> str:
-    """What `lancebill explain` says of one question, less what only depends on what is installed here."""
+    """The answer of `lancebill explain` to one question, without reasons that depend on what is installed here."""
     from lancebill.backends import oracle
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.moe.problem import parse_device
@@ -72,227 +66,105 @@ def explain() -> str:
     choice = oracle.explain(problem, parse_device(DEVICE))
     lines = [f"$ lancebill explain --shape {SHAPE} --weights {SPEC} --activations {ACTIVATIONS} --device {DEVICE}"]
     for verdict in choice.verdicts:
-        taken = choice.chosen is not None and verdict.backend is choice.chosen.backend
-        reasons = [reason for reason in verdict.reasons if reason.code not in INSTALLED]
+        chosen = choice.chosen is not None and verdict.backend is choice.chosen.backend
+        reasons = [reason for reason in verdict.reasons if reason.code not in INSTALLATION]
         words = (
             "; ".join(map(str, reasons)) if verdict.reasons else ", ".join(verdict.plan.notes if verdict.plan else ())
         )
-        state = "chosen" if taken else "possible" if verdict.supported else "no"
+        state = "chosen" if chosen else "possible" if verdict.supported else "no"
         lines.append(f"{verdict.backend.name:<11}{state:<10}{words}".rstrip())
     return "\n".join(["```", *lines, "```\n"])
 
 
-def hopper() -> str:
-    """Layers beside peers: what a part comes to over all its sizes, what falls short, then every cell."""
-    runs = races()
-    if not runs:
-        return ""
-    rows = newest(runs)
-    parts = [_means(rows, runs), _missed(rows, runs), _race(rows), _picture(), _invariant(runs), _starting()]
-    return "\n".join(part for part in parts if part)
-
-
-def races() -> dict[str, dict[str, Any]]:
-    """Runs that raced ours beside peers, the oldest first."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("hopper-*.json"))}
-    raced = {name: run for name, run in found.items() if run["rows"] and all("against" in row for row in run["rows"])}
-    return dict(sorted(raced.items(), key=lambda item: str(item[1]["date"])))
-
-
-def newest(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every cell once, as the newest run has it that raced this peer, with the names of run and peer."""
-    rows = [
-        row | {"run": name, "peer": next(iter(row["against"]))} for name, run in runs.items() for row in run["rows"]
-    ]
-    cells = {(row["part"], row["peer"], row["tokens"]): row for row in rows}
-    order = list(dict.fromkeys((row["peer"], row["part"]) for row in rows))
-    return sorted(cells.values(), key=lambda row: (order.index((row["peer"], row["part"])), row["tokens"]))
-
-
-def _race(rows: list[dict[str, Any]]) -> str:
-    """Ours in microseconds, and how much longer the first peer takes."""
-    cells: dict[str, dict[int, str]] = {}
-    for row in rows:
-        what = f"{row['shape']}, {row['spec']} x {row['activations']}; {row['peer']}"
-        cells.setdefault(what, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({ratio(row):.2f}x)"
-    note = (
-        "µs of a whole layer on an H200, from ids to the combined output, and how many times longer the peer takes in "
-        "the same run (the faster variant of humming and of triton_kernels, their routing sorts not counted). Each "
-        f"cell is of the newest run that has it: {source(*dict.fromkeys(row['run'] for row in rows))}"
-    )
-    return _by_tokens(cells, note)
-
-
-def _picture() -> str:
-    picture = RESULTS / "hopper-h200.png"
-    return f"![share of the floor, ours and peers](benchmarks/results/{picture.name})\n" if picture.exists() else ""
-
-
-def _means(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
-    """How many times longer each part's first peer takes, over all sizes; what repeated runs differ by."""
-    found = []
-    for part, peer in dict.fromkeys((row["part"], row["peer"]) for row in rows):
-        mine = [row for row in rows if (row["part"], row["peer"]) == (part, peer)]
-        ratios = {row["tokens"]: ratio(row) for row in mine}
-        slowest = min(ratios, key=lambda tokens: ratios[tokens])
-        mean, least = f"{geometric_mean(ratios.values()):.2f}x", f"{ratios[slowest]:.2f}x at {slowest:,}"
-        asked = f"{ASKED[part][0]:.2f}x" if part in ASKED and peer == ASKED_PEER else ""
-        found.append((f"{part}; {peer}", mean, asked, least, _apart(part, peer, runs), _products(mine[-1], runs)))
-    head = ("part; peer", "mean", "asked", "slowest cell", "between runs", "our products, of dense")
-    note = (
-        "How many times longer the peer takes for a whole layer on an H200. mean: geometric, over the sizes "
-        "of the table below; asked: what it was to be. between runs: the most by which a cell's ratio differs between "
-        "two runs of one commit. The dense rate is that of a product of 8,192 cubed, in turns with our products alone."
-    )
-    return table(head, found, note)
-
-
-def _missed(rows: list[dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
-    """What was asked and is not reached, in the worst of the runs; what is slower than its peer."""
-    found = []
-    for part, (mean, share) in ASKED.items():
-        mine = [row for row in rows if (row["part"], row["peer"]) == (part, ASKED_PEER)]
-        got = geometric_mean(ratio(row) for row in mine) if mine else mean
-        if got < mean:
-            found.append(f"{part} a mean of {mean:.2f}x ({got:.2f}x)")
-        shares = _shares(mine[-1], runs) if mine else []
-        if shares and min(shares) < share:
-            found.append(f"{part} products at {share:.0%} of dense ({min(shares):.0%} in the slower run)")
-    slower = [row for row in rows if ratio(row) < 1]
-    found += [f"{row['part']} the time of {row['peer']} at {row['tokens']:,} tokens" for row in slower]
-    host = record("host-time")
-    told = [us for row in host["rows"] for us in row["processes_us"]] if host else [row["host_us"] or 0 for row in rows]
-    worst = max(told, default=0)
-    if worst > ASKED_HOST_US:
-        found.append(f"{ASKED_HOST_US} µs of host time of an eager call (up to {worst:.0f} µs)")
-    return f"Not reached: {'; '.join(found)}.\n" if found else ""
-
-
-def ratio(row: dict[str, Any]) -> float:
-    """How many times longer the peer takes."""
-    return float(row["against"][row["peer"]]["ratio"])
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
-
-
-def _apart(part: str, peer: str, runs: dict[str, dict[str, Any]]) -> str:
-    """Cells that two runs of one commit have."""
-    cells: dict[tuple[str, int], list[float]] = {}
-    for run in runs.values():
-        for row in run["rows"]:
-            if row["part"] == part and peer in row["against"]:
-                cells.setdefault((run["commit"], row["tokens"]), []).append(row["against"][peer]["ratio"])
-    apart = [max(ratios) / min(ratios) - 1 for ratios in cells.values() if len(ratios) > 1]
-    return f"{max(apart):.1%}" if apart else ""
-
-
-def _products(last: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
-    """What our products reach of the dense rate at the most tokens, in each run that timed them."""
-    shares = ", ".join(f"{share:.0%}" for share in _shares(last, runs))
-    return f"{shares} at {last['tokens']:,}" if shares else ""
-
-
-def _shares(last: dict[str, Any], runs: dict[str, dict[str, Any]]) -> list[float]:
-    """In all runs of the commit that the cell is of."""
-    commit = runs[last["run"]]["commit"]
-    return [
-        row["products"]["of_dense"]
-        for run in runs.values()
-        for row in run["rows"]
-        if run["commit"] == commit
-        and (row["part"], row["tokens"]) == (last["part"], last["tokens"])
-        and "products" in row
-    ]
-
-
-def _invariant(runs: dict[str, dict[str, Any]]) -> str:
-    """What batch-invariant order costs where it launches other kernels, in the worst of the runs."""
-    costs: dict[str, dict[int, float]] = {}
-    for row in (row for run in runs.values() for row in run["rows"] if "batch_invariant" in row):
-        mine, cost = costs.setdefault(row["part"], {}), row["batch_invariant"]["us"] / row["ours"]["us"] - 1
-        mine[row["tokens"]] = max(cost, mine.get(row["tokens"], 0.0))
-    said = [
-        f"{part} {', '.join(f'{cost:.0%} at {n}' for n, cost in sorted(mine.items()))}" for part, mine in costs.items()
-    ]
-    if not said:
-        return ""
-    return (
-        f"Batch-invariant order takes longer with few tokens: {'; '.join(said)}. "
-        "At the other sizes it launches the same kernels.\n"
-    )
-
-
-def _starting() -> str:
-    """What the host does: a first result, and every call after it; and what the sanitizers say."""
-    lines = []
-    first = record("first-forward")
-    if first is not None:
-        seconds = [run["seconds"] for run in first["first_forward"]]
-        compiled = max(run["compiled"] for run in first["first_forward"])
-        lines.append(
-            "A first result of a fresh process with the shipped kernels comes "
-            f"{min(seconds):.2f} to {max(seconds):.2f} s after `import torch`, {compiled} kernels compiled "
-            f"({source('first-forward')})."
+def headlines() -> str:
+    """Six numbers, each with its machine."""
+    cells = newest_cells(layer_runs("h200"))
+    gpu = [
+        (
+            f"DeepSeek-V4-Flash layer, MXFP4 x {activations}, mean over 1 to 16,384 tokens",
+            f"{mean_ratio(cells, f'deepseek-mxfp4-{activations}', 'humming'):.2f}x the speed of Humming",
+            "NVIDIA H200",
         )
-    host = record("host-time")
-    if host is not None:
-        took: dict[str, dict[int, str]] = {}
-        processes = sorted({len(row["processes_us"]) for row in host["rows"]})
-        for row in host["rows"]:
-            among = f"{row['host_us']:.0f} ({min(row['processes_us']):.0f}-{max(row['processes_us']):.0f})"
-            took.setdefault(f"{row['weights']} x {row['activations']}", {})[row["tokens"]] = among
-        lines += [
-            f"Host time of an eager call of {what} at {', '.join(map(str, by_tokens))} tokens: "
-            f"{', '.join(by_tokens.values())} µs, median (and range) of "
-            f"{' or '.join(map(str, processes))} processes ({source('host-time')})."
-            for what, by_tokens in took.items()
-        ]
-    checked = record("sanitize")
-    if checked is not None:
-        clean = [verdict["tool"] for verdict in checked["verdicts"] if verdict["verdict"] == "clean"]
-        lines.append(
-            f"compute-sanitizer on {len(checked['cases'])} small layers of every kind of weights, inputs and work: "
-            f"{', '.join(clean) or 'no tool'} clean at {checked['commit'][:7]} ({source('sanitize')})."
-        )
-    return "\n".join(lines) + "\n"
+        for activations in ("bf16", "fp8")
+    ]
+    rows = [*gpu, _cpu_headline(), _generate_headline(), _memory_headline(), _perplexity_headline()]
+    return markdown_table(("", "", "machine"), rows)
 
 
-def _by_tokens(cells: dict[str, dict[int, str]], note: str) -> str:
-    tokens = sorted({at for row in cells.values() for at in row})
-    rows = [(name, *(row.get(at, "") for at in tokens)) for name, row in cells.items()]
-    return table(("tokens", *(f"{at:,}" for at in tokens)), rows, note)
+def _cpu_headline() -> tuple[str, str, str]:
+    files = result_files("cpu-layer", "xeon-amx")
+    rows = _rows_by_contestant(files)["mxfp4 x bf16, amx, 2 threads; vllm-w4a8"][1]
+    ratios = geometric_mean(_cpu_ratios(rows, "min"))
+    milliseconds = min(row["min_us"] for row in rows) / 1e3
+    label = "Qwen3-30B-A3B layer, MXFP4 x bf16, 1 token, 2 threads"
+    return label, f"{milliseconds:.2f} ms, {ratios:.2f}x the speed of vLLM's W4A8 on int4", files[0].machine_title
 
 
-def cpu() -> str:
-    """Every level of instructions beside its first peer, on all the threads that were measured, over all runs."""
+def _generate_headline() -> tuple[str, str, str]:
+    (file,) = newest_files("generate")
+    batch = max(row["batch"] for row in file.record["rows"])
+    rates = {row["experts"]: row["tokens_per_second"] for row in file.record["rows"] if row["batch"] == batch}
+    label = f"`generate`, Qwen3-30B-A3B shape with {file.record['model']['layers']} layers, MXFP4, batch {batch}"
+    result = f"{rates['mxfp4:bf16']:,.0f} tokens/s; transformers' bf16 experts {rates['grouped_mm']:,.0f}"
+    return label, result, file.machine_title
+
+
+def _memory_headline() -> tuple[str, str, str]:
+    (file,) = newest_files("memory")
+    peaks = {loader_name(row): row["peak_resident_ratio"] for row in file.record["results"] if row["spec"] == "mxfp4"}
+    result = f"{peaks['lancebill']:.2f}x its size; transformers {peaks['transformers']:.2f}x"
+    return "Peak memory while an MXFP4 checkpoint is loaded", result, file.machine_title
+
+
+def _perplexity_headline() -> tuple[str, str, str]:
+    file = next(file for file in newest_files("perplexity") if file.machine == "h200")
+    row = next(r for r in file.record["rows"] if (r["weights"], r["activations"]) == ("mxfp4", "bf16"))
+    result = f"{row['differs_by']:.3%} from the reference backend's"
+    return "Perplexity of SmolLM2-135M on WikiText-2, MXFP4 x bf16", result, file.machine_title
+
+
+# docs/results.md -----------------------------------------------------------------------------------------
+
+
+def cpu_layer() -> str:
+    """For each machine: every instruction set level against its first peer, with all measured threads."""
+    machines = dict.fromkeys(file.machine for file in result_files("cpu-layer"))
+    return "\n".join(_cpu_table(result_files("cpu-layer", machine)) for machine in sorted(machines, key=_amx_first))
+
+
+def _amx_first(machine: str) -> tuple[bool, str]:
+    return machine != "xeon-amx", machine
+
+
+def _cpu_table(files: list[ResultFile]) -> str:
+    contestants = _rows_by_contestant(files)
+    cells = {label: {tokens: _cpu_cell(rows) for tokens, rows in by.items()} for label, by in contestants.items()}
+    spread = max(_cpu_spread(rows) for by in contestants.values() for rows in by.values())
+    several = (
+        f" Ratios are the geometric mean of several runs on a shared host, which differ by up to {spread:.0%}."
+        if spread
+        else ""
+    )
+    note = (
+        f"ms of a layer of Qwen3-30B-A3B on {files[0].machine_title}: the fastest call with cold caches, and the "
+        f"peer's time over ours (of the fastest calls, of the medians).{several} "
+        f"{links(*(file.name for file in files))}"
+    )
+    return table_by_tokens(cells, note)
+
+
+def _rows_by_contestant(files: list[ResultFile]) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """Rows of all runs by contestant and tokens, with the most threads of each run."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    names, machines = [], []
-    for file in sorted(RESULTS.glob("cpu-*.json")):
-        run = json.loads(file.read_text())
-        if "levels" not in run:
-            continue
-        names.append(file.stem)
-        machines.append(run["machine"]["cpu"]["model"])
-        threads = max(row["threads"] for row in run["rows"])
-        for row in run["rows"]:
+    for file in files:
+        threads = max(row["threads"] for row in file.record["rows"])
+        for row in file.record["rows"]:
             if row["threads"] == threads and row["faster_than"]:
+                level, activations = summary.level_and_activations(row["who"])
                 peer = next(iter(row["faster_than"]))
-                what = f"{row['spec']}, {row['who']}, {threads} threads; {peer}"
-                found.setdefault(what, {}).setdefault(row["tokens"], []).append(row)
-    if not found:
-        return ""
-    cells = {what: {tokens: _cpu_cell(rows) for tokens, rows in by.items()} for what, by in found.items()}
-    spread = max(_spread(rows) for by in found.values() for rows in by.values())
-    note = (
-        f"ms of a layer of Qwen3-30B-A3B on {', '.join(dict.fromkeys(machines))}, fastest call, cold caches, and how "
-        "many times longer the peer takes (fastest call, median; the mean of the runs that have the cell, each on a "
-        f"host that others used too: their ratios differ by up to {spread:.0%}): {source(*names)}. Without AMX, and on "
-        f"other CPUs: {source(*OTHER_CPUS)}"
-    )
-    return _by_tokens(cells, note)
+                label = f"{row['spec']} x {activations}, {level}, {threads} threads; {peer}"
+                found.setdefault(label, {}).setdefault(row["tokens"], []).append(row)
+    return found
 
 
 def _cpu_ratios(rows: list[dict[str, Any]], kind: str) -> list[float]:
@@ -304,98 +176,134 @@ def _cpu_cell(rows: list[dict[str, Any]]) -> str:
     return f"{min(row['min_us'] for row in rows) / 1e3:.2f} ({fastest:.2f}x, {median:.2f}x)"
 
 
-def _spread(rows: list[dict[str, Any]]) -> float:
-    """By how much runs differ in a ratio."""
+def _cpu_spread(rows: list[dict[str, Any]]) -> float:
+    """The largest relative difference between runs."""
     return max(max(ratios) / min(ratios) - 1 for ratios in (_cpu_ratios(rows, kind) for kind in ("min", "median")))
 
 
 def generate() -> str:
-    found = record("generate")
-    if found is None:
-        return ""
-    batches = sorted({row["batch"] for row in found["rows"]})
-    by = {(row["experts"], row["batch"]): row for row in found["rows"]}
+    return "\n".join(_generate_table(file) for file in newest_files("generate"))
+
+
+def _generate_table(file: ResultFile) -> str:
+    record = file.record
+    batches = sorted({row["batch"] for row in record["rows"]})
+    by = {(row["experts"], row["batch"]): row for row in record["rows"]}
     rows = []
-    for name in dict.fromkeys(row["experts"] for row in found["rows"]):
+    for name in dict.fromkeys(row["experts"] for row in record["rows"]):
         first = by[name, batches[0]]
-        who = f"lancebill {name.replace(':', ' x ')}" if first["backend"] != "transformers" else f"transformers {name}"
+        label = (
+            f"lancebill {name.replace(':', ' x ')}" if first["backend"] != "transformers" else f"transformers {name}"
+        )
         cells = [f"{by[name, batch]['tokens_per_second']:,.0f}" for batch in batches]
-        rows.append((who, f"{first['expert_bytes'] / 1e9:.1f} GB", *cells))
-    model, device = found["model"], found["machine"]["device"]
+        rows.append((label, f"{first['expert_bytes'] / 1e9:.1f} GB", *cells))
+    model = record["model"]
     note = (
-        f"Tokens a second of `generate` on one {device}: {model['shape']} with {model['layers']} layers and random "
-        f"weights, prompts of {found['prompt_tokens']} tokens, {found['new_tokens']} new ones; {source('generate')}"
+        f"Tokens per second of `generate` on one {file.machine_title}: {model['shape']} with {model['layers']} layers "
+        f"and random weights, prompts of {record['prompt_tokens']} tokens, {record['new_tokens']} new tokens; "
+        f"{links(file.name)}"
     )
-    return table(("experts", "size", *(f"batch {batch}" for batch in batches)), rows, note)
+    return markdown_table(("experts", "size", *(f"batch {batch}" for batch in batches)), rows, note)
 
 
 def perplexity() -> str:
-    parts = []
-    for name in ("perplexity-cpu", "perplexity-cuda"):
-        found = record(name)
-        if found is None:
-            continue
-        rows = []
-        if "dense" in found:
-            apart = f"{found['mixture_differs_by']:.1e} from dense"
-            rows.append(("fp32, dense model", "", f"{found['dense']['perplexity']:.4f}", ""))
-            mixture = found["mixture"]
-            rows.append(("fp32, the mixture", mixture["backend"], f"{mixture['perplexity']:.4f}", apart))
-        for row in found["rows"]:
-            what = f"{row['weights']} x {row['activations']}"
-            apart = f"{row['differs_by']:.3%} from reference"
-            rows.append((what, row["backend"], f"{row['kernels']['perplexity']:.4f}", apart))
-        whole = "the whole test set" if found["whole_text"] else "its beginning"
-        note = (
-            f"SmolLM2-135M on WikiText-2, {found['tokens']:,} tokens ({whole}), on "
-            f"{found['machine']['device'].partition(',')[0]}; {source(name)}"
-        )
-        parts.append(table(("weights x activations", "backend", "perplexity", "differs by"), rows, note))
-    return "\n".join(parts)
+    return "\n".join(_perplexity_table(file) for file in newest_files("perplexity"))
+
+
+def _perplexity_table(file: ResultFile) -> str:
+    record, rows = file.record, []
+    if "dense" in record:
+        difference = f"{record['mixture_differs_by']:.1e} from dense"
+        rows.append(("fp32, dense model", "", f"{record['dense']['perplexity']:.4f}", ""))
+        mixture = record["mixture"]
+        rows.append(("fp32, mixture of experts", mixture["backend"], f"{mixture['perplexity']:.4f}", difference))
+    for row in record["rows"]:
+        difference = f"{row['differs_by']:.3%} from reference"
+        label = f"{row['weights']} x {row['activations']}"
+        rows.append((label, row["backend"], f"{row['kernels']['perplexity']:.4f}", difference))
+    extent = "the whole test set" if record["whole_text"] else "its beginning"
+    note = (
+        f"SmolLM2-135M on WikiText-2, {record['tokens']:,} tokens ({extent}), on {file.machine_title}; "
+        f"{links(file.name)}"
+    )
+    return markdown_table(("weights x activations", "backend", "perplexity", "difference"), rows, note)
 
 
 def questions() -> str:
-    found = record("gsm8k")
-    if found is None:
-        return ""
+    return "\n".join(_questions_table(file) for file in newest_files("questions"))
+
+
+def _questions_table(file: ResultFile) -> str:
     rows = []
-    for row in found["variants"]:
+    for row in file.record["variants"]:
         score = [f"{row[name]['value']:.1%} ± {row[name]['stderr']:.1%}" for name in ("strict", "flexible")]
         p = row["flexible"].get("p")
         rows.append((row["variant"], *score, "" if p is None else f"{p:.2g}"))
-    asked, shots = found["variants"][0]["strict"]["questions"], found["options"]["shots"]
-    note = f"{asked} questions of GSM8K, {shots} examples shown, SmolLM2-135M; p by McNemar's test; {source('gsm8k')}"
-    return table(("variant", "strict", "flexible", "p against the first"), rows, note)
+    count, shots = file.record["variants"][0]["strict"]["questions"], file.record["options"]["shots"]
+    note = (
+        f"{count} questions of GSM8K, {shots} examples in the prompt, SmolLM2-135M; p by McNemar's test; "
+        f"{links(file.name)}"
+    )
+    return markdown_table(("variant", "strict", "flexible", "p against the first"), rows, note)
 
 
 def memory() -> str:
-    found = record("memory")
-    if found is None:
-        return ""
+    return "\n".join(_memory_table(file) for file in newest_files("memory"))
+
+
+def _memory_table(file: ResultFile) -> str:
     rows = [
-        (row["spec"], row["who"], f"{row['peak_resident_ratio']:.2f}x", f"{row['held_bytes'] / 1e9:.2f} GB")
-        for row in found["results"]
+        (row["spec"], loader_name(row), f"{row['peak_resident_ratio']:.2f}x", f"{row['held_bytes'] / 1e9:.2f} GB")
+        for row in file.record["results"]
         if "error" not in row
     ]
-    size = found["results"][0]["checkpoint_bytes"] / 1e9
-    note = f"The most memory while a checkpoint of {size:.1f} GB is loaded, over its size; {source('memory')}"
-    return table(("experts stored as", "loaded by", "peak", "held after"), rows, note)
+    size = file.record["results"][0]["checkpoint_bytes"] / 1e9
+    note = (
+        f"Peak memory while a checkpoint of {size:.1f} GB is loaded, relative to its size, and the model's tensors "
+        f"afterwards; on {file.machine_title}; {links(file.name)}"
+    )
+    return markdown_table(("experts stored as", "loaded by", "peak", "tensors"), rows, note)
+
+
+def loader_name(row: dict[str, Any]) -> str:
+    """Who loaded a checkpoint; files recorded before the project's present name have another one for us."""
+    return "transformers" if row["who"] == "transformers" else "lancebill"
 
 
 def convert() -> str:
-    found = record("convert")
-    if found is None:
-        return ""
+    return "\n".join(_convert_table(file) for file in newest_files("convert"))
+
+
+def _convert_table(file: ResultFile) -> str:
     rows = []
-    for row in found["results"]:
+    for row in file.record["results"]:
         peak = row["peak_anonymous_bytes"] / 2**20
         rows.append((f"bf16 to {row['spec']}", f"{row['megabytes_per_second']:.0f} MB/s", f"{peak:.0f} MiB"))
-    return table(("conversion on 2 cores", "of source", "memory"), rows, source("convert"))
+    note = f"`lancebill convert` on {file.machine_title}; {links(file.name)}"
+    return markdown_table(("conversion", "source read", "memory"), rows, note)
+
+
+def serve() -> str:
+    return "\n".join(_serve_line(file) for file in newest_files("serve"))
+
+
+def _serve_line(file: ResultFile) -> str:
+    run = file.record
+    memory = run["resident_mb"]
+    return (
+        f"{run['clients']} streaming clients for {run['seconds']} s on {file.machine_title}: "
+        f"{run['requests']} requests, {run['failed']} failed, {run['stuck']} stuck; "
+        f"memory {memory['after_a_quarter']:.0f} MB after a quarter of the time, "
+        f"{memory['at_the_end']:.0f} MB at the end; {links(file.name)}\n"
+    )
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (explain, hopper, cpu, generate, perplexity, questions, memory, convert)
-}
+    block.__name__: block
+    for block in (
+        explain, headlines, gpu_layer, gpu_host, cpu_layer, generate, perplexity, questions, memory, convert, serve
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

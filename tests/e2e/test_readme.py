@@ -1,59 +1,73 @@
-"""README's figures are those of the files in benchmarks/results, and nothing else."""
+"""README.md, docs/results.md and summary.json contain the figures of benchmarks/results and nothing else."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import pytest
+from project import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_tables
+import summary
+import tables
+from result_files import RESULTS
 
 
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_page_matches_the_results(page: Path) -> None:
+    written = page.read_text(encoding="utf-8")
+    assert written == tables.fill_blocks(written), "run `python benchmarks/tables.py`"
 
 
-def test_the_readme_is_what_the_results_make_it() -> None:
-    written = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert written == tables().filled(written), "run `python benchmarks/tables.py`"
+def test_summary_matches_the_results() -> None:
+    assert summary.PATH.read_text(encoding="utf-8") == summary.summary_text(), "run `python benchmarks/summary.py`"
+    rows = json.loads(summary.summary_text())
+    assert all((RESULTS / row["file"]).exists() and isinstance(row["peers"], dict) for row in rows)
+    assert {row["table"] for row in rows} == set(summary.TABLES)
 
 
-def test_every_block_is_shown_and_a_wrong_figure_is_seen() -> None:
-    module = tables()
-    written = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {match[1] for match in module.BLOCK.findall(written)} == set(module.BLOCKS)
+def test_every_result_is_used() -> None:
+    """A result file is a row of the summary or is linked from docs/results.md."""
+    used = {row["file"] for row in summary.summary_rows()}
+    used |= set(re.findall(r"benchmarks/results/([\w./-]+)", tables.PAGES[1].read_text(encoding="utf-8")))
+    files = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file()}
+    assert files - {summary.PATH.name} <= used
+
+
+def test_every_block_is_shown_and_a_wrong_figure_is_replaced() -> None:
+    written = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+    assert {match[1] for match in tables.BLOCK.findall(written)} == set(tables.BLOCKS)
     wrong = re.sub(r"1\.0\dx", "0.50x", written)
-    assert wrong != written and module.filled(wrong) == module.filled(written)
+    assert wrong != written and tables.fill_blocks(wrong) == tables.fill_blocks(written)
 
 
-def test_runs_beside_different_peers_do_not_mix() -> None:
-    """The newest run that raced a peer tells of that peer, whatever a newer one raced."""
-    module = tables()
+def test_runs_with_different_peers_do_not_mix() -> None:
+    """A cell comes from the newest run that timed its peer, even if a newer run timed another peer."""
 
     def run(peer: str, *tokens: int) -> dict[str, Any]:
-        return {"rows": [{"part": "a", "tokens": at, "against": {peer: {"ratio": 2.0}}} for at in tokens]}
+        return {"rows": [{"part": "a", "tokens": count, "against": {peer: {"ratio": 2.0}}} for count in tokens]}
 
-    found = module.newest({"first": run("humming", 1, 16), "second": run("humming", 1), "third": run("triton", 1)})
-    assert [(row["peer"], row["tokens"], row["run"]) for row in found] == [
+    cells = gpu_tables.newest_cells(
+        {"first": run("humming", 1, 16), "second": run("humming", 1), "third": run("triton", 1)}
+    )
+    assert [(row["peer"], row["tokens"], row["run"]) for row in cells] == [
         ("humming", 1, "second"), ("humming", 16, "first"), ("triton", 1, "third"),
     ]  # fmt: skip
 
 
-def test_what_batch_invariant_order_costs_is_told_of_the_worse_run() -> None:
-    module = tables()
-
+def test_batch_invariant_cost_is_that_of_the_worst_run() -> None:
     def run(tokens: int, us: float | None) -> dict[str, Any]:
         row = {"part": "a", "tokens": tokens, "ours": {"us": 20.0}}
         return {"rows": [row if us is None else row | {"batch_invariant": {"us": us}}]}
 
-    told = module._invariant(
+    text = gpu_tables.batch_invariant_cost(
         {"first": run(1, 25.0), "second": run(1, 24.0), "third": run(4, 22.0), "last": run(16, None)}
     )
-    assert "a 25% at 1, 10% at 4." in told and "16" not in told
-    assert module._invariant({"only": run(16, None)}) == ""
+    assert "a 25% at 1, 10% at 4." in text and "16" not in text
+    assert gpu_tables.batch_invariant_cost({"only": run(16, None)}) == ""

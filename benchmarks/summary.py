@@ -1,0 +1,173 @@
+"""benchmarks/results/summary.json: every recorded figure of ours as one flat row, with the peers of the same run.
+
+    python benchmarks/summary.py            rewrites it
+    python benchmarks/summary.py --check    exits with 1 if it is not what the files make it
+
+A row names its table, machine, shape or model, weights, activations and file. Units are in the names of fields; the
+values in `peers` have the unit of the row's own figure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from result_files import RESULTS, ResultFile, result_files
+
+PATH = RESULTS / "summary.json"
+Row = dict[str, Any]
+CPU_SHAPE = "qwen3-30b-a3b"  # the layer that benchmarks/cpu_layer.py measures
+ACTIVATIONS = {"A16": "bf16", "A8": "int8"}
+
+
+def main() -> None:
+    text = summary_text()
+    if "--check" in sys.argv[1:]:
+        same = PATH.exists() and PATH.read_text(encoding="utf-8") == text
+        sys.exit(0 if same else f"{PATH.name} is not what the results make it: run benchmarks/summary.py")
+    PATH.write_text(text, encoding="utf-8")
+
+
+def summary_text() -> str:
+    """One row on each line."""
+    return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in summary_rows()) + "\n]\n"
+
+
+def summary_rows() -> list[Row]:
+    return [
+        {"table": table, "machine": file.machine, **row, "file": file.name}
+        for table, read_rows in TABLES.items()
+        for file in result_files(table)
+        for row in read_rows(file)
+    ]
+
+
+def level_and_activations(contestant: str) -> tuple[str, str]:
+    """`amx A16` of a CPU run: the instruction set level, and how inputs are represented."""
+    level, _, width = contestant.partition(" ")
+    return level, ACTIVATIONS[width]
+
+
+def _gpu_layer(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["rows"]:
+        yield {
+            "shape": row["shape"],
+            "weights": row["spec"],
+            "activations": row["activations"],
+            "tokens": row["tokens"],
+            "us": row["ours"]["us"],
+            "peers": {name: peer["us"] for name, peer in row["against"].items()},
+        }
+
+
+def _cpu_layer(file: ResultFile) -> Iterator[Row]:
+    """The fastest call of each of our contestants."""
+    rows = file.record["rows"]
+    fastest = {(row["spec"], row["tokens"], row["threads"], row["who"]): row["min_us"] for row in rows}
+    for row in rows:
+        if row["who"].partition(" ")[2] not in ACTIVATIONS:
+            continue
+        level, activations = level_and_activations(row["who"])
+        run = row["spec"], row["tokens"], row["threads"]
+        yield {
+            "shape": CPU_SHAPE,
+            "weights": row["spec"],
+            "activations": activations,
+            "level": level,
+            "threads": row["threads"],
+            "tokens": row["tokens"],
+            "us": row["min_us"],
+            "peers": {peer: fastest[(*run, peer)] for peer in row["faster_than"]},
+        }
+
+
+def _first_forward(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["first_forward"]:
+        yield {**{name: row[name] for name in ("shape", "weights", "activations", "tokens", "seconds")}, "peers": {}}
+
+
+def _host_time(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["rows"]:
+        labels = {name: row[name] for name in ("shape", "weights", "activations", "tokens")}
+        yield {**labels, "host_us": row["host_us"], "peers": {}}
+
+
+def _generate(file: ResultFile) -> Iterator[Row]:
+    rows, model = file.record["rows"], file.record["model"]
+    for row in rows:
+        if row["backend"] == "transformers":
+            continue
+        weights, _, activations = row["experts"].rpartition(":")
+        same_batch = [r for r in rows if r["batch"] == row["batch"] and r["backend"] == "transformers"]
+        yield {
+            "model": f"{model['shape']}, {model['layers']} layers",
+            "weights": weights,
+            "activations": activations,
+            "batch": row["batch"],
+            "tokens_per_s": row["tokens_per_second"],
+            "peers": {f"transformers {r['experts']}": r["tokens_per_second"] for r in same_batch},
+        }
+
+
+def _perplexity(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["rows"]:
+        yield {
+            "model": file.record["model"],
+            "weights": row["weights"],
+            "activations": row["activations"],
+            "tokens": file.record["tokens"],
+            "perplexity": row["kernels"]["perplexity"],
+            "peers": {"reference": row["reference"]["perplexity"]},
+        }
+
+
+def _questions(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["variants"]:
+        weights, activations, backend = row["variant"].split("/")
+        scores = {"strict": row["strict"]["value"], "flexible": row["flexible"]["value"]}
+        labels = {"model": "SmolLM2-135M", "weights": weights, "activations": activations, "backend": backend}
+        yield {**labels, "questions": row["strict"]["questions"], **scores, "peers": {}}
+
+
+def _memory(file: ResultFile) -> Iterator[Row]:
+    rows, model = file.record["results"], file.record["model"]
+    for row in rows:
+        if row["who"] == "transformers" or "error" in row:
+            continue
+        peers = [r for r in rows if r["spec"] == row["spec"] and r["who"] == "transformers" and "error" not in r]
+        yield {
+            "model": f"{model['experts']} experts of {model['hidden']} x {model['inter']}, {model['layers']} layers",
+            "weights": row["spec"],
+            "peak_over_checkpoint": row["peak_resident_ratio"],
+            "peers": {r["who"]: r["peak_resident_ratio"] for r in peers},
+        }
+
+
+def _convert(file: ResultFile) -> Iterator[Row]:
+    model = file.record["model"]
+    for row in file.record["results"]:
+        yield {
+            "model": f"{model['experts']} experts of {model['hidden']} x {model['inter']}, {model['layers']} layers",
+            "weights": row["spec"],
+            "mb_per_s": row["megabytes_per_second"],
+            "peak_bytes": row["peak_anonymous_bytes"],
+            "peers": {},
+        }
+
+
+TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
+    "gpu-layer": _gpu_layer,
+    "cpu-layer": _cpu_layer,
+    "first-forward": _first_forward,
+    "host-time": _host_time,
+    "generate": _generate,
+    "perplexity": _perplexity,
+    "questions": _questions,
+    "memory": _memory,
+    "convert": _convert,
+}
+
+if __name__ == "__main__":
+    main()
