@@ -34,7 +34,7 @@ def test_layout_is_a_bijection(backend: Backend, case: judge.Case) -> None:
     device = Device("cpu")
     if list(backend.check(case.problem, Device("cuda", 90))) and list(backend.check(case.problem, device)):
         pytest.skip("not supported")
-    packed = judge.pack(backend, case, device)
+    packed = judge.pack_weights(backend, case, device)
     layout = backend.layout(case.problem)
     for matrix, shape in case.problem.matrices.items():
         for expert, weight in enumerate(case.weights[matrix]):

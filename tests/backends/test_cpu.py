@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native.state().why)
 
 @cache
 def truth(name: str) -> Tensor:
-    return judge.truth(CASES[name])
+    return judge.expected(CASES[name])
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -60,7 +60,7 @@ def test_every_level_computes_every_case(name: str, level: IsaLevel) -> None:
     reasons = list(backend.check(case.problem, CPU))
     if reasons:
         pytest.skip("; ".join(map(str, reasons)))
-    judge.compare(case, judge.compute(backend, case, judge.pack(backend, case, CPU), CPU), truth(name))
+    judge.compare(case, judge.compute(backend, case, judge.pack_weights(backend, case, CPU), CPU), truth(name))
 
 
 class Work:

@@ -19,7 +19,7 @@ import tiny  # noqa: E402
 
 import lancebill  # noqa: E402
 from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
-from lancebill.cli.convert import run, target_of  # noqa: E402
+from lancebill.cli.convert import run_conversion, target_of  # noqa: E402
 from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
 from lancebill.formats import registry  # noqa: E402
 from lancebill.integrations.transformers.pack_in_memory import pack_experts  # noqa: E402
@@ -57,7 +57,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def convert(source: Path, folder: Path, spec: str, name: str | None = None) -> Path:
-    run(source, folder, target_of(spec, name), {})
+    run_conversion(source, folder, target_of(spec, name), {})
     return folder
 
 

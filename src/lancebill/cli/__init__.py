@@ -1,1 +1,1 @@
-"""The command line: one file for each command, heavy imports only inside them."""
+"""The command line: one module per command. Modules import torch inside functions, so that --help is fast."""

@@ -1,7 +1,7 @@
-"""What all commands share: output for people or as JSON, progress, errors and exit codes.
+"""Shared by all commands: text and JSON output, progress bars, errors and exit codes.
 
-Exit codes: 0 fine, 1 a problem was found, 2 the command was not used right. With `--json` exactly one
-JSON object goes to stdout, errors included; progress and messages for people go to stderr.
+Exit codes: 0 success, 1 a problem was found, 2 wrong usage. With `--json`, stdout gets exactly one JSON object,
+errors included; progress and messages go to stderr.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rich.table import Table
 from lancebill.errors import CheckpointError, CheckpointProblems, LancebillError, SpecError
 
 FINE, PROBLEM, USAGE = 0, 1, 2
-PLAIN_WIDTH = 120  # of output that is not a terminal's
+PLAIN_WIDTH = 120  # columns, when the output is not a terminal
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Source = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder, a .safetensors or a .gguf file.")]
 
 
 def console(*, error: bool = False) -> Console:
-    """A console on stdout or stderr as they are now, wide enough for tables where no one looks."""
+    """A console on the current stdout or stderr. A pipe gets `PLAIN_WIDTH` columns, so that tables are not cut."""
     stream = sys.stderr if error else sys.stdout
     return Console(file=stream, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
 
@@ -40,7 +40,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def existing(path: Path, as_json: bool) -> Path:
-    """`path` if it is there: a path that is not is a mistake in the command."""
+    """`path`, if it exists; a missing path is a usage error."""
     if not path.exists():
         fail(CheckpointError("no such file or folder", where=str(path)), as_json, USAGE)
     return path
@@ -48,7 +48,7 @@ def existing(path: Path, as_json: bool) -> Path:
 
 @contextmanager
 def reported(as_json: bool, code: int = PROBLEM) -> Iterator[None]:
-    """Errors of ours, of the disk and of the user's patience end the command without a traceback."""
+    """Turn lancebill's errors, I/O errors, lack of memory and Ctrl-C into a message and an exit code."""
     try:
         yield
     except SpecError as error:
@@ -65,7 +65,7 @@ def reported(as_json: bool, code: int = PROBLEM) -> Iterator[None]:
 
 
 def fail(error: LancebillError, as_json: bool, code: int) -> NoReturn:
-    """Print an error with the facts it carries and leave."""
+    """Print an error with all its fields and exit."""
     if as_json:
         print_json({"error": facts(error)})
     else:
@@ -74,7 +74,7 @@ def fail(error: LancebillError, as_json: bool, code: int) -> NoReturn:
 
 
 def facts(error: LancebillError) -> dict[str, Any]:
-    """An error for `--json`; one that holds several lists them."""
+    """An error as JSON; `CheckpointProblems` lists the errors it holds."""
     if isinstance(error, CheckpointProblems):
         return {**error.facts(), "problems": [problem.facts() for problem in error.problems]}
     return dict(error.facts())
@@ -96,7 +96,7 @@ def print_error(error: LancebillError, out: Console, title: str = "error", color
 
 @contextmanager
 def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr if that is a terminal; the value is called with every step done."""
+    """A progress bar on stderr if that is a terminal; yields the function that advances it."""
     out = console(error=True)
     if not out.is_terminal:
         yield lambda _: None
@@ -108,7 +108,7 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
 
 
 def table(*columns: str) -> Table:
-    """A light table; columns that start with '>' are numbers and align right."""
+    """A table without borders; columns whose title starts with '>' are aligned right."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
@@ -116,7 +116,7 @@ def table(*columns: str) -> Table:
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """A number of bytes with its unit: 1.50 kB."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":

@@ -1,4 +1,4 @@
-"""`lancebill convert`: any spec to any spec, written as a checkpoint other engines load."""
+"""`lancebill convert`: requantise a checkpoint to another spec, in a format that other engines load."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class MxRule(str, Enum):
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    to: Annotated[str, typer.Option("--to", help="The spec: mxfp4, nvfp4, int4-g128, fp8-block, bf16 ...")],
+    to: Annotated[str, typer.Option("--to", help="The target spec: mxfp4, nvfp4, int4-g128, fp8-block, bf16 ...")],
     format_name: Annotated[
         str | None,
         typer.Option("--format", help="compressed-tensors (the default), gptq, awq, modelopt, fp8, gpt-oss ..."),
     ] = None,
-    device: Annotated[DeviceChoice, typer.Option("--device", help="Where to compute.")] = DeviceChoice.cpu,
-    mx_rule: Annotated[MxRule, typer.Option("--mx-rule", help="How power-of-two scales round.")] = MxRule.floor,
+    device: Annotated[DeviceChoice, typer.Option("--device", help="The device to quantise on.")] = DeviceChoice.cpu,
+    mx_rule: Annotated[MxRule, typer.Option("--mx-rule", help="How power-of-two scales are rounded.")] = MxRule.floor,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
-    experts_only: Annotated[bool, typer.Option("--experts-only", help="Leave everything but the experts out.")] = False,
+    experts_only: Annotated[bool, typer.Option("--experts-only", help="Write only the experts.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Requantise the experts; copy or re-encode the rest; report what it cost, layer by layer.
+    """Requantise the experts, copy or re-encode the other tensors, and report the error of each layer.
 
-    The output is weight-only: scales of activations are not carried over.
+    The output is weight-only: activation scales are dropped.
     """
     options = {
         "device": device.value,
@@ -61,31 +61,31 @@ def convert(
         target = target_of(to, format_name)
         _check_device(device.value)
     with ui.reported(as_json):
-        found = run(source, destination, target, options)
+        summary = run_conversion(source, destination, target, options)
     if as_json:
-        ui.print_json(found)
+        ui.print_json(summary)
     else:
-        show(found, ui.console())
+        show(summary, ui.console())
 
 
 def target_of(to: str, format_name: str | None = None) -> Target:
-    """The format and spec that the options ask for."""
-    from lancebill.checkpoint.write.target import choose
+    """The format and spec that the options name."""
+    from lancebill.checkpoint.write.target import choose_target
     from lancebill.numbers.spec_names import parse_spec
 
-    return choose(parse_spec(to), format_name)
+    return choose_target(parse_spec(to), format_name)
 
 
-def run(source: Path, destination: Path, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert and describe what was done, ready for JSON."""
+def run_conversion(source: Path, destination: Path, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a checkpoint; returns a summary, ready for JSON."""
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.checkpoint.write.convert import ConvertOptions, prepare, work_bytes
+    from lancebill.checkpoint.write.convert import ConvertOptions, plan_conversion, work_bytes
     from lancebill.checkpoint.write.convert import convert as convert_checkpoint
 
     chosen = ConvertOptions(**options)
     start = time.perf_counter()
     with Checkpoint.open(source) as checkpoint:
-        output = prepare(checkpoint, target, chosen)
+        output = plan_conversion(checkpoint, target, chosen)
         with ui.progress(f"to {target.spec}", work_bytes(checkpoint, output), in_bytes=True) as advance:
             report = convert_checkpoint(checkpoint, destination, output, chosen, advance)
         before = sum(info.nbytes for info in checkpoint.tensors.values())
@@ -123,38 +123,44 @@ def _describe(
     }
 
 
-def show(found: Mapping[str, Any], out: Console) -> None:
+def show(summary: Mapping[str, Any], out: Console) -> None:
     from lancebill.numbers.codec import Loss
 
     rows = ui.table("layer", ">weights", ">max error", ">RMS error", ">saturated", ">flushed")
-    losses = {str(row.pop("layer")): Loss(**row) for row in map(dict, found["loss"]["layers"])}
+    losses = {str(row.pop("layer")): Loss(**row) for row in map(dict, summary["loss"]["layers"])}
     for name, loss in losses.items():
         rows.add_row(name, *_loss_cells(loss))
     if len(losses) > 1:
-        rows.add_row("[bold]all[/]", *(f"[bold]{cell}[/]" for cell in _loss_cells(Loss(**found["loss"]["total"]))))
+        rows.add_row("[bold]all[/]", *(f"[bold]{cell}[/]" for cell in _loss_cells(Loss(**summary["loss"]["total"]))))
     out.print(rows)
-    sizes = found["bytes"]
-    rate = sizes["before"] / max(found["seconds"], 1e-9)
+    sizes = summary["bytes"]
+    rate = sizes["before"] / max(summary["seconds"], 1e-9)
     out.print(
-        f"[bold green]wrote[/] [bold]{escape(found['destination'])}[/]: [bold cyan]{found['spec']}[/] "
-        f"as {found['format']}, {ui.size(sizes['before'])} to {ui.size(sizes['after'])} "
-        f"in {found['seconds']:.1f} s ({ui.size(int(rate))}/s)",
+        f"[bold green]wrote[/] [bold]{escape(summary['destination'])}[/]: [bold cyan]{summary['spec']}[/] "
+        f"as {summary['format']}, {ui.size(sizes['before'])} to {ui.size(sizes['after'])} "
+        f"in {summary['seconds']:.1f} s ({ui.size(int(rate))}/s)",
         soft_wrap=True,
     )
     for text, names in (
-        ("modules outside the experts re-encoded exactly", found["recast"]),
-        ("modules outside the experts dequantised", found["dequantized"]),
+        ("modules outside the experts re-encoded exactly", summary["recast"]),
+        ("modules outside the experts dequantised", summary["dequantized"]),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             out.print(f"{len(names)} {text}: {escape(', '.join(names[:3]))}{more}", soft_wrap=True)
-    for role, count in found["inputs_left_behind"].items():
-        word = "folded into the weights" if role == "pre_quant_scale" else "left behind: the output is weight-only"
+    for role, count in summary["inputs_left_behind"].items():
+        word = "folded into the weights" if role == "pre_quant_scale" else "dropped: the output is weight-only"
         out.print(f"{count} {role} tensors {word}")
 
 
 def _loss_cells(loss: Loss) -> list[str]:
-    def error(value: float) -> str:
+    def percent(value: float) -> str:
         return "exact" if value == 0 else f"{value:.3%}"
 
-    return [f"{loss.count:,}", error(loss.max_error), error(loss.rms_error), f"{loss.saturated:,}", f"{loss.flushed:,}"]
+    return [
+        f"{loss.count:,}",
+        percent(loss.max_error),
+        percent(loss.rms_error),
+        f"{loss.saturated:,}",
+        f"{loss.flushed:,}",
+    ]

@@ -1,4 +1,4 @@
-"""`lancebill env`: what this machine has, for bug reports and for curiosity."""
+"""`lancebill env`: versions and hardware, for bug reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lancebill.cli.console import Json
 PACKAGES = (
     "lancebill", "torch", "triton", "transformers", "humming-kernels", "vllm", "gguf", "compressed-tensors",
 )  # fmt: skip
-# What decides how fast integers and 16-bit floats multiply on a CPU.
+# CPU flags that decide how fast integers and 16-bit floats are multiplied.
 FLAGS = (
     "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512_vbmi", "avx_vnni",
     "amx_bf16", "amx_int8",
@@ -28,11 +28,11 @@ FLAGS = (
 def env(as_json: Json = False) -> None:
     """Show versions, devices, formats and backends."""
     with ui.reported(as_json):
-        found = describe()
+        machine = describe()
     if as_json:
-        ui.print_json(found)
+        ui.print_json(machine)
     else:
-        show(found, ui.console())
+        show(machine, ui.console())
 
 
 def describe() -> dict[str, Any]:
@@ -51,22 +51,22 @@ def describe() -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], out: Console) -> None:
+def show(machine: dict[str, Any], out: Console) -> None:
     rows = ui.table("", "")
     rows.show_header = False
-    rows.add_row("python", f"{found['python']} on {escape(found['platform'])}")
-    for name, number in found["packages"].items():
+    rows.add_row("python", f"{machine['python']} on {escape(machine['platform'])}")
+    for name, number in machine["packages"].items():
         rows.add_row(name, number or "[dim]not installed[/]")
-    cpu = found["cpu"]
+    cpu = machine["cpu"]
     rows.add_row("cpu", f"{escape(cpu['model'])}, {cpu['cores']} cores, {' '.join(cpu['flags']) or 'no known flags'}")
-    rows.add_row("cpu kernels", _kernels_line(found["native"]))
-    for device in found["cuda"]["devices"]:
+    rows.add_row("cpu kernels", _kernels_line(machine["native"]))
+    for device in machine["cuda"]["devices"]:
         memory = ui.size(device["memory"])
         rows.add_row("cuda", f"{escape(device['name'])}, sm_{device['capability']}, {memory}")
-    if not found["cuda"]["devices"]:
-        rows.add_row("cuda", f"[dim]{escape(found['cuda']['why_not'])}[/]")
-    rows.add_row("formats", ", ".join(found["formats"]))
-    rows.add_row("backends", ", ".join(found["backends"]))
+    if not machine["cuda"]["devices"]:
+        rows.add_row("cuda", f"[dim]{escape(machine['cuda']['why_not'])}[/]")
+    rows.add_row("formats", ", ".join(machine["formats"]))
+    rows.add_row("backends", ", ".join(machine["backends"]))
     out.print(rows)
 
 
@@ -89,31 +89,31 @@ def _cpu() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    """Which CPU kernels run, or why none and what to do; plain torch computes then."""
+    """Which CPU kernels are loaded; otherwise why none are, and how to get them."""
     from lancebill.backends.cpu import native
 
     state = native.state()
-    held = state.library
+    library = state.library
     return {
-        "level": None if held is None else str(held.best),
-        "levels": [] if held is None else [str(level) for level in held.levels],
-        "openmp": held is not None and held.openmp,
+        "level": None if library is None else str(library.best),
+        "levels": [] if library is None else [str(level) for level in library.levels],
+        "openmp": library is not None and library.openmp,
         "why": state.why,
         "hint": state.hint,
     }
 
 
-def _kernels_line(found: dict[str, Any]) -> str:
-    if found["level"] is None:
-        how = f" ({escape(found['hint'])})" if found["hint"] else ""
-        return f"[dim]{escape(found['why'])}: plain torch computes{how}[/]"
-    others = [level for level in found["levels"] if level != found["level"]]
-    threads = "" if found["openmp"] else ", one thread: built without OpenMP"
-    return f"{found['level']}{threads}" + (f" [dim](also {', '.join(others)})[/]" if others else "")
+def _kernels_line(native: dict[str, Any]) -> str:
+    if native["level"] is None:
+        how = f" ({escape(native['hint'])})" if native["hint"] else ""
+        return f"[dim]{escape(native['why'])}: torch is used instead{how}[/]"
+    lower = [level for level in native["levels"] if level != native["level"]]
+    threads = "" if native["openmp"] else ", one thread: built without OpenMP"
+    return f"{native['level']}{threads}" + (f" [dim](also {', '.join(lower)})[/]" if lower else "")
 
 
 def _cuda() -> dict[str, Any]:
-    """CUDA devices; a driver that is absent or broken is an answer, not an error."""
+    """CUDA devices; a missing or broken driver is reported in `why_not`, not raised."""
     import torch
 
     try:

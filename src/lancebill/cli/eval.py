@@ -1,4 +1,4 @@
-"""`lancebill eval`: how well a model does with its experts held in different ways, and whether it matters."""
+"""`lancebill eval`: compare variants of a model by perplexity and accuracy, with significance tests."""
 
 from __future__ import annotations
 
@@ -27,51 +27,56 @@ def evaluate(
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            "--variant", help="weights/activations/backend, the last two optional; 'stored' keeps weights. Repeatable."
+            "--variant",
+            help="weights/activations/backend, the last two optional; 'stored' keeps the weights. Repeatable.",
         ),
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", help="A text file: perplexity.")] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="Measure perplexity on this text file.")] = None,
     questions: Annotated[
-        Path | None, typer.Option("--questions", help="JSON lines as GSM8K's: exact match, strict and flexible.")
+        Path | None, typer.Option("--questions", help="Measure exact match on these questions (JSON lines like GSM8K).")
     ] = None,
-    examples: Annotated[Path | None, typer.Option("--examples", help="Questions to show with answers.")] = None,
-    shots: Annotated[int, typer.Option("--shots", min=0, help="How many of the examples to show.")] = 5,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only so many questions.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--text-tokens", min=2, help="Only so many tokens of text.")] = None,
-    window: Annotated[int, typer.Option("--window", min=2, help="Tokens a prediction may see.")] = 1024,
+    examples: Annotated[Path | None, typer.Option("--examples", help="Questions for the few-shot prompt.")] = None,
+    shots: Annotated[int, typer.Option("--shots", min=0, help="Number of few-shot examples.")] = 5,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N questions.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--text-tokens", min=2, help="Use only the first N tokens of the text.")
+    ] = None,
+    window: Annotated[int, typer.Option("--window", min=2, help="Context of a prediction, in tokens.")] = 1024,
     stride: Annotated[int, typer.Option("--stride", min=1, help="Tokens from one window to the next.")] = 512,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Of an answer, at most.")] = 256,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Windows or questions computed together.")] = 1,
+    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Maximum tokens per answer.")] = 256,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Windows or questions per batch.")] = 1,
     answers: Annotated[
-        Path | None, typer.Option("--answers", help="Write every answer here when it is given, as a line of JSON.")
+        Path | None, typer.Option("--answers", help="Write every answer to this file, as a JSON line.")
     ] = None,
     device: models.Device = "cpu",
     dtype: models.Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Perplexity and exact match of variants of one model, with paired tests against the first."""
+    """Measure perplexity and exact match of variants of a model; test each against the first variant."""
     with ui.reported(as_json):
         ui.existing(path, as_json)
         if text is None and questions is None:
             raise SpecError("nothing to evaluate on", hint="give --text, --questions, or both")
         for file in filter(None, (text, questions, examples)):
             ui.existing(file, as_json)
-        with _kept(answers) as heard:
-            found = _run(path, variants or ["stored"], text, questions, examples, shots, limit, device, dtype, {
+        with _answer_log(answers) as log:
+            options: dict[str, Any] = {
                 "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
-                "batch": batch, "heard": heard,
-            })  # fmt: skip
+                "batch": batch, "heard": log,
+            }  # fmt: skip
+            chosen = variants or ["stored"]
+            rows = _evaluate_variants(path, chosen, text, questions, examples, shots, limit, device, dtype, options)
     if as_json:
         given = {"text": text, "questions": questions, "examples": examples}
-        options: dict[str, Any] = {name: None if file is None else file.name for name, file in given.items()}
-        options |= {"shots": shots, "limit": limit, "window": window, "stride": stride, "answer_tokens": answer_tokens}
-        options |= {"batch": batch}
-        ui.print_json({"path": str(path), "options": options, "machine": describe(), "variants": found})
+        used: dict[str, Any] = {name: None if file is None else file.name for name, file in given.items()}
+        used |= {"shots": shots, "limit": limit, "window": window, "stride": stride, "answer_tokens": answer_tokens}
+        used |= {"batch": batch}
+        ui.print_json({"path": str(path), "options": used, "machine": describe(), "variants": rows})
     else:
-        _show(found, ui.console())
+        _show(rows, ui.console())
 
 
-def _run(
+def _evaluate_variants(
     path: Path,
     variants: list[str],
     text: Path | None,
@@ -85,54 +90,58 @@ def _run(
 ) -> list[dict[str, Any]]:
     from lancebill.evaluate.questions import read_questions, read_text
     from lancebill.evaluate.run import Variant
-    from lancebill.evaluate.run import evaluate as run
+    from lancebill.evaluate.run import evaluate as evaluate_model
 
-    how: list[dict[str, Any]] = []
+    loaded: list[dict[str, Any]] = []
 
     def load(variant: Variant) -> tuple[Any, Any]:
         chosen = {"weights": variant.weights, "activations": variant.activations, "backend": variant.backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         models.announce(path, model, ui.console(error=True))
-        how.append(models.describe(model))
+        loaded.append(models.describe(model))
         return model, tokenizer
 
-    asked = read_questions(questions)[:limit] if questions is not None else []
-    shown = read_questions(examples)[:shots] if examples is not None else []
+    test_questions = read_questions(questions)[:limit] if questions is not None else []
+    few_shot = read_questions(examples)[:shots] if examples is not None else []
     body = None if text is None else read_text(text)
     parsed = [Variant.parse(variant) for variant in variants]
     with ui.progress("evaluating", 0) as advance:
-        results = run(load, parsed, text=body, questions=asked, examples=shown, progress=advance, **options)
-    for result, loaded in zip(results, how):
-        result.how = loaded
+        results = evaluate_model(
+            load, parsed, text=body, questions=test_questions, examples=few_shot, progress=advance, **options
+        )
+    for result, description in zip(results, loaded):
+        result.how = description
     return [result.describe(results[0]) for result in results]
 
 
 @contextmanager
-def _kept(file: Path | None) -> Iterator[Callable[[Variant, Question, str], None]]:
-    """What writes answers to `file` line by line, so that a run that is cut short leaves what it heard."""
+def _answer_log(file: Path | None) -> Iterator[Callable[[Variant, Question, str], None]]:
+    """Yields a function that writes each answer to `file` at once, so that an interrupted run keeps them."""
     if file is None:
         yield lambda *_: None
         return
     with file.open("w", encoding="utf-8") as out:
 
-        def heard(variant: Variant, question: Question, answer: str) -> None:
+        def write_answer(variant: Variant, question: Question, answer: str) -> None:
             row = {"variant": str(variant), "question": question.text, "right": question.answer, "answer": answer}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
             out.flush()
 
-        yield heard
+        yield write_answer
 
 
-def _show(found: list[dict[str, Any]], out: Console) -> None:
-    measures = [name for name in ("perplexity", "strict", "flexible") if name in found[0]]
+def _show(rows: list[dict[str, Any]], out: Console) -> None:
+    measures = [name for name in ("perplexity", "strict", "flexible") if name in rows[0]]
     table = ui.table("variant", ">experts", *(column for name in measures for column in (f">{name}", ">p")))
-    for row in found:
+    for row in rows:
         cells = []
         for name in measures:
             value, error, p = row[name]["value"], row[name]["stderr"], row[name].get("p")
-            shown = f"{value:.3f} ± {error:.3f}" if name == "perplexity" else f"{value:.1%} ± {error:.1%}"
-            cells += [shown, "" if p is None else f"{p:.3g}"]
+            cell = f"{value:.3f} ± {error:.3f}" if name == "perplexity" else f"{value:.1%} ± {error:.1%}"
+            cells += [cell, "" if p is None else f"{p:.3g}"]
         table.add_row(row["variant"], ui.size(row["expert_bytes"]), *cells)
     out.print(table)
-    if len(found) > 1:
-        out.print("[dim]p: how probable a difference from the first row so large is by chance (paired tests)[/]")
+    if len(rows) > 1:
+        out.print(
+            "[dim]p: probability of a difference from the first row at least this large by chance (paired test)[/]"
+        )

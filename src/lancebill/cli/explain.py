@@ -1,4 +1,4 @@
-"""`lancebill explain`: which backend would compute a layer on a device, and why not the others."""
+"""`lancebill explain`: which backend runs a layer on a device, and why the others do not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExplainRequest:
-    """A problem and where it comes from; `unlike` lists layers of the same files that are quantised otherwise."""
+    """A problem and its source; `different` lists the layers of the checkpoint that have another quantisation."""
 
     source: str
     problem: Problem
     layer: int | None = None
-    unlike: tuple[int, ...] = ()
+    different: tuple[int, ...] = ()
 
 
 SHAPES = "deepseek-v4-flash, gpt-oss-120b, qwen3-30b-a3b, mixtral-8x7b, or E,H,I,K"
@@ -36,26 +36,29 @@ SHAPES = "deepseek-v4-flash, gpt-oss-120b, qwen3-30b-a3b, mixtral-8x7b, or E,H,I
 
 def explain(
     path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="A checkpoint; or none, with --shape and --weights.")
+        Path | None, typer.Argument(metavar="PATH", help="A checkpoint; or use --shape and --weights instead.")
     ] = None,
     shape: Annotated[str | None, typer.Option("--shape", help=f"Without a checkpoint: {SHAPES}.")] = None,
-    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Of PATH; by default its first.")] = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", min=0, help="A layer of PATH; the default is its first MoE layer.")
+    ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu, sm_90, sm_80 (any machine), cuda:0; by default what is here.")
+        str | None,
+        typer.Option("--device", help="cpu, cuda:0, or sm_90, sm_80 (no GPU needed); the default is this machine."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", help="The spec of the weights; by default the checkpoint's own.")
+        str | None, typer.Option("--weights", help="Weight spec; the default is the one of the checkpoint.")
     ] = None,
     activations: Annotated[
         str | None,
-        typer.Option("--activations", help="bf16 (the default), fp8 ..., or 'checkpoint': as PATH declares."),
+        typer.Option("--activations", help="bf16 (the default), fp8 ..., or 'checkpoint': what PATH declares."),
     ] = None,
-    backend: Annotated[str, typer.Option("--backend", help="Ask for this one: it, or a refusal.")] = "auto",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="The batch that estimates are for.")] = 64,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; the first one is explained.")] = 1,
+    backend: Annotated[str, typer.Option("--backend", help="Require this backend; auto chooses.")] = "auto",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Batch size for the estimates.")] = 64,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; explains rank 0.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Show every backend's verdict with all its reasons, the choice, and why."""
+    """Show every backend's verdict with all its reasons, and which backend is chosen."""
     with ui.reported(as_json, ui.USAGE):
         _check_usage(path, shape, weights, layer)
         _check_backend(backend)
@@ -63,25 +66,27 @@ def explain(
         from lancebill.backends import oracle
 
         if path is not None:
-            asked = _from_checkpoint(ui.existing(path, as_json), layer, weights, activations, tp)
+            request = _from_checkpoint(ui.existing(path, as_json), layer, weights, activations, tp)
         else:
             assert shape is not None and weights is not None
-            asked = _from_shape(shape, weights, activations, tp)
-        choice = oracle.explain(asked.problem, device or _here(), backend, tokens)
+            request = _from_shape(shape, weights, activations, tp)
+        choice = oracle.explain(request.problem, device or _default_device(), backend, tokens)
     if as_json:
-        ui.print_json({"source": asked.source, "layer": asked.layer, "tokens": tokens, **choice.describe()})
+        ui.print_json({"source": request.source, "layer": request.layer, "tokens": tokens, **choice.describe()})
     else:
-        show(asked, choice, tokens, ui.console())
+        show(request, choice, tokens, ui.console())
     raise typer.Exit(ui.PROBLEM if choice.chosen is None else ui.FINE)
 
 
 def _check_usage(path: Path | None, shape: str | None, weights: str | None, layer: int | None) -> None:
     if (path is None) == (shape is None):
-        raise SpecError("what is to be explained?", expected="either PATH or --shape", hint=f"shapes: {SHAPES}")
+        raise SpecError(
+            "nothing to explain, or two things", expected="either PATH or --shape", hint=f"shapes: {SHAPES}"
+        )
     if shape is not None and weights is None:
-        raise SpecError("a shape alone does not say how weights are stored", hint="add --weights, for example mxfp4")
+        raise SpecError("--shape needs --weights", hint="for example --weights mxfp4")
     if shape is not None and layer is not None:
-        raise SpecError("--layer chooses a layer of a checkpoint; a shape is one layer")
+        raise SpecError("--layer needs a checkpoint: a shape is a single layer")
 
 
 def _check_backend(name: str) -> None:
@@ -89,10 +94,10 @@ def _check_backend(name: str) -> None:
     from lancebill.backends.registry import registry
 
     if name != AUTO and name not in registry():
-        raise SpecError(f"no backend is called '{name}'", expected=f"{AUTO} or one of {', '.join(registry())}")
+        raise SpecError(f"unknown backend '{name}'", expected=f"{AUTO} or one of {', '.join(registry())}")
 
 
-def _here() -> str:
+def _default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,16 +107,16 @@ def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> E
     from lancebill.moe.model_shapes import parse_shape
     from lancebill.numbers.spec_names import parse_activation, parse_spec
 
-    known = parse_shape(shape)
+    sizes = parse_shape(shape)
     return ExplainRequest(
-        known.name, known.problem(parse_spec(weights), parse_activation(activations or "bf16"), tp=tp)
+        sizes.name, sizes.problem(parse_spec(weights), parse_activation(activations or "bf16"), tp=tp)
     )
 
 
 def _from_checkpoint(
     path: Path, layer: int | None, weights: str | None, activations: str | None, tp: int
 ) -> ExplainRequest:
-    """The problem that loading this layer would pose, from headers alone."""
+    """The problem of this layer, as loading it would create it; reads only headers."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
     from lancebill.layer.recipe import LoadOptions, pose
@@ -124,11 +129,11 @@ def _from_checkpoint(
     options = LoadOptions(
         placement=Placement(tp_size=tp), weights=weights, activations=activations, dtype=_input_dtype(activations)
     )
-    return ExplainRequest(str(path), pose(manifest, index, options)[2], index, _unlike(manifest, index))
+    return ExplainRequest(str(path), pose(manifest, index, options)[2], index, _different_layers(manifest, index))
 
 
 def _input_dtype(activations: str | None) -> Any:
-    """Activations of 16 or 32 bits are the inputs as they come; quantised ones are made from bf16."""
+    """Unquantised activations have the dtype of the inputs; quantised ones are made from bf16 inputs."""
     import torch
 
     from lancebill.layer.rules import CHECKPOINT
@@ -140,8 +145,8 @@ def _input_dtype(activations: str | None) -> Any:
     return torch.bfloat16 if spec.quantized else spec.dtype.storage
 
 
-def _unlike(manifest: Manifest, index: int) -> tuple[int, ...]:
-    """Layers that are quantised another way: their verdicts may differ."""
+def _different_layers(manifest: Manifest, index: int) -> tuple[int, ...]:
+    """Layers with other specs than layer `index`: their verdicts may differ."""
     from lancebill.checkpoint.resolve.naming import DOWN, GATE
 
     def specs(layer: int) -> tuple[object, ...]:
@@ -150,15 +155,15 @@ def _unlike(manifest: Manifest, index: int) -> tuple[int, ...]:
     return tuple(other for other in manifest.layers if specs(other) != specs(index))
 
 
-# For people ------------------------------------------------------------------------------------------
+# Text output -----------------------------------------------------------------------------------------
 
 
-def show(asked: ExplainRequest, choice: Choice, tokens: int, out: Console) -> None:
+def show(request: ExplainRequest, choice: Choice, tokens: int, out: Console) -> None:
     problem = choice.problem
-    title = asked.source if asked.layer is None else f"{asked.source}, layer {asked.layer}"
+    title = request.source if request.layer is None else f"{request.source}, layer {request.layer}"
     out.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
-    if asked.unlike:
-        out.print(f"[dim]quantised otherwise, ask with --layer: {ui.ranges(list(asked.unlike))}[/]")
+    if request.different:
+        out.print(f"[dim]quantised differently, see --layer: {ui.ranges(list(request.different))}[/]")
     facts = ui.table("", "")
     facts.show_header = False
     facts.add_row("experts", f"{problem.experts}, top {problem.top_k}, {problem.activation}")
@@ -203,12 +208,12 @@ def _plan_cells(verdict: Verdict) -> tuple[str, str]:
 
 
 def _conclusion(choice: Choice) -> str:
-    asked = choice.requested != "auto"
+    by_name = choice.requested != "auto"
     if choice.chosen is None:
-        what = f"'{choice.requested}' was asked for and cannot compute this" if asked else "no backend computes this"
+        what = f"'{choice.requested}' cannot run this" if by_name else "no backend can run this"
         return f"[bold red]refused[/]: {escape(what)} on {choice.device}"
     name = f"[bold green]{escape(choice.chosen.backend.name)}[/]"
-    if asked:
-        return f"{name}, as asked"
+    if by_name:
+        return f"{name}, as requested"
     rivals = sum(v.supported and not v.backend.on_request for v in choice.verdicts)
-    return f"{name}: the lowest estimate of {rivals}" if rivals > 1 else f"{name}: the only one that can"
+    return f"{name}: the lowest of {rivals} estimates" if rivals > 1 else f"{name}: the only candidate"

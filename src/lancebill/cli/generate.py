@@ -1,4 +1,4 @@
-"""`lancebill generate`: text from a model whose experts stay packed, as it comes."""
+"""`lancebill generate`: stream text from a model whose experts stay packed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from lancebill.errors import SpecError
 
 def generate(
     path: models.Model,
-    prompt: Annotated[str | None, typer.Argument(help="What to say to the model; without it, lines of stdin.")] = None,
-    tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="At most so many new tokens.")] = 128,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of sampling.")] = 0,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; the default is to read prompts from stdin, one per line.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum new tokens.")] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without a chat template.")] = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     weights: models.Weights = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
@@ -28,7 +32,7 @@ def generate(
     dtype: models.Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Answer a prompt, streamed, with tokens per second."""
+    """Answer a prompt, token by token, and show tokens per second."""
     with ui.reported(as_json):
         ui.existing(path, as_json)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
@@ -39,7 +43,7 @@ def generate(
         if temperature > 0:
             sampling["temperature"] = temperature
         if prompt is None and sys.stdin.isatty():
-            ui.console(error=True).print("[dim]a line is a question; Ctrl-D ends[/]")
+            ui.console(error=True).print("[dim]one prompt per line; Ctrl-D ends[/]")
         answers = [
             _answer(model, tokenizer, line, raw, seed, as_json, sampling)
             for line in ([prompt] if prompt is not None else filter(None, map(str.strip, sys.stdin)))
@@ -59,11 +63,11 @@ def _answer(
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
     if not prompt["input_ids"].numel():
         raise SpecError("the prompt has no tokens", got=repr(line))
-    said = speak(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
+    reply = speak(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
     if not quiet:
         _stream("\n")
-        ui.console(error=True).print(f"[dim]{said}[/]")
-    return {"prompt": line, **asdict(said)}
+        ui.console(error=True).print(f"[dim]{reply}[/]")
+    return {"prompt": line, **asdict(reply)}
 
 
 def _stream(text: str) -> None:

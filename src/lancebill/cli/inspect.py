@@ -1,4 +1,4 @@
-"""`lancebill inspect`: what a checkpoint is, from its headers alone."""
+"""`lancebill inspect`: describe a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def inspect(
     path: Source,
-    memory: Annotated[bool, typer.Option("--memory", help="Show what each rank would hold.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Show the memory each rank needs.")] = False,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks.")] = 1,
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="List the tensors of this layer.")] = None,
@@ -33,24 +33,24 @@ def inspect(
 
         with Checkpoint.open(path) as checkpoint:
             manifest = manifests.build(checkpoint.config, checkpoint.headers)
-            found = describe(checkpoint, manifest)
+            summary = describe(checkpoint, manifest)
             if memory or tp > 1 or ep > 1:
-                found["memory"] = describe_memory(manifest, tp, ep)
+                summary["memory"] = describe_memory(manifest, tp, ep)
             if layer is not None:
-                found["layer"] = _describe_layer(manifest, layer)
+                summary["layer"] = _describe_layer(manifest, layer)
     if as_json:
-        ui.print_json(found)
+        ui.print_json(summary)
     else:
-        show(found, ui.console())
-    raise typer.Exit(ui.PROBLEM if found["problems"] else ui.FINE)
+        show(summary, ui.console())
+    raise typer.Exit(ui.PROBLEM if summary["problems"] else ui.FINE)
 
 
 def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
-    """Everything headers and config tell, ready for JSON."""
+    """What the headers and the config contain, ready for JSON."""
     layers = list(manifest.layers.values())
     first = layers[0] if layers else None
     expert_bytes = sum(checkpoint.tensors[name].nbytes for name in manifest.expert_tensors)
-    weights = sum(_weights(layer) for layer in layers)
+    weights = sum(_weight_count(layer) for layer in layers)
     complete = layers and not manifest.problems
     return {
         "path": str(checkpoint.path),
@@ -64,7 +64,7 @@ def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
         "hidden": first.hidden if first else manifest.sizes.hidden,
         "intermediate": first.intermediate if first else manifest.sizes.intermediate,
         "gated": first.gated if first else None,
-        "names": _spelling(first) if first else None,
+        "names": _name_form(first) if first else None,
         "groups": _groups(checkpoint, manifest),
         "bytes": {"experts": expert_bytes, "all": sum(info.nbytes for info in checkpoint.tensors.values())},
         "bits_per_weight": round(8 * expert_bytes / weights, 4) if complete else None,
@@ -73,7 +73,7 @@ def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
 
 
 def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
-    """The plan of a load, rank by rank."""
+    """The memory that each rank needs to load the experts."""
     from dataclasses import asdict
 
     from lancebill.checkpoint.load.memory import plan_memory
@@ -88,7 +88,7 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
 
 
 def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
-    """Layers that are quantised alike, together."""
+    """Layers grouped by their specs."""
     groups: dict[tuple[str, ...], list[StoredLayer]] = {}
     for layer in manifest.layers.values():
         groups.setdefault(tuple(_matrix(manifest, layer, name)["spec"] for name in ("w13", "w2")), []).append(layer)
@@ -117,18 +117,18 @@ def _matrix(manifest: Manifest, layer: StoredLayer, name: str) -> dict[str, Any]
 
 
 def _activations(manifest: Manifest, projection: Projection) -> str | None:
-    """How the config wants inputs represented; None = 16 bit."""
-    wanted = manifest.format.activations(manifest.config, projection.as_module(manifest.tensors))
-    return None if wanted is None else str(wanted)
+    """The activation format the config declares; None means 16 bit."""
+    declared = manifest.format.activations(manifest.config, projection.as_module(manifest.tensors))
+    return None if declared is None else str(declared)
 
 
 def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
-    """The stored tensors of the first expert of a layer."""
+    """The stored tensors of expert 0 of a layer."""
     from lancebill.errors import MissingTensor
 
     if index not in manifest.layers:
         raise MissingTensor(
-            "no such layer of experts", where=f"layer {index}", expected=ui.ranges(list(manifest.layers)) or "none"
+            "no such MoE layer", where=f"layer {index}", expected=ui.ranges(list(manifest.layers)) or "none"
         )
     layer = manifest.layers[index]
     rows = [
@@ -147,36 +147,36 @@ def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
     return {"index": index, "tensors": rows}
 
 
-def _spelling(layer: StoredLayer) -> str:
+def _name_form(layer: StoredLayer) -> str:
     form = layer.form
-    words = ["stacked" if form.stacked else "per expert", "gate and up fused" if form.fused else "gate and up apart"]
+    words = ["stacked" if form.stacked else "per expert", "gate and up fused" if form.fused else "gate and up separate"]
     words += ["interleaved"] * form.interleaved + ["transposed"] * bool(form.transposed)
     return ", ".join(words if form.gated else [words[0], "not gated"])
 
 
-def _weights(layer: StoredLayer) -> int:
+def _weight_count(layer: StoredLayer) -> int:
     return layer.experts * layer.hidden * layer.intermediate * (3 if layer.gated else 2)
 
 
-# For people ------------------------------------------------------------------------------------------
+# Text output -----------------------------------------------------------------------------------------
 
 
-def show(found: Mapping[str, Any], out: Console) -> None:
-    top = f", top {found['top_k']}" if found["top_k"] else ""
-    out.print(f"[bold]{escape(found['path'])}[/]", soft_wrap=True)
+def show(summary: Mapping[str, Any], out: Console) -> None:
+    top = f", top {summary['top_k']}" if summary["top_k"] else ""
+    out.print(f"[bold]{escape(summary['path'])}[/]", soft_wrap=True)
     facts = ui.table("", "")
     facts.show_header = False
-    facts.add_row("format", f"[bold cyan]{found['format']}[/], names of {found['family']} ({found['names']})")
-    facts.add_row("experts", f"{found['layers']} layers x {found['experts']} experts{top}")
-    facts.add_row("sizes", f"hidden {found['hidden']}, intermediate {found['intermediate']}")
-    bits = f", {found['bits_per_weight']:.3f} bits per weight" if found["bits_per_weight"] else ""
-    count = found["bytes"]
-    facts.add_row("bytes", f"{ui.size(count['experts'])} of experts{bits}; {ui.size(count['all'])} in all")
-    facts.add_row("files", f"{found['files']}, {found['tensors']} tensors")
+    facts.add_row("format", f"[bold cyan]{summary['format']}[/], names of {summary['family']} ({summary['names']})")
+    facts.add_row("experts", f"{summary['layers']} layers x {summary['experts']} experts{top}")
+    facts.add_row("sizes", f"hidden {summary['hidden']}, intermediate {summary['intermediate']}")
+    bits = f", {summary['bits_per_weight']:.3f} bits per weight" if summary["bits_per_weight"] else ""
+    count = summary["bytes"]
+    facts.add_row("bytes", f"{ui.size(count['experts'])} of experts{bits}; {ui.size(count['all'])} in total")
+    facts.add_row("files", f"{summary['files']}, {summary['tensors']} tensors")
     out.print(facts)
     out.print()
     specs = ui.table("layers", "matrix", "spec", ">bits/weight", "activations")
-    for group in found["groups"]:
+    for group in summary["groups"]:
         for name in ("w13", "w2"):
             matrix = group[name]
             extra = " act-order" * matrix["act_order"] + " bias" * matrix["bias"]
@@ -188,12 +188,12 @@ def show(found: Mapping[str, Any], out: Console) -> None:
                 matrix["activations"] or "16 bit",
             )
     out.print(specs)
-    if "layer" in found:
-        _show_layer(found["layer"], out)
-    if "memory" in found:
-        _show_memory(found["memory"], out)
-    if found["problems"]:
-        word = f"{found['problems']} problem{'s' * (found['problems'] > 1)}"
+    if "layer" in summary:
+        _show_layer(summary["layer"], out)
+    if "memory" in summary:
+        _show_memory(summary["memory"], out)
+    if summary["problems"]:
+        word = f"{summary['problems']} problem{'s' * (summary['problems'] > 1)}"
         out.print(f"[bold red]{word}[/]: see `lancebill verify`")
 
 
@@ -207,7 +207,7 @@ def _show_layer(layer: Mapping[str, Any], out: Console) -> None:
 
 def _show_memory(memory: Mapping[str, Any], out: Console) -> None:
     out.print(f"\n[bold]memory of the experts, tp {memory['tp']} x ep {memory['ep']}[/] ({memory['layout']})")
-    rows = ui.table("tp rank", "ep rank", ">experts", ">intermediate", ">final", ">peak of loading")
+    rows = ui.table("tp rank", "ep rank", ">experts", ">intermediate", ">final", ">peak while loading")
     for rank in memory["ranks"]:
         rows.add_row(
             str(rank["tp_rank"]),

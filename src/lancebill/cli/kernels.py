@@ -1,4 +1,4 @@
-"""`lancebill kernels`: what is compiled, compile it, check it. Nothing here needs a GPU but `warmup`."""
+"""`lancebill kernels`: list, compile and verify GPU kernels. Only `warmup` needs a GPU."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from lancebill.jit.compile import KernelSource
 
 app = typer.Typer(
-    help="Compiled kernels of the GPU backends: list them, build them ahead, warm a GPU up, verify the cache.",
+    help="Kernels of the GPU backends: list them, compile them ahead of time, load them, verify the cache.",
     no_args_is_help=True,
 )
 ARCH = "sm_90"
-SHOWN = 20  # damaged entries printed for people
+SHOWN = 20  # damaged entries printed without --json
 Folder = Annotated[
     Path | None, typer.Option(help="Cache folder; the default is $LANCEBILL_CACHE or ~/.cache/lancebill/kernels.")
 ]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; the default is one for each core.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Compiler processes; the default is one per core.")]
 
 
 @app.command("list")
 def list_kernels(folder: Folder = None, as_json: Json = False) -> None:
-    """The shipped set, and which of it is compiled."""
+    """List the shipped kernels and which of them are compiled."""
     from lancebill.jit.cache import Cache
 
     with ui.reported(as_json):
-        held = Cache(folder)
-        rows = [_row(source, held) for source in _shipped()]
+        cache = Cache(folder)
+        rows = [_row(source, cache) for source in _shipped()]
     if as_json:
-        ui.print_json({"folder": str(held.folder), "kernels": rows})
+        ui.print_json({"folder": str(cache.folder), "kernels": rows})
         return
     out = ui.console()
     for row in rows:
         size = "not compiled" if row["bytes"] is None else f"{row['bytes']} B, {row['registers']} registers"
         out.print(f"{row['key'][:12]}  [dim]{size:<23}[/]  {escape(row['label'])}", soft_wrap=True)
     compiled = sum(row["bytes"] is not None for row in rows)
-    out.print(f"{compiled} of {len(rows)} kernels are compiled; the cache is {held.folder}", soft_wrap=True)
+    out.print(f"{compiled} of {len(rows)} kernels are compiled; the cache is {cache.folder}", soft_wrap=True)
 
 
 @app.command()
@@ -52,11 +52,11 @@ def build(
     folder: Folder = None,
     jobs: Jobs = None,
     arch: Annotated[str, typer.Option(help=f"Only {ARCH} has kernels.")] = ARCH,
-    ship: Annotated[bool, typer.Option("--ship", help="Then copy the set into the package, for a wheel.")] = False,
+    ship: Annotated[bool, typer.Option("--ship", help="Then copy the kernels into the package, for a wheel.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile the shipped set into the cache; needs Triton, no GPU."""
-    from lancebill.jit import ship as wheel
+    """Compile the shipped kernels into the cache; needs Triton, but no GPU."""
+    from lancebill.jit import ship as shipping
     from lancebill.jit.cache import Cache
 
     start = time.perf_counter()
@@ -65,8 +65,8 @@ def build(
             raise SpecError("there are no kernels for this architecture", expected=ARCH, got=arch)
         sources = _shipped()
         failed = _compile(sources, folder, jobs)
-        shipped = wheel.ship(sources, Cache(folder)) if ship and not failed else None
-    found = {
+        shipped = shipping.ship(sources, Cache(folder)) if ship and not failed else None
+    summary = {
         "folder": str(Cache(folder).folder),
         "kernels": len(sources) - len(failed),
         "failed": {source.label: why for source, why in failed.items()},
@@ -74,9 +74,9 @@ def build(
         "shipped_bytes": shipped,
     }
     if as_json:
-        ui.print_json(found)
+        ui.print_json(summary)
     else:
-        _print_built(found)
+        _print_built(summary)
     raise typer.Exit(ui.PROBLEM if failed else ui.FINE)
 
 
@@ -86,7 +86,7 @@ def warmup(
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
-    """Load the shipped set onto a GPU, compiling what is missing: afterwards nothing is left to wait for."""
+    """Load the shipped kernels onto a GPU and compile missing ones, so that no later call waits for them."""
     start = time.perf_counter()
     with ui.reported(as_json):
         import torch
@@ -95,29 +95,31 @@ def warmup(
 
         where = parse_device(device)
         if str(where) != ARCH or not torch.cuda.is_available():
-            raise SpecError("kernels cannot be loaded onto this device", expected=f"an {ARCH} that is here", got=device)
+            raise SpecError(
+                "kernels cannot be loaded onto this device", expected=f"an {ARCH} GPU of this machine", got=device
+            )
         sources = _shipped()
         failed = _compile(sources, None, jobs)
         for source, why in failed.items():
             raise CompileError(why, where=source.label)
         _load(sources, where.torch)
-    found = {"device": device, "kernels": len(sources), "seconds": round(time.perf_counter() - start, 1)}
+    summary = {"device": device, "kernels": len(sources), "seconds": round(time.perf_counter() - start, 1)}
     if as_json:
-        ui.print_json(found)
+        ui.print_json(summary)
     else:
-        ui.console().print(f"{found['kernels']} kernels are on {device} after {found['seconds']} s")
+        ui.console().print(f"{summary['kernels']} kernels loaded on {device} in {summary['seconds']} s")
 
 
 @app.command()
 def verify(folder: Folder = None, as_json: Json = False) -> None:
-    """Read every compiled kernel, shipped ones too, and check it against its hash."""
+    """Check every compiled kernel, in the cache and in the package, against its hash."""
     from lancebill.jit import private_folder as private
     from lancebill.jit.cache import SUFFIX, Cache, read
 
     with ui.reported(as_json):
-        held = Cache(folder)
-        private.require(held.folder)
-        paths = [path for place in (held.shipped, held.folder) for path in sorted(place.glob(f"*{SUFFIX}"))]
+        cache = Cache(folder)
+        private.require(cache.folder)
+        paths = [path for place in (cache.shipped, cache.folder) for path in sorted(place.glob(f"*{SUFFIX}"))]
         damaged = [path for path in paths if read(path.parent, path.name[: -len(SUFFIX)]) is None]
     if as_json:
         ui.print_json({"intact": len(paths) - len(damaged), "damaged": [str(path) for path in damaged]})
@@ -127,7 +129,7 @@ def verify(folder: Folder = None, as_json: Json = False) -> None:
             out.print(f"[red]damaged:[/] {escape(str(path))}", soft_wrap=True)
         if len(damaged) > SHOWN:
             out.print(f"... and {len(damaged) - SHOWN} more (all of them with --json)")
-        hint = "; what is damaged is built again when it is needed" if damaged else ""
+        hint = "; damaged kernels are rebuilt when needed" if damaged else ""
         out.print(f"{len(paths) - len(damaged)} kernels intact, {len(damaged)} damaged{hint}")
     raise typer.Exit(ui.PROBLEM if damaged else ui.FINE)
 
@@ -138,21 +140,21 @@ def _shipped() -> list[KernelSource]:
     return list(shipped())
 
 
-def _row(source: KernelSource, held: Any) -> dict[str, Any]:
+def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
     from lancebill.jit.compile import compiler_version
 
-    found = held.find(source)
+    binary = cache.find(source)
     return {
         "key": source.key(compiler_version()),
         "kernel": source.kernel,
         "label": source.label,
-        "bytes": None if found is None else len(found.cubin),
-        "registers": None if found is None else found.registers,
+        "bytes": None if binary is None else len(binary.cubin),
+        "registers": None if binary is None else binary.registers,
     }
 
 
 def _compile(sources: list[KernelSource], folder: Path | None, jobs: int | None) -> dict[KernelSource, str]:
-    """What failed, and why; a bar meanwhile."""
+    """Compile with a progress bar; returns the kernels that failed, with the reason."""
     from lancebill.jit.build import build_all
 
     with ui.progress("compiling", len(sources)) as advance:
@@ -165,16 +167,16 @@ def _load(sources: list[KernelSource], device: Any) -> None:
     from lancebill.jit.load import function
 
     with torch.cuda.device(device), ui.progress("loading", len(sources)) as advance:
-        torch.cuda.synchronize()  # the context is there, and current
+        torch.cuda.synchronize()  # creates the CUDA context and makes it current
         for source in sources:
             function(source, device.index)
             advance(1)
 
 
-def _print_built(found: dict[str, Any]) -> None:
+def _print_built(summary: dict[str, Any]) -> None:
     out = ui.console()
-    for label, why in found["failed"].items():
+    for label, why in summary["failed"].items():
         ui.print_error(CompileError(why, where=label), ui.console(error=True))
-    out.print(f"{found['kernels']} kernels in {found['folder']} after {found['seconds']} s", soft_wrap=True)
-    if found["shipped_bytes"] is not None:
-        out.print(f"copied into the package: {ui.size(found['shipped_bytes'])}")
+    out.print(f"{summary['kernels']} kernels in {summary['folder']}, built in {summary['seconds']} s", soft_wrap=True)
+    if summary["shipped_bytes"] is not None:
+        out.print(f"copied into the package: {ui.size(summary['shipped_bytes'])}")

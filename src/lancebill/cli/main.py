@@ -1,4 +1,4 @@
-"""`lancebill`: every command, each in a file of its own."""
+"""The `lancebill` program: registers the commands, each defined in its own module."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Quantised Mixture-of-Experts models: look at checkpoints, check, convert, explain, measure, run.",
+    help="Quantised Mixture-of-Experts models: inspect, verify, convert, explain, benchmark and run them.",
 )
 
 
-def say_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"lancebill {version_of('lancebill') or '(not installed: run from its sources)'}")
+def print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"lancebill {version_of('lancebill') or '(not installed: running from source)'}")
         raise typer.Exit
 
 
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What comes before a command."""
+    """Options before the command."""
 
 
 for command in (inspect, verify, convert, explain, bench, env):

@@ -1,4 +1,4 @@
-"""What commands that run a model share: its options, loading it, and saying how it computes."""
+"""Shared by the commands that run a model: options, loading, and a summary of the backends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ Model = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer, or a .gguf file.")
 ]
 Weights = Annotated[str | None, typer.Option("--weights", help="Requantise the experts, for example to mxfp4.")]
-Activations = Annotated[str | None, typer.Option("--activations", help="bf16, int8, fp8 ..., or 'checkpoint'.")]
-Backend = Annotated[str, typer.Option("--backend", help="The backend of the experts; auto chooses.")]
+Activations = Annotated[
+    str | None, typer.Option("--activations", help="Activation format: bf16, int8, fp8 ..., or 'checkpoint'.")
+]
+Backend = Annotated[str, typer.Option("--backend", help="Backend of the experts; auto chooses.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda[:i].")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Of all but the experts: auto, bfloat16, float16 or float32.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Dtype of everything but the experts: auto, bfloat16, float16 or float32.")
+]
 
 
 def load(path: Path, **options: Any) -> tuple[Any, Any]:
@@ -43,29 +47,29 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
-        raise CheckpointError("transformers finds no tokenizer there", where=str(path), got=why) from None
+        raise CheckpointError("transformers cannot load a tokenizer", where=str(path), got=why) from None
 
 
 def announce(path: Path, model: Any, out: Console) -> None:
-    """What was loaded and which backend computes which layers."""
+    """Print the size of the experts and the backend of each layer."""
     kinds: dict[str, list[int]] = {}
     for report in model.lancebill_reports():
-        kinds.setdefault(_how(report), []).append(report.layer)
+        kinds.setdefault(_layer_kind(report), []).append(report.layer)
     size = sum(report.bytes for report in model.lancebill_reports())
     out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts", soft_wrap=True)
-    for how, layers in kinds.items():
-        out.print(f"  layers {ui.ranges(layers)}: {escape(how)}", soft_wrap=True)
+    for kind, layers in kinds.items():
+        out.print(f"  layers {ui.ranges(layers)}: {escape(kind)}", soft_wrap=True)
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The same for `--json`."""
+    """The same as `announce`, ready for JSON."""
     reports = model.lancebill_reports()
-    counted = Counter(_how(report) for report in reports)
+    counted = Counter(_layer_kind(report) for report in reports)
     return {"layers": dict(counted), "expert_bytes": sum(report.bytes for report in reports)}
 
 
-def _how(report: Any) -> str:
+def _layer_kind(report: Any) -> str:
     kept, inputs = report.kept, report.activations
     weights = kept["w13"] if kept["w13"] == kept["w2"] else f"{kept['w13']} / {kept['w2']}"
-    taken = inputs["w13"] if inputs["w13"] == inputs["w2"] else f"{inputs['w13']} / {inputs['w2']}"
-    return f"{weights} x {taken} on {report.choice.backend.name}"
+    activations = inputs["w13"] if inputs["w13"] == inputs["w2"] else f"{inputs['w13']} / {inputs['w2']}"
+    return f"{weights} x {activations} on {report.choice.backend.name}"

@@ -16,7 +16,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port to listen on.")] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", help="What clients call the model; by default its folder.")
+        str | None, typer.Option("--name", help="Model name for clients; the default is the folder name.")
     ] = None,
     weights: models.Weights = None,
     activations: models.Activations = None,
@@ -24,10 +24,10 @@ def serve(
     device: models.Device = "cpu",
     dtype: models.Dtype = "auto",
 ) -> None:
-    """Serve /v1/models, /v1/chat/completions (streaming too) and /health, until interrupted."""
+    """Serve /v1/models, /v1/chat/completions (also streaming) and /health, until interrupted."""
     with ui.reported(as_json=False):
         ui.existing(path, as_json=False)
-        from lancebill.integrations.transformers.server import (  # says what is missing before a model is loaded
+        from lancebill.integrations.transformers.server import (  # reports missing packages before loading the model
             reserve,
             server,
         )
@@ -35,8 +35,8 @@ def serve(
         sockets = reserve(host, port)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
-        called = name or path.resolve().name
+        model_name = name or path.resolve().name
         out = ui.console(error=True)
         models.announce(path, model, out)
-        out.print(f"serving [bold]{escape(called)}[/] on http://{host}:{port}/v1 (Ctrl-C ends it)", soft_wrap=True)
-        server(called, model, tokenizer).run(sockets)
+        out.print(f"serving [bold]{escape(model_name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
+        server(model_name, model, tokenizer).run(sockets)

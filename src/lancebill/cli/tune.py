@@ -1,4 +1,4 @@
-"""`lancebill tune`: measure which tiles are fastest on a GPU, and write what the Hopper backend goes by."""
+"""`lancebill tune`: measure which tiles are fastest on a GPU and write the rules of the Hopper backend."""
 
 from __future__ import annotations
 
@@ -22,20 +22,26 @@ ARCH = 90
 
 
 def tune(
-    shape: Annotated[list[str], typer.Option("--shape", help=f"One or more times: {SHAPES}.")],
-    weights: Annotated[str, typer.Option("--weights", help="Specs of the weights.")] = "mxfp4",
-    activations: Annotated[str, typer.Option("--activations", help="bf16, fp8.")] = "bf16,fp8",
+    shape: Annotated[list[str], typer.Option("--shape", help=f"{SHAPES}. Repeatable.")],
+    weights: Annotated[str, typer.Option("--weights", help="Weight specs, comma-separated.")] = "mxfp4",
+    activations: Annotated[
+        str, typer.Option("--activations", help="Activation formats, comma-separated.")
+    ] = "bf16,fp8",
     device: Annotated[str, typer.Option("--device", help="The GPU to measure on.")] = "cuda:0",
-    tokens: Annotated[str, typer.Option("--tokens", help="Sizes of the batch.")] = "1,4,16,64,256,1024,4096,16384",
-    out: Annotated[Path, typer.Option("--out", help="Where the rules go; an existing file is merged into.")] = Path(
-        "hopper.json"
-    ),
-    install: Annotated[bool, typer.Option("--install", help="Then put them into the installed package.")] = False,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Batch sizes in tokens, comma-separated.")
+    ] = "1,4,16,64,256,1024,4096,16384",
+    out: Annotated[
+        Path, typer.Option("--out", help="File for the rules; new rules are merged into an existing file.")
+    ] = Path("hopper.json"),
+    install: Annotated[
+        bool, typer.Option("--install", help="Also write the rules into the installed package.")
+    ] = False,
 ) -> None:
-    """Measure candidate tiles for layers of these shapes; rules are made of the winners.
+    """Time candidate tiles for layers of these shapes and make rules from the fastest.
 
-    Every candidate's result is compared before it is timed. Cells are kept beside the rules (.cells.json) as they
-    are measured: a search that was stopped goes on, and another shape adds to it.
+    Every candidate's result is checked before it is timed. Each measurement is saved at once next to the rules
+    (.cells.json), so that an interrupted search can continue and later searches can add shapes.
     """
     with ui.reported(False):
         import torch
@@ -50,18 +56,19 @@ def tune(
         layers = _layers(shape, names(weights), names(activations))
         where = parse_device(device)
         if where.arch != ARCH:
-            raise SpecError("there is nothing to tune on this device", expected="an sm_90 GPU", got=where)
+            raise SpecError("this device cannot be tuned", expected="an sm_90 GPU", got=where)
         journal = Journal(out.with_suffix(".cells.json"))
-        hunt = Search(layers, numbers(tokens), journal, where.torch)
+        tuning = Search(layers, numbers(tokens), journal, where.torch)
         notes = ui.console(error=True)
-        with ui.progress("tuning", len(hunt.cells)) as advance:
-            hunt.run(lambda text: notes.print(f"[dim]{escape(text)}[/]"), advance)
-        known = json.loads(out.read_text()) if out.exists() else hopper.data()
-        found = search.merge(known, hunt.cells, journal.times, torch.cuda.get_device_name(where.index), _said(layers))
-        text = json.dumps(found, indent=1) + "\n"
-        for file in (out, *[_data()] * install):
+        with ui.progress("tuning", len(tuning.cells)) as advance:
+            tuning.run(lambda text: notes.print(f"[dim]{escape(text)}[/]"), advance)
+        previous = json.loads(out.read_text()) if out.exists() else hopper.data()
+        gpu = torch.cuda.get_device_name(where.index)
+        rules = search.merge(previous, tuning.cells, journal.times, gpu, _origin(layers))
+        text = json.dumps(rules, indent=1) + "\n"
+        for file in (out, *[_installed_rules()] * install):
             file.write_text(text)
-    ui.console().print(f"{len(hunt.cells)} cells measured; rules in {out}", soft_wrap=True)
+    ui.console().print(f"{len(tuning.cells)} cells measured; rules in {out}", soft_wrap=True)
 
 
 def _layers(shapes: list[str], weights: tuple[str, ...], activations: tuple[str, ...]) -> list[TuningLayer]:
@@ -79,13 +86,14 @@ def _layers(shapes: list[str], weights: tuple[str, ...], activations: tuple[str,
     ]
 
 
-def _said(layers: list[TuningLayer]) -> str:
+def _origin(layers: list[TuningLayer]) -> str:
+    """When and for which layers the rules were measured."""
     names = ", ".join(layer.name for layer in layers)
     return f"{datetime.now(timezone.utc):%Y-%m-%d}, {names}; rows_up_to = routed rows per local expert"
 
 
-def _data() -> Path:
-    """What the installed package goes by."""
+def _installed_rules() -> Path:
+    """The rules file of the installed package."""
     from lancebill.backends.hopper.tuning import policy as hopper
 
     return Path(hopper.__file__).parent / "hopper.json"

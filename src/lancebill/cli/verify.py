@@ -1,4 +1,4 @@
-"""`lancebill verify`: everything that is wrong with a checkpoint, all of it at once."""
+"""`lancebill verify`: report every problem of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve.manifest import Manifest, StoredLayer
 
-SHOWN = 50  # problems printed for people
+SHOWN = 50  # problems printed without --json
 
 
 @dataclass
 class VerifyReport:
-    """Problems fail the check, warnings do so with --strict, notes never."""
+    """Problems fail the check. Unknown config keys are warnings, or problems with --strict. Notes never fail."""
 
     path: str
     problems: list[LancebillError] = field(default_factory=list)
@@ -32,7 +32,7 @@ class VerifyReport:
     notes: list[LancebillError] = field(default_factory=list)
     layers: int = 0
     tensors: int = 0
-    matrices: int = 0  # decoded
+    matrices: int = 0  # decoded, with --values
 
     @property
     def ok(self) -> bool:
@@ -41,68 +41,68 @@ class VerifyReport:
 
 def verify(
     path: Source,
-    values: Annotated[bool, typer.Option("--values", help="Decode every expert and check its numbers.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Unknown config keys are problems too.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Decode every expert and check its values.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat unknown config keys as problems.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check headers, names, shapes, dtypes and config; with --values every stored number."""
+    """Check headers, names, shapes, dtypes and config; with --values also every stored value."""
     with ui.reported(as_json):
-        verdict = examine(ui.existing(path, as_json), values=values, strict=strict)
+        report = examine(ui.existing(path, as_json), values=values, strict=strict)
     if as_json:
-        ui.print_json(report(verdict))
+        ui.print_json(describe(report))
     else:
-        show(verdict, ui.console())
-    raise typer.Exit(ui.FINE if verdict.ok else ui.PROBLEM)
+        show(report, ui.console())
+    raise typer.Exit(ui.FINE if report.ok else ui.PROBLEM)
 
 
 def examine(path: Path, *, values: bool = False, strict: bool = False) -> VerifyReport:
-    """Everything that is wrong; a file that cannot be opened at all is one problem."""
+    """Every problem of a checkpoint; a file that cannot be opened counts as one problem."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
 
-    verdict = VerifyReport(str(path))
+    report = VerifyReport(str(path))
     try:
         with Checkpoint.open(path) as checkpoint:
-            verdict.tensors = len(checkpoint.tensors)
-            verdict.problems.extend(checkpoint.problems)
+            report.tensors = len(checkpoint.tensors)
+            report.problems.extend(checkpoint.problems)
             manifest = manifests.build(checkpoint.config, checkpoint.headers)
-            verdict.layers = len(manifest.layers)
-            verdict.problems.extend(manifest.problems)
-            (verdict.problems if strict else verdict.warnings).extend(_unknown_keys(manifest))
+            report.layers = len(manifest.layers)
+            report.problems.extend(manifest.problems)
+            (report.problems if strict else report.warnings).extend(_unknown_keys(manifest))
             if values:
-                _check_values(checkpoint, manifest.layers.values(), verdict)
+                _check_values(checkpoint, manifest.layers.values(), report)
     except CheckpointProblems as error:
-        verdict.problems.extend(error.problems)
+        report.problems.extend(error.problems)
     except LancebillError as error:
-        verdict.problems.append(error)
-    return verdict
+        report.problems.append(error)
+    return report
 
 
-def report(verdict: VerifyReport) -> dict[str, Any]:
+def describe(report: VerifyReport) -> dict[str, Any]:
     return {
-        "path": verdict.path,
-        "ok": verdict.ok,
-        "problems": [error.facts() for error in verdict.problems],
-        "warnings": [error.facts() for error in verdict.warnings],
-        "notes": [error.facts() for error in verdict.notes],
-        "checked": {"layers": verdict.layers, "tensors": verdict.tensors, "matrices": verdict.matrices},
+        "path": report.path,
+        "ok": report.ok,
+        "problems": [error.facts() for error in report.problems],
+        "warnings": [error.facts() for error in report.warnings],
+        "notes": [error.facts() for error in report.notes],
+        "checked": {"layers": report.layers, "tensors": report.tensors, "matrices": report.matrices},
     }
 
 
-def show(verdict: VerifyReport, out: Console) -> None:
+def show(report: VerifyReport, out: Console) -> None:
     for errors, title, color in (
-        (verdict.problems, "problem", "red"),
-        (verdict.warnings, "warning", "yellow"),
-        (verdict.notes, "note", "cyan"),
+        (report.problems, "problem", "red"),
+        (report.warnings, "warning", "yellow"),
+        (report.notes, "note", "cyan"),
     ):
         for error in errors[:SHOWN]:
             ui.print_error(error, out, title, color)
         if len(errors) > SHOWN:
             out.print(f"... and {len(errors) - SHOWN} more (all of them with --json)")
-    checked = f"{verdict.tensors} tensors, {verdict.layers} layers of experts"
-    checked += f", {verdict.matrices} matrices decoded" if verdict.matrices else ""
-    count = len(verdict.problems)
-    word = "[bold green]fine[/]" if verdict.ok else f"[bold red]{count} problem{'s' * (count > 1)}[/]"
+    checked = f"{report.tensors} tensors, {report.layers} layers of experts"
+    checked += f", {report.matrices} matrices decoded" if report.matrices else ""
+    count = len(report.problems)
+    word = "[bold green]fine[/]" if report.ok else f"[bold red]{count} problem{'s' * (count > 1)}[/]"
     out.print(f"{word}: {checked}")
 
 
@@ -110,23 +110,23 @@ def _unknown_keys(manifest: Manifest) -> list[LancebillError]:
     config = manifest.config
     return [
         UnsupportedFormat(
-            f"the key '{key}' is not known to {manifest.format.name}",
+            f"unknown config key '{key}' for {manifest.format.name}",
             where=config.source,
-            hint="if it changes what the numbers mean, they are read wrongly",
+            hint="if this key changes how tensors are decoded, they are decoded wrongly",
         )
         for key in manifest.format.unknown_keys(config)
     ]
 
 
-def _check_values(checkpoint: Checkpoint, layers: Iterable[StoredLayer], verdict: VerifyReport) -> None:
+def _check_values(checkpoint: Checkpoint, layers: Iterable[StoredLayer], report: VerifyReport) -> None:
     from lancebill.checkpoint.load.check_values import check_values
-    from lancebill.checkpoint.load.worker_threads import ordered
+    from lancebill.checkpoint.worker_threads import map_in_order
 
     projections = [p for layer in layers for p in layer.projections.values()]
     check = partial(check_values, checkpoint.read)
     with ui.progress("values", len(projections)) as advance:
-        for _, findings in ordered(check, projections):
-            verdict.problems.extend(findings.problems)
-            verdict.notes.extend(findings.notes)
-            verdict.matrices += 1
+        for _, findings in map_in_order(check, projections):
+            report.problems.extend(findings.problems)
+            report.notes.extend(findings.notes)
+            report.matrices += 1
             advance(1)

@@ -1,1 +1,1 @@
-"""`make demo`: a real language model as a mixture of experts, quantised, speaking."""
+"""`make demo`: a language model as a quantised mixture of experts."""

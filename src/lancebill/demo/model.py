@@ -1,8 +1,8 @@
-"""SmolLM2 as a mixture of experts that computes what it computed before.
+"""SmolLM2 as a mixture of experts with the same output as the dense model.
 
-Each feed-forward matrix is cut into eight experts, every token goes to all eight, and a router of
-zeros gives each the weight 1/8, which the down projections, multiplied by 8, make up for. Both are
-powers of two: no number is rounded on the way from the dense model.
+Each feed-forward matrix is split into eight experts and every token uses all eight. A router of zeros gives each
+expert the weight 1/8; the down projections are multiplied by 8 to compensate. Both factors are powers of two, so
+nothing is rounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def build(source: Path, folder: Path) -> None:
-    """Write the mixture of experts in bf16, spelled like Mixtral, with its tokenizer."""
+    """Write the mixture of experts in bf16, with Mixtral's tensor names, and its tokenizer."""
     metadata = read_metadata(source)
     with Checkpoint.open(source) as checkpoint:
         tensors = dict(mixture_tensors(checkpoint, metadata))
@@ -70,7 +70,7 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def dense_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model as it is in the file, spelled like Llama."""
+    """Every tensor of the dense model, with Llama's tensor names."""
     side = metadata["llama.embedding_length"] // metadata["llama.attention.head_count"]
     yield "model.embed_tokens.weight", plain(checkpoint, "token_embd.weight", torch.bfloat16)
     yield "model.norm.weight", plain(checkpoint, "output_norm.weight", torch.bfloat16)
@@ -80,20 +80,20 @@ def dense_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[
             yield f"{new}.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
         for ours, theirs in _ATTENTION.items():
             matrix = plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
-            turned = ours in ("attn_q", "attn_k")
-            yield f"{new}.self_attn.{theirs}.weight", _halves_apart(matrix, side) if turned else matrix
+            rotary = ours in ("attn_q", "attn_k")
+            yield f"{new}.self_attn.{theirs}.weight", _unpair_rotary(matrix, side) if rotary else matrix
         for ours, theirs in _FEED_FORWARD.items():
             yield f"{new}.mlp.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
 
 
 def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The same with every feed-forward matrix cut into experts, spelled like Mixtral."""
+    """Every tensor of the mixture of experts, with Mixtral's tensor names."""
     for name, tensor in dense_tensors(checkpoint, metadata):
-        block, found, rest = name.partition(".mlp.")
-        if not found:
+        block, feed_forward, projection_name = name.partition(".mlp.")
+        if not feed_forward:
             yield name, tensor
             continue
-        projection = _EXPERT[rest.removesuffix(".weight")]
+        projection = _EXPERT[projection_name.removesuffix(".weight")]
         parts = (tensor * EXPERTS).chunk(EXPERTS, dim=1) if projection == "w2" else tensor.chunk(EXPERTS)
         for expert, part in enumerate(parts):
             yield f"{block}.block_sparse_moe.experts.{expert}.{projection}.weight", part.contiguous()
@@ -102,7 +102,7 @@ def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterato
         yield f"model.layers.{layer}.block_sparse_moe.gate.weight", router
 
 
-def _halves_apart(matrix: Tensor, side: int) -> Tensor:
-    """Undo llama.cpp's order of rotary pairs: it stores them side by side, transformers half a head apart."""
+def _unpair_rotary(matrix: Tensor, side: int) -> Tensor:
+    """Undo llama.cpp's row order: it stores rotary pairs in adjacent rows, transformers half a head apart."""
     n, k = matrix.shape
     return matrix.view(n // side, side // 2, 2, k).transpose(1, 2).reshape(n, k)

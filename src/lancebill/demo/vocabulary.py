@@ -1,6 +1,6 @@
-"""The tokenizer a GGUF file carries in its metadata: byte-level BPE, as GPT-2's, digits one by one.
+"""Converts the tokenizer in a GGUF file's metadata: byte-level BPE like GPT-2, each digit its own token.
 
-Only used on a file that is known by its hash, so the reader here checks no lengths.
+Only used on a file whose hash was checked, so this reader does not check lengths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STRING, _ARRAY, _CONTROL = 8, 9, 3
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Every key and value of the file's header."""
+    """All metadata keys and values of a GGUF file."""
     with path.open("rb") as file:
         _, _, count = struct.unpack("<IIQ", file.read(16)), None, struct.unpack("<Q", file.read(8))[0]
         return dict(_pair(file) for _ in range(count))
@@ -43,7 +43,7 @@ def _text(file: BinaryIO) -> str:
 
 
 def save_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
-    """Write the tokenizer as transformers loads it, chat template included."""
+    """Write the tokenizer for transformers, with its chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,11 +57,11 @@ def save_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     inner.decoder = decoders.ByteLevel()
     control = [word for word, kind in zip(words, kinds) if kind == _CONTROL]
     inner.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in control])
-    named = {role: words[metadata[f"tokenizer.ggml.{key}_token_id"]] for role, key in _ROLES.items()}
-    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=inner, chat_template=metadata["tokenizer.chat_template"], **named
+    special = {role: words[metadata[f"tokenizer.ggml.{key}_token_id"]] for role, key in _ROLES.items()}
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=inner, chat_template=metadata["tokenizer.chat_template"], **special
     )
-    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -1,1 +1,1 @@
-"""Generators and checks that ship with the library, so that users can run them too."""
+"""Generators and checks for tests. They are part of the library, so that users can test their own formats."""

@@ -1,4 +1,4 @@
-"""Small checkpoints of any format and family, made from random weights through `encode`."""
+"""Generates small checkpoints of any format and family from random weights, with the formats' own `encode`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Geometry:
 
 @dataclass
 class Generated:
-    """A checkpoint in memory: its config, its tensors, and the weights it was made from."""
+    """A checkpoint in memory: config, tensors, and the weights that were encoded."""
 
     config: Config
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -48,17 +48,17 @@ class Generated:
 
 
 def generate(example: Example, naming: Naming, form: NameForm, size: Geometry, *, seed: int = 0) -> Generated:
-    """A checkpoint of `example`'s scheme spelled as `form` of `naming`."""
+    """A checkpoint with `example`'s scheme and the tensor names of `form`, one of `naming`'s forms."""
     prefix = "model." if "model." in form.prefixes else form.prefixes[0]
-    made = Generated(_config(example.config, naming, size))
+    generated = Generated(_config(example.config, naming, size))
     for layer in range(size.layers):
         for stored in form.names:
-            _generate_projection(made, example, form, size, (prefix, layer, stored), seed)
-    return made
+            _generate_projection(generated, example, form, size, (prefix, layer, stored), seed)
+    return generated
 
 
 def _generate_projection(
-    made: Generated, example: Example, form: NameForm, size: Geometry, at: tuple[str, int, str], seed: int
+    generated: Generated, example: Example, form: NameForm, size: Geometry, at: tuple[str, int, str], seed: int
 ) -> None:
     prefix, layer, stored = at
     n, k = matrix_size(stored, size)
@@ -67,7 +67,7 @@ def _generate_projection(
         number = (layer * size.experts + expert) * 4 + (GATE, UP, DOWN, GATE_UP).index(stored)
         order_seed = number - number % 4 + (stored == DOWN)
         weight = random_example(example, n, k, seed * 1_000_003 + number, order_seed)
-        made.weights[layer, expert, stored] = weight
+        generated.weights[layer, expert, stored] = weight
         module = form.module(prefix, layer, expert, stored)
         for role, tensor in example.scheme.encode(weight).items():
             part = example.scheme.part(role)
@@ -76,9 +76,9 @@ def _generate_projection(
             if form.stacked:
                 pieces.setdefault(module + part.suffix[-1 if form.stacked else 0], []).append(tensor)
             else:
-                made.tensors[module + part.suffix[0]] = tensor
+                generated.tensors[module + part.suffix[0]] = tensor
     for name, tensors in pieces.items():
-        made.tensors[name] = torch.cat(tensors) if form.flat and tensors[0].ndim else torch.stack(tensors)
+        generated.tensors[name] = torch.cat(tensors) if form.flat and tensors[0].ndim else torch.stack(tensors)
 
 
 def matrix_size(stored: str, size: Geometry) -> tuple[int, int]:
@@ -101,18 +101,18 @@ def _config(config: Config, naming: Naming, size: Geometry) -> Config:
         "num_experts_per_tok": size.top_k,
         "moe_intermediate_size": size.intermediate,
         "model_type": naming.model_types[0],
-        "architecture": "qwen3moe",  # what GGUF calls the family
+        "architecture": "qwen3moe",  # GGUF's name of the family
         **config.model,
     }
     return Config(model, config.quant, config.method, config.source)
 
 
-def save(made: Generated, folder: Path) -> Path:
-    """Write a generated checkpoint as a folder another engine would recognise."""
-    with CheckpointWriter(folder, made.headers) as writer:
-        for name, tensor in made.tensors.items():
+def save(generated: Generated, folder: Path) -> Path:
+    """Write a generated checkpoint as a folder with config.json and safetensors."""
+    with CheckpointWriter(folder, generated.headers) as writer:
+        for name, tensor in generated.tensors.items():
             writer.write(name, tensor)
-        quant = {"quant_method": made.config.method, **made.config.quant} if made.config.method else None
-        model = dict(made.config.model)
+        quant = {"quant_method": generated.config.method, **generated.config.quant} if generated.config.method else None
+        model = dict(generated.config.model)
         writer.write_json("config.json", model | {"quantization_config": quant} if quant else model)
     return folder

@@ -1,6 +1,6 @@
-"""What every format must satisfy, run over its own examples: nothing here is written per format.
+"""Conformance tests for formats, run over each format's own examples; no test is specific to a format.
 
-`check_format(fmt)` is the whole suite; a third party runs it on a format of theirs.
+`check_format(fmt)` runs all of them. Authors of other formats can call it too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lancebill.testing.checkpoints import Generated, Geometry, generate
 from lancebill.testing.weights import random_example
 
 DEFAULT_FAMILY = "qwen3_moe"
-IMPOSSIBLE_DTYPE = "F64"  # no format stores anything in it
+IMPOSSIBLE_DTYPE = "F64"  # no format uses it
 
 
 class Nonconforming(AssertionError):
-    """A format breaks a promise; the text says which."""
+    """A format fails a conformance test; the text says which."""
 
 
 def check_format(fmt: Format) -> None:
-    """Every promise, for every example."""
+    """Run every conformance test on every example."""
     for example in fmt.examples():
         check_round_trip(fmt, example)
         check_leave_one_out(example)
@@ -51,7 +51,7 @@ def check_round_trip(fmt: Format, example: Example) -> None:
     headers: dict[str, Stored] = {}
     for role, tensor in stored.items():
         part = example.scheme.part(role)
-        _require(part is not None, f"{example.name}: encode gives '{role}', which is no part")
+        _require(part is not None, f"{example.name}: encode returns '{role}', which the scheme does not declare")
         assert part is not None
         dtype = DTYPE_NAMES[tensor.dtype]
         _require(dtype in part.dtypes, f"{example.name}: '{role}' encodes as {dtype}, declared {part.dtypes}")
@@ -59,63 +59,63 @@ def check_round_trip(fmt: Format, example: Example) -> None:
         fits = any(ax.fits(shape, tuple(tensor.shape)) for shape in shapes)
         _require(fits, f"{example.name}: '{role}' encodes as {list(tensor.shape)}, declared {shapes}")
         headers[part.suffix[0]] = Stored(dtype, tuple(tensor.shape))
-    _require(detect(example.config) is fmt, f"{example.name}: another format claims the config")
+    _require(detect(example.config) is fmt, f"{example.name}: detect() returns another format")
     claims = [f.name for f in registry().values() if f.matches(example.config)]
-    _require(claims == [fmt.name], f"{example.name}: claimed by {claims}")
+    _require(claims == [fmt.name], f"{example.name}: these formats match the config: {claims}")
     resolved = fmt.scheme(example.config, Module("model.layers.0.mlp.experts.0.gate_proj", headers))
-    _require(resolved == example.scheme, f"{example.name}: resolves to {resolved}, not {example.scheme}")
+    _require(resolved == example.scheme, f"{example.name}: scheme() returns {resolved}, not {example.scheme}")
     back = example.scheme.decode(stored, example.n, example.k)
     _require(back.equals(weight), f"{example.name}: decode(encode(w)) is not w")
 
 
 def check_leave_one_out(example: Example) -> None:
-    """Each tensor left out in turn is missed by name."""
-    made, row = _small(example)
-    whole = manifests.build(made.config, made.headers, row)
+    """Without any one tensor, the manifest reports that tensor as missing, by name."""
+    generated, row = _small(example)
+    whole = manifests.build(generated.config, generated.headers, row)
     _require(not whole.problems, f"{example.name}: a complete checkpoint has problems {_texts(whole.problems)}")
     optional = {s for p in example.scheme.parts if p.optional for s in p.suffix}
-    for name in made.tensors:
+    for name in generated.tensors:
         if row.forms[0].stacked and any(name.endswith(suffix) for suffix in optional):
-            continue  # one tensor for all experts: leaving it out is the "none" of all-or-none
-        left = {n: h for n, h in made.headers.items() if n != name}
-        problems = manifests.build(made.config, left, row).problems
+            continue  # stacked and optional: leaving it out is legal
+        left = {n: h for n, h in generated.headers.items() if n != name}
+        problems = manifests.build(generated.config, left, row).problems
         named = any(isinstance(p, MissingTensor) and name in p.render() for p in problems)
         _require(named, f"{example.name}: without {name} the problems are {_texts(problems)}")
 
 
 def check_wrong_headers(example: Example) -> None:
-    """Each tensor mis-shaped and mis-typed in turn is named."""
-    made, row = _small(example)
-    for name, header in made.headers.items():
+    """With any one tensor of wrong shape or dtype, the manifest names that tensor."""
+    generated, row = _small(example)
+    for name, header in generated.headers.items():
         shape = (*header.shape[:-1], header.shape[-1] + 1, 3) if header.shape else (3,)
         for wrong, kind in (
             (replace(header, shape=shape), WrongShape),
             (replace(header, dtype=IMPOSSIBLE_DTYPE), WrongDtype),
         ):
-            problems = manifests.build(made.config, {**made.headers, name: wrong}, row).problems
+            problems = manifests.build(generated.config, {**generated.headers, name: wrong}, row).problems
             named = any(isinstance(p, (kind, MissingTensor)) and name in p.render() for p in problems)
             _require(named, f"{example.name}: {name} as {wrong} gives {_texts(problems)}")
 
 
 def check_shards(example: Example) -> None:
-    """Every tensor-parallel shard is a slice of the whole, bit for bit, packed layout included."""
-    made, row = _small(example, experts=1)
-    layer = manifests.build(made.config, made.headers, row).layers[0]
+    """The tensor-parallel shards concatenate to the whole matrix, bit for bit; packing them loses nothing."""
+    generated, row = _small(example, experts=1)
+    layer = manifests.build(generated.config, generated.headers, row).layers[0]
     form = layer.form
-    gate, up, down = whole_matrices(made, form, 0, 0)
+    gate, up, down = whole_matrices(generated, form, 0, 0)
     for tp in (1, 2, 4):
-        shares = [_share(made, layer, rank, tp) for rank in range(tp)]
-        halves = [dequantize(s.w13).chunk(2) if form.gated else (dequantize(s.w13),) for s in shares]
+        shards = [_load_shard(generated, layer, rank, tp) for rank in range(tp)]
+        halves = [dequantize(s.w13).chunk(2) if form.gated else (dequantize(s.w13),) for s in shards]
         got = [torch.cat([h[i] for h in halves]) for i in range(len(halves[0]))]
         want = [gate, up] if up is not None else [gate]
         for name, a, b in zip((GATE, UP), got, want):
-            _require(same_bits(a, b), f"{example.name}: {name} at tp {tp} is not the whole")
-        columns = torch.cat([dequantize(s.w2) for s in shares], dim=1)
-        _require(same_bits(columns, down), f"{example.name}: down at tp {tp} is not the whole")
+            _require(same_bits(a, b), f"{example.name}: the shards of {name} at tp {tp} are not the whole matrix")
+        columns = torch.cat([dequantize(s.w2) for s in shards], dim=1)
+        _require(same_bits(columns, down), f"{example.name}: the shards of down at tp {tp} are not the whole matrix")
 
 
 def check_nan_scales(example: Example) -> None:
-    """A NaN among mini-float scales is neither read nor written: it would be every number of its block."""
+    """encode and decode refuse a NaN in mini-float scales: it would make its whole block NaN."""
     weight = random_example(example, example.n, example.k, seed=1, order_seed=2)
     for i, level in enumerate(example.scheme.spec.scales):
         if level.dtype.nan_code is None:
@@ -125,49 +125,49 @@ def check_nan_scales(example: Example) -> None:
         broken = replace(weight, scales=(*weight.scales[:i], codes, *weight.scales[i + 1 :]))
         stored = example.scheme.pack(broken)
         refused = _raises(CannotEncode, example.scheme.encode, broken)
-        _require(refused, f"{example.name}: a NaN in scale {i + 1} is written")
+        _require(refused, f"{example.name}: encode accepts a NaN in scale {i + 1}")
         refused = _raises(BadValue, example.scheme.decode, stored, example.n, example.k)
-        _require(refused, f"{example.name}: a NaN in scale {i + 1} is read")
+        _require(refused, f"{example.name}: decode accepts a NaN in scale {i + 1}")
 
 
-def _raises(kind: type[Exception], act: Callable[..., object], *given: object) -> bool:
+def _raises(kind: type[Exception], function: Callable[..., object], *arguments: object) -> bool:
     try:
-        act(*given)
+        function(*arguments)
     except kind:
         return True
     return False
 
 
 def whole_matrices(
-    made: Generated, form: NameForm, layer: int, expert: int
+    generated: Generated, form: NameForm, layer: int, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(gate, up, down) dequantised from the weights a checkpoint was made from.
+    """(gate, up, down) dequantised from the weights that a checkpoint was generated from.
 
-    Under act-order in down, gate's and up's rows and down's columns come in down's sorted order:
-    the order the loader gives them.
+    With act-order in down, the loader permutes gate's and up's rows and down's columns into down's sorted order;
+    so does this function.
     """
-    held = {name: made.weights[layer, expert, name] for name in form.names}
-    down = dequantize(held[DOWN])
-    gate, up = _gate_and_up(held, form)
-    if held[DOWN].perm is not None:
-        order = held[DOWN].perm.long()  # type: ignore[union-attr]
+    weights = {name: generated.weights[layer, expert, name] for name in form.names}
+    down = dequantize(weights[DOWN])
+    gate, up = _gate_and_up(weights, form)
+    if weights[DOWN].perm is not None:
+        order = weights[DOWN].perm.long()  # type: ignore[union-attr]
         gate, up, down = gate[order], None if up is None else up[order], down[:, order]
     return gate, up, down
 
 
-def _gate_and_up(held: dict[str, LogicalWeight], form: NameForm) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _gate_and_up(weights: dict[str, LogicalWeight], form: NameForm) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not form.fused:
-        return dequantize(held[GATE]), dequantize(held[UP]) if form.gated else None
-    fused = dequantize(held[names.GATE_UP])
+        return dequantize(weights[GATE]), dequantize(weights[UP]) if form.gated else None
+    fused = dequantize(weights[names.GATE_UP])
     if form.interleaved:
         return fused[0::2], fused[1::2]
-    first, second = fused.chunk(2)
-    return first, second
+    gate, up = fused.chunk(2)
+    return gate, up
 
 
-def _share(made: Generated, layer: manifests.StoredLayer, rank: int, tp: int) -> ExpertWeights:
+def _load_shard(generated: Generated, layer: manifests.StoredLayer, rank: int, tp: int) -> ExpertWeights:
     plan = plan_layer(layer, Placement(tp_rank=rank, tp_size=tp))
-    weights = load_expert(made.read, plan, 0)
+    weights = load_expert(generated.read, plan, 0)
     layout = PlainLayout()
     for shape, weight in ((plan.w13, weights.w13), (plan.w2, weights.w2)):
         _require(weight.spec == shape.spec, f"planned {shape.spec}, loaded {weight.spec}")
@@ -179,9 +179,9 @@ def _share(made: Generated, layer: manifests.StoredLayer, rank: int, tp: int) ->
 
 
 def _small(example: Example, experts: int = 2) -> tuple[Generated, Naming]:
-    """A checkpoint of this example in its own family, or the commonest one."""
+    """A small checkpoint of this example, in the family its config names or else the default family."""
     family = example.config.model.get("model_type", DEFAULT_FAMILY)
-    row = names.find({"model_type": family})
+    row = names.find_family({"model_type": family})
     size = Geometry(experts=experts, hidden=example.k, intermediate=example.k)
     return generate(example, row, row.forms[0], size), row
 
@@ -196,7 +196,7 @@ def _require(condition: bool, text: str) -> None:
 
 
 def all_examples() -> Iterator[tuple[Format, Example]]:
-    """(format, example) for everything registered."""
+    """(format, example) for every registered format."""
     for fmt in registry().values():
         for example in fmt.examples():
             yield fmt, example

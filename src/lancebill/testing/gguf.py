@@ -1,4 +1,4 @@
-"""Writes small GGUF files, for tests and examples: the mirror of `lancebill.checkpoint.read.gguf`."""
+"""Writes small GGUF files for tests and examples; `lancebill.checkpoint.read.gguf` reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMS = {BOOL: "?", U32: "I", I32: "i", F32: "f", U64: "Q", I64: "q"}
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, tuple[str, Tensor]]) -> None:
-    """`tensors` are (ggml type name, tensor): bytes shaped [..., blocks, bytes of a block], or plain numbers."""
+    """`tensors` are (ggml type name, tensor): uint8 [..., blocks, bytes per block], or plain numbers."""
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     assert isinstance(alignment, int)
     header = bytearray(MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
@@ -37,7 +37,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, 
 
 
 def info_bytes(name: str, kind: str, tensor: Tensor, offset: int) -> bytes:
-    """One tensor's entry in the header; dimensions are listed fastest first."""
+    """One tensor's entry in the header; the fastest dimension comes first."""
     number = TYPE_IDS[kind]
     block = TYPES[number]
     shape = tuple(tensor.shape)
@@ -56,7 +56,7 @@ def string_bytes(text: str) -> bytes:
 
 
 def value_bytes(value: Value) -> bytes:
-    """Type and value; an array takes the type of its first element."""
+    """Type and value; an array has the type of its first element."""
     if isinstance(value, str | bool | int | float):
         kind = _kind(value)
         return struct.pack("<I", kind) + _scalar(value, kind)

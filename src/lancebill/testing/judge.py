@@ -1,10 +1,10 @@
-"""Judging a backend: every case it says it supports, against float64 written out by hand.
+"""Tests a backend on every case it supports, against a plain float64 implementation.
 
-Two tiers. Exact: small integers and power-of-two scales, where any order of summation gives the
-same number, so results must be equal bit for bit. Tight: random data, bounded at the worst row, for
-a whole-tensor measure cannot see one token sent to the wrong expert; GPUs, whose products take 16-bit
-numbers, may be off by half as much again as rounding to those costs. Outputs start as NaN, inputs past
-a batched count are NaN, and rows past it, like the guard rows around the output, must survive.
+There are two tiers. Exact: small integers and power-of-two scales, where every order of summation gives the same
+result, so results must be equal bit for bit. Tight: random data with a bound on the worst row, because an error over
+the whole tensor would hide one token that went to the wrong expert. GPUs multiply 16-bit numbers, so there the bound
+is 1.5 times the error of rounding to 16 bits. Outputs start as NaN. Inputs past a batched count are NaN. Output rows
+past it, and the guard rows around the output, must not be written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lancebill.backends.base import Backend
 from lancebill.moe.activation import Activation
-from lancebill.moe.dispatch import Dispatch, Indexed, Sorted, to_batched, to_contiguous
+from lancebill.moe.dispatch import Dispatch, Indexed, SlotGroups, to_batched, to_contiguous
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from lancebill.numbers.activations import represent
+from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import BF16, F32, INTEGER
 from lancebill.numbers.spec import ALL, QuantSpec, Scale
@@ -29,19 +29,19 @@ from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import row_errors
 
 EXACT, TIGHT = "exact", "tight"
-GUARD = 4  # rows before and after the output that nothing may touch
-KEPT = 8.0  # where nothing is to be written
-BOUND = 6e-3  # of the worst row, and of the one in the middle
-ROUNDINGS = 1.5  # times what rounding in between costs, on a GPU
+GUARD = 4  # rows before and after the output that must not be written
+KEPT = 8.0  # fills rows that must not be written
+BOUND = 6e-3  # on the relative error of the worst row and of the median row
+ROUNDINGS = 1.5  # on a GPU: allowed multiple of the error from rounding intermediate values
 
 
 class Misjudged(AssertionError):
-    """A backend's numbers are wrong; the text says where."""
+    """A backend's results are wrong; the text says where."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem with its weights, its rows and its routing."""
+    """A problem with weights, inputs and routing."""
 
     name: str
     tier: str
@@ -63,7 +63,7 @@ _ACTIVATIONS = (
 
 
 def cases(seed: int = 0) -> Iterator[Case]:
-    """Specs, activations, biases, act-order, sizes, quantised inputs and routings, each met often."""
+    """Cases that cover specs, activations, biases, act-order, sizes, quantised inputs and routings."""
     for index, name in enumerate(_SPECS):
         spec = parse_spec(name)
         yield _exact(f"exact {name}", spec, seed + index)
@@ -83,10 +83,10 @@ def cases(seed: int = 0) -> Iterator[Case]:
 
 
 def check_backend(backend: Backend, device: Device) -> int:
-    """Run every supported case in every dispatch form; gives how many ran."""
+    """Run every supported case in every dispatch form; returns how many ran."""
     ran = 0
     for case in cases():
-        # With weights on the input, the rows of a finished form come weighted: nothing new to see.
+        # With weights on the input, contiguous and batched rows are already weighted: nothing more to test.
         for form in (INDEXED,) if case.problem.weight_on_input else (INDEXED, CONTIGUOUS, BATCHED):
             formed = in_form(case, form)
             if next(iter(backend.check(formed.problem, device)), None) is None:
@@ -96,22 +96,22 @@ def check_backend(backend: Backend, device: Device) -> int:
 
 
 def in_form(case: Case, form: str) -> Case:
-    """The same case handed over in another dispatch form."""
+    """The same case in another dispatch form."""
     return replace(case, problem=replace(case.problem, dispatch=form))
 
 
 def check_case(backend: Backend, device: Device, case: Case) -> None:
-    """One case in its problem's dispatch form."""
-    packed, want = pack(backend, case, device), truth(case)
-    worst = middle = BOUND
+    """Run one case in its problem's dispatch form and compare the result."""
+    packed, want = pack_weights(backend, case, device), expected(case)
+    worst = median = BOUND
     if device.kind == "cuda" and case.tier == TIGHT:
-        errors = row_errors(truth(case, rounded=True), want)
-        worst, middle = (max(BOUND, ROUNDINGS * float(error)) for error in (errors.max(), errors.median()))
-    compare(case, compute(backend, case, packed, device), want, worst, middle)
+        errors = row_errors(expected(case, rounded=True), want)
+        worst, median = (max(BOUND, ROUNDINGS * float(error)) for error in (errors.max(), errors.median()))
+    compare(case, compute(backend, case, packed, device), want, worst, median)
 
 
-def compare(case: Case, got: Tensor, want: Tensor, worst: float = BOUND, middle: float = BOUND) -> None:
-    """Raise where a result is not the truth, by the rules of the case's tier."""
+def compare(case: Case, got: Tensor, want: Tensor, worst: float = BOUND, median: float = BOUND) -> None:
+    """Raise `Misjudged` where a result breaks the bounds of the case's tier."""
     got = got.double().cpu()
     if not torch.isfinite(got).all():
         raise Misjudged(f"{case.name}: rows {_bad_rows(~torch.isfinite(got))} were not written or are not finite")
@@ -122,14 +122,14 @@ def compare(case: Case, got: Tensor, want: Tensor, worst: float = BOUND, middle:
     error = row_errors(got, want)
     if error.max() > worst:
         raise Misjudged(f"{case.name}: row {int(error.argmax())} is off by {error.max():.2e}, bound {worst:.2e}")
-    if error.median() > middle:
-        raise Misjudged(f"{case.name}: half of the rows are off by {error.median():.2e} and more, bound {middle:.2e}")
+    if error.median() > median:
+        raise Misjudged(f"{case.name}: the median row is off by {error.median():.2e}, bound {median:.2e}")
     columns = (got - want).norm(dim=0) / want.norm(dim=0).clamp(min=1e-30)
     if columns.max() > 4 * worst:
         raise Misjudged(f"{case.name}: column {int(columns.argmax())} is off by {columns.max():.2e}")
 
 
-def pack(backend: Backend, case: Case, device: Device) -> dict[str, Packed]:
+def pack_weights(backend: Backend, case: Case, device: Device) -> dict[str, Packed]:
     """The case's weights in the backend's layout."""
     layout = backend.layout(case.problem)
     packed: dict[str, Packed] = {}
@@ -141,18 +141,18 @@ def pack(backend: Backend, case: Case, device: Device) -> dict[str, Packed]:
 
 
 def compute(backend: Backend, case: Case, packed: dict[str, Packed], device: Device) -> Tensor:
-    """Run into NaN between guard rows; finished forms are weighted and summed here."""
+    """Run into a NaN buffer with guard rows; for contiguous and batched forms, also weight and sum the rows."""
     problem, routed = case.problem, case.routed
-    here = device.torch
-    indexed = Indexed(routed.ids.to(here), routed.weights.to(here))
+    target = device.torch
+    indexed = Indexed(routed.ids.to(target), routed.weights.to(target))
     dispatch: Dispatch = indexed
-    x, groups = case.x.to(here), None
+    x, groups = case.x.to(target), None
     if problem.dispatch == CONTIGUOUS:
         x, dispatch, groups = to_contiguous(x, indexed, problem.experts)
     elif problem.dispatch == BATCHED:
         x, dispatch, groups = to_batched(x, indexed, problem.experts, capacity=indexed.ids.numel() + 3)
     plan = backend.plan(problem, x.shape[:-1].numel(), device)
-    buffer = torch.full((x.shape[0] + 2 * GUARD, *x.shape[1:]), float("nan"), dtype=x.dtype, device=here)
+    buffer = torch.full((x.shape[0] + 2 * GUARD, *x.shape[1:]), float("nan"), dtype=x.dtype, device=target)
     for tail in _tails(buffer[GUARD:-GUARD], groups, problem):
         tail.fill_(KEPT)
     out = backend.run(plan, x, dispatch, packed, buffer[GUARD:-GUARD])
@@ -162,39 +162,39 @@ def compute(backend: Backend, case: Case, packed: dict[str, Packed], device: Dev
     return out if groups is None else _combine(out, groups, indexed, problem)
 
 
-def _tails(out: Tensor, groups: Sorted | None, problem: Problem) -> list[Tensor]:
-    """Rows past each expert's count: what lies there is NaN, and so would be what is made of it."""
+def _tails(out: Tensor, groups: SlotGroups | None, problem: Problem) -> list[Tensor]:
+    """Output rows past each expert's count; their inputs are NaN."""
     if groups is None or problem.dispatch != BATCHED:
         return []
     return [out[e, count:] for e, count in enumerate(groups.offsets.diff().tolist())]
 
 
-def _combine(out: Tensor, groups: Sorted, routed: Indexed, problem: Problem) -> Tensor:
-    """Finished forms give rows; the caller weights and sums them."""
+def _combine(out: Tensor, groups: SlotGroups, routed: Indexed, problem: Problem) -> Tensor:
+    """Weight and sum the rows of a contiguous or batched result, as its caller would."""
     rows = out
     if problem.dispatch == BATCHED:
         rows = torch.cat([out[e, :c] for e, c in enumerate(groups.offsets.diff().tolist())])
         if not all(bool((tail == KEPT).all()) for tail in _tails(out, groups, problem)):
-            raise Misjudged("rows past a count were written")
+            raise Misjudged("wrote rows past an expert's count")
     total = torch.zeros(routed.tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
     weights = routed.weights.reshape(-1)[groups.slots].double()
     return total.index_add_(0, groups.rows(problem.top_k), rows.double() * weights.unsqueeze(1))
 
 
-def truth(case: Case, *, rounded: bool = False) -> Tensor:
-    """float64, token by token and slot by slot; inputs represented as the problem says.
+def expected(case: Case, *, rounded: bool = False) -> Tensor:
+    """The result in float64, token by token and slot by slot, with inputs quantised as the problem says.
 
-    `rounded`: what is handed on between products and to the sum over slots is of the input's type, and so are weights
-    whose scales vary along K: other scales multiply sums.
+    `rounded`: the hidden rows, the result of each slot, and weights whose scales vary along K are rounded to the
+    input's dtype. Other scales are applied after the GEMM, so their weights are not rounded.
     """
     problem = case.problem
     out = torch.zeros(case.x.shape[0], problem.hidden, dtype=torch.float64)
 
-    def handed_on(numbers: Tensor) -> Tensor:
-        return numbers.to(case.x.dtype).double() if rounded else numbers.double()
+    def round_once(values: Tensor) -> Tensor:
+        return values.to(case.x.dtype).double() if rounded else values.double()
 
     matrices = {
-        matrix: [handed_on(dequantize(w)) if _in_groups(w.spec) else dequantize(w).double() for w in weights]
+        matrix: [round_once(dequantize(w)) if _varies_along_k(w.spec) else dequantize(w).double() for w in weights]
         for matrix, weights in case.weights.items()
     }
     for token, slots in enumerate(case.routed.ids.tolist()):
@@ -204,27 +204,27 @@ def truth(case: Case, *, rounded: bool = False) -> Tensor:
             weight = case.routed.weights[token, slot].double()
             row = case.x[token : token + 1].double()
             row = row * weight if problem.weight_on_input else row
-            hidden = handed_on(problem.activation(_product(case, "w13", matrices, expert, row)))
-            result = handed_on(_product(case, "w2", matrices, expert, hidden)[0])
+            hidden = round_once(problem.activation(_matmul(case, "w13", matrices, expert, row)))
+            result = round_once(_matmul(case, "w2", matrices, expert, hidden)[0])
             result = result.to(case.x.dtype).double() if problem.dispatch != INDEXED else result
             out[token] += result if problem.weight_on_input else weight * result
     return out if problem.dispatch != INDEXED else out.to(case.x.dtype).double()
 
 
-def _in_groups(spec: QuantSpec) -> bool:
+def _varies_along_k(spec: QuantSpec) -> bool:
     return any(level.block[1] != ALL for level in spec.scales)
 
 
-def _product(case: Case, matrix: str, matrices: dict[str, list[Tensor]], expert: int, row: Tensor) -> Tensor:
+def _matmul(case: Case, matrix: str, matrices: dict[str, list[Tensor]], expert: int, row: Tensor) -> Tensor:
     spec = case.problem.activations if matrix == "w13" else case.problem.second_activations
-    row = represent(row.float(), spec).double()
+    row = round_activations(row.float(), spec).double()
     bias = case.weights[matrix][expert].bias
     result = row @ matrices[matrix][expert].t()
     return result if bias is None else result + bias.double()
 
 
 def _exact(name: str, spec: QuantSpec, seed: int) -> Case:
-    """Non-gated squared ReLU keeps integers integers; scales are powers of two near one."""
+    """A case with exact results: ungated squared ReLU maps integers to integers; scales are powers of two."""
     g = torch.Generator().manual_seed(seed)
     size = {"experts": 3, "hidden": 128, "inter": 128, "tokens": 7}
     problem = _problem(spec, Activation("relu2_no_mul"), size, inputs="fp32", dtype=torch.float32)
@@ -238,7 +238,7 @@ def _exact(name: str, spec: QuantSpec, seed: int) -> Case:
 
 
 def _integer_weight(shape: MatrixShape, g: torch.Generator) -> LogicalWeight:
-    """Codes whose values are small integers (or the type's own), scales one, zero points an integer."""
+    """Mostly zero codes, others with small multiples of 1/2 as values; power-of-two scales, integer zero points."""
     spec = shape.spec
     n, k = shape.n, shape.k
     if not spec.quantized:
@@ -290,7 +290,7 @@ def _tight(
 
 
 def _random_weight(shape: MatrixShape, g: torch.Generator) -> LogicalWeight:
-    """A quantised Gaussian with scales and zero points of every block its own."""
+    """Gaussian values with a random scale per row, quantised."""
     n, k, spec = shape.n, shape.k, shape.spec
     values = torch.randn(n, k, generator=g) * torch.exp2(torch.randn(n, 1, generator=g)) / k**0.5
     weight = quantize(values, spec)
@@ -332,13 +332,13 @@ def _problem(
 def _routing(
     problem: Problem, tokens: int, g: torch.Generator, *, whole: bool = False, one_hot: bool = False
 ) -> Indexed:
-    """Random experts; some slots are -1, one expert is left without rows."""
+    """Random experts; some slots are -1, and one expert gets no rows."""
     busy = 1 if one_hot else problem.experts - 1
     ids = torch.stack([torch.randperm(max(busy, problem.top_k), generator=g)[: problem.top_k] for _ in range(tokens)])
     ids = ids.clamp(max=busy - 1) if one_hot else ids
     ids[torch.rand(ids.shape, generator=g) < 0.15] = -1
     if not one_hot and tokens > 1:
-        ids[-1] = -1  # a padded row: its output is zero, not garbage
+        ids[-1] = -1  # a padding row: its output must be zero
     weights = torch.rand(ids.shape, generator=g) + 0.25
     if whole:
         weights = torch.exp2(torch.randint(-1, 2, ids.shape, generator=g).float())

@@ -1,4 +1,4 @@
-"""Whole layers for tests and benchmarks: random weights, routings, and the reference beside a backend."""
+"""Layers for tests and benchmarks: random weights and routings, and relative errors of results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer_problem(
     spec: str, activations: str = "bf16", *, hidden: int, intermediate: int, experts: int, top_k: int,
     activation: Activation | None = None, bias: bool = False, act_order: bool = False, weight_on_input: bool = False,
 ) -> Problem:  # fmt: skip
-    """A layer of routed experts whose matrices all have one spec; fp16 activations mean fp16 inputs."""
+    """A layer of routed experts with one spec for all matrices; with fp16 activations the inputs are fp16 too."""
     parsed, activation = parse_spec(spec), activation or Activation()
     rows = intermediate * (2 if activation.gated else 1)
     stacked = parsed.stacked(intermediate) if activation.gated else parsed
@@ -40,7 +40,7 @@ def layer_problem(
 
 
 def plausible_weight(shape: MatrixShape, seed: int, device: str = "cpu", *, exact: bool = False) -> LogicalWeight:
-    """Every code, and scales that keep results near one. `exact`: scales are powers of two."""
+    """Random codes, with scales that keep results near one. `exact`: scales are powers of two."""
     generator = torch.Generator(device).manual_seed(seed)
     spec, n, k = shape.spec, shape.n, shape.k
     zero = None
@@ -76,7 +76,7 @@ def _scale(
 
 @dataclass(frozen=True)
 class SampleLayer:
-    """Packed weights of a problem for one backend, on one device."""
+    """The packed weights of a problem, for one backend on one device."""
 
     problem: Problem
     backend: Backend
@@ -93,25 +93,25 @@ class SampleLayer:
 def make_layer(
     problem: Problem, backend: str, device: str = "cuda", *, exact: bool = False, distinct: int | None = None
 ) -> SampleLayer:
-    """The layer with the weights of seeds 0 .. experts (`distinct`: repeated after that many, to save time)."""
+    """A layer with random weights; `distinct`: generate only this many experts and repeat them, to save time."""
     chosen = registry()[backend]
     layout = chosen.layout(problem)
     weights: dict[str, Packed] = {}
     for number, (name, shape) in enumerate(problem.matrices.items()):
-        held = layout.allocate(shape, problem.experts, device)
+        packed = layout.allocate(shape, problem.experts, device)
         for expert in range(problem.experts):
             if distinct is not None and expert >= distinct:
-                for tensor in held.values():
+                for tensor in packed.values():
                     tensor[expert] = tensor[expert % distinct]
                 continue
             weight = plausible_weight(shape, 10_000 * number + expert, device, exact=exact)
-            layout.pack(shape, weight, {role: tensor[expert] for role, tensor in held.items()})
-        weights[name] = held
+            layout.pack(shape, weight, {role: tensor[expert] for role, tensor in packed.items()})
+        weights[name] = packed
     return SampleLayer(problem, chosen, weights, torch.device(device))
 
 
 def routing(problem: Problem, tokens: int, seed: int, device: str = "cuda", kind: str = "uniform") -> Indexed:
-    """`uniform`, `zipf`, `one` (everything to expert 1 first), or `holes` (a third of the slots are -1)."""
+    """Random routing. `kind`: uniform, zipf, one (every token's first expert is 1), holes (a third of slots are -1)."""
     generator = torch.Generator(device).manual_seed(seed)
     score = torch.rand(tokens, problem.experts, generator=generator, device=device)
     if kind == "zipf":
@@ -133,7 +133,7 @@ def worst_row(got: Tensor, want: Tensor) -> float:
 
 
 def row_errors(got: Tensor, want: Tensor) -> Tensor:
-    """The relative error of every row."""
+    """The relative error of each row."""
     got, want = got.double(), want.double()
     errors: Tensor = (got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
     return errors

@@ -1,6 +1,6 @@
-"""A small unquantised model on disk, spelled like Qwen3-MoE: for demonstrations and benchmarks.
+"""Writes an unquantised model with the tensor names of Qwen3-MoE, for demos and benchmarks.
 
-Written tensor by tensor, so that size costs disk and not memory.
+It is written tensor by tensor, so that a large model does not need much memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 512
 def write_model(
     folder: Path, size: Geometry, *, seed: int = 0, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Random bf16 weights with the spread of trained ones, a config and a stand-in for a tokenizer."""
+    """Write random bf16 weights with a distribution like that of trained weights, and the configs."""
     shapes = dict(_shapes(size))
     generator = torch.Generator().manual_seed(seed)
     with CheckpointWriter(folder, {name: Stored("BF16", shape) for name, shape in shapes.items()}) as out:
@@ -78,7 +78,7 @@ def _shapes(size: Geometry) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _weights(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal, each row with a scale of its own and few columns that stand out."""
+    """Normal values with one scale per row and a few outlier columns."""
     rows = torch.rand(shape[0], 1, generator=generator).mul_(0.02).add_(0.01)
     columns = torch.where(torch.rand(1, shape[1], generator=generator) < 0.01, 6.0, 1.0)
     return torch.randn(shape, generator=generator).mul_(rows).mul_(columns)

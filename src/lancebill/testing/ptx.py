@@ -1,6 +1,6 @@
-"""Runs inline PTX on arrays of registers: proves unpacking bit for bit without a GPU.
+"""Interprets inline PTX on arrays of registers, so that unpacking is tested bit for bit without a GPU.
 
-Only the instructions our generators emit, each as the PTX manual defines it.
+It has only the instructions that our generators emit, as the PTX manual defines them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 Register = NDArray[np.uint32]
 
 
-def run(text: str, outputs: int, inputs: Sequence[Register]) -> list[Register]:
-    """The statement list on registers $0 .. ; returns the outputs."""
+def interpret(text: str, outputs: int, inputs: Sequence[Register]) -> list[Register]:
+    """Run the statements; operands $0, $1, ... are the outputs, then the inputs. Returns the outputs."""
     state: dict[str, Register] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     for statement in re.sub(r"\.reg[^;]*;", "", text.strip().strip("{}")).split(";"):
         if statement.strip():
@@ -25,17 +25,17 @@ def run(text: str, outputs: int, inputs: Sequence[Register]) -> list[Register]:
 
 
 def _step(statement: str, state: dict[str, Register]) -> None:
-    operation, rest = statement.split(None, 1)
-    pair = re.match(r"\{(\w+), (\w+)\}, (\S+)", rest)
+    operation, arguments = statement.split(None, 1)
+    pair = re.match(r"\{(\w+), (\w+)\}, (\S+)", arguments)
     if pair:
         word = state[pair[3]]
         state[pair[1]], state[pair[2]] = word & np.uint32(0xFFFF), word >> np.uint32(16)
         return
-    packed = re.match(r"(\S+), \{(\w+), (\w+)\}", rest)
+    packed = re.match(r"(\S+), \{(\w+), (\w+)\}", arguments)
     if packed:
         state[packed[1]] = state[packed[2]] | state[packed[3]] << np.uint32(16)
         return
-    target, *operands = [part.strip() for part in rest.split(",")]
+    target, *operands = [part.strip() for part in arguments.split(",")]
     state[target] = _OPERATIONS[operation](*(_value(operand, state) for operand in operands))
 
 
@@ -55,7 +55,7 @@ def _permute(a: Register, b: Register, selector: Register) -> Register:
     for i in range(4):
         nibble = np.broadcast_to((selector >> np.uint32(4 * i)) & np.uint32(15), shape)
         byte = np.choose(nibble & 7, [np.broadcast_to(s, shape) for s in source]).astype(np.uint32)
-        sign = np.where(byte & 128, 255, 0).astype(np.uint32)  # what the selector's top bit asks for
+        sign = np.where(byte & 128, 255, 0).astype(np.uint32)  # used where the selector's top bit is set
         out |= np.where(nibble & 8, sign, byte) << np.uint32(8 * i)
     return out
 
@@ -69,7 +69,7 @@ def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
 
 
 def _halves(dtype: torch.dtype, combine: Callable[..., torch.Tensor]) -> Callable[..., Register]:
-    """An operation on both 16-bit halves, computed exactly and rounded once."""
+    """An operation on both 16-bit halves, computed exactly and then rounded once."""
 
     def apply(*registers: Register) -> Register:
         out = np.zeros(np.broadcast_shapes(*(r.shape for r in registers)), dtype=np.uint32)
@@ -82,10 +82,10 @@ def _halves(dtype: torch.dtype, combine: Callable[..., torch.Tensor]) -> Callabl
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To 16-bit numbers in one step. Torch goes by way of fp32, so that this step must round to odd."""
-    near, wide = values.float(), values.double()
-    bits = near.view(torch.int32) - (near.double().abs() > wide.abs()).int()
-    return torch.where(near.double() == wide, bits, bits | 1).view(torch.float32).to(dtype)
+    """Round float64 to a 16-bit dtype once. Torch rounds to fp32 first, so that step must round to odd here."""
+    near, exact = values.float(), values.double()
+    bits = near.view(torch.int32) - (near.double().abs() > exact.abs()).int()
+    return torch.where(near.double() == exact, bits, bits | 1).view(torch.float32).to(dtype)
 
 
 def _as(dtype: torch.dtype, half: Register) -> torch.Tensor:
@@ -101,12 +101,12 @@ def _float(register: Register) -> torch.Tensor:
 
 
 def _convert_pair(dtype: torch.dtype) -> Callable[[Register, Register], Register]:
-    """cvt.rn.*x2.f32 d, a, b: a to the upper half."""
+    """cvt.rn.*x2.f32 d, a, b: a becomes the upper half."""
     return lambda a, b: _bits(_float(a).to(dtype)) << np.uint32(16) | _bits(_float(b).to(dtype))
 
 
-def _narrow_pair(register: Register) -> Register:
-    """cvt.rn.satfinite.e4m3x2.f16x2: each half to a byte."""
+def _to_e4m3_pair(register: Register) -> Register:
+    """cvt.rn.satfinite.e4m3x2.f16x2: each half becomes a byte."""
     out = np.zeros(register.shape, dtype=np.uint32)
     for place in range(2):
         value = _as(torch.float16, (register >> np.uint32(16 * place)) & np.uint32(0xFFFF)).clamp(-448, 448)
@@ -141,7 +141,7 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "sub.rn.f16x2": _halves(torch.float16, lambda a, b: a - b),
     "sub.rn.f32": lambda a, b: (_float(a) - _float(b)).numpy().view(np.uint32),
     "cvt.f32.f16": lambda a: _as(torch.float16, a).numpy().view(np.uint32),
-    "cvt.rn.satfinite.e4m3x2.f16x2": _narrow_pair,
+    "cvt.rn.satfinite.e4m3x2.f16x2": _to_e4m3_pair,
     "cvt.rn.bf16x2.f32": _convert_pair(torch.bfloat16),
     "cvt.rn.f16x2.f32": _convert_pair(torch.float16),
 }

@@ -1,7 +1,7 @@
-"""Reads what the assembler made of a kernel: does anything write a register that a wgmma in flight still reads?
+"""Checks a kernel's SASS for writes to registers that a wgmma in flight still reads.
 
-Such a write gives wrong numbers without a warning, and only on the GPU. wgmma takes weights from registers and returns
-at once; they are its own until a wait (`WARPGROUP.DEPBAR.LE gsb0, n`: all but the last n groups are done).
+Such a write silently corrupts results, and only on a GPU. wgmma reads its A operand (the weights) from registers
+asynchronously; the registers are free after a wait (`WARPGROUP.DEPBAR.LE gsb0, n`: all but the last n groups done).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?)\s*;")
-_OPERANDS = 4  # registers of A in one instruction
-# Instructions whose first register is not a result.
+_OPERANDS = 4  # registers of A per instruction
+# Instructions whose first register operand is not a result.
 _NO_RESULT = ("ST", "RED", "BRA", "BAR", "SYNCS", "UTMA", "WARPGROUP", "WARPSYNC", "EXIT", "NOP", "MEMBAR", "FENCE")
 
 _WAIT = "WARPGROUP.DEPBAR"
@@ -23,7 +23,7 @@ Instruction = tuple[str, str]
 
 
 def overwritten(cubin: bytes) -> list[str]:
-    """Every instruction that writes a register of a wgmma in flight; the loop is read twice, for its way back."""
+    """Instructions that write a register of a wgmma in flight; two passes, to cover the loop's back edge."""
     listing = instructions(cubin)
     places = [i for i, (opcode, _) in enumerate(listing) if "GMMA" in opcode]
     if not places:
@@ -33,12 +33,12 @@ def overwritten(cubin: bytes) -> list[str]:
 
 
 def instructions(cubin: bytes) -> list[Instruction]:
-    """A kernel's code: (opcode, operands) in order."""
+    """A kernel's instructions in order: (opcode, operands)."""
     return list(_instructions(disassemble(cubin)))
 
 
 def disassemble(cubin: bytes) -> str:
-    """As the tool of the assembler's makers writes it."""
+    """The output of nvdisasm."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -50,15 +50,15 @@ def disassemble(cubin: bytes) -> str:
 
 def _instructions(text: str) -> Iterator[Instruction]:
     for line in text.splitlines():
-        found = _LINE.match(line)
-        if found:
-            yield found[1], found[2]
+        match = _LINE.match(line)
+        if match:
+            yield match[1], match[2]
 
 
 def _conflicts(listing: list[Instruction]) -> list[str]:
     open_group: set[int] = set()
     in_flight: list[set[int]] = []
-    found = []
+    conflicts = []
     for opcode, operands in listing:
         if "GMMA" in opcode:
             open_group |= _weights(operands)
@@ -69,12 +69,12 @@ def _conflicts(listing: list[Instruction]) -> list[str]:
             left = int(operands.rpartition("0x")[2], 16)
             in_flight = in_flight[len(in_flight) - left :] if left else []
         elif _results(opcode, operands) & open_group.union(*in_flight):
-            found.append(f"{opcode} {operands}")
-    return found
+            conflicts.append(f"{opcode} {operands}")
+    return conflicts
 
 
 def _weights(operands: str) -> set[int]:
-    """A's registers; none where A comes from shared memory."""
+    """The registers of A; none if A is in shared memory."""
     first = re.match(r"R(\d+)$", operands.split(",")[1].strip())
     return set() if first is None else set(range(int(first[1]), int(first[1]) + _OPERANDS))
 

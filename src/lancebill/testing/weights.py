@@ -1,4 +1,4 @@
-"""Random weights in the image of a scheme: every code, every legal scale and zero point."""
+"""Random weights that a scheme can store: every code, and every legal scale and zero point."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lancebill.numbers.weight import LogicalWeight
 def random_example(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:
     """A weight of the example's scheme, with the bias and input tensors the example declares.
 
-    An act-order and factors of the input come from `order_seed` alone: gate and up of an expert see
-    the same input and share them.
+    The act-order and the input factors depend only on `order_seed`: gate and up of an expert have the same
+    input and share them.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = {
@@ -49,7 +49,7 @@ def random_weight(scheme: Scheme, n: int, k: int, generator: torch.Generator) ->
 
 
 def random_codes(dtype: DType, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Every code with a finite value, all equally likely; wide floats from a normal."""
+    """Uniform over the codes with finite values; 16- and 32-bit floats are normally distributed."""
     if not dtype.table:
         return torch.randn(shape, generator=generator).to(dtype.storage)
     legal = torch.tensor(dtype.valid_codes, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def random_codes(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
 
 
 def random_scale(dtype: DType, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Positive scales spread over a few binades (integers: every code but zero)."""
+    """Positive scales over six binades; integer scales are uniform over the nonzero codes."""
     if dtype.kind == INTEGER:
         legal = torch.tensor([c for c in dtype.valid_codes if dtype.table[c] != 0], dtype=torch.uint8)
         return legal[torch.randint(len(legal), shape, generator=generator)]
@@ -66,12 +66,12 @@ def random_scale(dtype: DType, shape: tuple[int, ...], generator: torch.Generato
 
 
 def _random_factors(k: int, seed: int) -> Tensor:
-    """One for each column, powers of two so that exact products stay exact."""
+    """One power of two per column, so that multiplying by them is exact."""
     return torch.exp2(torch.randint(0, 3, (k,), generator=torch.Generator().manual_seed(seed)).float())
 
 
 def _random_order(spec: QuantSpec, k: int, seed: int) -> Tensor:
-    """A permutation that is ascending inside each group: what a stable sort of g_idx gives."""
+    """A permutation that ascends within each group, as a stable sort of g_idx gives."""
     size = spec.group or k
     order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
     return torch.cat([chunk.sort().values for chunk in order.split(size)]).to(torch.int32)

@@ -68,7 +68,7 @@ def test_statements_give_the_numbers(form: WeightForm) -> None:
     got, want = _unpacked(form)
     if form.activations == f.E4M3:
         assert torch.equal(got.float(), want)
-    elif form.wide:  # a part of the scale in 16 bits, and what is left in 16 more: half a step and a little
+    elif form.two_part_scale:  # a part of the scale in 16 bits, and what is left in 16 more: half a step and a little
         kind = torch.finfo(got.dtype)
         steps = kind.eps * torch.exp2(torch.frexp(want)[1].double() - 1)
         assert ((got.double() - want).abs() <= 0.51 * steps + kind.smallest_normal * kind.eps).all()
@@ -149,7 +149,7 @@ def _run(form: WeightForm, words: np.ndarray, metas: torch.Tensor | None, shape:
         for m in range(statements.metas):
             assert metas is not None
             inputs += [_meta(form, metas, m, inputs[0].shape)] * pack
-        registers = emulator.run(statements.text, statements.outputs, inputs)
+        registers = emulator.interpret(statements.text, statements.outputs, inputs)
         if form.activations == f.E4M3:
             for i, register in enumerate(registers):
                 j, k4 = (i >> 1, i & 1) if pack == 8 else (i, four)
