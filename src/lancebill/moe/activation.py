@@ -1,8 +1,8 @@
-"""What stands between the two matrix products of an expert.
+"""The activation functions between the two GEMMs of an expert.
 
-Gated activations take the gate half first and the up half second; how a checkpoint interleaved
-them is undone at load, so that `swigluoai` and its uninterleaved form are one function here. Only
-names ending in `_no_mul` are not gated: their w13 has I rows.
+Gated activations expect the gate half first and the up half second. Loading undoes any interleaving
+of a checkpoint, so `swigluoai` and its uninterleaved form are one function here. Names ending in
+`_no_mul` are not gated: their w13 has I rows instead of 2I.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lancebill.errors import LaunchError, SpecError
 class Activation:
     """A named function and its constants.
 
-    `limit` clamps as each function defines it; `alpha` and `beta` are used by the functions that
-    have them (swigluoai, situ). Their defaults are gpt-oss's, whose limit is 7.
+    Each function defines how `limit` clamps. Only swigluoai and situ use `alpha` and `beta`; the
+    defaults are those of gpt-oss, whose limit is 7.
     """
 
     name: str = "silu"
@@ -33,9 +33,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.name not in _FUNCTIONS:
-            raise SpecError(
-                f"no activation is called '{self.name}'", expected=f"one of {', '.join(sorted(_FUNCTIONS))}"
-            )
+            raise SpecError(f"unknown activation '{self.name}'", expected=f"one of {', '.join(sorted(_FUNCTIONS))}")
         if self.name in _NEEDS_LIMIT and self.limit is None:
             raise SpecError(f"{self.name} needs a limit", hint="gpt-oss clamps at 7")
         if self.limit is None:
@@ -43,7 +41,7 @@ class Activation:
         if self.name not in _TAKES_LIMIT:
             raise SpecError(f"{self.name} has no limit", expected=f"one of {', '.join(_TAKES_LIMIT)}", got=self.limit)
         if not 0 < self.limit < math.inf:
-            raise SpecError(f"the limit of {self.name} clamps nothing or everything", expected="> 0", got=self.limit)
+            raise SpecError(f"the limit of {self.name} must be positive and finite", expected="> 0", got=self.limit)
 
     @property
     def gated(self) -> bool:
@@ -53,11 +51,11 @@ class Activation:
         return self.name if self.limit is None else f"{self.name} (limit {self.limit:g})"
 
     def __call__(self, projected: Tensor) -> Tensor:
-        """[..., 2I] (gates, then ups) or [..., I] to [..., I], in the dtype it comes in."""
+        """[..., 2I] (gates, then ups) or [..., I] to [..., I], in the input's dtype."""
         if not self.gated:
             return _UNGATED[self.name](projected)
         if projected.shape[-1] % 2:
-            raise LaunchError(f"{self.name} takes gates and ups", expected="an even width", got=projected.shape[-1])
+            raise LaunchError(f"{self.name} needs gates and ups", expected="an even width", got=projected.shape[-1])
         gate, up = projected.chunk(2, dim=-1)
         return _GATED[self.name](self, gate, up)
 
@@ -90,7 +88,7 @@ def _swiglustep(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _situ(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """b*tanh(g/b)*sigmoid(g), the up half squashed the same way where a limit is given."""
+    """b*tanh(g/b)*sigmoid(g); with a limit, the up half is squashed with tanh too."""
     squashed = up if a.limit is None else a.limit * torch.tanh(up / a.limit)
     return a.beta * torch.tanh(gate / a.beta) * torch.sigmoid(gate) * squashed
 

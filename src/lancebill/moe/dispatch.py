@@ -1,8 +1,8 @@
-"""Routed work as values: which rows go to which local expert.
+"""Which rows go to which local expert.
 
-A backend receives one of three forms, finished: ids are local, slots of other ranks and padding
-are -1 and dropped. `sort` is the one piece of code that groups rows by expert; everything built on
-it is stable, so equal inputs give equal orders.
+A backend receives one of three forms. Expert ids are local; slots of other ranks and padding are -1
+and are dropped. Grouping rows by expert is a stable sort (`group_slots`), so equal inputs give equal
+orders.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lancebill.errors import LaunchError
 
 @dataclass(frozen=True)
 class Indexed:
-    """Per token and slot: a local expert id or -1, and its routing weight (fp32)."""
+    """For each token and slot a local expert id or -1, and its routing weight (fp32)."""
 
     ids: Tensor  # [M, k] int32
     weights: Tensor  # [M, k] fp32
@@ -36,7 +36,7 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class Batched:
-    """x is [E, T, H]; only the first counts[e] rows of expert e mean anything."""
+    """x is [E, T, H]; only the first counts[e] rows of expert e are valid."""
 
     counts: Tensor  # [E] int32
 
@@ -45,8 +45,8 @@ Dispatch = Indexed | Contiguous | Batched
 
 
 @dataclass(frozen=True)
-class Sorted:
-    """Slots grouped by expert: the s-th row is slot `slots[s]` = token * k + j of the input."""
+class SlotGroups:
+    """Slots grouped by expert: sorted row s is slot `slots[s]` = token * k + j of the input."""
 
     slots: Tensor  # [S] int64
     offsets: Tensor  # [E + 1] int64
@@ -57,7 +57,7 @@ class Sorted:
 
 
 def localize(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
-    """Global ids to local ones; ids of other ranks, negative ones and ids past the end become -1."""
+    """Global ids to local ids. Ids of other ranks, negative ids and ids past the end become -1."""
     limit = experts if expert_map is None else expert_map.numel()
     legal = (ids >= 0) & (ids < limit)
     if expert_map is None:
@@ -66,26 +66,26 @@ def localize(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
     return torch.where(legal, local, -1)
 
 
-def sort(ids: Tensor, experts: int) -> Sorted:
+def group_slots(ids: Tensor, experts: int) -> SlotGroups:
     """Group the slots of local ids [M, k] by expert, stably; -1 is dropped."""
     flat = ids.reshape(-1).to(torch.int64)
     counts = torch.bincount(flat + 1, minlength=experts + 1)
     order = torch.argsort(flat, stable=True)
     offsets = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     offsets[1:] = counts[1 : experts + 1].cumsum(0)
-    first = int(counts[0])
-    return Sorted(order[first : first + int(offsets[-1])], offsets)
+    dropped = int(counts[0])
+    return SlotGroups(order[dropped : dropped + int(offsets[-1])], offsets)
 
 
-def to_contiguous(x: Tensor, indexed: Indexed, experts: int) -> tuple[Tensor, Contiguous, Sorted]:
-    """Gather an indexed batch into contiguous groups; `Sorted` brings results back."""
-    groups = sort(indexed.ids, experts)
+def to_contiguous(x: Tensor, indexed: Indexed, experts: int) -> tuple[Tensor, Contiguous, SlotGroups]:
+    """Gather an indexed batch into contiguous groups. Pass the `SlotGroups` to `combine` to undo it."""
+    groups = group_slots(indexed.ids, experts)
     return x[groups.rows(indexed.ids.shape[1])], Contiguous(groups.offsets), groups
 
 
-def to_batched(x: Tensor, indexed: Indexed, experts: int, capacity: int) -> tuple[Tensor, Batched, Sorted]:
-    """Lay an indexed batch out as [E, capacity, H]; rows past each count are left as they are (NaN)."""
-    groups = sort(indexed.ids, experts)
+def to_batched(x: Tensor, indexed: Indexed, experts: int, capacity: int) -> tuple[Tensor, Batched, SlotGroups]:
+    """Copy an indexed batch to [E, capacity, H]; rows past each count are NaN."""
+    groups = group_slots(indexed.ids, experts)
     counts = groups.offsets.diff()
     if int(counts.max()) > capacity:
         raise LaunchError(
@@ -93,12 +93,12 @@ def to_batched(x: Tensor, indexed: Indexed, experts: int, capacity: int) -> tupl
         )
     out = torch.full((experts, capacity, x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
     expert = torch.repeat_interleave(torch.arange(experts, device=x.device), counts)
-    place = torch.arange(groups.slots.numel(), device=x.device) - groups.offsets[expert]
-    out[expert, place] = x[groups.rows(indexed.ids.shape[1])]
+    row = torch.arange(groups.slots.numel(), device=x.device) - groups.offsets[expert]
+    out[expert, row] = x[groups.rows(indexed.ids.shape[1])]
     return out, Batched(counts.to(torch.int32)), groups
 
 
-def combine(rows: Tensor, groups: Sorted, indexed: Indexed, out: Tensor) -> Tensor:
+def combine(rows: Tensor, groups: SlotGroups, indexed: Indexed, out: Tensor) -> Tensor:
     """Weight sorted result rows and sum them per token in slot order, in fp32, then round once."""
     tokens, top_k = indexed.ids.shape
     spread = torch.zeros(tokens * top_k, rows.shape[1], dtype=torch.float32, device=rows.device)

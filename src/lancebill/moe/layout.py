@@ -1,8 +1,8 @@
-"""Bytes as a kernel wants them: a bijection with the canonical form, expert dimension first.
+"""Memory layouts of weights for kernels: a bijection with the canonical form, expert dimension first.
 
-Storage is always integer, so that `module.to(bfloat16)` cannot round a scale, and every expert's
-row is complete by itself, so that load balancing moves an expert with one row copy per tensor.
-`PlainLayout` is the simplest: codes as dense bit streams along K, levels as they are.
+Storage is always integer, so that `module.to(bfloat16)` cannot round a scale. Each expert's row is
+self-contained, so that load balancing moves an expert with one row copy per tensor. `PlainLayout` is
+the simplest: codes as dense bit streams along K, levels unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """One of an expert's matrices: its name, its size, its spec, and what is stored beside the codes."""
+    """One of an expert's matrices: its name, size and spec, and whether it has a bias and an act-order."""
 
     name: str  # W13 (gate over up, or the only matrix of a linear) or W2 (down)
     n: int
@@ -39,7 +39,7 @@ class MatrixShape:
 
 
 class Layout(ABC):
-    """How one kind of matrix is held for all local experts."""
+    """How one matrix of all local experts is stored for a kernel."""
 
     @abstractmethod
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -54,11 +54,11 @@ class Layout(ABC):
         """The inverse of `pack`, for one expert's rows."""
 
     def notes(self) -> tuple[str, ...]:
-        """What this object's packing has changed so far that users should know of: nothing, as a rule."""
+        """Messages for the user about changes that packing made to the numbers so far; usually none."""
         return ()
 
     def allocate(self, shape: MatrixShape, experts: int, device: torch.device | str = "cpu") -> Packed:
-        """Final buffers for all local experts."""
+        """Uninitialised buffers for all local experts."""
         return {
             name: torch.empty((experts, *size), dtype=dtype, device=device)
             for name, (size, dtype) in self.storage(shape).items()
@@ -70,7 +70,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Codes packed densely along K in bytes; scales, zero points and minima in their stored bits."""
+    """Codes packed densely along K in bytes; scales, zero points and minima bit for bit."""
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         spec, n, k = shape.spec, shape.n, shape.k
@@ -132,7 +132,7 @@ def as_integer(tensor: Tensor) -> Tensor:
 
 
 def _zero_storage(spec: QuantSpec) -> torch.dtype:
-    """Integer zero points reach 2**bits: a byte up to seven bits, two for eight."""
+    """Integer zero points can be 2**bits: one byte is enough up to 7-bit codes, 8-bit codes need two."""
     assert spec.zero is not None
     if spec.zero.dtype == ZERO16:
         return torch.uint8 if spec.dtype.bits < 8 else torch.int16

@@ -1,4 +1,4 @@
-"""Layers by name: the sizes of known models' routed experts, for questions asked without a checkpoint."""
+"""Sizes of known models' routed experts, by name, for commands that run without a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lancebill.numbers.spec import ActivationSpec, QuantSpec
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model family fixes about its expert layers; how they are quantised is asked separately."""
+    """The expert layers of a model, without their quantisation."""
 
     name: str
     experts: int
@@ -25,10 +25,10 @@ class Shape:
     top_k: int
     activation: Activation = field(default_factory=Activation)
     bias: bool = False
-    uneven: bool = False  # as in its family's naming row
+    uneven: bool = False  # shards may differ in size; the same flag as in the family's row of the naming table
 
     def problem(self, weights: QuantSpec, activations: ActivationSpec, *, tp: int = 1) -> Problem:
-        """This layer under a spec, on the first of `tp` ranks: the share that loading a checkpoint gives."""
+        """The problem of this layer under a spec on rank 0 of `tp`, sharded as loading a checkpoint does."""
         cut = Placement(tp_size=tp).cut(self.intermediate, block=weights.widest, uneven=self.uneven)
         rows, stacked = weights.map_blocks(0, cut.granule), 2 if self.activation.gated else 1
         return Problem(
@@ -67,10 +67,10 @@ def parse_shape(text: str) -> Shape:
     sizes = text.split(",")
     if len(sizes) != 4 or not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in sizes):
         raise SpecError(
-            f"no shape is called '{text}'",
+            f"unknown shape '{text}'",
             expected=f"{', '.join(NAMED)}, or E,H,I,K such as 128,2048,768,8",
         )
     experts, hidden, intermediate, top_k = map(int, sizes)
     if top_k > experts:
-        raise SpecError("a token cannot have more experts than there are", expected=f"K <= {experts}", got=top_k)
+        raise SpecError("more experts per token than experts", expected=f"K <= {experts}", got=top_k)
     return Shape(text, experts, hidden, intermediate, top_k)

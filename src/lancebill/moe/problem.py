@@ -1,6 +1,6 @@
-"""What is to be computed, as one value: everything that changes what a kernel must do.
+"""A layer to compute, as one value with everything a backend needs to choose a kernel.
 
-Devices are plain values too, so "what would an sm_90 pick" is answered on any machine.
+A device is a plain value too, so any machine can answer which kernel an sm_90 would use.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ FAST, BATCH_INVARIANT = ORDERS = ("fast", "batch-invariant")
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer of routed experts, or one linear (then `w13` is the matrix and `w2` is None).
+    """A layer of routed experts, or a linear layer (`w13` is its matrix and `w2` is None).
 
-    Sizes are this rank's. `activations` says how each product's input is represented: 16-bit as it
-    comes, or quantised, statically (scales from the checkpoint) or per row.
+    Sizes are those of this rank's shard. `activations` is the number format of each GEMM's input:
+    16-bit unquantised, or quantised with static scales (from the checkpoint) or one scale per row.
     """
 
     w13: MatrixShape
     w2: MatrixShape | None
-    experts: int  # in local slots
+    experts: int  # local slots
     global_experts: int
     top_k: int
     activation: Activation = field(default_factory=Activation)
     input: DType = BF16
     activations: ActivationSpec = ACTIVATIONS["bf16"]
-    activations_w2: ActivationSpec | None = None  # None: as w13's
+    activations_w2: ActivationSpec | None = None  # None: the same as `activations`
     weight_on_input: bool = False
     pre_scale: bool = False  # inputs are multiplied by a stored vector first (AWQ-style exports)
     dispatch: str = INDEXED
@@ -47,21 +47,21 @@ class Problem:
     def __post_init__(self) -> None:
         for what, value, legal in (("dispatch", self.dispatch, FORMS), ("order", self.order, ORDERS)):
             if value not in legal:
-                raise SpecError(f"no {what} is called '{value}'", expected=f"one of {', '.join(legal)}")
+                raise SpecError(f"unknown {what} '{value}'", expected=f"one of {', '.join(legal)}")
         for inputs in (self.activations, self.second_activations):
             if inputs.static and (inputs.spec.zero is not None or inputs.spec.scales[-1].block != TENSOR):
                 raise SpecError(
-                    "static activations have one scale for all of an input, and no zero point",
+                    "static activations must have one scale for the whole input and no zero point",
                     got=inputs,
-                    hint="dynamic ones may have anything, for example int8",
+                    hint="dynamic activations have no such limit, for example int8",
                 )
         for name, shape in self.matrices.items():
             if shape.name != name:
-                raise SpecError("a matrix has the name of another one", expected=name, got=shape.name)
+                raise SpecError("a matrix has the wrong name", expected=name, got=shape.name)
             if shape.n < 1 or shape.k < 1:
                 raise SpecError("a matrix needs rows and columns", where=name, got=f"{shape.n} x {shape.k}")
         if self.weight_on_input and self.top_k != 1:
-            raise SpecError("routing weights go on the input only with top-1 routing", got=f"top_k {self.top_k}")
+            raise SpecError("routing weights can scale the input only with top-1 routing", got=f"top_k {self.top_k}")
         if self.w2 is not None and self.w13.n != self.w2.k * (2 if self.activation.gated else 1):
             raise SpecError(
                 "w13 and w2 disagree about the intermediate size",
@@ -90,7 +90,7 @@ class Problem:
         return {W13: self.w13} if self.w2 is None else {W13: self.w13, W2: self.w2}
 
     def inputs_of(self, matrix: str) -> ActivationSpec:
-        """How the input of this matrix is represented."""
+        """The number format of this matrix's input."""
         return self.activations if matrix == W13 else self.second_activations
 
     def is_gated(self, matrix: str) -> bool:
@@ -127,34 +127,33 @@ class Device:
     kind: str
     arch: int = 0
     index: int = 0
-    features: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"sm_{self.arch}"
 
     @property
     def torch(self) -> torch.device:
-        """Where tensors go. A kind that can be asked about anywhere has memory only where it is."""
+        """The torch device to allocate on; raises if this machine has no such GPU."""
         if self.kind == "cpu":
             return torch.device("cpu")
-        here = parse_device(f"cuda:{self.index}")
-        if here.arch != self.arch:
-            raise SpecError("this machine has another GPU", expected=self, got=here)
+        installed = parse_device(f"cuda:{self.index}")
+        if installed.arch != self.arch:
+            raise SpecError("this machine has another GPU", expected=self, got=installed)
         return torch.device("cuda", self.index)
 
 
 def parse_device(name: str) -> Device:
-    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (the GPU that is here)."""
+    """`cpu`, `sm_90` (on any machine), or `cuda[:i]` (a GPU of this machine)."""
     if name == "cpu":
         return Device("cpu")
     arch = re.fullmatch(r"sm_?(\d+)a?", name)
     if arch:
         return Device("cuda", int(arch[1]))
-    here = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if here is None:
-        raise SpecError(f"no device is called '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
-    index = int(here[1] or 0)
+    installed = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if installed is None:
+        raise SpecError(f"unknown device '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
+    index = int(installed[1] or 0)
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise SpecError(f"{name} is not on this machine", hint="use sm_90 to ask what such a device would do")
+        raise SpecError(f"this machine has no {name}", hint="sm_90 works without the GPU, where nothing is computed")
     major, minor = torch.cuda.get_device_capability(index)
     return Device("cuda", 10 * major + minor, index)

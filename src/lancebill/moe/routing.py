@@ -1,8 +1,8 @@
-"""From a router's logits to experts and weights: one recipe, every method a setting of it.
+"""From router logits to experts and weights: one algorithm whose settings cover every routing method.
 
-Scores come from the logits; a correction bias, groups and the top-k select by them; the weights are
-the unbiased scores of what was selected, normalised and scaled. Ties go to the lowest expert index
-and nothing depends on the other rows of a batch, so a row alone gives the bits it gives in a batch.
+Scores are computed from the logits. Selection uses the scores plus a correction bias, optional groups
+and top-k. The weights are the unbiased scores of the selected experts, normalised and scaled. Ties go
+to the lowest expert index. A row's result does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Custom = Callable[[Tensor | None, Tensor, int, bool], tuple[Tensor, Tensor]]
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     SOFTMAX: lambda x: torch.softmax(x, dim=-1),
     SIGMOID: torch.sigmoid,
-    SQRTSOFTPLUS: lambda x: F.softplus(x).sqrt(),  # softplus(x) is x itself above 20
+    SQRTSOFTPLUS: lambda x: F.softplus(x).sqrt(),  # torch's softplus(x) is x above 20
     NONE: lambda x: x,
 }
-_LOWEST = torch.finfo(torch.float32).min  # below every finite score, above what groups mask
+_LOWEST = torch.finfo(torch.float32).min  # not above any finite score, but above -inf, which marks excluded groups
 
 
 class Method(IntEnum):
-    """Names for what routing kernels can do by themselves; up to 9 the numbers are FlashInfer's."""
+    """Routing methods that kernels can implement. Numbers up to 9 are FlashInfer's."""
 
     DEFAULT = 0
     RENORMALIZE = 1
@@ -54,18 +54,18 @@ class Method(IntEnum):
 class Routing:
     """How tokens choose experts.
 
-    `after_top_k` selects by raw logits and scores only what was selected: a softmax over the k
-    (gpt-oss, Granite), or Llama-4's sigmoid, which would tie among saturated logits if it came first.
-    `correction` says that selection cannot go without a correction bias; one that is passed is used
-    either way. `n_group` 0 means that the model knows no groups. The scaling factor is folded into
-    the weights unless `apply_scale_to_output` leaves it to the caller. With `zero_experts` the last
+    `after_top_k` selects by raw logits and scores only the selected experts: a softmax over the k
+    (gpt-oss, Granite), or Llama-4's sigmoid, which would produce ties among saturated logits if it
+    came first. `correction` makes the correction bias mandatory; a bias that is passed is always
+    used. `n_group` 0 means that the model has no groups. The scaling factor is folded into the
+    weights unless `apply_scale_to_output` leaves it to the caller. With `zero_experts` the last
     columns of the logits are experts that return their input.
     """
 
     top_k: int
     scoring: str = SOFTMAX
     renormalize: bool = False
-    epsilon: float = 0.0  # added to the sum that renormalising divides by
+    epsilon: float = 0.0  # added to the divisor of the renormalisation
     after_top_k: bool = False
     correction: bool = False
     n_group: int = 0
@@ -74,36 +74,41 @@ class Routing:
     apply_scale_to_output: bool = False
     weight_on_input: bool = False
     zero_experts: int = 0
-    hashed: bool = False  # experts by token id from a table, weights by scores
+    hashed: bool = False  # experts come from a table indexed by token id, weights from the scores
     custom: Custom | None = None
     simulated: Simulation | None = None
 
     def __post_init__(self) -> None:
         if self.scoring not in _SCORES:
-            raise SpecError(f"no scoring is called '{self.scoring}'", expected=f"one of {', '.join(_SCORES)}")
+            raise SpecError(f"unknown scoring '{self.scoring}'", expected=f"one of {', '.join(_SCORES)}")
         if self.top_k < 1:
-            raise SpecError("top_k selects nothing", expected=">= 1", got=self.top_k)
+            raise SpecError("top_k must be positive", expected=">= 1", got=self.top_k)
         if self.weight_on_input and self.top_k != 1:
-            raise SpecError("routing weights go on the input only with top-1 routing", got=f"top_k {self.top_k}")
+            raise SpecError("routing weights can scale the input only with top-1 routing", got=f"top_k {self.top_k}")
         if not 0 <= self.topk_group <= self.n_group or (self.n_group and not self.topk_group):
             raise SpecError(
-                "the groups make no sense",
+                "invalid expert groups",
                 expected="1 <= topk_group <= n_group",
                 got=f"topk_group {self.topk_group}, n_group {self.n_group}",
             )
-        others = {"hashed": self.hashed, "custom": self.custom is not None, "after_top_k": self.after_top_k}
-        clashes = [name for name, on in {"groups": self.grouped, **others}.items() if on]
+        selections = {
+            "groups": self.grouped,
+            "hashed": self.hashed,
+            "custom": self.custom is not None,
+            "after_top_k": self.after_top_k,
+        }
+        clashes = [name for name, on in selections.items() if on]
         if len(clashes) > 1:
-            raise SpecError("only one of these can choose the experts", got=" and ".join(clashes))
+            raise SpecError("these settings exclude each other", got=" and ".join(clashes))
 
     @property
     def grouped(self) -> bool:
-        """Whether groups exclude anything at all."""
+        """Whether groups exclude any expert."""
         return self.topk_group < self.n_group
 
     @property
     def method(self) -> Method:
-        """What a kernel that routes by itself would have to support."""
+        """The method that a kernel with built-in routing would have to support."""
         if self.simulated is not None:
             return Method.SIMULATED
         if self.custom is not None:
@@ -130,11 +135,11 @@ class Routing:
 
     @property
     def folded_scale(self) -> float:
-        """What the weights are multiplied by."""
+        """The factor on the routing weights."""
         return 1.0 if self.apply_scale_to_output else self.routed_scaling_factor
 
     def check(self, experts: int, biased: bool) -> None:
-        """Raise where this routing is impossible over so many experts (columns of the logits)."""
+        """Raise if this routing is impossible with this many experts (columns of the logits)."""
         if self.top_k > experts:
             raise SpecError("top_k is larger than the number of experts", expected=f"<= {experts}", got=self.top_k)
         if not self.grouped:
@@ -146,12 +151,14 @@ class Routing:
         size = experts // self.n_group
         if self.top_k > self.topk_group * size:
             raise SpecError(
-                "top_k is larger than the chosen groups",
+                "top_k is larger than the number of experts in the chosen groups",
                 expected=f"<= {self.topk_group} groups of {size}",
                 got=self.top_k,
             )
         if biased and size < 2:
-            raise SpecError("a group's score is its two largest biased scores", expected="2 experts a group", got=size)
+            raise SpecError(
+                "a group's score is the sum of its two largest biased scores", expected="2 experts per group", got=size
+            )
 
 
 # By scoring and renormalisation.
@@ -162,7 +169,7 @@ _PLAIN = {
     (SIGMOID, True): Method.SIGMOID_RENORM,
     (NONE, False): Method.TOP_K,
 }
-# By scoring and "top-1, as it is". A softmax over the k is normal already.
+# By scoring and whether it is top-1 without renormalisation. A softmax over the k is already normalised.
 _AFTER_TOP_K = {
     (SOFTMAX, False): Method.RENORMALIZE,
     (SOFTMAX, True): Method.RENORMALIZE,
@@ -172,10 +179,10 @@ _AFTER_TOP_K = {
 
 @dataclass(frozen=True)
 class Routed:
-    """Experts of each token. Slots without an expert here (padding, zero experts) are -1 with weight 0.
+    """The experts of each token. Slots without an expert (padding, zero experts) are -1 with weight 0.
 
-    `identity_weight` is the share of the zero experts: that times the hidden state belongs to the
-    routed output, before any scale on the output, and once: not on every rank of a sum.
+    `identity_weight` is the total weight of the zero experts. The caller adds it times the hidden
+    state to the routed output, before any output scale and on one rank only.
     """
 
     ids: Tensor  # [M, k] int32
@@ -194,8 +201,7 @@ def route(
 ) -> Routed:
     """Choose experts for each row of `logits` [M, E].
 
-    Hash routing takes its experts from `table` [vocabulary, k] by `input_ids` [M]; ids below 0 are
-    padding.
+    Hash routing looks up experts in `table` [vocabulary, k] by `input_ids` [M]; negative ids are padding.
     """
     _check_shapes(routing, logits, hidden, correction_bias)
     tokens, experts = logits.shape
@@ -205,48 +211,48 @@ def route(
     elif routing.custom is not None:
         ids, weights = _custom(routing, routing.custom, hidden, logits)
     else:
-        values, broken = _without_nan(logits)
+        values, nan_mask = _without_nan(logits)
         scores = values if routing.after_top_k else _score(routing.scoring, values)
         if routing.hashed:
             ids = _look_up(routing, table, input_ids, logits)
         else:
-            ids = first_largest(_selection(routing, scores, broken, correction_bias), routing.top_k)
-        weights = _weights(routing, scores, broken, ids)
+            ids = first_largest(_selection(routing, scores, nan_mask, correction_bias), routing.top_k)
+        weights = _weights(routing, scores, nan_mask, ids)
     return _finish(routing, ids, weights * routing.folded_scale, experts)
 
 
 def first_largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of each row, largest first, the lowest index first among equals.
+    """Indices of the `count` largest values of each row, largest first; equal values in index order.
 
-    `torch.topk` leaves the order among equals open. Adding zero makes one zero of the two.
+    `torch.topk` does not define the order of equal values. Adding 0.0 turns -0.0 into 0.0.
     """
     return torch.sort(values + 0.0, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _without_nan(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits in fp32, -inf where they are not numbers, and where that is."""
+    """Logits in fp32 with NaN replaced by -inf, and the mask of NaNs."""
     values = logits.float()
-    broken = values.isnan()
-    return torch.where(broken, -torch.inf, values), broken
+    nan_mask = values.isnan()
+    return torch.where(nan_mask, -torch.inf, values), nan_mask
 
 
 def _score(scoring: str, values: Tensor) -> Tensor:
-    """Scores in fp32; what is not a number counts as 0.
+    """Scores in fp32; NaN becomes 0.
 
-    Computed in double and rounded once: on CPUs exp and log differ in the last bit between the
-    vector loop and its scalar remainder, so that in fp32 a score would depend on its place in the batch.
+    Computed in double and rounded once. On CPUs exp and log differ in the last bit between the vector
+    loop and its scalar remainder, so in fp32 a score would depend on its position in the batch.
     """
     scores = _SCORES[scoring](values.double()).float()
     return torch.where(scores.isnan(), 0.0, scores)
 
 
-def _selection(routing: Routing, scores: Tensor, broken: Tensor, bias: Tensor | None) -> Tensor:
-    """What the top-k looks at: biased scores, what is not a number last, other groups' never."""
-    wanted = scores if bias is None else scores + bias.float()
-    wanted = torch.where(broken | wanted.isnan(), _LOWEST, wanted.clamp(min=_LOWEST))
+def _selection(routing: Routing, scores: Tensor, nan_mask: Tensor, bias: Tensor | None) -> Tensor:
+    """The values that top-k compares: biased scores, the lowest value for NaN, -inf outside the chosen groups."""
+    biased = scores if bias is None else scores + bias.float()
+    biased = torch.where(nan_mask | biased.isnan(), _LOWEST, biased.clamp(min=_LOWEST))
     if not routing.grouped:
-        return wanted
-    by_group = wanted.unflatten(1, (routing.n_group, -1))
+        return biased
+    by_group = biased.unflatten(1, (routing.n_group, -1))
     if bias is None:
         strength = by_group.amax(dim=-1)
     else:
@@ -254,27 +260,27 @@ def _selection(routing: Routing, scores: Tensor, broken: Tensor, bias: Tensor | 
         strength = largest[..., 0] + largest[..., 1]
     chosen = torch.zeros_like(strength, dtype=torch.bool)
     chosen.scatter_(1, first_largest(strength, routing.topk_group), True)
-    # Not 0: biased scores may be negative and would lose to it.
+    # -inf instead of 0: biased scores can be negative and would lose to 0.
     return torch.where(chosen.unsqueeze(-1), by_group, -torch.inf).flatten(1)
 
 
-def _weights(routing: Routing, scores: Tensor, broken: Tensor, ids: Tensor) -> Tensor:
-    held = ids.clamp(min=0)
-    weights = scores.gather(1, held)
+def _weights(routing: Routing, scores: Tensor, nan_mask: Tensor, ids: Tensor) -> Tensor:
+    columns = ids.clamp(min=0)
+    weights = scores.gather(1, columns)
     if routing.after_top_k:
         weights = _score(routing.scoring, weights)
-    weights = torch.where((ids < 0) | broken.gather(1, held), 0.0, weights)
+    weights = torch.where((ids < 0) | nan_mask.gather(1, columns), 0.0, weights)
     return _normalized(weights, routing.epsilon) if routing.renormalize else weights
 
 
 def _normalized(weights: Tensor, epsilon: float) -> Tensor:
-    """Divided by the sum; a sum that is not positive divides by 1."""
+    """`weights` divided by their sum, or by 1 if the sum is not positive."""
     total = _total(weights) + epsilon
     return weights / torch.where(total > 0, total, 1.0).unsqueeze(-1)
 
 
 def _total(weights: Tensor) -> Tensor:
-    """The sum of each row in slot order, whatever the number of rows."""
+    """The sum of each row in slot order, so that the result does not depend on the number of rows."""
     total = torch.zeros_like(weights[:, 0])
     for slot in range(weights.shape[1]):
         total = total + weights[:, slot]
@@ -282,22 +288,24 @@ def _total(weights: Tensor) -> Tensor:
 
 
 def _look_up(routing: Routing, table: Tensor | None, input_ids: Tensor | None, logits: Tensor) -> Tensor:
-    """Experts by token id. Padding (ids below 0) and entries that name no expert become -1."""
+    """Experts by token id. Padding (negative ids) and table entries that are not an expert become -1."""
     if table is None or input_ids is None:
         missing = "a table of experts by token id" if table is None else "input_ids"
         raise LaunchError(f"hash routing needs {missing}")
     if table.dim() != 2 or table.shape[1] != routing.top_k:
-        raise LaunchError("the table does not fit", expected=f"[vocabulary, {routing.top_k}]", got=list(table.shape))
+        raise LaunchError(
+            "wrong shape of the hash table", expected=f"[vocabulary, {routing.top_k}]", got=list(table.shape)
+        )
     tokens = input_ids.reshape(-1).long()
     if tokens.numel() != logits.shape[0]:
-        raise LaunchError("input_ids do not fit the logits", expected=logits.shape[0], got=tokens.numel())
-    known = tokens < table.shape[0]
-    # On a GPU the answer would stall the stream; there such a row is treated as padding.
-    if tokens.device.type == "cpu" and not bool(known.all()):
+        raise LaunchError("input_ids do not match the logits", expected=logits.shape[0], got=tokens.numel())
+    in_table = tokens < table.shape[0]
+    # On a GPU this check would synchronise the stream; there such a row becomes padding.
+    if tokens.device.type == "cpu" and not bool(in_table.all()):
         raise LaunchError("a token id is outside the table", expected=f"< {table.shape[0]}", got=int(tokens.max()))
-    known &= tokens >= 0
-    ids = table[torch.where(known, tokens, 0)].long()
-    legal = known.unsqueeze(-1) & (ids >= 0) & (ids < logits.shape[1])
+    in_table &= tokens >= 0
+    ids = table[torch.where(in_table, tokens, 0)].long()
+    legal = in_table.unsqueeze(-1) & (ids >= 0) & (ids < logits.shape[1])
     return torch.where(legal, ids, -1)
 
 
@@ -307,7 +315,7 @@ def _custom(routing: Routing, function: Custom, hidden: Tensor | None, logits: T
     for name, tensor in (("weights", weights), ("ids", ids)):
         if tuple(tensor.shape) != expected:
             raise LaunchError(
-                f"the custom routing function gave {name} that do not fit",
+                f"the custom routing function returned {name} of the wrong shape",
                 expected=list(expected),
                 got=list(tensor.shape),
             )
@@ -317,9 +325,9 @@ def _custom(routing: Routing, function: Custom, hidden: Tensor | None, logits: T
 def _finish(routing: Routing, ids: Tensor, weights: Tensor, experts: int) -> Routed:
     identity = None
     if routing.zero_experts:
-        passed = ids >= experts - routing.zero_experts
-        identity = _total(torch.where(passed, weights, 0.0))
-        ids, weights = torch.where(passed, -1, ids), torch.where(passed, 0.0, weights)
+        is_zero_expert = ids >= experts - routing.zero_experts
+        identity = _total(torch.where(is_zero_expert, weights, 0.0))
+        ids, weights = torch.where(is_zero_expert, -1, ids), torch.where(is_zero_expert, 0.0, weights)
     return Routed(ids.to(torch.int32).contiguous(), weights.contiguous(), identity)
 
 
@@ -327,39 +335,40 @@ def _check_shapes(routing: Routing, logits: Tensor, hidden: Tensor | None, bias:
     if logits.dim() != 2 or not logits.is_floating_point():
         raise LaunchError("router logits are not a float matrix", expected="[tokens, experts]", got=list(logits.shape))
     if hidden is not None and hidden.shape[0] != logits.shape[0]:
-        raise LaunchError("hidden states do not fit the logits", expected=logits.shape[0], got=hidden.shape[0])
+        raise LaunchError("hidden states do not match the logits", expected=logits.shape[0], got=hidden.shape[0])
     if routing.zero_experts >= logits.shape[1]:
-        raise LaunchError("there is no expert but zero experts", expected=f"> {routing.zero_experts} columns")
+        raise LaunchError("all experts are zero experts", expected=f"> {routing.zero_experts} columns")
     if bias is not None and tuple(bias.shape) != (logits.shape[1],):
-        raise LaunchError("the correction bias does not fit", expected=[logits.shape[1]], got=list(bias.shape))
+        raise LaunchError("wrong shape of the correction bias", expected=[logits.shape[1]], got=list(bias.shape))
     if bias is not None and routing.after_top_k:
-        raise LaunchError("a correction bias needs scores to be added to", hint="this routing selects by raw logits")
+        raise LaunchError("this routing takes no correction bias", hint="it selects by raw logits")
     if bias is None and routing.correction and routing.simulated is None:
-        raise LaunchError("this routing needs its correction bias")
+        raise LaunchError("this routing needs a correction bias")
 
 
 @dataclass(frozen=True)
 class SparseMixer:
-    """Phi-3.5-MoE's two rounds of top-1, as a custom function: what it does outside training.
+    """Phi-3.5-MoE's two rounds of top-1 as a custom function, in its inference form.
 
-    Each round takes the largest logit; its weight is a softmax over the logits within a relative
-    distance of 2 * jitter, the first round's winner being out of the second.
+    Each round selects the largest logit. Its weight is a softmax over the logits within a relative
+    distance of 2 * jitter. The second round excludes the expert of the first.
     """
 
     jitter: float = 0.01
 
     def __call__(self, hidden: Tensor | None, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         values, _ = _without_nan(logits)
-        left, ids, weights = values, [], []
+        remaining, ids, weights = values, [], []
         for _ in range(top_k):
-            best = first_largest(left, 1)
+            best = first_largest(remaining, 1)
             ids.append(best)
-            weights.append(_score(SOFTMAX, self._near(values, left, best)).gather(1, best))
-            left = left.scatter(1, best, -torch.inf)
+            weights.append(_score(SOFTMAX, self._near(values, remaining, best)).gather(1, best))
+            remaining = remaining.scatter(1, best, -torch.inf)
         chosen = torch.cat(weights, dim=-1)
         return _normalized(chosen, 0.0) if renormalize else chosen, torch.cat(ids, dim=-1)
 
-    def _near(self, values: Tensor, left: Tensor, best: Tensor) -> Tensor:
-        largest = left.gather(1, best)
+    def _near(self, values: Tensor, remaining: Tensor, best: Tensor) -> Tensor:
+        """The remaining logits close to the largest one, -inf for the others."""
+        largest = remaining.gather(1, best)
         distance = (largest - values) / torch.maximum(values.abs(), largest)
-        return torch.where(distance > 2 * self.jitter, -torch.inf, left)
+        return torch.where(distance > 2 * self.jitter, -torch.inf, remaining)

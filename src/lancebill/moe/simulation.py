@@ -1,4 +1,4 @@
-"""Routing that looks at no logits: drawn by seed, for benchmarks."""
+"""Random routing from a seed, independent of the logits, for benchmarks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _zipf(experts: int, top_k: int) -> Tensor:
 
 
 def _normal(experts: int, top_k: int) -> Tensor:
-    """A bell over the expert indices, a sixth of them wide."""
-    place = torch.arange(experts) - (experts - 1) / 2
-    return -0.5 * (place / (experts / 6)).square()
+    """A normal distribution over the expert indices, with a standard deviation of a sixth of them."""
+    distance = torch.arange(experts) - (experts - 1) / 2
+    return -0.5 * (distance / (experts / 6)).square()
 
 
 def _one_hot(experts: int, top_k: int) -> Tensor:
-    """Every token to the same experts: the worst balance there is."""
+    """Every token goes to the same experts: the worst possible balance."""
     return torch.where(torch.arange(experts) < top_k, 0.0, -torch.inf)
 
 
@@ -41,9 +41,9 @@ KINDS: dict[str, Callable[[int, int], Tensor]] = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """Experts drawn without replacement by a popularity, the same on every device for one seed.
+    """Experts drawn without replacement from a popularity distribution, the same on every device for one seed.
 
-    Which experts are the popular ones depends on the seed too, so that seeds rotate the load.
+    The seed also chooses which experts are popular.
     """
 
     kind: str = "uniform"
@@ -51,14 +51,14 @@ class Simulation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise SpecError(f"no simulated routing is called '{self.kind}'", expected=f"one of {', '.join(KINDS)}")
+            raise SpecError(f"unknown simulated routing '{self.kind}'", expected=f"one of {', '.join(KINDS)}")
 
     def draw(self, tokens: int, experts: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ids and equal weights [tokens, top_k]."""
         generator = torch.Generator().manual_seed(self.seed)
-        likely = KINDS[self.kind](experts, top_k)[torch.randperm(experts, generator=generator)]
-        # The largest of log-likelihoods with Gumbel noise are a draw without replacement.
+        log_likelihood = KINDS[self.kind](experts, top_k)[torch.randperm(experts, generator=generator)]
+        # Gumbel trick: the k largest log-likelihoods plus Gumbel noise are a draw without replacement.
         noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
-        ids = torch.argsort(likely + noise, dim=-1, descending=True, stable=True)[:, :top_k]
+        ids = torch.argsort(log_likelihood + noise, dim=-1, descending=True, stable=True)[:, :top_k]
         weights = torch.full((tokens, top_k), 1 / top_k)
         return ids.to(device), weights.to(device)

@@ -1,1 +1,1 @@
-"""What codes mean: data types, specs and their names, canonical weights, quantisation, bit packing."""
+"""Number formats: data types, specs and their names, canonical weights, quantisation, bit packing."""

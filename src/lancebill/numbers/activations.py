@@ -1,7 +1,7 @@
-"""How a product's input is represented: what an `ActivationSpec` does to rows.
+"""What an `ActivationSpec` does to the input rows of a GEMM.
 
-Dynamic scales belong to one row, never to the batch, so that a row's bits do not depend on the
-rows it came with.
+Dynamic scales are computed per row, never over the batch: the bits of a row do not depend on the
+other rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, ActivationSpec, QuantSp
 from lancebill.numbers.weight import LogicalWeight
 
 
-def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None = None) -> Tensor:
-    """`rows` [M, K] as a kernel with these activations sees them, in fp32.
+def round_activations(rows: Tensor, activations: ActivationSpec, static: Tensor | None = None) -> Tensor:
+    """`rows` [M, K], quantised under `activations` and dequantised again, in fp32.
 
     `static` is the checkpoint's input scale, which divides the input; with a two-level spec (NVFP4)
-    it is the outer level. A row that is not finite has no scale: it becomes NaN, and no other row does.
+    it is the outer level. A row with a NaN or infinity has no scale: all of that row becomes NaN.
     """
     spec = activations.spec
     if rows.shape[0] == 0:
@@ -30,15 +30,15 @@ def represent(rows: Tensor, activations: ActivationSpec, static: Tensor | None =
         return rows.to(spec.dtype.storage).float()
     if activations.static and static is None:
         raise LaunchError(f"{activations} activations need an input scale from the checkpoint")
-    lost = ~rows.isfinite().all(dim=1, keepdim=True)
-    rows = rows.masked_fill(lost, 0)
+    non_finite = ~rows.isfinite().all(dim=1, keepdim=True)
+    rows = rows.masked_fill(non_finite, 0)
     if static is not None and spec.scales[-1].block == TENSOR:
-        return _with_outer_scale(rows, spec, static).masked_fill_(lost, math.nan)
-    return dequantize(quantize(rows, _per_row(spec))).masked_fill_(lost, math.nan)
+        return _with_outer_scale(rows, spec, static).masked_fill_(non_finite, math.nan)
+    return dequantize(quantize(rows, _per_row(spec))).masked_fill_(non_finite, math.nan)
 
 
 def _with_outer_scale(rows: Tensor, spec: QuantSpec, static: Tensor) -> Tensor:
-    """The outermost level is given; the levels inside it are measured on the rows."""
+    """The outermost scale is `static`; the inner levels are computed from the rows."""
     factor = static.float()
     scaled = rows.float() / factor
     inner = replace(spec, scales=spec.scales[:-1])

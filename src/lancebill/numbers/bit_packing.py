@@ -1,8 +1,8 @@
-"""Bits in words: the packings checkpoints use, each with its inverse.
+"""The bit packings that checkpoints use, each with its inverse.
 
-All take and give codes of one byte. `pack_bits` makes the dense little-endian stream most formats
-use: element i occupies bits [i*b, (i+1)*b) of an endless string, so 3-, 5-, 6- and 7-bit codes
-straddle words and 32 codes always fill b words of 32 bits. Codes must not have bits above b.
+Unpacked codes take one byte each. `pack_bits` writes the dense little-endian bit stream of most
+formats: element i occupies bits [i*b, (i+1)*b), so 3-, 5-, 6- and 7-bit codes straddle words and 32
+codes always fill b 32-bit words. Codes must have no bits set above b.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word holds column AWQ_ORDE
 
 
 def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
-    """Codes along the last axis to a dense bit stream in words of `word`; the tail is zeros."""
+    """Codes along the last axis to a dense bit stream in words of type `word`, zero-padded at the end."""
     if 8 % bits:
         return _pack_straddling(codes, bits, word)
     packed = _pad_last(codes, 8 // bits * word.itemsize)
-    while bits < 8:  # two bytes into one at a time
+    while bits < 8:  # each pass merges pairs of bytes
         pairs = _view_last(packed, torch.int16)
         packed = (pairs | pairs >> (8 - bits)).to(torch.uint8)
         bits *= 2
@@ -31,7 +31,7 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     if 8 % bits:
         return _unpack_straddling(data, bits, count)
     width = 8
-    while width > bits:  # one byte into two at a time
+    while width > bits:  # each pass splits every byte into two
         width //= 2
         pairs = data.to(torch.int16)
         pairs |= pairs << (8 - width)
@@ -41,7 +41,7 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _pack_straddling(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
-    """Eight codes fill `bits` bytes: gather each byte from the codes that overlap it."""
+    """Eight codes fill `bits` bytes: build each byte from the codes that overlap it."""
     count = codes.shape[-1]
     groups = _pad_last(codes, 8).unflatten(-1, (-1, 8)).to(torch.int16)
     rows = []
@@ -72,7 +72,7 @@ def _unpack_straddling(data: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_padded(codes: Tensor, bits: int) -> Tensor:
-    """32//bits codes in each int32, the top bits unused: what old writers did for 3, 5, 6, 7 bits."""
+    """32//bits codes per int32, top bits unused: how old writers stored 3, 5, 6 and 7 bits."""
     per = 32 // bits
     fields = _pad_last(codes, per).unflatten(-1, (-1, per)).to(torch.int64)
     shifts = torch.arange(per, device=codes.device) * bits
@@ -88,7 +88,7 @@ def unpack_padded(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Eight 4-bit columns to an int32 in AWQ's interleaved order; the tail is zeros."""
+    """Eight 4-bit columns per int32 in AWQ's interleaved order, zero-padded at the end."""
     order = torch.tensor(AWQ_ORDER, device=codes.device)
     grouped = _pad_last(codes, 8).unflatten(-1, (-1, 8)).index_select(-1, order)
     return pack_bits(grouped.flatten(-2), 4, torch.int32)
@@ -107,7 +107,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _view_last(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes as another dtype; through one flat axis, since an empty last one has no bytes to view."""
+    """The same bytes as another dtype. Goes through a flat view because torch cannot view an empty last axis."""
     tensor = tensor.contiguous()
     last = tensor.shape[-1] * tensor.dtype.itemsize // dtype.itemsize
     return tensor.view(-1).view(dtype).view(*tensor.shape[:-1], last)

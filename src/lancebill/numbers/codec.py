@@ -1,7 +1,6 @@
-"""Between numbers and codes: `dequantize` is the definition of truth, the rest is measured by it.
+"""Quantising and dequantising matrices. `dequantize` defines what a weight means; kernels are tested against it.
 
-Everything is plain torch, runs on CPU and GPU alike, and works through a matrix by row chunks so
-that fp32 temporaries stay small whatever the matrix.
+Plain torch, on CPU and GPU. Matrices are processed in chunks of rows, so fp32 temporaries stay small.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import SpecError
-from lancebill.numbers.blocks import combine, finest, row_chunks, rows_of, spread
+from lancebill.numbers.blocks import apply_per_block, finest, row_chunks, rows_of, spread
 from lancebill.numbers.dtypes import DType
 from lancebill.numbers.recast import recast as recast
 from lancebill.numbers.recast import rescale
 from lancebill.numbers.scales import CEIL as CEIL
 from lancebill.numbers.scales import FLOOR as FLOOR
-from lancebill.numbers.scales import Rows, fit
+from lancebill.numbers.scales import Rows, fit_levels
 from lancebill.numbers.spec import DIV, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight
 
-# The rounding of a 16-bit scale, relative: what is let pass without refitting or calling it saturation.
+# Relative rounding error of a 16-bit scale. Errors up to this neither force a refit nor count as saturation.
 _SCALE_ROUNDING = 2.0**-8
 
 
@@ -39,12 +38,12 @@ def dequantize(weight: LogicalWeight) -> Tensor:
 
 
 def rows_reader(weight: LogicalWeight) -> Rows:
-    """`dequantize` by parts: a function that gives rows [low, high)."""
-    place = None if weight.perm is None else torch.argsort(weight.perm)  # where each input feature is stored
+    """`dequantize` by parts: a function that returns rows [low, high)."""
+    column_of = None if weight.perm is None else torch.argsort(weight.perm)  # stored column of each input feature
 
     def rows(low: int, high: int) -> Tensor:
         value = _dequantize_rows(weight, low, high)
-        return value if place is None else value.index_select(1, place)
+        return value if column_of is None else value.index_select(1, column_of)
 
     return rows
 
@@ -54,17 +53,17 @@ def _dequantize_rows(weight: LogicalWeight, low: int, high: int) -> Tensor:
     value = spec.dtype.decode(weight.codes[low:high])
     if spec.zero is not None and weight.zero is not None:
         zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
-        combine(torch.sub, value, zero, spec.zero.block[1], out=value)
+        apply_per_block(torch.sub, value, zero, spec.zero.block[1], out=value)
     for scale, codes in zip(spec.scales, weight.scales):
         factor = scale.dtype.decode(rows_of(codes, scale.block[0], low, high))
-        combine(torch.div if scale.op == DIV else torch.mul, value, factor, scale.block[1], out=value)
+        apply_per_block(torch.div if scale.op == DIV else torch.mul, value, factor, scale.block[1], out=value)
     if spec.minimum:
-        combine(torch.sub, value, *_product(spec.minimum, weight.minimum, low, high, weight.k), out=value)
+        apply_per_block(torch.sub, value, *_product(spec.minimum, weight.minimum, low, high, weight.k), out=value)
     return value
 
 
 def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high: int, k: int) -> tuple[Tensor, int]:
-    """What `levels` make together for rows [low, high), left to right, and the columns of its blocks."""
+    """The product of `levels` for rows [low, high), left to right, and the block width of the result."""
     side = finest(level.block for level in levels)[1]
     total = torch.ones(1, 1, device=tensors[0].device if tensors else None)
     for level, codes in zip(levels, tensors):
@@ -77,9 +76,9 @@ def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high:
 def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR) -> LogicalWeight:
     """Round to nearest under `spec`: scales from each block's largest magnitude, then codes.
 
-    Integers without a zero point use scale = amax / ((2**b - 1) / 2), so that no value is more than
-    half a step off; int8 uses amax / 127. Power-of-two scales follow `mx_rule`: OCP's floor
-    (may saturate the largest value) or ceil (never does). All-zero blocks get a scale of one.
+    Integers without a zero point use scale = amax / ((2**b - 1) / 2), so that no value is off by more
+    than half a step; int8 uses amax / 127. Power-of-two scales follow `mx_rule`: OCP's floor (may
+    saturate the largest value) or ceil (never saturates). All-zero blocks get a scale of one.
     """
     return _quantize(lambda low, high: values[low:high].float(), values, spec, mx_rule, None)
 
@@ -87,11 +86,11 @@ def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR) -> Logica
 def requantize(
     weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR, keep_order: bool = True
 ) -> tuple[LogicalWeight, Loss]:
-    """The same matrix under another spec, exactly where possible, and what it cost.
+    """The same matrix under another spec, exact where possible, and the loss.
 
-    Where the specs differ only in how scales are stored the codes stay as they are, act-order
-    included unless there is no place for it; otherwise scales are fitted anew over natural columns.
-    Bias and activation-side tensors travel along.
+    If the specs differ only in how scales are stored, the codes are kept, and so is the act-order
+    unless `keep_order` is false. Otherwise new scales are fitted over columns in natural order.
+    Bias and activation-side tensors are copied.
     """
     count, rows = weight.n * weight.k, rows_reader(weight)
     if weight.perm is None or keep_order:
@@ -107,28 +106,28 @@ def requantize(
 
 
 def recasts(old: QuantSpec, new: QuantSpec) -> bool:
-    """Whether every weight under `old` can be said under `new` with no number changed."""
+    """Whether `new` can represent every weight under `old` exactly."""
     return recast(_probe(old), new) is not None
 
 
 def keeps_codes(old: QuantSpec, new: QuantSpec) -> bool:
-    """Whether `requantize` may leave the codes of a weight under `old` as they are, and round scales at most."""
+    """Whether `requantize` from `old` to `new` may keep the codes and at most round the scales."""
     return rescale(_probe(old), new, 0.0) is not None
 
 
 @lru_cache(maxsize=256)
 def _probe(spec: QuantSpec) -> LogicalWeight:
-    """A block of zeros under scales of one, which every type of scale can say."""
+    """One block of zeros with scales of one, which every scale type can represent."""
     rows, columns = ([level.block[side] or 1 for level in spec.levels] for side in (0, 1))
     return quantize(torch.zeros(max(rows, default=1), max(columns, default=1)), spec)
 
 
 def _quantize(rows: Rows, like: Tensor, spec: QuantSpec, rule: str, meter: _Meter | None) -> LogicalWeight:
-    """Fit the levels, then round chunk by chunk, measuring the loss on the way where it is asked for."""
+    """Fit the levels, then round chunk by chunk; with a `meter`, also measure the loss."""
     if rule not in (FLOOR, CEIL):
-        raise SpecError("no such rule for power-of-two scales", expected=f"{FLOOR} or {CEIL}", got=rule)
+        raise SpecError("unknown rounding rule for power-of-two scales", expected=f"{FLOOR} or {CEIL}", got=rule)
     (n, k), device = like.shape, like.device
-    levels = fit(rows, (n, k), device, spec, rule)
+    levels = fit_levels(rows, (n, k), device, spec, rule)
     codes = torch.empty(n, k, dtype=spec.dtype.storage, device=device)
     result = LogicalWeight(spec, codes, levels.scales, levels.zero, levels.minimum)
     for low, high in row_chunks(n, k, device):
@@ -141,36 +140,36 @@ def _quantize(rows: Rows, like: Tensor, spec: QuantSpec, rule: str, meter: _Mete
 
 
 def _position(values: Tensor, weight: LogicalWeight, low: int, high: int) -> Tensor:
-    """Where rows [low, high) of `values` lie among the values of the codes: the formula turned round."""
+    """Rows [low, high) of `values` in units of the code table, before rounding: the inverse of the formula."""
     spec, k = weight.spec, weight.k
     if spec.minimum:
-        values = combine(torch.add, values, *_product(spec.minimum, weight.minimum, low, high, k))
+        values = apply_per_block(torch.add, values, *_product(spec.minimum, weight.minimum, low, high, k))
     if spec.scales:
         step, side = _product(spec.scales, weight.scales, low, high, k)
-        values = combine(torch.div, values, step.masked_fill(step == 0, math.inf), side)
+        values = apply_per_block(torch.div, values, step.masked_fill(step == 0, math.inf), side)
     if spec.zero is not None and weight.zero is not None:
         zero = spec.zero.dtype.decode(rows_of(weight.zero, spec.zero.block[0], low, high))
-        values = combine(torch.add, values, zero, spec.zero.block[1])
+        values = apply_per_block(torch.add, values, zero, spec.zero.block[1])
     return values
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a requantisation cost, against the dequantised source.
+    """Error of a requantisation against the dequantised source.
 
-    A value is saturated where it lies outside the range of its block by more than half a step, so that
-    clamping moved it further than rounding would; the sliver by which the rounding of a 16-bit
-    scale can shrink a range is let pass.
+    A value counts as saturated if it is outside its block's range by more than half a step, so that
+    clamping moves it further than rounding would. The small amount by which rounding a 16-bit scale
+    can shrink the range is tolerated.
     """
 
     max_error: float = 0.0  # largest |difference| over largest |value|
     rms_error: float = 0.0  # root of (sum of squared differences over sum of squared values)
     saturated: int = 0
-    flushed: int = 0  # values that were not zero and now are
+    flushed: int = 0  # non-zero values that became zero
     count: int = 0
 
     def merge(self, other: Loss) -> Loss:
-        """The worst maximum; the RMS weighted by the number of values."""
+        """The larger maximum; the RMS weighted by the number of values."""
         count = self.count + other.count
         squares = self.rms_error**2 * self.count + other.rms_error**2 * other.count
         return Loss(
@@ -183,22 +182,23 @@ class Loss:
 
 
 def loss(source: Tensor, result: LogicalWeight) -> Loss:
-    """How far `result` is from `source`, by row chunks."""
+    """The error of `result` against `source`."""
     return _loss(lambda low, high: source[low:high].float(), result)
 
 
 def _loss(source: Rows, result: LogicalWeight) -> Loss:
     meter = _Meter(result.spec.dtype)
     for low, high in row_chunks(result.n, result.k, result.codes.device):
-        want = source(low, high)
-        want = want if result.perm is None else want.index_select(1, result.perm)  # in the order of the codes
-        meter.add(want, _dequantize_rows(result, low, high), _position(want, result, low, high))
+        expected = source(low, high)
+        if result.perm is not None:
+            expected = expected.index_select(1, result.perm)  # in the order of the codes
+        meter.add(expected, _dequantize_rows(result, low, high), _position(expected, result, low, high))
     return meter.loss()
 
 
 @dataclass
 class _Meter:
-    """Sums that make up a `Loss`, chunk by chunk."""
+    """Accumulates a `Loss` over chunks."""
 
     dtype: DType
     worst: float = 0.0
@@ -210,7 +210,7 @@ class _Meter:
     count: int = 0
 
     def add(self, want: Tensor, got: Tensor, position: Tensor) -> None:
-        """Chunk `want`, which lies at `position` among the values of the codes, became `got`."""
+        """Add a chunk: `want` was encoded and decoded to `got`; `position` is `want` in units of the code table."""
         difference = (want - got).abs_()
         self.worst = max(self.worst, difference.amax().item())
         self.peak = max(self.peak, want.amax().item(), -want.amin().item())
@@ -218,14 +218,14 @@ class _Meter:
         self.energy += torch.linalg.vector_norm(want, dtype=torch.float64).item() ** 2
         self.count += want.numel()
         self.saturated += self._beyond(position)
-        remaining = int(torch.count_nonzero(got))  # zeros in both leave no trace in |got| + difference
+        remaining = int(torch.count_nonzero(got))  # |got| + difference is zero only if both values are zero
         self.flushed += int(torch.count_nonzero(difference.add_(got.abs()))) - remaining
 
     def _beyond(self, position: Tensor) -> int:
-        """How many positions no code is near; most chunks have none, which their extremes tell."""
+        """How many positions are outside the range of the codes. Most chunks have none: check the extremes first."""
         low, high = self.dtype.rounding_range
-        sliver = max(high, -low) * _SCALE_ROUNDING if self.dtype.table else 0.0
-        low, high = low - sliver, high + sliver
+        tolerance = max(high, -low) * _SCALE_ROUNDING if self.dtype.table else 0.0
+        low, high = low - tolerance, high + tolerance
         if low <= position.amin().item() and position.amax().item() <= high:
             return 0
         return int(torch.count_nonzero(position.clamp(low, high).sub_(position)))

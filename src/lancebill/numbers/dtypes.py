@@ -1,16 +1,16 @@
 """What one stored code means.
 
-A `DType` of up to eight bits is nothing but a table of 2**bits floats: integers, mini-floats,
-power-of-two scales, codebooks and ternary digits are all the same kind of thing. Sixteen- and
-32-bit floats have no table; their codes are the floats themselves.
+A `DType` of up to eight bits is a table of 2**bits floats: integers, mini-floats, power-of-two
+scales, codebooks and ternary digits all have the same form. 16- and 32-bit floats have no table;
+their codes are the floats themselves.
 
-Rules of `encode`, the same for every type:
-* round to nearest; a tie goes to the even integer for integer types, to the even code otherwise
-  (for floats that is the even mantissa; between two even or two odd codes, to the lower value);
-* beyond the largest finite value: saturate, infinities included;
-* NaN becomes a NaN code where the type has one; where it has none it is the caller's error and
-  becomes the code of zero, or of what is nearest to it (callers check, see `codec.quantize`);
-* the sign of a zero is kept by the types that have a sign bit and two zeros.
+`encode` follows the same rules for every type:
+* Round to nearest. Ties go to the even integer for integer types, otherwise to the even code (for
+  floats the even mantissa); between two even or two odd codes, to the lower value.
+* Saturate beyond the largest finite value; infinities saturate too.
+* NaN becomes a NaN code if the type has one. Otherwise it becomes the code nearest to zero; callers
+  reject NaN beforehand (see `codec.quantize`).
+* Types with a sign bit and two zeros keep the sign of a zero.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ INTEGER, FLOAT, CODEBOOK = "integer", "float", "codebook"
 
 @dataclass(frozen=True)
 class DType:
-    """One kind of number: `table[code]` is its value. Wide floats have an empty table."""
+    """A number type: `table[code]` is the value of a code. 16- and 32-bit types have an empty table."""
 
     name: str
     bits: int
     kind: str
     table: tuple[float, ...] = ()
     ieee: tuple[int, int] | None = None  # (mantissa bits, bias) of a sign-magnitude mini-float
-    native: torch.dtype | None = None  # torch's own one-byte float with this very table
-    wide: torch.dtype | None = None
+    native: torch.dtype | None = None  # torch's one-byte float type with the same table
+    wide: torch.dtype | None = None  # the torch dtype of a 16- or 32-bit type
 
     def __str__(self) -> str:
         return self.name
@@ -50,7 +50,7 @@ class DType:
     def __repr__(self) -> str:
         return f"DType({self.name})"
 
-    # By bits, since a NaN in a table is not equal to itself.
+    # Compares tables by their bits: a NaN is not equal to itself.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DType) and self.name == other.name and self._table_bits == other._table_bits
 
@@ -63,7 +63,7 @@ class DType:
 
     @property
     def storage(self) -> torch.dtype:
-        """How one code is held in a `LogicalWeight`: a byte, or the wide float itself."""
+        """The torch dtype of codes in a `LogicalWeight`: a byte, or the 16- or 32-bit type itself."""
         return self.wide or torch.uint8
 
     @cached_property
@@ -78,7 +78,7 @@ class DType:
 
     @cached_property
     def min_positive(self) -> float:
-        """Smallest value above zero; 0 where there is none."""
+        """Smallest value above zero; 0 if there is none."""
         if self.kind == INTEGER:
             return 1.0 if self.max > 0 else 0.0
         if not self.table:
@@ -88,23 +88,23 @@ class DType:
 
     @cached_property
     def max_exponent(self) -> int:
-        """Exponent of the largest power of two that is not above `max`: MX calls it emax."""
+        """Exponent of the largest power of two <= `max`: emax in the MX specification."""
         return math.frexp(self.max)[1] - 1
 
     @cached_property
     def rounding_range(self) -> tuple[float, float]:
-        """The values that round to a code: up to half a step beyond the outermost. The rest saturates."""
+        """The values that round to a code: up to half a step beyond the outermost. Values outside saturate."""
         if not self.table:
             half = 2.0**self.max_exponent * torch.finfo(self.storage).eps / 2 if self.kind == FLOAT else 0.5
             end = min(self.max + half, torch.finfo(torch.float32).max)
             return self.min + self.max - end, end
         values = sorted({self.table[c] for c in self.valid_codes})
-        first, last = values[:2], values[-2:]
-        return values[0] - (first[-1] - first[0]) / 2, values[-1] + (last[-1] - last[0]) / 2
+        lowest, highest = values[:2], values[-2:]
+        return values[0] - (lowest[-1] - lowest[0]) / 2, values[-1] + (highest[-1] - highest[0]) / 2
 
     @cached_property
     def nan_code(self) -> int | None:
-        """The first code that is NaN; None where the type has no NaN."""
+        """The first code that is NaN; None if the type has no NaN."""
         return next((c for c, v in enumerate(self.table) if math.isnan(v)), None)
 
     @cached_property
@@ -123,7 +123,7 @@ class DType:
         return _table_on(self, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Values (taken as fp32) to the nearest codes, by the rules at the top of this file."""
+        """Values (converted to fp32) to the nearest codes, by the rules at the top of this file."""
         if self.wide is not None:
             rounded = values.nan_to_num(nan=0.0).round() if self.kind == INTEGER else values
             return rounded.clamp(self.min, self.max).to(self.wide)
@@ -155,7 +155,7 @@ def _decode_integer(dtype: DType, codes: Tensor) -> Tensor:
 
 
 def _encode_integer(dtype: DType, values: Tensor) -> Tensor:
-    """torch.round is half-to-even, so integers need no search."""
+    """torch.round rounds half to even, so integers need no table search."""
     rounded = values.nan_to_num(nan=0.0).clamp_(dtype.min, dtype.max).round_()
     if _twos_complement(dtype):
         return rounded.to(torch.int32).bitwise_and_((1 << dtype.bits) - 1).to(torch.uint8)
@@ -163,11 +163,11 @@ def _encode_integer(dtype: DType, values: Tensor) -> Tensor:
 
 
 def _encode_minifloat(dtype: DType, mantissa: int, bias: int, values: Tensor) -> Tensor:
-    """What the table search gives, in arithmetic: several times as fast.
+    """The same codes as the table search, by arithmetic; several times faster.
 
-    Adding 2**(23 - mantissa) times the value's own power of two makes fp32 round it to the type's
-    mantissa, half to even; what that added to the bits is the code within its binade. Below the
-    smallest normal the binade is fixed, which gives the subnormals.
+    Adding 2**(23 - mantissa) times the value's power of two makes fp32 round it to the type's
+    mantissa, half to even. The difference of the bit patterns is then the code within its binade.
+    Below the smallest normal the exponent is clamped, which yields the subnormals.
     """
     magnitude = values.abs().nan_to_num_(nan=0.0).clamp_(max=dtype.max)
     smallest = (128 - bias) << 23
@@ -184,8 +184,8 @@ def _encode_minifloat(dtype: DType, mantissa: int, bias: int, values: Tensor) ->
 def _encode_table(dtype: DType, values: Tensor) -> Tensor:
     """Nearest entry of any table, by one look-up and one comparison instead of a search.
 
-    The top 16 bits of an fp32 number name an interval that seldom holds more than one decision
-    boundary: the look-up gives the lower of the two candidates and the boundary between them.
+    The top 16 bits of an fp32 number select an interval, which for most tables holds at most one
+    decision boundary. The look-up returns the lower of the two candidates and that boundary.
     """
     boundaries, codes, cells = _search_tables(dtype, values.device)
     values = values.nan_to_num(nan=0.0)
@@ -210,8 +210,8 @@ def _table_on(dtype: DType, device: torch.device) -> Tensor:
 def _search_tables(dtype: DType, device: torch.device) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
     """Sorted decision boundaries (fp32), the code of each interval (None: its rank), the cells.
 
-    A value equal to a boundary goes down. Where the tie must go up, the boundary is moved to the
-    next float below; a midpoint that fp32 cannot hold is rounded down, which no fp32 value can tell.
+    A value equal to a boundary rounds down. If the tie must round up, the boundary is moved to the
+    next lower float. A midpoint that fp32 cannot represent is rounded down, which affects no fp32 value.
     """
     codes = sorted(dtype.valid_codes, key=lambda c: (dtype.table[c], c))
     codes = [c for i, c in enumerate(codes) if i == 0 or dtype.table[c] != dtype.table[codes[i - 1]]]
@@ -231,11 +231,11 @@ def _search_tables(dtype: DType, device: torch.device) -> tuple[Tensor, Tensor |
 def _cells(boundaries: Tensor) -> tuple[Tensor, Tensor] | None:
     """For each pattern of the top 16 bits: the lowest rank and the boundary above it.
 
-    None where two boundaries share a cell, which a well-spread table does not have.
+    None if two boundaries share a cell, which happens only for tables with very close values.
     """
     top = torch.arange(1 << 16, dtype=torch.int64) << 16
     ends = torch.stack([top, top + 0xFFFF]).to(torch.int32).view(torch.float32)
-    ends = torch.where(ends.isfinite().all(0), ends, torch.zeros_like(ends))  # cells that are never looked up
+    ends = torch.where(ends.isfinite().all(0), ends, torch.zeros_like(ends))  # NaN and infinity are never looked up
     ranks = torch.bucketize(ends, boundaries)
     below, above = ranks.amin(0), ranks.amax(0)
     if int((above - below).amax()) > 1:
@@ -254,7 +254,7 @@ def minifloat(
     infinities: Sequence[int] = (),
     native: torch.dtype | None = None,
 ) -> DType:
-    """A table for sign / exponent / mantissa. `nans` and `infinities` list positive codes."""
+    """A sign / exponent / mantissa float. `nans` and `infinities` list non-negative codes."""
     bias = (1 << (exponent - 1)) - 1 if bias is None else bias
     table = []
     for code in range(1 << (exponent + mantissa)):
@@ -276,19 +276,19 @@ def int_type(bits: int) -> DType:
 
 @cache
 def uint_type(bits: int) -> DType:
-    """Unsigned; what a zero point is subtracted from."""
+    """Unsigned; the codes of weights with a zero point."""
     return DType(f"uint{bits}", bits, INTEGER, tuple(float(c) for c in range(1 << _width(bits))))
 
 
 @cache
 def biased_type(bits: int) -> DType:
-    """Offset binary, value = code - 2**(bits-1): the canonical form of every signed integer."""
+    """Offset binary, value = code - 2**(bits-1): the canonical form of signed integers."""
     half = 1 << (_width(bits) - 1)
     return DType(f"uint{bits}b{half}", bits, INTEGER, tuple(float(c - half) for c in range(2 * half)))
 
 
 def codebook(values: Sequence[float], name: str | None = None) -> DType:
-    """Any table of up to 256 entries (a power of two). Without a name, one made from the values."""
+    """Any table of up to 256 entries (a power of two). An unnamed table is named by a hash of its values."""
     count = len(values)
     bits = max(1, (count - 1).bit_length())
     if count != 1 << bits or bits > 8:
@@ -297,9 +297,9 @@ def codebook(values: Sequence[float], name: str | None = None) -> DType:
     if not all(map(math.isfinite, table)):
         raise SpecError("the entries of a codebook are finite", got=[v for v in table if not math.isfinite(v)])
     if name is None:
-        known = next((known for known in (NF4, BNB_FP4, IQ4) if known.table == table), None)
-        if known is not None:
-            return known
+        for standard in (NF4, BNB_FP4, IQ4):
+            if standard.table == table:
+                return standard
         name = f"codebook{count}#{hashlib.sha256(struct.pack(f'<{count}f', *table)).hexdigest()[:12]}"
     return DType(name, bits, CODEBOOK, table)
 
@@ -321,7 +321,7 @@ E8M0 = DType("e8m0", 8, FLOAT, tuple(2.0 ** (b - 127) for b in range(255)) + (ma
 
 
 def _e4m3fnuz() -> DType:
-    """Bias 8, and the code of minus zero is the only NaN."""
+    """Bias 8; the only NaN is the code of minus zero."""
     positive = minifloat("", 4, 3, bias=8).table[:128]
     table = positive + (math.nan,) + tuple(-v for v in positive[1:])
     return DType("e4m3fnuz", 8, FLOAT, table, native=torch.float8_e4m3fnuz)
@@ -337,13 +337,13 @@ NF4 = codebook(
     ],
     "nf4",
 )  # fmt: skip
-# bitsandbytes' own fp4: its codes are not those of e2m1, and it is scaled to reach one.
+# bitsandbytes' fp4: its code order is not that of e2m1, and its largest value is one.
 BNB_FP4 = codebook(
     [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)],
     "bnbfp4",
 )
 IQ4 = codebook([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], "iq4")  # GGUF's
-# A constant as a scale type: bitsandbytes multiplies int8 rows by their maximum and then by fp32(1/127).
+# A constant scale: bitsandbytes multiplies int8 rows by their maximum and then by fp32(1/127).
 INV127 = DType("inv127", 1, FLOAT, (torch.tensor(1 / 127, dtype=torch.float32).item(),) * 2)
 # Codes 0, 1, 2 are -1, 0, 1; the fourth code has no meaning.
 TERNARY = DType("ternary", 2, INTEGER, (-1.0, 0.0, 1.0, math.nan))
@@ -351,5 +351,5 @@ TERNARY = DType("ternary", 2, INTEGER, (-1.0, 0.0, 1.0, math.nan))
 F16 = DType("fp16", 16, FLOAT, wide=torch.float16)
 BF16 = DType("bf16", 16, FLOAT, wide=torch.bfloat16)
 F32 = DType("fp32", 32, FLOAT, wide=torch.float32)
-# Integer zero points reach 2**bits (GPTQ v1), one more than eight bits hold.
+# Integer zero points can be 2**bits (GPTQ v1), which does not fit in eight bits for 8-bit codes.
 ZERO16 = DType("zero16", 16, INTEGER, wide=torch.int16)

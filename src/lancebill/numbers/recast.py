@@ -1,7 +1,7 @@
-"""The same codes under another spec: finer blocks, other scale types, a zero point made explicit.
+"""The same codes under another spec: finer blocks, other scale types, an explicit zero point.
 
-Refitting a matrix to scales of its own moves every code. Where two specs differ only in how the
-levels are stored, keeping the codes loses nothing, or no more than the rounding of a scale.
+Fitting new scales changes every code. If two specs differ only in how the levels are stored, keeping
+the codes is exact, or loses no more than the rounding of a scale.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lancebill.numbers.weight import LogicalWeight
 
 
 def recast(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight | None:
-    """`weight` under `spec` where no number changes, whatever the numbers; else None."""
+    """`weight` under `spec` if that is exact for any values of the scales; otherwise None."""
     if weight.spec == spec:
         return weight
     source = _explicit_zero(weight, spec)
-    if not _alike(source, spec) or not all(map(_widens, source.spec.levels, spec.levels)):
+    if not _can_keep_codes(source, spec) or not all(map(_level_fits, source.spec.levels, spec.levels)):
         return None
     return _rewritten(source, spec)
 
@@ -29,11 +29,11 @@ def recast(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight | None:
 def rescale(weight: LogicalWeight, spec: QuantSpec, tolerance: float) -> tuple[LogicalWeight, bool] | None:
     """`weight` under `spec` with its levels rounded to the new types, and whether that was exact.
 
-    None where a number of some level would change by more than `tolerance` of itself. A scale that
-    multiplied may become one that divides.
+    None if a number of some level would change by more than `tolerance` relative to itself. A
+    multiplying scale may become a dividing one and vice versa.
     """
     source = _explicit_zero(weight, spec)
-    if not _alike(source, spec):
+    if not _can_keep_codes(source, spec):
         return None
     result, worst = _rewritten(source, spec), 0.0
     for before, after in zip(_factors(_refined(source, spec)), _factors(result)):
@@ -43,14 +43,14 @@ def rescale(weight: LogicalWeight, spec: QuantSpec, tolerance: float) -> tuple[L
 
 
 def _factors(weight: LogicalWeight) -> list[Tensor]:
-    """The numbers of every level as factors, in fp64 so that no change is rounded away."""
+    """The numbers of every level as multipliers, in fp64 so that no change is lost to rounding."""
     spec = weight.spec
-    held = [level.dtype.decode(tensor).double() for level, tensor in weight.levels()]
-    return [1 / t if isinstance(s, Scale) and s.op == DIV else t for s, t in zip(spec.levels, held)]
+    values = [level.dtype.decode(tensor).double() for level, tensor in weight.levels()]
+    return [1 / t if isinstance(s, Scale) and s.op == DIV else t for s, t in zip(spec.levels, values)]
 
 
 def _rewritten(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight:
-    """`weight` over the blocks and in the types of `spec`, which is alike."""
+    """`weight` with the blocks and types of `spec`; requires `_can_keep_codes`."""
     fine = _refined(weight, spec)
 
     def convert(old: Level, new: Level, tensor: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _rewritten(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight:
 
 
 def _translate(codes: Tensor, old: DType, new: DType) -> Tensor:
-    """Codes of one table to those of another that has all its values."""
+    """Codes of one table to codes of another table that contains all its values."""
     if old == new:
         return codes
     table = new.encode(torch.tensor(old.table, device=codes.device))
@@ -82,7 +82,7 @@ def _translate(codes: Tensor, old: DType, new: DType) -> Tensor:
 
 
 def _explicit_zero(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight:
-    """Offset-binary integers said as unsigned ones with the constant zero point 2**(b-1)."""
+    """Offset-binary integers rewritten as unsigned with the constant zero point 2**(b-1), if `spec` has one."""
     old, bits = weight.spec, weight.spec.dtype.bits
     if old.zero is not None or spec.zero is None or spec.zero.dtype != ZERO16:
         return weight
@@ -94,7 +94,7 @@ def _explicit_zero(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight:
     return replace(weight, spec=replace(old, dtype=spec.dtype, zero=spec.zero), zero=zero)
 
 
-def _alike(weight: LogicalWeight, new: QuantSpec) -> bool:
+def _can_keep_codes(weight: LogicalWeight, new: QuantSpec) -> bool:
     """Whether `new` has the same kinds of levels over the same or finer blocks, and a code for every value."""
     old = weight.spec
     return (
@@ -104,12 +104,12 @@ def _alike(weight: LogicalWeight, new: QuantSpec) -> bool:
         and len(old.minimum) == len(new.minimum)
         and (old.zero is None) == (new.zero is None)
         and all(map(_refines, old.levels, new.levels))
-        and _holds_codes(new.dtype, weight)
+        and _codes_fit(new.dtype, weight)
     )
 
 
 def _refined(weight: LogicalWeight, new: QuantSpec) -> LogicalWeight:
-    """`weight` over the blocks of `new`."""
+    """`weight` with the blocks of `new`."""
     old = weight.spec
     return weight.reblock(
         replace(
@@ -125,30 +125,31 @@ def _refines(old: Level, new: Level) -> bool:
     return all(b == a or (b != ALL and (a == ALL or a % b == 0)) for a, b in zip(old.block, new.block))
 
 
-def _widens(old: Level, new: Level) -> bool:
-    """Every number of `old` can be said in `new`."""
+def _level_fits(old: Level, new: Level) -> bool:
+    """Whether `new` can represent every number of `old`."""
     if isinstance(old, Scale) and isinstance(new, Scale) and old.op != new.op:
         return False
-    return _holds(new.dtype, old.dtype)
+    return _type_fits(new.dtype, old.dtype)
 
 
-def _holds(new: DType, old: DType) -> bool:
-    """Every value of `old`, NaN included, is one of `new`, bit for bit."""
+def _type_fits(new: DType, old: DType) -> bool:
+    """Whether `new` has every value of `old`, NaN included, bit for bit."""
     if old == new or not old.table:
         return old == new or (new == F32 and old.kind != INTEGER)
-    return _held(new, torch.tensor(old.table))
+    return _represents(new, torch.tensor(old.table))
 
 
-def _holds_codes(new: DType, weight: LogicalWeight) -> bool:
-    """The same for codes, of which some may have no value as long as the weight does not use them."""
+def _codes_fit(new: DType, weight: LogicalWeight) -> bool:
+    """Whether `new` has every value of the weight's codes. Codes without a value are fine if the weight uses none."""
     old = weight.spec.dtype
     if old == new:
         return True
-    if not _held(new, torch.tensor([old.table[c] for c in old.valid_codes])):
+    if not _represents(new, torch.tensor([old.table[c] for c in old.valid_codes])):
         return False
     return len(old.valid_codes) == len(old.table) or bool(old.decode(weight.codes).isfinite().all())
 
 
-def _held(new: DType, values: Tensor) -> bool:
-    held = new.decode(new.encode(values))
-    return bool(((held.view(torch.int32) == values.view(torch.int32)) | (held.isnan() & values.isnan())).all())
+def _represents(dtype: DType, values: Tensor) -> bool:
+    """Whether all `values` survive a round trip through `dtype`."""
+    rounded = dtype.decode(dtype.encode(values))
+    return bool(((rounded.view(torch.int32) == values.view(torch.int32)) | (rounded.isnan() & values.isnan())).all())

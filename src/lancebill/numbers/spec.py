@@ -1,13 +1,15 @@
 """What a matrix of codes means.
 
-One formula serves every format, in fp32 and strictly left to right, so that judges agree bit for
-bit:
+One formula covers every format. It is evaluated in fp32, strictly left to right, so that independent
+implementations agree bit for bit:
 
     value = (table[code] - zero) op scale_1 op scale_2 ... - minimum
 
-Each scale, the zero point and the minimum cover a block of (rows, columns); `ALL` stands for the
-whole axis. Per tensor, per channel, per group, 128 x 128 blocks and NVFP4's two levels are all just
-blocks. Stored scale dtypes are kept, never cast.
+Each scale, the zero point and the minimum cover a block of (rows, columns); a side of `ALL` spans the
+whole axis. Per-tensor, per-channel, per-group and 128 x 128 scales and NVFP4's two levels differ only
+in their blocks. Scales keep the dtype they are stored in.
+
+`str(spec)` is the spec's name; `spec_names` documents the grammar and parses it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from lancebill.numbers.dtypes import (
     ZERO16,
     DType,
     biased_type,
+    int_type,
     uint_type,
 )
 
@@ -54,7 +57,7 @@ def blocks_along(size: int, side: int) -> int:
 
 @dataclass(frozen=True)
 class Level:
-    """A number of `dtype` for each block."""
+    """One number of type `dtype` per block."""
 
     dtype: DType
     block: Block
@@ -69,7 +72,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Scale(Level):
-    """One level of scaling, or of the minimum."""
+    """One level of scaling, or one level of the minimum."""
 
     op: str = MUL
 
@@ -81,7 +84,7 @@ class Scale(Level):
 
 @dataclass(frozen=True)
 class Zero(Level):
-    """A zero point for each block: integers up to 2**bits (`ZERO16`), or floats."""
+    """One zero point per block: integers up to 2**bits (`ZERO16`), or floats."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,7 @@ class QuantSpec:
             raise SpecError("the levels of a minimum multiply")
 
     def __str__(self) -> str:
-        from lancebill.numbers.spec_names import spec_name
-
-        return spec_name(self)
+        return _name(self, WEIGHT_DEFAULTS)
 
     @property
     def quantized(self) -> bool:
@@ -114,7 +115,7 @@ class QuantSpec:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Everything that is stored per block."""
+        """All per-block numbers: scales, zero point, minimum."""
         return self.scales + ((self.zero,) if self.zero else ()) + self.minimum
 
     @property
@@ -124,11 +125,11 @@ class QuantSpec:
 
     @property
     def widest(self) -> int:
-        """Columns of the widest block: cuts at its multiples go through none. 1 where none ends inside a row."""
+        """Columns of the widest block. A cut at its multiples splits no block. 1 if no block ends inside a row."""
         return max((level.block[1] for level in self.levels), default=1) or 1
 
     def bits_per_weight(self, n: int, k: int) -> float:
-        """Bits of codes and of everything beside them, per weight of an [n, k] matrix."""
+        """Average bits per weight of an [n, k] matrix, including scales, zero points and minima."""
         stored = n * k * self.dtype.bits
         for level in self.levels:
             rows, columns = level.shape(n, k)
@@ -137,7 +138,7 @@ class QuantSpec:
         return stored / (n * k)
 
     def with_blocks(self, change: Callable[[Block], Block]) -> QuantSpec:
-        """The same levels over other blocks."""
+        """The same levels with each block replaced by `change(block)`."""
         return replace(
             self,
             scales=tuple(replace(s, block=change(s.block)) for s in self.scales),
@@ -146,25 +147,25 @@ class QuantSpec:
         )
 
     def map_blocks(self, side: int, size: int) -> QuantSpec:
-        """The same numbers with each block's `side` (0 rows, 1 columns) cut to gcd(side, size).
+        """The same numbers with each block's `side` (0 rows, 1 columns) reduced to gcd(side, size).
 
-        What a cut at multiples of `size` needs where it falls inside a block; exact, since a
-        finer block only repeats its scale.
+        Needed when a matrix is cut at multiples of `size` inside a block. Exact: a finer block only
+        repeats its scale.
         """
 
-        def cut(block: Block) -> Block:
+        def refine(block: Block) -> Block:
             if block[side] == ALL:
                 return block
             finer = math.gcd(block[side], size)
             return (finer, block[1]) if side == 0 else (block[0], finer)
 
-        return self.with_blocks(cut)
+        return self.with_blocks(refine)
 
     def stacked(self, rows: int) -> QuantSpec:
         """The spec of several such matrices of `rows` rows stacked along N.
 
-        A scale that spanned all rows becomes one per stacked matrix, so that gate and up keep
-        their own global scales exactly; blocks are cut so that none straddles two matrices.
+        A scale that spans all rows becomes one scale per stacked matrix, so that gate and up keep
+        their own global scales. Blocks are refined so that none spans two matrices.
         """
         return self.map_blocks(0, rows).with_blocks(lambda block: (block[0] or rows, block[1]))
 
@@ -181,7 +182,7 @@ def fp8_spec(block: Block, *, dtype: DType = E4M3, scale: DType = F32) -> QuantS
 
 
 def mx_spec(dtype: DType) -> QuantSpec:
-    """OCP microscaling: a power-of-two scale for 32 elements along K."""
+    """OCP microscaling: one power-of-two scale per 32 elements along K."""
     return QuantSpec(dtype, (Scale(E8M0, group(32)),))
 
 
@@ -197,6 +198,20 @@ NF4_G64 = QuantSpec(NF4, (Scale(F32, group(64)),))
 FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK = fp8_spec(TENSOR), fp8_spec(CHANNEL), fp8_spec(FP8_BLOCK_SIDES)
 DENSE_BF16, DENSE_F16, DENSE_F32 = QuantSpec(BF16), QuantSpec(F16), QuantSpec(F32)
 
+NAMED: dict[str, QuantSpec] = {
+    "bf16": DENSE_BF16,
+    "fp16": DENSE_F16,
+    "fp32": DENSE_F32,
+    "mxfp4": MXFP4,
+    "mxfp6-e2m3": MXFP6_E2M3,
+    "mxfp6-e3m2": MXFP6_E3M2,
+    "mxfp8": MXFP8,
+    "mxfp8-e5m2": MXFP8_E5M2,
+    "nvfp4": NVFP4,
+    "nvfp4-div": NVFP4_DIV,
+    "nf4": NF4_G64,
+}
+
 
 def is_integer(spec: QuantSpec) -> bool:
     return spec.dtype.kind == INTEGER and spec.quantized
@@ -204,15 +219,78 @@ def is_integer(spec: QuantSpec) -> bool:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """How a GEMM's input is represented: 16-bit as it comes, or quantised row by row.
+    """The number format of a GEMM's input: 16-bit and unquantised, or quantised row by row.
 
-    `static` scales come from the checkpoint; dynamic ones are measured on each row.
+    `static` scales come from the checkpoint; dynamic scales are computed from each row.
     """
 
     spec: QuantSpec
     static: bool = False
 
     def __str__(self) -> str:
-        from lancebill.numbers.spec_names import activation_name
+        if self.static:
+            return _name(self.spec, STATIC_DEFAULTS) + STATIC_SUFFIX
+        return _name(self.spec, DYNAMIC_DEFAULTS)
 
-        return activation_name(self)
+
+# Names of specs: the printing half of the grammar in `spec_names`.
+
+UNSCALED, STATIC_SUFFIX = "unscaled", "-static"
+BLOCK_WORDS: dict[str, Block] = {"tensor": TENSOR, "channel": CHANNEL, "block": FP8_BLOCK_SIDES}
+_WORD_OF_BLOCK = {block: word for word, block in BLOCK_WORDS.items()}
+_NAME_OF = {spec: name for name, spec in NAMED.items()}
+
+
+@dataclass(frozen=True)
+class NameDefaults:
+    """What a name may omit: the block of a single scale, and the dtype of the scales."""
+
+    block: str
+    integer_scale: DType
+    prints_block: bool  # for float codes; integer names always omit the default block
+
+    def scale_type(self, codes: DType) -> DType:
+        return self.integer_scale if codes.kind == INTEGER else F32
+
+
+WEIGHT_DEFAULTS = NameDefaults("channel", BF16, prints_block=True)
+DYNAMIC_DEFAULTS = NameDefaults("channel", F32, prints_block=False)
+STATIC_DEFAULTS = NameDefaults("tensor", F32, prints_block=False)
+
+
+def _name(spec: QuantSpec, defaults: NameDefaults) -> str:
+    """The shortest name that parses back to `spec`."""
+    if spec in _NAME_OF:
+        return _NAME_OF[spec]
+    base = _code_name(spec)
+    levels = [_scale_name(s, defaults.scale_type(spec.dtype)) for s in spec.scales] or [UNSCALED]
+    omits_block = base not in NAMED and (spec.dtype.kind == INTEGER or not defaults.prints_block)
+    words = [base] if omits_block and levels == [defaults.block] else [base, *levels]
+    if spec.zero is not None:
+        words.append(_zero_name(spec.zero, spec.scales))
+    return "-".join(words + [f"min.{_scale_name(s, F16)}" for s in spec.minimum])
+
+
+def _code_name(spec: QuantSpec) -> str:
+    dtype, bits = spec.dtype, spec.dtype.bits
+    if dtype.kind == INTEGER and dtype.wide is None:
+        canonical = uint_type(bits) if spec.zero is not None else biased_type(bits)
+        return {canonical: f"int{bits}", int_type(bits): f"twos{bits}"}.get(dtype, dtype.name)
+    return "fp8" if dtype == E4M3 else dtype.name
+
+
+def _scale_name(scale: Scale, default: DType) -> str:
+    suffix = "" if scale.dtype == default else f":{scale.dtype}"
+    return f"{'/' if scale.op == DIV else ''}{_block_name(scale.block)}{suffix}"
+
+
+def _zero_name(zero: Zero, levels: tuple[Scale, ...]) -> str:
+    where = "" if zero.block == (levels[0].block if levels else TENSOR) else f".{_block_name(zero.block)}"
+    return f"zp{where}" if zero.dtype == ZERO16 else f"zp{where}:{zero.dtype}"
+
+
+def _block_name(block: Block) -> str:
+    rows, columns = block
+    if block in _WORD_OF_BLOCK:
+        return _WORD_OF_BLOCK[block]
+    return f"g{columns}" if rows == 1 else f"b{rows or 'all'}x{columns or 'all'}"

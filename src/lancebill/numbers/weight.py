@@ -1,7 +1,7 @@
-"""One matrix in canonical form: where formats and kernels meet.
+"""One matrix in canonical form: the interface between formats and kernel layouts.
 
-A `LogicalWeight` is transient: one expert's matrix at a time, one byte a code. Every operation here
-is exact; rounding lives in `codec`.
+A `LogicalWeight` is transient: it holds one expert's matrix, one byte per code. Every operation here
+is exact; `codec` does the rounding.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lancebill.numbers.blocks import expand as expand
 from lancebill.numbers.blocks import spread as spread
 from lancebill.numbers.spec import ALL, TENSOR, Level, QuantSpec, blocks_along
 
-# Activation-side facts a checkpoint may carry for a projection.
+# Activation-side tensors that a checkpoint may store for a projection.
 INPUT_ROLES = ("input_scale", "input_global_scale", "input_zero_point", "pre_quant_scale")
 
 
 @dataclass(frozen=True, eq=False)
 class LogicalWeight:
-    """codes [N, K], and per level of the spec a tensor of one number for each block.
+    """Codes [N, K], and for each level of the spec a tensor with one number per block.
 
-    With `perm` (act-order) the columns are stored in sorted order: column j belongs to input
-    feature perm[j], so that groups are contiguous. `dequantize` gives natural order.
+    With `perm` (act-order) the columns are sorted by group, so that groups are contiguous: column j
+    belongs to input feature perm[j]. `dequantize` restores the natural order.
     """
 
     spec: QuantSpec
@@ -42,14 +42,14 @@ class LogicalWeight:
     def __post_init__(self) -> None:
         n, k = self.n, self.k
         _expect("codes", self.codes, (n, k), self.spec.dtype.storage)
-        held = (len(self.scales), self.zero is not None, len(self.minimum))
-        wanted = (len(self.spec.scales), self.spec.zero is not None, len(self.spec.minimum))
-        if held != wanted:
+        actual = (len(self.scales), self.zero is not None, len(self.minimum))
+        expected = (len(self.spec.scales), self.spec.zero is not None, len(self.spec.minimum))
+        if actual != expected:
             raise WrongShape(
-                "a weight holds one tensor for each level of its spec",
+                "a weight needs one tensor for each level of its spec",
                 where=str(self.spec),
-                expected="{} scales, zero point {}, {} minima".format(*wanted),
-                got="{} scales, zero point {}, {} minima".format(*held),
+                expected="{} scales, zero point {}, {} minima".format(*expected),
+                got="{} scales, zero point {}, {} minima".format(*actual),
             )
         for level, tensor in self.levels():
             _expect(f"level {level}", tensor, level.shape(n, k), level.dtype.storage)
@@ -67,7 +67,7 @@ class LogicalWeight:
         return int(self.codes.shape[1])
 
     def equals(self, other: LogicalWeight) -> bool:
-        """Bit for bit, spec and activation-side tensors included."""
+        """Bitwise equality, including the spec and the activation-side tensors."""
         mine, theirs = self._tensors(), other._tensors()
         return (
             self.spec == other.spec
@@ -76,49 +76,49 @@ class LogicalWeight:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        held = {"codes": self.codes, "zero": self.zero, "bias": self.bias, "perm": self.perm}
-        held |= {f"scale{i}": s for i, s in enumerate(self.scales)}
-        held |= {f"minimum{i}": s for i, s in enumerate(self.minimum)}
-        held |= {f"input.{role}": t for role, t in self.inputs.items()}
-        return {name: t for name, t in held.items() if t is not None}
+        tensors = {"codes": self.codes, "zero": self.zero, "bias": self.bias, "perm": self.perm}
+        tensors |= {f"scale{i}": s for i, s in enumerate(self.scales)}
+        tensors |= {f"minimum{i}": s for i, s in enumerate(self.minimum)}
+        tensors |= {f"input.{role}": t for role, t in self.inputs.items()}
+        return {name: t for name, t in tensors.items() if t is not None}
 
     def levels(self) -> list[tuple[Level, Tensor]]:
         """Every level of the spec with its tensor, in the spec's order."""
         zero = () if self.zero is None else (self.zero,)
         return list(zip(self.spec.levels, self.scales + zero + self.minimum))
 
-    def _changed(self, change: Callable[[Level, Tensor], Tensor], **others: Any) -> LogicalWeight:
-        """With each level's tensor changed, in the spec's order, and `others` replaced."""
+    def _map_levels(self, change: Callable[[Level, Tensor], Tensor], **fields: Any) -> LogicalWeight:
+        """A copy with `change` applied to each level's tensor, in the spec's order, and `fields` replaced."""
         spec = self.spec
         return replace(
             self,
             scales=tuple(map(change, spec.scales, self.scales)),
             zero=None if spec.zero is None or self.zero is None else change(spec.zero, self.zero),
             minimum=tuple(map(change, spec.minimum, self.minimum)),
-            **others,
+            **fields,
         )
 
     def rows(self, index: Tensor) -> LogicalWeight:
-        """Rows `index`, in that order; block scales along N are spread to single rows first."""
+        """Rows `index`, in that order. Blocks along N are refined to single rows first."""
         fine = self.reblock(self.spec.map_blocks(0, 1))
         bias = None if fine.bias is None else fine.bias[index]
-        return fine._changed(
+        return fine._map_levels(
             lambda level, t: t if level.block[0] == ALL else t[index], codes=fine.codes[index], bias=bias
         )
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> LogicalWeight:
-        """The sub-matrix [rows, columns). A cut starts on block edges: `reblock` first if needed.
+        """The sub-matrix [rows, columns). Cuts must start on block edges: call `reblock` first if needed.
 
-        Columns of an act-ordered weight are cut only after its order is folded away.
+        The act-order must be undone before columns are cut.
         """
-        assert self.perm is None or columns == (0, self.k), "fold the act-order before cutting columns"
+        assert self.perm is None or columns == (0, self.k), "undo the act-order before cutting columns"
         for (low, high), size in ((rows, self.n), (columns, self.k)):
             if not 0 <= low <= high <= size:
                 raise BadValue("a cut outside the matrix", expected=f"within 0 to {size}", got=f"{low} to {high}")
         inputs = dict(self.inputs)
-        if "pre_quant_scale" in inputs:  # the one that has a number for each column
+        if "pre_quant_scale" in inputs:  # the only input role with one number per column
             inputs["pre_quant_scale"] = inputs["pre_quant_scale"][..., columns[0] : columns[1]]
-        return self._changed(
+        return self._map_levels(
             lambda level, t: _cut_level(level, t, rows, columns),
             codes=self.codes[rows[0] : rows[1], columns[0] : columns[1]].contiguous(),
             bias=None if self.bias is None else self.bias[rows[0] : rows[1]],
@@ -126,20 +126,20 @@ class LogicalWeight:
         )
 
     def reblock(self, spec: QuantSpec) -> LogicalWeight:
-        """The same numbers with finer blocks: each scale repeated over the blocks it covered."""
+        """The same numbers with finer blocks: each scale is repeated over the new blocks inside its block."""
         if spec == self.spec:
             return self
         if spec.with_blocks(lambda _: TENSOR) != self.spec.with_blocks(lambda _: TENSOR):
             raise WrongShape("only blocks can be refined", expected=self.spec, got=spec)
         finer = iter(spec.levels)
         n, k = self.n, self.k
-        return self._changed(lambda level, t: spread(t, level.block, next(finer).block, n, k), spec=spec)
+        return self._map_levels(lambda level, t: spread(t, level.block, next(finer).block, n, k), spec=spec)
 
 
 def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
-    """Matrices of equal spec and size stacked along N: gate over up. Exact for unequal scales.
+    """Matrices of equal spec and size stacked along N: gate over up. Exact even if their scales differ.
 
-    Activation-side tensors are kept where all agree; where they differ, each projection has its own.
+    Activation-side tensors are kept only if all projections agree on them.
     """
     first = weights[0]
     for weight in weights:
@@ -165,7 +165,7 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bytes: NaNs compare by their bits, zeros by their signs."""
+    """Equal dtype, shape and bytes: NaNs compare by their bits, and the signs of zeros must match."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Activations: the numbers of their definition, and float64 formulas on random values."""
+"""Activation functions against reference values and float64 formulas."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("activation", "expected"), NUMBERS, ids=str)
-def test_numbers(activation: Activation, expected: list[float]) -> None:
+def test_reference_values(activation: Activation, expected: list[float]) -> None:
     assert activation.gated
     assert activation(PROJECTED)[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_relu2_squares_what_is_positive() -> None:
+def test_relu2_squares_positive_values() -> None:
     activation = Activation("relu2_no_mul")
     assert not activation.gated
     assert activation(torch.tensor([GATES]))[0].tolist() == [1, 0, 81]
@@ -82,7 +82,7 @@ def test_formulas(activation: Activation, formula: Callable[[float, float], floa
 
 
 def test_padding_of_zeros_stays_zero() -> None:
-    """Padded rows of w13 give gate 0 and up 0, which must not reach w2."""
+    """Padded rows of w13 give gate 0 and up 0; they must contribute nothing to w2."""
     for activation, _ in FORMULAS:
         width = 8 if activation.gated else 4
         assert not activation(torch.zeros(1, width)).any()
@@ -96,22 +96,22 @@ def test_the_gate_is_clamped_from_above_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ({"name": "relu2"}, "relu2"),  # gated by its name, and no such function
+        ({"name": "relu2"}, "relu2"),  # would be gated; only relu2_no_mul exists
         ({"name": "swigluoai"}, "needs a limit"),
         ({"name": "swiglustep"}, "needs a limit"),
         ({"name": "gelu", "limit": 7.0}, "has no limit"),
         ({"name": "relu2_no_mul", "limit": 7.0}, "has no limit"),
-        ({"name": "silu", "limit": 0.0}, "clamps"),
-        ({"name": "silu", "limit": math.nan}, "clamps"),
+        ({"name": "silu", "limit": 0.0}, "positive and finite"),
+        ({"name": "silu", "limit": math.nan}, "positive and finite"),
     ],
 )
-def test_activations_that_make_no_sense(arguments: dict[str, object], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_invalid_activations_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         Activation(**arguments)  # type: ignore[arg-type]
 
 
-def test_an_odd_width_is_not_gates_and_ups() -> None:
+def test_gated_activations_need_an_even_width() -> None:
     with pytest.raises(LaunchError, match="gates and ups"):
         Activation("silu")(torch.zeros(1, 5))

@@ -1,4 +1,4 @@
-"""Dispatch forms: stable orders, and the same layer in all three forms."""
+"""Dispatch forms: stable orders, and equal results of one layer in all three forms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lancebill.backends.reference import BACKEND
 from lancebill.errors import LaunchError
 from lancebill.moe.activation import Activation
-from lancebill.moe.dispatch import Indexed, combine, localize, sort, to_batched, to_contiguous
+from lancebill.moe.dispatch import Indexed, combine, group_slots, localize, to_batched, to_contiguous
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Device, Problem
 from lancebill.numbers.codec import dequantize, quantize
@@ -23,8 +23,8 @@ IDS = torch.tensor([[1, 2], [0, 1], [1, 3]])
 HIDDEN, INTER, EXPERTS, TOP_K = 16, 12, 6, 3
 
 
-def test_the_order_of_the_definition() -> None:
-    groups = sort(IDS, 4)
+def test_slots_are_grouped_by_expert_in_slot_order() -> None:
+    groups = group_slots(IDS, 4)
     assert groups.slots.tolist() == [2, 0, 3, 4, 1, 5]
     assert groups.offsets.tolist() == [0, 1, 4, 5, 6]
     assert groups.offsets.dtype == torch.int64
@@ -37,7 +37,7 @@ def test_slots_of_other_ranks_are_dropped() -> None:
     local = localize(IDS, expert_map, 2)
     assert local.tolist() == [[0, -1], [-1, 0], [0, 1]]
     assert local.dtype == torch.int32
-    groups = sort(local, 2)
+    groups = group_slots(local, 2)
     assert groups.slots.tolist() == [0, 3, 4, 5]
     assert groups.offsets.tolist() == [0, 3, 4]
 
@@ -49,37 +49,37 @@ def test_ids_outside_the_experts_never_wrap_around() -> None:
     assert localize(wild, expert_map, 4).tolist() == [[-1, -1], [-1, 3], [2, -1]]
 
 
-def test_ids_past_the_last_expert_are_not_sorted_in() -> None:
-    assert sort(torch.tensor([[5, 0], [-1, 1]]), 2).slots.tolist() == [1, 3]
+def test_ids_past_the_last_expert_are_dropped() -> None:
+    assert group_slots(torch.tensor([[5, 0], [-1, 1]]), 2).slots.tolist() == [1, 3]
 
 
 def test_no_tokens_and_no_slots() -> None:
     for ids in (torch.zeros(0, 2, dtype=torch.int32), torch.full((3, 2), -1, dtype=torch.int32)):
-        groups = sort(ids, 4)
+        groups = group_slots(ids, 4)
         assert groups.slots.numel() == 0
         assert groups.offsets.tolist() == [0] * 5
 
 
 def test_batched_rows_past_the_counts_are_nan() -> None:
     x = torch.arange(6.0).view(3, 2)
-    laid, batched, _ = to_batched(x, Indexed(IDS, torch.ones(3, 2)), 4, capacity=4)
+    rows, batched, _ = to_batched(x, Indexed(IDS, torch.ones(3, 2)), 4, capacity=4)
     assert batched.counts.tolist() == [1, 3, 1, 1]
-    assert laid[1, :3].tolist() == x.tolist()
-    assert all(laid[e, count:].isnan().all() for e, count in enumerate(batched.counts.tolist()))
+    assert rows[1, :3].tolist() == x.tolist()
+    assert all(rows[e, count:].isnan().all() for e, count in enumerate(batched.counts.tolist()))
     with pytest.raises(LaunchError, match="more tokens"):
         to_batched(x, Indexed(IDS, torch.ones(3, 2)), 4, capacity=2)
 
 
-def test_combine_sums_in_slot_order_and_ignores_what_has_no_expert() -> None:
+def test_combine_sums_in_slot_order_and_ignores_empty_slots() -> None:
     ids = torch.tensor([[0, -1, 1], [-1, -1, -1]])
     weights = torch.tensor([[0.5, torch.nan, 2.0], [torch.inf, torch.nan, 1.0]])
     rows = torch.tensor([[2.0, 4.0], [3.0, 5.0]])
-    out = combine(rows, sort(ids, 2), Indexed(ids, weights), torch.full((2, 2), torch.nan))
+    out = combine(rows, group_slots(ids, 2), Indexed(ids, weights), torch.full((2, 2), torch.nan))
     assert out.tolist() == [[7.0, 12.0], [0.0, 0.0]]
 
 
 class Layer:
-    """A small layer of int8 experts: packed, and as plain matrices for the judge."""
+    """A small layer of int8 experts: packed, and as fp32 matrices for the reference computation."""
 
     def __init__(self, experts: int, activation: Activation, bias: bool) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -111,7 +111,7 @@ class Layer:
                 layout.pack(shape, weight, {n: t[expert] for n, t in self.packed[name].items()})
                 self.plain[name].append((dequantize(weight), torch.zeros(shape.n) if b is None else b))
 
-    def judge(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Token by token, slot by slot: y += w * (W2 act(W13 x + b13) + b2)."""
         out = torch.zeros(x.shape[0], HIDDEN)
         for token in range(x.shape[0]):
@@ -138,9 +138,9 @@ def contiguous(layer: Layer, x: Tensor, work: Indexed) -> Tensor:
 
 
 def batched(layer: Layer, x: Tensor, work: Indexed) -> Tensor:
-    laid, dispatch, groups = to_batched(x, work, EXPERTS, capacity=x.shape[0] * TOP_K + 2)
+    padded, dispatch, groups = to_batched(x, work, EXPERTS, capacity=x.shape[0] * TOP_K + 2)
     plan = BACKEND.plan(replace(layer.problem, dispatch=BATCHED), x.shape[0], Device("cpu"))
-    filled = BACKEND.run(plan, laid, dispatch, layer.packed, torch.full_like(laid, torch.nan))
+    filled = BACKEND.run(plan, padded, dispatch, layer.packed, torch.full_like(padded, torch.nan))
     for expert, count in enumerate(dispatch.counts.tolist()):
         assert filled[expert, count:].isnan().all(), "rows past the count were written"
     rows = torch.cat([filled[e, :count] for e, count in enumerate(dispatch.counts.tolist())])
@@ -165,19 +165,19 @@ LAYERS = [
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 257])
 @pytest.mark.parametrize(("activation", "bias"), LAYERS)
-def test_the_three_forms_are_one_layer(activation: Activation, bias: bool, tokens: int) -> None:
+def test_all_three_dispatch_forms_give_equal_results(activation: Activation, bias: bool, tokens: int) -> None:
     layer = Layer(EXPERTS, activation, bias)
     x, ids, weights = work_of(tokens, EXPERTS, seed=tokens)
     work = Indexed(localize(ids, None, EXPERTS), weights)
     results = [form(layer, x, work) for form in (indexed, contiguous, batched)]
-    expected = layer.judge(x, ids, weights)
+    expected = layer.reference(x, ids, weights)
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
         assert torch.equal(result, results[0])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 257])
-def test_ranks_of_expert_parallelism_sum_to_the_whole(tokens: int) -> None:
+def test_expert_parallel_ranks_sum_to_the_full_layer(tokens: int) -> None:
     layer = Layer(EXPERTS, Activation("silu"), bias=True)
     x, ids, weights = work_of(tokens, 2 * EXPERTS, seed=tokens + 1)
     everywhere = torch.arange(2 * EXPERTS)
@@ -190,11 +190,11 @@ def test_ranks_of_expert_parallelism_sum_to_the_whole(tokens: int) -> None:
         parts = [form(layer, x, Indexed(local, weights)) for form in (indexed, contiguous, batched)]
         assert all(torch.equal(part, parts[0]) for part in parts)
         total += parts[0]
-        expected += layer.judge(x, local, weights)
+        expected += layer.reference(x, local, weights)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_rows_of_nan_reach_only_their_own_tokens() -> None:
+def test_a_nan_token_does_not_affect_other_tokens() -> None:
     layer = Layer(EXPERTS, Activation("silu"), bias=False)
     x, ids, weights = work_of(17, EXPERTS, seed=2)
     clean = indexed(layer, x, Indexed(localize(ids, None, EXPERTS), weights))
@@ -211,6 +211,6 @@ def test_weights_on_the_input_are_not_applied_again() -> None:
     x, ids, weights = work_of(17, EXPERTS, seed=4)
     top = replace(layer.problem, top_k=1, weight_on_input=True)
     result = indexed(layer, x, Indexed(ids[:, :1], weights[:, :1]), top)
-    expected = layer.judge(x * weights[:, :1], ids[:, :1], torch.ones(17, 1))
+    expected = layer.reference(x * weights[:, :1], ids[:, :1], torch.ones(17, 1))
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
-    assert not torch.allclose(result, layer.judge(x, ids[:, :1], weights[:, :1]), atol=1e-2)
+    assert not torch.allclose(result, layer.reference(x, ids[:, :1], weights[:, :1]), atol=1e-2)

@@ -1,4 +1,4 @@
-"""Which rank holds what: the worked examples of the layout, and what must hold for any sizes."""
+"""Which rank holds which shard: worked examples, and invariants for any sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_redundant_experts_repeat_the_first_ones() -> None:
 
 
 @given(st.integers(1, 70), st.integers(1, 9), st.sampled_from([LINEAR, ROUND_ROBIN]))
-def test_every_expert_lives_on_exactly_one_rank(experts: int, ep: int, strategy: str) -> None:
+def test_every_expert_is_on_exactly_one_rank(experts: int, ep: int, strategy: str) -> None:
     if ep > experts:
         with pytest.raises(ShardError):
             _experts(experts, ep, strategy)
@@ -47,11 +47,11 @@ def test_every_expert_lives_on_exactly_one_rank(experts: int, ep: int, strategy:
 def test_gpt_oss_cuts_keep_blocks_whole(tp: int, sizes: list[int]) -> None:
     cuts = [Placement(tp_rank=r, tp_size=tp).cut(2880, block=32, uneven=True) for r in range(tp)]
     assert [c.stop - c.start for c in cuts] == sizes
-    assert len({c.size for c in cuts}) == 1, "buffers are alike on all ranks"
+    assert len({c.size for c in cuts}) == 1, "buffers have the same size on all ranks"
     assert cuts[0].start == 0 and cuts[-1].stop == 2880
 
 
-def test_blocks_are_cut_where_there_are_fewer_than_ranks() -> None:
+def test_blocks_are_split_if_there_are_fewer_blocks_than_ranks() -> None:
     cut = Placement(tp_rank=3, tp_size=4).cut(256, block=128, uneven=True)
     assert (cut.start, cut.stop, cut.size, cut.granule) == (192, 256, 64, 64)
 

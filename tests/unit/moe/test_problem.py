@@ -1,4 +1,4 @@
-"""What is asked for, before anything is computed: problems, devices, rules, and layers that are not there yet."""
+"""Problems, devices, quantisation rules, and layers that are not loaded yet."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import Device, Problem, parse_device
-from lancebill.numbers.activations import represent
+from lancebill.numbers.activations import round_activations
 from lancebill.numbers.spec import DENSE_BF16, MXFP4
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
 from lancebill.testing.checkpoints import Geometry, generate
 
 
-def _problem(rows: int, inter: int, activation: str, **others: Any) -> Problem:
+def _problem(rows: int, inter: int, activation: str, **fields: Any) -> Problem:
     w13, w2 = MatrixShape("w13", rows, 64, DENSE_BF16), MatrixShape("w2", 64, inter, DENSE_BF16)
-    return Problem(w13, w2, 2, 2, activation=Activation(activation), **{"top_k": 2, **others})
+    return Problem(w13, w2, 2, 2, activation=Activation(activation), **{"top_k": 2, **fields})
 
 
-def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
+def test_only_gated_experts_have_twice_the_rows() -> None:
     assert _problem(96, 48, "silu").intermediate == _problem(48, 48, "relu2_no_mul").intermediate == 48
     for rows, activation in ((48, "silu"), (96, "relu2_no_mul")):
         with pytest.raises(SpecError, match="w13 and w2 disagree about the intermediate size"):
@@ -48,7 +48,7 @@ def test_gated_experts_have_twice_the_rows_and_others_do_not() -> None:
             Problem(shape, None, 2, 2, 2)
 
 
-def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:
+def test_equal_shapes_can_have_different_activations() -> None:
     shape = MatrixShape("w13", 64, 64, parse_spec("int4-g32"))
     problem = Problem(
         shape, replace(shape, name="w2"), 1, 1, 1, Activation("relu2_no_mul"),
@@ -59,43 +59,43 @@ def test_matrices_that_are_alike_have_inputs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "nvfp4", "mxfp8"])
-def test_a_row_that_is_not_finite_is_lost_alone(name: str) -> None:
+def test_a_non_finite_row_does_not_affect_other_rows(name: str) -> None:
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     activations, static = parse_activation(name), torch.tensor(0.5) if name == "fp8-static" else None
-    want = represent(rows, activations, static)
+    want = round_activations(rows, activations, static)
     for bad in (torch.inf, torch.nan):
         rows[1, 7] = bad
-        got = represent(rows, activations, static)
+        got = round_activations(rows, activations, static)
         assert got[1].isnan().all() and torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
 
 
-def test_words_that_mean_nothing() -> None:
+def test_unknown_option_values_are_refused() -> None:
     for key in ("order", "dispatch"):
-        with pytest.raises(SpecError, match=f"no {key} is called 'sorted'"):
+        with pytest.raises(SpecError, match=f"unknown {key} 'sorted'"):
             _problem(96, 48, "silu", **{key: "sorted"})
     with pytest.raises(SpecError, match="another dtype"):
         wide_inputs(torch.float64)
 
 
 @pytest.mark.parametrize("name", ["int8-zp-static", "mxfp8-static", "fp8-g128-static"])
-def test_static_inputs_have_one_scale(name: str) -> None:
+def test_static_activations_need_one_scale_per_tensor(name: str) -> None:
     assert _problem(96, 48, "silu", activations=parse_activation("nvfp4-static")).activations.static
     for key in ("activations", "activations_w2"):
-        with pytest.raises(SpecError, match="static activations have one scale"):
+        with pytest.raises(SpecError, match="static activations must have one scale"):
             _problem(96, 48, "silu", **{key: parse_activation(name)})
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-div"])
-def test_a_static_scale_divides_whatever_is_done_with_the_level(name: str) -> None:
+def test_a_static_scale_divides_the_input_for_both_scale_operators(name: str) -> None:
     rows, scale = torch.randn(3, 64), torch.tensor(0.0078125)
-    got = represent(rows, parse_activation(name), scale)
-    assert torch.equal(got, represent(rows / scale, parse_activation("nvfp4"), torch.tensor(1.0)) * scale)
+    got = round_activations(rows, parse_activation(name), scale)
+    assert torch.equal(got, round_activations(rows / scale, parse_activation("nvfp4"), torch.tensor(1.0)) * scale)
     assert (got - rows).norm() / rows.norm() < 0.15
 
 
 @pytest.mark.parametrize(("family", "rows"), [("nemotron_h", 64), ("qwen3_moe", 128)])
 def test_w13_has_the_rows_of_its_family(family: str, rows: int) -> None:
-    row = names.find({"model_type": family})
+    row = names.find_family({"model_type": family})
     example = next(iter(registry()["dense"].examples()))
     made = generate(example, row, row.forms[0], Geometry(experts=2, hidden=96, intermediate=128))
     manifest = manifests.build(made.config, made.headers, row)
@@ -103,8 +103,8 @@ def test_w13_has_the_rows_of_its_family(family: str, rows: int) -> None:
     assert (plan.w13.n, plan.w13.k, plan.w2.n, plan.w2.k) == (rows, 96, 96, 64)
 
 
-def test_sizes_come_from_the_config_or_the_tensors_or_are_missed() -> None:
-    row = names.find({"model_type": "qwen3_moe"})
+def test_missing_sizes_are_reported() -> None:
+    row = names.find_family({"model_type": "qwen3_moe"})
     example = next(iter(registry()["gptq"].examples()))
     made = generate(example, row, row.forms[0], Geometry(experts=3, hidden=128, intermediate=256))
     bare = Config({"model_type": "qwen3_moe"}, made.config.quant, made.config.method)
@@ -112,7 +112,7 @@ def test_sizes_come_from_the_config_or_the_tensors_or_are_missed() -> None:
     assert (layer.experts, layer.hidden, layer.intermediate) == (3, 128, 256)
     scales = {name: header for name, header in made.headers.items() if name.endswith(".scales")}
     problems = [p.render() for p in manifests.build(bare, scales).problems]
-    assert any("neither the config nor the tensors tell the size of the experts" in text for text in problems)
+    assert any("the size of the experts follows neither from the config nor" in text for text in problems)
 
 
 def test_devices_are_plain_values() -> None:
@@ -145,12 +145,12 @@ def test_rules_for_activations() -> None:
         activation_specs(8, 0)  # type: ignore[arg-type]
 
 
-def test_a_layer_that_is_not_loaded_computes_nothing() -> None:
+def test_calling_an_unloaded_layer_raises() -> None:
     with pytest.raises(MissingTensor, match="not loaded yet"):
         RoutedExperts()(torch.zeros(1, 4), topk_ids=torch.zeros(1, 1), topk_weights=torch.zeros(1, 1))
 
 
-def test_other_byte_orders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(UnsupportedProblem, match="little-endian"):
         Checkpoint.open(tmp_path)

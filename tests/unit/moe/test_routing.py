@@ -1,4 +1,4 @@
-"""Routing against the numbers of its definition and against loops in float64."""
+"""Routing against reference values and against float64 loops."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def scores_of(scoring: str, row: list[float]) -> list[float]:
     return [one(x) for x in row]
 
 
-def judge(routing: Routing, row: list[float], bias: list[float] | None) -> tuple[list[int], list[float]]:
-    """One token in float64, with loops: the text of the definition."""
+def reference(routing: Routing, row: list[float], bias: list[float] | None) -> tuple[list[int], list[float]]:
+    """The definition for one token, in float64 loops."""
     if routing.after_top_k:
         order = sorted(range(len(row)), key=lambda e: (-row[e], e))[: routing.top_k]
         weights = scores_of(routing.scoring, [row[e] for e in order])
@@ -66,7 +66,8 @@ def judge(routing: Routing, row: list[float], bias: list[float] | None) -> tuple
     return order, [w * routing.folded_scale for w in weights]
 
 
-def of(routing: Routing, logits: Tensor, **inputs: Tensor) -> tuple[list[int], list[float]]:
+def route_one(routing: Routing, logits: Tensor, **inputs: Tensor) -> tuple[list[int], list[float]]:
+    """Ids and weights of the first token."""
     routed = route(routing, logits, **inputs)
     return routed.ids[0].tolist(), routed.weights[0].tolist()
 
@@ -81,7 +82,7 @@ def of(routing: Routing, logits: Tensor, **inputs: Tensor) -> tuple[list[int], l
     ],
 )
 def test_scoring_functions(scoring: str, expected: list[float]) -> None:
-    ids, weights = of(Routing(4, scoring), LOGITS)
+    ids, weights = route_one(Routing(4, scoring), LOGITS)
     assert ids == [1, 0, 2, 3]
     assert weights == pytest.approx(expected, abs=5e-7)
 
@@ -106,7 +107,7 @@ METHODS = [
 @pytest.mark.parametrize(("routing", "method", "expected"), METHODS)
 def test_methods(routing: Routing, method: Method, expected: list[float]) -> None:
     assert routing.method is method
-    ids, weights = of(routing, LOGITS)
+    ids, weights = route_one(routing, LOGITS)
     assert ids == [1, 0][: routing.top_k]
     assert weights == pytest.approx(expected, abs=1e-6)
 
@@ -132,7 +133,7 @@ BIASED = Routing(2, SIGMOID, renormalize=True, correction=True)
         (replace(BIASED, scoring=SOFTMAX), Method.UNSPECIFIED),
         (Routing(2, SQRTSOFTPLUS), Method.UNSPECIFIED),
         (Routing(2, NONE, renormalize=True), Method.UNSPECIFIED),
-        # A kernel of these names would leave out the groups, or the scale.
+        # The named methods have neither groups nor a scale.
         (Routing(2, n_group=4, topk_group=2), Method.UNSPECIFIED),
         (Routing(2, routed_scaling_factor=16.0), Method.UNSPECIFIED),
         (Routing(2, zero_experts=1), Method.UNSPECIFIED),
@@ -144,33 +145,33 @@ def test_classification(routing: Routing, method: Method) -> None:
     assert routing.method is method
 
 
-def test_bias_selects_but_does_not_weigh() -> None:
-    ids, weights = of(BIASED, LOGITS, correction_bias=torch.tensor([0, 0, 0.6, 0]))
+def test_the_bias_affects_selection_but_not_weights() -> None:
+    ids, weights = route_one(BIASED, LOGITS, correction_bias=torch.tensor([0, 0, 0.6, 0]))
     assert ids == [2, 1]
     assert weights == pytest.approx([0.36211, 0.63789], abs=1e-5)
 
 
-def test_groups_without_bias_go_by_their_largest() -> None:
+def test_groups_without_bias_are_ranked_by_their_largest_score() -> None:
     routing = Routing(3, NONE, renormalize=True, n_group=4, topk_group=2)
-    ids, weights = of(routing, GROUPED)
+    ids, weights = route_one(routing, GROUPED)
     assert ids == [0, 4, 1]
     assert weights == pytest.approx([0.5625, 0.375, 0.0625], abs=1e-6)
 
 
-def test_groups_with_bias_go_by_their_two_largest() -> None:
+def test_groups_with_bias_are_ranked_by_their_two_largest_scores() -> None:
     routing = Routing(3, NONE, renormalize=True, n_group=4, topk_group=2)
-    ids, weights = of(routing, GROUPED, correction_bias=GROUP_BIAS)
+    ids, weights = route_one(routing, GROUPED, correction_bias=GROUP_BIAS)
     assert ids == [0, 2, 3]
     assert weights == pytest.approx([0.486486, 0.27027, 0.243243], abs=1e-6)
-    _, scaled = of(replace(routing, routed_scaling_factor=2.5), GROUPED, correction_bias=GROUP_BIAS)
+    _, scaled = route_one(replace(routing, routed_scaling_factor=2.5), GROUPED, correction_bias=GROUP_BIAS)
     assert scaled == pytest.approx([1.216216, 0.675676, 0.608108], abs=1e-6)
 
 
-def test_negative_biased_scores_stay_in_their_groups() -> None:
-    """Masked with 0 instead of -inf, experts of the losing group would win."""
+def test_negative_biased_scores_do_not_lose_to_excluded_groups() -> None:
+    """If excluded groups were masked with 0 instead of -inf, their experts would win."""
     routing = Routing(3, SIGMOID, n_group=2, topk_group=1)
     bias = torch.tensor([-2.0, -2, -2, -3, -3, -3])
-    ids, _ = of(routing, torch.zeros(1, 6), correction_bias=bias)
+    ids, _ = route_one(routing, torch.zeros(1, 6), correction_bias=bias)
     assert ids == [0, 1, 2]
 
 
@@ -190,7 +191,7 @@ def test_every_method_agrees_with_float64_loops(biased: bool) -> None:
     experts = 24
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(9, experts, generator=generator) * 4).to(torch.bfloat16)
-    logits[0, 5] = 30.0  # softplus is the identity there
+    logits[0, 5] = 30.0  # torch's softplus is the identity above 20
     bias = torch.randn(experts, generator=generator) if biased else None
     for routing in every_routing(experts):
         if biased and routing.after_top_k:
@@ -199,8 +200,8 @@ def test_every_method_agrees_with_float64_loops(biased: bool) -> None:
         assert routed.ids.dtype == torch.int32
         assert routed.weights.dtype == torch.float32
         for row, ids, weights in zip(logits.tolist(), routed.ids.tolist(), routed.weights.tolist()):
-            expected_ids, expected = judge(routing, row, None if bias is None else bias.tolist())
-            # bf16 logits repeat, and beside a large bias unequal scores round to the same: compare by score
+            expected_ids, expected = reference(routing, row, None if bias is None else bias.tolist())
+            # bf16 logits repeat, and adding a large bias can round unequal scores to equal ones: compare as sets
             assert sorted(ids) == sorted(expected_ids), routing
             named = dict(zip(expected_ids, expected))
             np.testing.assert_allclose(weights, [named[e] for e in ids], rtol=2e-6, atol=1e-7, err_msg=str(routing))
@@ -210,7 +211,7 @@ def test_every_method_agrees_with_float64_loops(biased: bool) -> None:
 def test_ties_go_to_the_lowest_index(experts: int) -> None:
     logits = torch.zeros(3, experts)
     logits[1, experts // 2] = 1.0
-    logits[2, 1] = -0.0  # one zero, not two
+    logits[2, 1] = -0.0  # must tie with 0.0
     for scoring in (SOFTMAX, SIGMOID, SQRTSOFTPLUS, NONE):
         ids = route(Routing(3, scoring), logits).ids.tolist()
         assert ids == [[0, 1, 2], [experts // 2, 0, 1], [0, 1, 2]]
@@ -221,13 +222,13 @@ def test_ties_go_to_the_lowest_index(experts: int) -> None:
 
 def test_saturated_sigmoids_do_not_tie_when_the_logits_select() -> None:
     logits = torch.tensor([[30.0, 40.0, 35.0]])
-    assert of(Routing(1, SIGMOID), logits)[0] == [0]
-    assert of(Routing(1, SIGMOID, after_top_k=True), logits)[0] == [1]
+    assert route_one(Routing(1, SIGMOID), logits)[0] == [0]
+    assert route_one(Routing(1, SIGMOID, after_top_k=True), logits)[0] == [1]
 
 
 @pytest.mark.parametrize("scoring", [SOFTMAX, SIGMOID, SQRTSOFTPLUS, NONE])
 @pytest.mark.parametrize("after", [False, True])
-def test_nan_is_chosen_last_and_weighs_nothing(scoring: str, after: bool) -> None:
+def test_nan_is_chosen_last_with_weight_zero(scoring: str, after: bool) -> None:
     nan = math.nan
     logits = torch.tensor([[nan, -50.0, nan, 1.0], [nan, nan, nan, nan], [2.0, -torch.inf, nan, 0.0]])
     routed = route(Routing(4, scoring, after_top_k=after), logits)
@@ -240,28 +241,28 @@ def test_nan_is_chosen_last_and_weighs_nothing(scoring: str, after: bool) -> Non
     assert torch.equal(clean.weights, whole.weights)
 
 
-def test_nan_with_a_bias_still_comes_last_and_in_its_group() -> None:
+def test_nan_is_chosen_last_despite_a_bias_and_within_groups() -> None:
     logits = torch.tensor([[math.nan, 0.0, 0.0, 0.0]])
     bias = torch.tensor([9.0, 0, 0.5, 0.5])
-    assert of(Routing(3, SIGMOID), logits, correction_bias=bias)[0] == [2, 3, 1]
+    assert route_one(Routing(3, SIGMOID), logits, correction_bias=bias)[0] == [2, 3, 1]
     grouped = Routing(2, SIGMOID, renormalize=True, n_group=2, topk_group=1)
-    assert of(grouped, torch.tensor([[math.nan, 0.0, -5.0, -9.0]])) == ([1, 0], [1.0, 0.0])
+    assert route_one(grouped, torch.tensor([[math.nan, 0.0, -5.0, -9.0]])) == ([1, 0], [1.0, 0.0])
 
 
 def test_all_experts_and_no_tokens() -> None:
-    ids, weights = of(Routing(4, renormalize=True), LOGITS)
+    ids, weights = route_one(Routing(4, renormalize=True), LOGITS)
     assert (ids, sum(weights)) == ([1, 0, 2, 3], pytest.approx(1.0))
     empty = route(Routing(2, SIGMOID, n_group=2, topk_group=1), torch.zeros(0, 4))
     assert (empty.ids.shape, empty.weights.shape) == ((0, 2), (0, 2))
 
 
-def test_zero_sums_are_not_divided_by() -> None:
-    assert of(Routing(2, NONE, renormalize=True), torch.zeros(1, 4))[1] == [0, 0]
-    assert of(Routing(2, SIGMOID, renormalize=True), torch.full((1, 4), -1000.0))[1] == [0, 0]
+def test_renormalising_a_zero_sum_does_not_divide_by_zero() -> None:
+    assert route_one(Routing(2, NONE, renormalize=True), torch.zeros(1, 4))[1] == [0, 0]
+    assert route_one(Routing(2, SIGMOID, renormalize=True), torch.full((1, 4), -1000.0))[1] == [0, 0]
 
 
 @pytest.mark.parametrize("experts", [12, 60, 64])
-def test_a_row_alone_has_the_bits_it_has_in_a_batch(experts: int) -> None:
+def test_routing_is_batch_invariant(experts: int) -> None:
     generator = torch.Generator().manual_seed(experts)
     logits = torch.randn(257, experts, generator=generator) * 3
     bias = torch.randn(experts, generator=generator)
@@ -270,16 +271,16 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(experts: int) -> None:
         Routing(2, custom=SparseMixer()),
         Routing(4, SIGMOID, zero_experts=5),
     ):
-        bias_here = None if routing.after_top_k else bias
-        batch = route(routing, logits, correction_bias=bias_here)
+        used_bias = None if routing.after_top_k else bias
+        batch = route(routing, logits, correction_bias=used_bias)
         for row in (0, 1, 100, 256):
-            alone = route(routing, logits[row : row + 1].clone(), correction_bias=bias_here)
+            alone = route(routing, logits[row : row + 1].clone(), correction_bias=used_bias)
             assert same(alone, batch, row), routing
 
 
 @pytest.mark.parametrize("scoring", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
-def test_no_score_depends_on_its_place_in_the_batch(scoring: str) -> None:
-    """Twelve columns: a vector of eight and a remainder, or the middle of a long run."""
+def test_scores_do_not_depend_on_the_position_in_the_batch(scoring: str) -> None:
+    """Twelve columns: alone a vector of eight and a scalar remainder, in a batch part of a longer vector loop."""
     logits = torch.randn(257, 12, generator=torch.Generator().manual_seed(9)) * 3
     routing = Routing(12, scoring)
     batch = route(routing, logits)
@@ -293,18 +294,18 @@ def same(alone: Routed, batch: Routed, row: int) -> bool:
 
 def test_bf16_logits_score_in_fp32_and_the_bias_keeps_its_bits() -> None:
     logits = torch.tensor([[0.5, 0.25]], dtype=torch.bfloat16)
-    assert of(Routing(2, SIGMOID), logits)[1] == pytest.approx([0.6224593, 0.5621765], abs=1e-7)
-    near = torch.tensor([1.0, 1 + 1 / 1024])  # one number in bf16
-    assert of(Routing(1, SIGMOID), torch.zeros(1, 2, dtype=torch.bfloat16), correction_bias=near)[0] == [1]
+    assert route_one(Routing(2, SIGMOID), logits)[1] == pytest.approx([0.6224593, 0.5621765], abs=1e-7)
+    near = torch.tensor([1.0, 1 + 1 / 1024])  # equal in bf16
+    assert route_one(Routing(1, SIGMOID), torch.zeros(1, 2, dtype=torch.bfloat16), correction_bias=near)[0] == [1]
 
 
 def test_the_scale_may_be_left_to_the_output() -> None:
     routing = Routing(2, SIGMOID, routed_scaling_factor=2.5, apply_scale_to_output=True)
-    assert of(routing, LOGITS)[1] == pytest.approx([0.880797, 0.731059], abs=1e-6)
+    assert route_one(routing, LOGITS)[1] == pytest.approx([0.880797, 0.731059], abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"scoring": "hardmax"}, "hardmax"),
         ({"top_k": 0}, "top_k"),
@@ -317,8 +318,8 @@ def test_the_scale_may_be_left_to_the_output() -> None:
         ({"n_group": 4, "topk_group": 2, "after_top_k": True}, "groups and after_top_k"),
     ],
 )
-def test_routings_that_make_no_sense(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_invalid_routings_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         Routing(**{"top_k": 2, **fields})  # type: ignore[arg-type]
 
 
@@ -326,8 +327,8 @@ def test_routings_that_make_no_sense(fields: dict[str, object], said: str) -> No
     ("routing", "experts", "biased"),
     [
         (Routing(2, SIGMOID, n_group=4, topk_group=2), 10, False),  # not divisible
-        (Routing(5, SIGMOID, n_group=4, topk_group=2), 8, False),  # more than the chosen groups hold
-        (Routing(2, SIGMOID, n_group=8, topk_group=2), 8, True),  # one expert a group has no two largest
+        (Routing(5, SIGMOID, n_group=4, topk_group=2), 8, False),  # more than the experts in the chosen groups
+        (Routing(2, SIGMOID, n_group=8, topk_group=2), 8, True),  # groups of one expert have no two largest scores
         (Routing(9), 8, False),
     ],
 )
@@ -350,6 +351,6 @@ def test_impossible_groupings(routing: Routing, experts: int, biased: bool) -> N
         (Routing(2, zero_experts=4), LOGITS, {}),
     ],
 )
-def test_inputs_that_do_not_fit(routing: Routing, logits: Tensor, inputs: dict[str, Tensor]) -> None:
+def test_invalid_inputs_are_refused(routing: Routing, logits: Tensor, inputs: dict[str, Tensor]) -> None:
     with pytest.raises(LaunchError):
         route(routing, logits, **inputs)

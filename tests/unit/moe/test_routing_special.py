@@ -1,4 +1,4 @@
-"""Experts from elsewhere than the top of the scores: tables, zero experts, custom functions, draws."""
+"""Routing without plain top-k: hash tables, zero experts, custom functions, simulated routing."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_hash_routing_takes_experts_from_the_table_and_weights_from_scores() -> 
     assert torch.equal(biased.weights, routed.weights)
 
 
-def test_table_entries_that_name_no_expert_are_dropped() -> None:
+def test_invalid_table_entries_are_dropped() -> None:
     routed = route(HASHED, LOGITS, table=torch.tensor([[4, 1]]), input_ids=torch.tensor([0]))
     assert routed.ids.tolist() == [[-1, 1]]
     assert routed.weights.tolist() == [[0, 1.5]]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ({"table": TABLE}, "input_ids"),
         ({"input_ids": torch.tensor([0])}, "table"),
@@ -53,24 +53,24 @@ def test_table_entries_that_name_no_expert_are_dropped() -> None:
         ({"table": TABLE, "input_ids": torch.tensor([3])}, "outside the table"),
     ],
 )
-def test_hash_routing_without_its_inputs(inputs: dict[str, Tensor], said: str) -> None:
-    with pytest.raises(LaunchError, match=said):
+def test_hash_routing_without_its_inputs(inputs: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
         route(HASHED, LOGITS, **inputs)
 
 
-def test_zero_experts_pass_their_input_through() -> None:
+def test_zero_experts_become_an_identity_weight() -> None:
     logits = torch.tensor([[3.0, 0.0, 2.0, 1.0], [3.0, 2.0, 0.0, 0.0], [0.0, 0.0, 9.0, 8.0]])
     routing = Routing(2, SOFTMAX, zero_experts=2, routed_scaling_factor=6.0)
     routed = route(routing, logits, correction_bias=torch.zeros(4))
     whole = route(replace(routing, zero_experts=0), logits, correction_bias=torch.zeros(4))
     assert routed.ids.tolist() == [[0, -1], [0, 1], [-1, -1]]
-    passed = whole.ids >= 2
-    assert torch.equal(routed.weights, torch.where(passed, 0.0, whole.weights))
+    is_zero = whole.ids >= 2
+    assert torch.equal(routed.weights, torch.where(is_zero, 0.0, whole.weights))
     assert routed.identity_weight is not None
-    np.testing.assert_allclose(routed.identity_weight, torch.where(passed, whole.weights, 0.0).sum(1), rtol=1e-6)
+    np.testing.assert_allclose(routed.identity_weight, torch.where(is_zero, whole.weights, 0.0).sum(1), rtol=1e-6)
 
 
-def test_custom_functions_are_called_with_everything_and_cast() -> None:
+def test_custom_functions_get_all_arguments_and_their_results_are_cast() -> None:
     def backwards(hidden: Tensor | None, logits: Tensor, top_k: int, norm: bool) -> tuple[Tensor, Tensor]:
         assert hidden is not None
         assert norm
@@ -86,7 +86,7 @@ def test_custom_functions_are_called_with_everything_and_cast() -> None:
         route(replace(routing, custom=lambda h, x, k, n: (x, x)), LOGITS)
 
 
-def sparsemixer_judge(row: list[float], jitter: float) -> tuple[list[int], list[float]]:
+def sparsemixer_reference(row: list[float], jitter: float) -> tuple[list[int], list[float]]:
     ids, weights = [], []
     for _ in range(2):
         left = [x if e not in ids else -math.inf for e, x in enumerate(row)]
@@ -108,7 +108,7 @@ def test_sparsemixer_agrees_with_float64_loops() -> None:
         logits = torch.randn(64, 8, generator=generator)
         routed = route(Routing(2, NONE, custom=SparseMixer(jitter)), logits)
         for row, ids, weights in zip(logits.tolist(), routed.ids.tolist(), routed.weights.tolist()):
-            expected_ids, expected = sparsemixer_judge(row, jitter)
+            expected_ids, expected = sparsemixer_reference(row, jitter)
             assert ids == expected_ids
             assert weights == pytest.approx(expected, rel=1e-6)
 
@@ -125,7 +125,7 @@ def test_simulated_routing_is_seeded_and_legal(kind: str) -> None:
     assert not torch.equal(routed.ids, other.ids)
 
 
-def test_simulated_loads_have_the_shape_they_are_named_for() -> None:
+def test_simulated_loads_follow_their_distribution() -> None:
     def load(kind: str) -> list[int]:
         ids = route(Routing(2, simulated=Simulation(kind)), torch.zeros(4000, 16)).ids
         return sorted(torch.bincount(ids.flatten(), minlength=16).tolist(), reverse=True)

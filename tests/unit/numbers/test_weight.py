@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matrices import SPECS, random_weight, scalar_dequantize
 
 from lancebill.errors import BadValue, SpecError, WrongDtype, WrongShape
-from lancebill.numbers.blocks import expand, finest, gather, spread
+from lancebill.numbers.blocks import expand, finest, reduce_blocks, spread
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.dtypes import E4M3, F32
 from lancebill.numbers.spec import ALL, CHANNEL, DIV, MXFP4, NVFP4, TENSOR, QuantSpec, Scale, Zero, group
@@ -149,7 +149,7 @@ def test_act_order_travels() -> None:
 
 @pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")
 def test_columns_of_an_act_order_are_cut_after_it_is_folded() -> None:
-    with pytest.raises(AssertionError, match="fold the act-order"):
+    with pytest.raises(AssertionError, match="undo the act-order"):
         weight_of("int4-g32-zp", 4, 64, 5, perm=True).cut((0, 4), (0, 32))
 
 
@@ -252,10 +252,10 @@ def test_blocks_by_hand() -> None:
     assert finest([(128, 128), (64, ALL), (96, 32)]) == (32, 32)
     assert finest([]) == finest([TENSOR]) == TENSOR
     row = torch.arange(10.0).view(1, 10)
-    assert gather(torch.amax, row, 1, 4).tolist() == [[3, 7, 9]]
-    assert gather(torch.amin, row, 1, 4).tolist() == [[0, 4, 8]]
-    assert gather(torch.amax, row, 1, ALL).tolist() == gather(torch.amax, row, 1, 99).tolist() == [[9]]
-    assert gather(torch.amax, row.t(), 0, 5).tolist() == [[4], [9]]
+    assert reduce_blocks(torch.amax, row, 1, 4).tolist() == [[3, 7, 9]]
+    assert reduce_blocks(torch.amin, row, 1, 4).tolist() == [[0, 4, 8]]
+    assert reduce_blocks(torch.amax, row, 1, ALL).tolist() == reduce_blocks(torch.amax, row, 1, 99).tolist() == [[9]]
+    assert reduce_blocks(torch.amax, row.t(), 0, 5).tolist() == [[4], [9]]
 
 
 def test_bits_per_weight() -> None:
