@@ -128,7 +128,7 @@ def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
         (["generate", "none", "x"], 2, "no such file"),
         (["generate", "model", ""], 2, "no tokens"),
         (["generate", "model", "x", "--dtype", "banana"], 2, "banana"),
-        (["generate", "model", "x", "--device", "tpu"], 2, "no device is called"),
+        (["generate", "model", "x", "--device", "tpu"], 2, "unknown device"),
         (["generate", "dense", "x"], 1, "has no experts"),
         (["generate", "empty", "x"], 1, "no config.json"),
         (["generate", "wordless", "x"], 1, "no tokenizer"),

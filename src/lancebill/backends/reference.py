@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
 from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
-from lancebill.numbers.activations import represent
+from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec import ActivationSpec
 
@@ -56,7 +56,7 @@ class Reference(Backend):
     def _run_indexed(
         self, problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor
     ) -> Tensor:
-        groups = sort(dispatch.ids, problem.experts)
+        groups = group_slots(dispatch.ids, problem.experts)
         rows = x[groups.rows(problem.top_k)].float()
         if problem.weight_on_input:
             rows = rows * dispatch.weights.reshape(-1)[groups.slots].unsqueeze(-1)
@@ -120,7 +120,7 @@ def product(
     if "pre_scale" in packed:
         rows = rows * packed["pre_scale"][expert].view(torch.float32)
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
-    rows = represent(rows, activations, static)
+    rows = round_activations(rows, activations, static)
     matrix = dequantize(weight).t()
     result = each(lambda row: row @ matrix, rows)
     return result if weight.bias is None else result + weight.bias

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Plan, Reason
-from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, sort
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, combine, group_slots
 from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
-from lancebill.numbers.activations import represent
+from lancebill.numbers.activations import round_activations
 from lancebill.numbers.dtypes import DType
 from lancebill.numbers.spec import ALL, DIV, Level, blocks_along
 
@@ -74,7 +74,7 @@ def _check_matrix(matrix: str, shape: MatrixShape) -> Iterator[Reason]:
 
 
 def _run_indexed(problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-    groups = sort(dispatch.ids, problem.experts)
+    groups = group_slots(dispatch.ids, problem.experts)
     rows = x[groups.rows(problem.top_k)].float()
     if problem.weight_on_input:
         rows = rows * dispatch.weights.reshape(-1)[groups.slots].unsqueeze(-1)
@@ -127,7 +127,7 @@ def _product(
     shape, packed = problem.matrices[matrix], weights[matrix]
     spec = problem.activations if matrix == "w13" else problem.second_activations
     if not _own(packed):
-        rows = represent(rows.float(), spec)  # no expert has a say in it: all rows at once
+        rows = round_activations(rows.float(), spec)  # no expert has a say in it: all rows at once
     step = max(1, _AT_ONCE // (shape.n * shape.k))
     for first in range(0, len(active), step):
         some = active[first : first + step]
@@ -161,7 +161,7 @@ def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, mat
     if "pre_scale" in packed:
         rows = rows * packed["pre_scale"][expert].view(torch.float32)
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
-    rows = represent(rows, problem.activations if matrix == "w13" else problem.second_activations, static)
+    rows = round_activations(rows, problem.activations if matrix == "w13" else problem.second_activations, static)
     return rows.index_select(1, packed["perm"][expert]) if "perm" in packed else rows
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lancebill.moe.activation import Activation
-from lancebill.numbers.activations import represent
+from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, plausible_weight, worst_row
@@ -30,10 +30,10 @@ def test_a_neighbouring_rounding_is_as_good(kind: str) -> None:
     first, second = (dequantize(plausible_weight(shape, i)).t() for i, shape in enumerate(LAYER.matrices.values()))
     x, fp8 = torch.randn(64, 512), ACTIVATIONS["fp8"]
     truth = Activation()(x @ first) @ second
-    sums = represent(x, fp8) @ first
-    reference = represent(Activation()(sums), fp8) @ second
+    sums = round_activations(x, fp8) @ first
+    reference = round_activations(Activation()(sums), fp8) @ second
     hidden = Activation()(sums).bfloat16().float() if kind == "rounded to bf16" else Activation()(shortened(sums, 13))
-    ours = represent(hidden, fp8) @ second
+    ours = round_activations(hidden, fp8) @ second
     quantised = worst_row(reference, truth)
     assert 0.1 * quantised < worst_row(ours, reference) < quantised
     assert worst_row(ours, truth) < 1.2 * quantised
