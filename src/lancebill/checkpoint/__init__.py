@@ -1,1 +1,4 @@
-"""Checkpoints: files, names, manifests, placement, streaming load and save."""
+"""Checkpoints: read files, resolve names and formats, load experts, write converted checkpoints.
+
+The packages import one way: write imports load, load imports resolve, resolve imports read.
+"""

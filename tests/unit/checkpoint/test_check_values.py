@@ -31,7 +31,7 @@ def example_of(fmt: str, name: str) -> Example:
 
 
 def made_of(example: Example) -> Generated:
-    row = names.find({"model_type": example.config.model.get("model_type", "qwen3_moe")})
+    row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
     return generate(example, row, row.forms[0], replace(SIZE, hidden=example.k, intermediate=example.k))
 
 
@@ -94,7 +94,7 @@ PACKED = ("compressed-tensors", "pack-quantized-int4-g64:fp16")
 KINDS = [
     (PACKED, ".weight_scale", set_nan, "scale 1: NaN or infinite"),
     (PACKED, ".weight_scale", set_inf, "scale 1: NaN or infinite"),
-    (PACKED, ".weight_scale", set_zero, "scale 1: zero over codes that are not"),
+    (PACKED, ".weight_scale", set_zero, "scale 1: zero over non-zero codes"),
     (("dense", "bf16"), ".weight", set_nan, "codes: NaN or infinite"),
     (("dense", "fp32"), ".weight", set_inf, "codes: NaN or infinite"),
     (("fp8", "block-F32"), ".weight", set_byte(0x7F), "codes: NaN or infinite"),
@@ -127,7 +127,7 @@ def test_each_kind_is_found_and_named(
 def test_a_zero_scale_over_zero_codes_is_fine() -> None:
     made = made_of(example_of("fp8", "channel-dynamic"))
     made.tensors[f"{HOME}.up_proj.weight_scale"].view(-1)[5] = 0
-    assert [problem.what for problem in look(made).problems] == ["scale 1: zero over codes that are not"]
+    assert [problem.what for problem in look(made).problems] == ["scale 1: zero over non-zero codes"]
     made.tensors[f"{HOME}.up_proj.weight"].view(torch.uint8)[5] = 0
     assert look(made).problems == ()
 

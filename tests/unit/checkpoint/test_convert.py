@@ -12,8 +12,8 @@ from conversion import SIZE, biases, dense_source, example_of, files, matrices, 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import GATE, UP
-from lancebill.checkpoint.write.convert import fit
-from lancebill.checkpoint.write.target import choose
+from lancebill.checkpoint.write.convert import fit_to_scheme
+from lancebill.checkpoint.write.target import choose_target
 from lancebill.formats.base import Example, Format
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.spec import NVFP4, NVFP4_DIV
@@ -42,7 +42,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("fmt", "example"), EXAMPLES)
 def test_every_format_dequantises_exactly(fmt: Format, example: Example, tmp_path: Path) -> None:
-    row = names.find({"model_type": example.config.model.get("model_type", "qwen3_moe")})
+    row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
     made = generate(example, row, row.forms[0], replace(SIZE, hidden=example.k, intermediate=example.k))
     source = save(made, tmp_path / "source")
     report = run(source, tmp_path / "dense", "fp32")
@@ -91,8 +91,8 @@ def test_nvfp4_keeps_its_codes_where_the_global_scale_is_inverted(tmp_path: Path
     assert report.target.spec == NVFP4_DIV
     assert 0 < report.total.rms_error < 2**-22
     weight = quantize(torch.randn(32, 64), NVFP4)
-    scheme = choose(NVFP4).scheme()
-    fitted, _ = fit(weight, scheme)
+    scheme = choose_target(NVFP4).scheme()
+    fitted, _ = fit_to_scheme(weight, scheme)
     assert torch.equal(fitted.codes, weight.codes) and torch.equal(fitted.scales[0], weight.scales[0])
 
 

@@ -12,8 +12,8 @@ from conversion import SIZE, dense_source, example_of, files, matrices, read_con
 from torch import Tensor
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.write.convert import fit
-from lancebill.checkpoint.write.target import choose
+from lancebill.checkpoint.write.convert import fit_to_scheme
+from lancebill.checkpoint.write.target import choose_target
 from lancebill.errors import BadValue, CannotEncode, CheckpointError, UnsupportedFormat
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Module
@@ -144,10 +144,10 @@ def test_a_zero_point_the_target_cannot_hold_is_rounded_anew() -> None:
     zero = torch.full((32, 2), 16, dtype=torch.int16)
     weight = LogicalWeight(spec, codes, (torch.ones(32, 2, dtype=torch.float16),), zero)
     second = gptq_scheme(spec, offset=0, desc_act=False)
-    fitted, cost = fit(weight, second)
+    fitted, cost = fit_to_scheme(weight, second)
     second.encode(fitted)
     assert int(fitted.zero.max()) <= 15 and cost.count == codes.numel()  # type: ignore[union-attr]
-    exact, cost = fit(weight, gptq_scheme(spec, offset=1, desc_act=False))
+    exact, cost = fit_to_scheme(weight, gptq_scheme(spec, offset=1, desc_act=False))
     assert exact.equals(weight) and cost.max_error == 0
 
 
@@ -160,9 +160,9 @@ def test_groups_must_divide_rows(tmp_path: Path) -> None:
 
 def test_a_format_that_cannot_hold_the_spec_says_which_can() -> None:
     with pytest.raises(CannotEncode, match="bitsandbytes"):
-        choose(parse_spec("nf4"))
+        choose_target(parse_spec("nf4"))
     with pytest.raises(UnsupportedFormat, match="compressed-tensors"):
-        choose(parse_spec("mxfp4"), "nonsense")
+        choose_target(parse_spec("mxfp4"), "nonsense")
 
 
 # Failure --------------------------------------------------------------------------------------------
@@ -216,6 +216,6 @@ def test_a_long_tensor_is_copied_by_rows(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_weight_that_fits_is_left_alone() -> None:
     weight = LogicalWeight(DENSE_F32, torch.randn(4, 8))
-    fitted, cost = fit(weight, choose(DENSE_F32).scheme())
+    fitted, cost = fit_to_scheme(weight, choose_target(DENSE_F32).scheme())
     assert fitted.equals(weight)
     assert (cost.count, cost.max_error) == (32, 0)

@@ -88,7 +88,7 @@ SAFETENSORS: dict[str, Row] = {
     "size that is true": (file_bytes({"a": entry(shape=[6, True])}), e.MalformedFile, "shape is not a list"),
     "a hundred axes": (file_bytes({"a": entry(shape=[6] + [1] * 100)}), e.MalformedFile, "at most 64"),
     "sizes that wrap to 24 bytes": (file_bytes({"a": entry(shape=[(1 << 61) + 3, 2])}), e.MalformedFile, "disagree"),
-    "huge and empty": (file_bytes({"a": entry("U8", [0, HUGE], [0, 0])}, 0), e.MalformedFile, "beyond any file"),
+    "huge and empty": (file_bytes({"a": entry("U8", [0, HUGE], [0, 0])}, 0), e.MalformedFile, "too large"),
     "shape against offsets": (file_bytes({"a": entry(shape=[2, 4])}), e.MalformedFile, "expected 32 bytes; got 24"),
     "offsets that are text": (file_bytes({"a": entry(offsets="0")}), e.MalformedFile, "[start, end]"),
     "three offsets": (file_bytes({"a": entry(offsets=[0, 24, 24])}), e.MalformedFile, "[start, end]"),
@@ -99,8 +99,8 @@ SAFETENSORS: dict[str, Row] = {
         file_bytes({"a": entry(shape=[1 << 50], offsets=[0, 1 << 52])}), e.MalformedFile, "past the end",
     ),
     "truncated data": (SOUND[:-1], e.MalformedFile, "tensor 'b'"),
-    "hole at the start": (file_bytes({"a": entry(offsets=[8, 32])}, 32), e.MalformedFile, "hole"),
-    "hole in the middle": (
+    "gap at the start": (file_bytes({"a": entry(offsets=[8, 32])}, 32), e.MalformedFile, "gap"),
+    "gap in the middle": (
         file_bytes({"a": entry(), "b": entry("U8", [4], [28, 32])}, 32), e.MalformedFile, "'b': the tensor leaves",
     ),
     "overlap": (file_bytes({"a": entry(), "b": entry("U8", [4], [20, 24])}), e.MalformedFile, "overlaps"),
@@ -135,8 +135,8 @@ INDEXES: dict[str, Row] = {
     "another kind of file": (index(a="config.json"), e.MalformedFile, "plain name"),
     "a file name no disk takes": (index(a="x" * 5000 + ".safetensors"), e.CheckpointError, "too long"),
     "a file that is not there": (index(a="z.safetensors"), e.MalformedFile, "z.safetensors"),
-    "a link out of the folder": (index(a="out.safetensors"), e.MalformedFile, "leads out"),
-    "a link that dangles": (index(a="dangling.safetensors"), e.MalformedFile, "not there"),
+    "a link out of the folder": (index(a="out.safetensors"), e.MalformedFile, "points outside"),
+    "a link that dangles": (index(a="dangling.safetensors"), e.MalformedFile, "does not exist"),
     "a tensor no file has": (index(e="y.safetensors"), e.MissingTensor, "'e'"),
     "a tensor in the other file": (
         index(a="y.safetensors"),
@@ -232,7 +232,7 @@ def _split_count(folder: Path) -> None:
 
 
 FOLDERS: dict[str, Row] = {
-    "nothing": (_write(), e.CheckpointError, "no tensors here"),
+    "nothing": (_write(), e.CheckpointError, "holds no tensors"),
     "pickles only": (_write("pytorch_model.bin"), e.CheckpointError, "never read"),
     "two models": (_write("a.gguf", "b.gguf"), e.CheckpointError, "a.gguf, b.gguf"),
     "a split without its sibling": (_write("m-00001-of-00002.gguf"), e.CheckpointError, "m-00002-of-00002.gguf"),
@@ -240,14 +240,14 @@ FOLDERS: dict[str, Row] = {
     "splits of another count": (_split_count, e.MalformedFile, "split.count"),
     "the same tensors in two files": (_write("a.safetensors", "b.safetensors"), e.CheckpointProblems, "3 problems"),
     "a link to itself": (
-        lambda folder: (folder / "a.safetensors").symlink_to("a.safetensors"), e.MalformedFile, "in a circle",
+        lambda folder: (folder / "a.safetensors").symlink_to("a.safetensors"), e.MalformedFile, "points to itself",
     ),
     "a config that is a dangling link": (
         lambda folder: (_write("a.safetensors")(folder), (folder / "config.json").symlink_to("absent")),
         e.CheckpointError, "config.json",
     ),
     "a link to outside": (
-        lambda folder: (folder / "a.safetensors").symlink_to("/dev/zero"), e.MalformedFile, "leads out",
+        lambda folder: (folder / "a.safetensors").symlink_to("/dev/zero"), e.MalformedFile, "points outside",
     ),
 }  # fmt: skip
 

@@ -71,11 +71,11 @@ GGUF: dict[str, Row] = {
     "removed ggml type": (gguf_bytes(infos=(info(kind=4),)), e.MalformedFile, "got 4"),
     "a row of part of a block": (gguf_bytes(infos=(info(dims=(100, 2), kind=12),)), e.MalformedFile, "whole blocks"),
     "offset off the alignment": (gguf_bytes(infos=(info(offset=8),)), e.MalformedFile, "not aligned"),
-    "offset past the file": (gguf_bytes(infos=(info(offset=1 << 40),)), e.MalformedFile, "hole"),
+    "offset past the file": (gguf_bytes(infos=(info(offset=1 << 40),)), e.MalformedFile, "gap"),
     "truncated data": (gguf_bytes(data=31), e.MalformedFile, "past the end"),
     "overlapping tensors": (gguf_bytes(infos=(info(b"s"), info(b"t"))), e.MalformedFile, "overlaps"),
-    "a hole between tensors": (
-        gguf_bytes(infos=(info(b"s"), info(b"t", offset=64)), data=96), e.MalformedFile, "hole",
+    "a gap between tensors": (
+        gguf_bytes(infos=(info(b"s"), info(b"t", offset=64)), data=96), e.MalformedFile, "gap",
     ),
     "a tensor twice": (
         gguf_bytes(infos=(info(b"t"), info(b"t", offset=32)), data=64), e.DuplicateTensor, "'t' is stored twice",

@@ -74,28 +74,30 @@ def test_every_form_loads_what_it_spells(row: Naming, form: NameForm) -> None:
 
 
 def test_names_are_told_apart_and_lora_wrapping_is_seen_through() -> None:
-    form = names.find({"model_type": "qwen3_moe"}).forms[0]
-    claim = names.claim(form, "model.layers.3.mlp.experts.11.up_proj.base_layer.weight_packed")
+    form = names.find_family({"model_type": "qwen3_moe"}).forms[0]
+    claim = names.parse_name(form, "model.layers.3.mlp.experts.11.up_proj.base_layer.weight_packed")
     assert claim is not None
     assert (claim.layer, claim.expert, claim.projection, claim.suffix) == (3, 11, UP, ".weight_packed")
-    assert names.claim(form, "model.layers.3.mlp.experts.1.down_proj.weight").expert == 1  # type: ignore[union-attr]
+    assert names.parse_name(form, "model.layers.3.mlp.experts.1.down_proj.weight").expert == 1  # type: ignore[union-attr]
     for stranger in (
         "model.layers.3.mlp.gate.weight",
         "model.layers.3.mlp.shared_experts.up_proj.weight",
         "mtp.layers.0.mlp.experts.0.up_proj.weight",
     ):
-        assert names.claim(form, stranger) is None
+        assert names.parse_name(form, stranger) is None
 
 
 def test_projections_of_moe_families() -> None:
-    mixtral = names.find({"model_type": "mixtral"}).forms[0]
-    claims = [names.claim(mixtral, f"model.layers.0.block_sparse_moe.experts.2.{w}.weight") for w in ("w1", "w3", "w2")]
+    mixtral = names.find_family({"model_type": "mixtral"}).forms[0]
+    claims = [
+        names.parse_name(mixtral, f"model.layers.0.block_sparse_moe.experts.2.{w}.weight") for w in ("w1", "w3", "w2")
+    ]
     assert [c.projection for c in claims if c is not None] == [GATE, UP, DOWN]
 
 
 def test_an_unknown_family_lists_the_known_ones_and_a_custom_row_serves() -> None:
     with pytest.raises(UnsupportedFormat, match="qwen3_moe"):
-        names.find({"model_type": "brand_new"})
+        names.find_family({"model_type": "brand_new"})
     row = Naming(
         "mine",
         ("brand_new",),
@@ -106,7 +108,7 @@ def test_an_unknown_family_lists_the_known_ones_and_a_custom_row_serves() -> Non
 
 
 def test_nested_configs_tell_sizes() -> None:
-    found = names.sizes(
+    found = names.expert_sizes(
         {
             "model_type": "llama4",
             "text_config": {
@@ -121,7 +123,7 @@ def test_nested_configs_tell_sizes() -> None:
 
 
 def test_all_problems_are_reported_together() -> None:
-    row = names.find({"model_type": "qwen3_moe"})
+    row = names.find_family({"model_type": "qwen3_moe"})
     made = generate(_dense(), row, row.forms[0], SIZE)
     headers = dict(made.headers)
     home = "model.layers.0.mlp.experts"
@@ -142,7 +144,7 @@ def test_all_problems_are_reported_together() -> None:
 
 
 def test_sixty_thousand_names_resolve_in_seconds() -> None:
-    row = names.find({"model_type": "deepseek_v3"})
+    row = names.find_family({"model_type": "deepseek_v3"})
     model = {"model_type": "deepseek_v3", "n_routed_experts": 256, "hidden_size": 64, "moe_intermediate_size": 32}
     shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
     headers = {

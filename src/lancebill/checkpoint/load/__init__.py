@@ -1,1 +1,1 @@
-"""From files to packed experts: slices read, decoded, cut for this rank, packed as a backend wants them."""
+"""Load experts: read slices, decode them, cut this rank's shard, pack it into a backend's layout."""

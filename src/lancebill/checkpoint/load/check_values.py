@@ -1,10 +1,9 @@
-"""Stored numbers that cannot be right, found by decoding every matrix.
+"""Decode every matrix and find stored values that cannot be right.
 
-Always wrong: NaN or infinity among codes, scales, minima, zero points and biases; a zero point
-outside 0 .. 2**bits; an act-order that is no permutation; an activation scale that is not positive; a
-scale of zero over codes that are not (unless scales are themselves small integers, as in GGUF,
-where a zero scale is how an empty block is written). A negative scale is only noted, and only for
-float codes: integer formats use the sign to reach one step further.
+Errors: NaN or infinity in codes, scales, minima, zero points or biases; a zero point outside 0 .. 2**bits; an
+act-order that is not a permutation; an activation scale that is not positive; a zero scale over non-zero codes
+(except where scales are small integers, as in GGUF, which writes an empty block that way). A negative scale is only
+a note, and only for float codes: integer formats use the sign to reach one more step of range.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import Reader, load_projection
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.errors import BadValue, LancebillError
 from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.weight import LogicalWeight, expand
 
-OUTER_SCALE = "scale_2"  # what formats call the part that holds a second level
+OUTER_SCALE = "scale_2"  # the role formats give to the second level of scales
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What is wrong with one projection, and what is only unusual."""
+    """The errors of one projection, and what is unusual but legal."""
 
     problems: tuple[LancebillError, ...] = ()
     notes: tuple[BadValue, ...] = ()
 
 
 def check_values(read: Reader, projection: Projection) -> Findings:
-    """Decode one projection and look at every number of it."""
+    """Decode one projection and check every value."""
     try:
         weight = load_projection(read, projection)
     except LancebillError as error:
@@ -74,16 +74,16 @@ class _Checker:
         if dtype.wide is not None:
             bad = ~codes.isfinite() if codes.is_floating_point() else None
         elif len(dtype.valid_codes) < len(dtype.table):
-            legal = torch.zeros(len(dtype.table), dtype=torch.bool)
-            legal[list(dtype.valid_codes)] = True
-            bad = ~legal[codes.int()]
+            valid = torch.zeros(len(dtype.table), dtype=torch.bool)
+            valid[list(dtype.valid_codes)] = True
+            bad = ~valid[codes.int()]
         else:
             bad = None
         if bad is not None:
             yield from self._report(role, what, "NaN or infinite", bad)
 
     def _zero_scales(self) -> Iterator[BadValue]:
-        """Where a scale is zero its codes have no say: they must be zero too."""
+        """A zero scale discards its codes, so they must be zero too."""
         weight, spec = self.weight, self.spec
         if any(level.dtype.kind == INTEGER for level in spec.scales):
             return
@@ -95,7 +95,7 @@ class _Checker:
             if spec.zero is not None and weight.zero is not None:
                 values -= expand(spec.zero.dtype.decode(weight.zero), spec.zero.block, weight.n, weight.k)
             lost = expand(zero, level.block, weight.n, weight.k) & (values != 0)
-            yield from self._report(self._scale_role(i), f"scale {i + 1}", "zero over codes that are not", lost)
+            yield from self._report(self._scale_role(i), f"scale {i + 1}", "zero over non-zero codes", lost)
 
     def _zero_points(self) -> Iterator[BadValue]:
         weight, spec = self.weight, self.spec
@@ -121,7 +121,7 @@ class _Checker:
             yield BadValue(f"{what}: {how}", where=self._where(role), got=got)
 
     def _scale_role(self, level: int) -> str:
-        """The part that holds a level of scales; some formats have no part for each."""
+        """The role of the part that stores a level of scales; some formats store all levels in one part."""
         return OUTER_SCALE if level and OUTER_SCALE in self.projection.sources else "scale"
 
     def _where(self, role: str) -> str:

@@ -1,8 +1,8 @@
-"""What a checkpoint says of a product's input, kept beside the product's weights.
+"""Scales that a checkpoint stores for the input of a GEMM, kept with the weights of that GEMM.
 
-Two facts, for each expert: the scale a statically quantised input is divided by, and a vector it is
-multiplied by first (exports whose weights were smoothed). They are rows of buffers like everything
-else that makes an expert, so that pulling, pushing and moving experts treat them alike.
+Two per expert: the scale that divides a statically quantised input, and a per-column vector that multiplies the
+input first (exports with smoothed weights, such as AWQ in ModelOpt). They are rows of buffers like the weights, so
+that loading, pushing and moving an expert handle them the same way.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from lancebill.errors import BadValue, MissingTensor
 from lancebill.moe.layout import Packed, as_integer
 from lancebill.numbers.spec import ActivationSpec
 
-SCALE, PRE_SCALE = "input_scale", "pre_scale"  # the buffers
+SCALE, PRE_SCALE = "input_scale", "pre_scale"  # names of the buffers
 DIVISOR, RECIPROCAL, FACTORS = "input_scale", "input_global_scale", "pre_quant_scale"  # roles of stored tensors
 
 
 @dataclass(frozen=True)
-class ProductInputs:
-    """What one product's input is divided by, and what it is multiplied by first; fp32."""
+class InputScales:
+    """Scales of one GEMM's input, fp32: multiplied by `pre_scale`, then divided by `scale`."""
 
     scale: Tensor | None = None  # []
     pre_scale: Tensor | None = None  # [K]
 
     def write(self, rows: Mapping[str, Tensor]) -> None:
-        """Into one expert's rows of the buffers, where there are any."""
+        """Copy them into one expert's rows of the buffers, where the layer has such buffers."""
         for name, tensor in ((SCALE, self.scale), (PRE_SCALE, self.pre_scale)):
             if name in rows:
                 if tensor is None:
-                    raise MissingTensor(f"an expert without its {name.replace('_', ' ')}")
+                    raise MissingTensor(f"this expert has no {name.replace('_', ' ')}")
                 rows[name].copy_(as_integer(tensor))
 
 
-def product_inputs(projections: Sequence[Mapping[str, Tensor]]) -> ProductInputs:
-    """One product's facts from those of its projections, by role.
+def combine_input_scales(projections: Sequence[Mapping[str, Tensor]]) -> InputScales:
+    """One GEMM's input scales from the stored tensors of its projections, by role.
 
-    Gate and up share an input: the larger of their scales serves both, and their factors must be
-    one vector. `input_global_scale` is stored as the reciprocal of what divides.
+    Gate and up share an input: the larger of their scales is used, and their pre-scales must be equal.
+    `input_global_scale` is stored as the reciprocal of the divisor.
     """
     scales, factors = [], []
-    for held in projections:
-        if DIVISOR in held:
-            scales.append(held[DIVISOR].float().reshape(()))
-        elif RECIPROCAL in held:
-            scales.append(1 / held[RECIPROCAL].float().reshape(()))
-        if FACTORS in held:
-            factors.append(held[FACTORS].float().reshape(-1))
+    for stored in projections:
+        if DIVISOR in stored:
+            scales.append(stored[DIVISOR].float().reshape(()))
+        elif RECIPROCAL in stored:
+            scales.append(1 / stored[RECIPROCAL].float().reshape(()))
+        if FACTORS in stored:
+            factors.append(stored[FACTORS].float().reshape(-1))
     if any(not torch.equal(factor, factors[0]) for factor in factors):
         raise BadValue("gate and up share an input but have different pre-quantisation scales")
-    return ProductInputs(torch.stack(scales).amax() if scales else None, factors[0] if factors else None)
+    return InputScales(torch.stack(scales).amax() if scales else None, factors[0] if factors else None)
 
 
 def check_static(roles: Container[str], spec: ActivationSpec, where: str) -> None:
-    """Raise where activations are static and the checkpoint stores no scale for them."""
+    """Raise if activations are quantised statically and the checkpoint stores no scale for them."""
     if spec.static and not _has_scale(roles):
         raise MissingTensor(
             f"{spec} activations need an input scale for every expert",
@@ -73,11 +73,11 @@ def _has_scale(roles: Container[str]) -> bool:
 def allocate_inputs(
     roles: Container[str], spec: ActivationSpec, k: int, experts: int, device: torch.device, where: str
 ) -> Packed:
-    """Buffers for what the checkpoint stores (`roles`) and a product with these activations needs."""
+    """Buffers for the scales that the checkpoint stores (`roles`) and that these activations need."""
     check_static(roles, spec, where)
-    held: Packed = {}
+    buffers: Packed = {}
     if spec.spec.quantized and _has_scale(roles):
-        held[SCALE] = torch.empty(experts, dtype=torch.int32, device=device)
+        buffers[SCALE] = torch.empty(experts, dtype=torch.int32, device=device)
     if FACTORS in roles:
-        held[PRE_SCALE] = torch.empty(experts, k, dtype=torch.int32, device=device)
-    return held
+        buffers[PRE_SCALE] = torch.empty(experts, k, dtype=torch.int32, device=device)
+    return buffers

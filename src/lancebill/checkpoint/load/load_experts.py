@@ -1,8 +1,8 @@
-"""From files to packed experts, expert by expert.
+"""Load experts from files into packed buffers, one expert at a time.
 
-Each projection is read as the smallest slice of its stored tensors that covers this rank's share,
-decoded, cut exactly, and packed into buffers that were allocated first. Whatever the format, the
-family and the parallel layout, this is the whole path; nothing here branches on any of them.
+For each projection: read the smallest slice of the stored tensors that covers this rank's shard, decode it, cut it
+to the exact shard, and pack it into preallocated buffers. Every format, family and parallel layout takes this
+path; nothing here branches on any of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.input_scales import FACTORS, ProductInputs, product_inputs
+from lancebill.checkpoint.load.input_scales import FACTORS, InputScales, combine_input_scales
+from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer, StoredPart
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
 from lancebill.errors import LancebillError, ShardError
@@ -24,27 +25,29 @@ from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed
 from lancebill.moe.placement import Cut, Placement
 from lancebill.numbers.codec import Loss, keeps_codes, requantize
 from lancebill.numbers.spec import ALL, QuantSpec
-from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
+from lancebill.numbers.weight import LogicalWeight, stack
 
-Reader = Callable[[str, tuple[int | slice, ...]], Tensor]
 Span = tuple[int, int]
 
-AT_ONCE = 2  # experts: one is read while another is packed
+EXPERTS_IN_FLIGHT = 2  # one is read while the other is packed
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert's share on this rank: gate over up, and down. Act-order of down is folded away."""
+    """One expert's shard on this rank: w13 (gate stacked on up) and w2 (down).
+
+    w2 has no act-order: its permutation is applied to the rows of w13 instead.
+    """
 
     w13: LogicalWeight
     w2: LogicalWeight
-    inputs13: ProductInputs
-    inputs2: ProductInputs
+    inputs13: InputScales
+    inputs2: InputScales
 
     def pack(self, plan: LayerPlan, layout: Layout, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write this expert into its rows of a layer's buffers."""
+        """Pack this expert into its rows of a layer's buffers."""
         for matrix, shape, weight in (("w13", plan.w13, self.w13), ("w2", plan.w2, self.w2)):
-            assert weight.spec == shape.spec and (weight.perm is None or shape.act_order), "not what was planned"
+            assert weight.spec == shape.spec and (weight.perm is None or shape.act_order), "not as planned"
             layout.pack(shape, weight, rows[matrix])
         self.inputs13.write(rows["w13"])
         self.inputs2.write(rows["w2"])
@@ -52,7 +55,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What loading one layer under one placement gives, known from metadata alone."""
+    """Shapes and specs of one layer under one placement, known from metadata alone."""
 
     layer: StoredLayer
     placement: Placement
@@ -64,7 +67,7 @@ class LayerPlan:
 
     @property
     def ordered(self) -> bool:
-        """Whether w2's act-order is the order of w13's rows."""
+        """Whether w13's rows are permuted by w2's act-order."""
         return keeps_order(self.layer.sample(DOWN), self.requantize.get("w2"))
 
     def bytes(self, layout: Layout) -> int:
@@ -78,10 +81,10 @@ def plan_layer(
     uneven: bool = False,
     requantize: Mapping[str, QuantSpec] | None = None,
 ) -> LayerPlan:
-    """Sizes and specs of a rank's share; raises `ShardError` where the cut is not possible.
+    """Shapes and specs of a rank's shard; raises `ShardError` where the matrices cannot be cut.
 
-    `requantize` gives target specs for w13 and w2: whole matrices are converted before they are
-    cut, so that every rank holds a slice of the same numbers.
+    `requantize` gives target specs for w13 and w2. Matrices are requantised whole and cut afterwards, so that
+    every rank holds a slice of the same values.
     """
     targets = requantize or {}
     gate, down = layer.sample(GATE), layer.sample(DOWN)
@@ -102,7 +105,7 @@ def plan_layer(
 
 
 def keeps_order(projection: Projection, target: QuantSpec | None) -> bool:
-    """Whether columns stay in their act-order: a spec that keeps the codes keeps it, any other is fitted without."""
+    """Whether columns stay in act-order: only where requantising to `target` keeps the codes as they are."""
     scheme = projection.scheme
     return scheme.act_order and (target is None or keeps_codes(scheme.spec, target))
 
@@ -110,7 +113,7 @@ def keeps_order(projection: Projection, target: QuantSpec | None) -> bool:
 def _row_spec(
     projection: Projection, granule: int, *, ordered: bool = False, target: QuantSpec | None = None
 ) -> QuantSpec:
-    """The spec of this projection's rows once fused halves, cuts and reordering are undone."""
+    """The spec of this projection's rows after fused halves are split, rows are reordered and the shard is cut."""
     spec = target or projection.scheme.spec
     if ordered or (projection.step > 1 and target is None):
         return spec.map_blocks(0, 1)
@@ -122,21 +125,21 @@ def _row_spec(
 def load_expert(
     read: Reader, plan: LayerPlan, expert: int, losses: Callable[[str, Loss], None] | None = None
 ) -> ExpertWeights:
-    """Read, decode, requantise where asked, and cut one expert."""
+    """Read, decode, requantise where planned, and cut one expert."""
     layer, cut = plan.layer, plan.cut
     load = partial(_load_target, read, plan, losses)
     down = layer.projections[expert, DOWN]
     w2, order = load("w2", down, (0, down.n), (cut.start, cut.stop))
     w2 = _pad(w2, plan.w2.n, plan.w2.k)
     if plan.placement.tp_rank > 0 and w2.bias is not None:
-        w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must count it once
+        w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must add it once
     halves = []
     for name in (GATE, UP) if layer.gated else (GATE,):
         half = layer.projections[expert, name]
         rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
         halves.append(_pad(load("w13", half, rows, (0, half.k))[0], cut.size, layer.hidden))
     try:
-        inputs = product_inputs([half.inputs for half in halves]), product_inputs([w2.inputs])
+        inputs = combine_input_scales([half.inputs for half in halves]), combine_input_scales([w2.inputs])
         return ExpertWeights(stack(halves) if layer.gated else halves[0], w2, *inputs)
     except LancebillError as error:
         raise error.within(f"layer {layer.index}, expert {expert}") from error
@@ -151,8 +154,10 @@ def _load_target(
     rows: Span | Tensor,
     columns: Span,
 ) -> tuple[LogicalWeight, Tensor | None]:
-    """One projection's share under the plan's spec, and the act-order of its columns if it was cut
-    along them: columns are cut in sorted order so that groups stay whole."""
+    """One projection's shard in the plan's spec, and for w2 the act-order of its columns.
+
+    Columns are cut in sorted order, so that groups stay whole.
+    """
     target = plan.requantize.get(matrix)
     granule = plan.cut.granule
     cut_columns = matrix == "w2"
@@ -180,11 +185,10 @@ def load_layer(
     losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Packed]:
-    """Fill final buffers, two experts at a time.
+    """Load all local experts, two at a time.
 
-    One thread reads, decodes and packs an expert from start to end: scratch memory that one thread takes
-    and another gives back is held back by allocators. With `out` an earlier load's buffers are filled
-    again, in place.
+    One thread reads, decodes and packs an expert: allocators tend not to reuse memory that one thread allocates and
+    another frees. With `out`, the buffers of an earlier load are refilled in place.
     """
     packed = (
         dict(out)
@@ -201,10 +205,10 @@ def load_layer(
         weights.pack(plan, layout, expert_rows(packed, slot))
         return cost
 
-    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+    with ThreadPoolExecutor(max_workers=EXPERTS_IN_FLIGHT) as pool:
         for cost in pool.map(fill, range(len(plan.experts))):
             if losses is not None:
-                for matrix, loss in cost:  # in the order of experts, so that sums are always the same
+                for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
                     losses(matrix, loss)
             if progress is not None:
                 progress(1)
@@ -213,30 +217,16 @@ def load_layer(
 
 def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:
     """Views of one slot of a layer's buffers."""
-    return {matrix: {name: tensor[slot] for name, tensor in held.items()} for matrix, held in packed.items()}
-
-
-def load_inputs(read: Reader, layer: StoredLayer) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """Activation-side tensors of every expert, local or not: {(expert, projection): {role: value}}.
-
-    What each projection stores, for callers that want one number for all ranks; the loader keeps what
-    the local experts need.
-    """
-    found: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for key, projection in layer.projections.items():
-        held = {role: _read(read, s, projection, None) for role, s in projection.sources.items() if role in INPUT_ROLES}
-        if held:
-            found[key] = held
-    return found
+    return {matrix: {name: t[slot] for name, t in tensors.items()} for matrix, tensors in packed.items()}
 
 
 def load_projection(read: Reader, projection: Projection) -> LogicalWeight:
-    """One projection whole, in its own spec: what verify and convert look at."""
+    """One whole projection in its stored spec, for `verify` and `convert`."""
     return _load(read, projection, (0, projection.n), (0, projection.k), _row_spec(projection, 0))
 
 
 def _load(read: Reader, projection: Projection, rows: Span, columns: Span, spec: QuantSpec) -> LogicalWeight:
-    """Rows and columns of a projection with the blocks of `spec`, from the smallest covering read."""
+    """These rows and columns of a projection with the blocks of `spec`, from the smallest slice that covers them."""
     try:
         scheme = projection.scheme
         units = scheme.units()
@@ -260,7 +250,7 @@ def _load(read: Reader, projection: Projection, rows: Span, columns: Span, spec:
 def _trim(
     weight: LogicalWeight, projection: Projection, rows: Span, columns: Span, origin: Span, spec: QuantSpec
 ) -> LogicalWeight:
-    """Cut a decoded covering read to exactly [rows, columns), with the blocks of `spec`."""
+    """Cut a decoded covering slice, which starts at `origin`, to exactly these rows and columns."""
     if projection.step > 1:
         weight = weight.rows(torch.arange(rows[0], rows[1]) * projection.step + projection.first - origin[0])
         local_rows: Span = (0, weight.n)
@@ -284,11 +274,11 @@ def _widen(span: Span, unit: int, size: int) -> Span:
     return span[0] // unit * unit, min(size, -(-span[1] // unit) * unit)
 
 
-def _read(read: Reader, source: StoredPart, projection: Projection, around: tuple[Span, Span] | None) -> Tensor:
-    """One part of a projection, cut to the covering read, the right way round."""
+def _read(read: Reader, source: StoredPart, projection: Projection, around: tuple[Span, Span]) -> Tensor:
+    """One part of a projection, sliced to the covering rows and columns; undoes a stored transposition."""
     ratio = source.part.ratio(source.dtype)
     full = ax.shape(source.axes, projection.stored_n, projection.k, ratio)
-    if around is None or not source.part.cuttable:
+    if not source.part.cuttable:
         index: tuple[slice, ...] = tuple(slice(None) if s == ax.ANY else slice(0, s) for s in full)
     else:
         index = ax.slices(source.axes, *around, projection.stored_n, projection.k, ratio)
@@ -309,7 +299,7 @@ def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | s
 
 
 def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
-    """Zeros up to [n, k], with neutral scales: they add nothing to any product."""
+    """Pad with zeros to [n, k]. Padding blocks get scale 1, so that they add nothing to a GEMM."""
     if (weight.n, weight.k) == (n, k):
         return weight
     spec = weight.spec
@@ -331,20 +321,20 @@ def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
         zero = grow(zero, spec.zero.shape(n, k), torch.zeros(1, dtype=zero.dtype))
     codes = _zero_codes(weight, zero, n, k)
     codes[: weight.n, : weight.k] = weight.codes
-    nothing = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
+    zero_minimum = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
     return replace(
         weight,
         codes=codes,
         scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(one)) for s, t in zip(spec.scales, weight.scales)),
         zero=zero,
-        minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, nothing)),
+        minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, zero_minimum)),
         bias=None if weight.bias is None else torch.nn.functional.pad(weight.bias, (0, n - weight.n)),
         inputs={role: _pad_input(role, t, k - weight.k) for role, t in weight.inputs.items()},
     )
 
 
 def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
-    """Codes that mean 0: the zero points, which padding may share with real numbers of its block."""
+    """[n, k] codes that decode to 0: the zero points, since padding may share a block with real weights."""
     spec = weight.spec
     if spec.zero is None or zero is None:
         return spec.dtype.encode(torch.zeros(n, k))
@@ -353,14 +343,12 @@ def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> T
         for size, side in zip((n, k), spec.zero.block)
     )
     codes = spec.zero.dtype.decode(zero)[rows][:, columns]
-    legal = codes.round().clamp(0, spec.dtype.max)
-    if not torch.equal(codes[weight.n :], legal[weight.n :]):  # columns beyond the last only ever meet zeros
-        raise ShardError(
-            "padding would share a zero point that no code stands for", expected=f"0 to {spec.dtype.max:g}"
-        )
-    return legal.to(weight.codes.dtype)
+    valid = codes.round().clamp(0, spec.dtype.max)
+    if not torch.equal(codes[weight.n :], valid[weight.n :]):  # padding columns are multiplied by zero inputs
+        raise ShardError("padding needs a zero point that is a valid code", expected=f"0 to {spec.dtype.max:g}")
+    return valid.to(weight.codes.dtype)
 
 
 def _pad_input(role: str, tensor: Tensor, columns: int) -> Tensor:
-    """Only the factors have a number for each column; one more multiplies nothing."""
+    """Only the pre-scale has an entry per column; padding columns get 1."""
     return torch.nn.functional.pad(tensor, (0, columns), value=1.0) if role == FACTORS else tensor

@@ -1,4 +1,4 @@
-"""What loading will take, rank by rank, told from metadata alone."""
+"""How much memory loading takes on each rank, from metadata alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lancebill.checkpoint.load.load_experts import AT_ONCE, LayerPlan, plan_layer
+from lancebill.checkpoint.load.load_experts import EXPERTS_IN_FLIGHT, LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.moe.layout import Layout, MatrixShape
 from lancebill.moe.placement import LINEAR, Placement
@@ -14,11 +14,11 @@ from lancebill.moe.placement import LINEAR, Placement
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's share of all layers: final bytes, and the most that is held while loading."""
+    """One rank's shard of all layers: bytes after loading, and the peak while loading."""
 
     tp_rank: int
     ep_rank: int
-    experts: int  # of each layer
+    experts: int  # per layer
     intermediate: int  # local, padding included
     final: int
     peak: int
@@ -27,7 +27,7 @@ class RankMemory:
 def plan_memory(
     manifest: Manifest, layout: Layout, *, tp: int = 1, ep: int = 1, strategy: str = LINEAR
 ) -> Iterator[RankMemory]:
-    """Every rank's plan; raises `ShardError` where a cut is not possible."""
+    """The memory of every rank; raises `ShardError` where the matrices cannot be cut."""
     for ep_rank in range(ep):
         for tp_rank in range(tp):
             placement = Placement(tp_rank, tp, ep_rank, ep, strategy)
@@ -40,12 +40,12 @@ def plan_memory(
                 max((len(plan.experts) for plan in plans), default=0),
                 max((plan.cut.size for plan in plans), default=0),
                 final,
-                final + AT_ONCE * working,
+                final + EXPERTS_IN_FLIGHT * working,
             )
 
 
 def _expert_bytes(plan: LayerPlan) -> int:
-    """One expert in canonical form: a byte a code, levels as stored."""
+    """One decoded expert: one byte per code, scales in their stored dtypes."""
     return _canonical_bytes(plan.w13) + _canonical_bytes(plan.w2)
 
 

@@ -1,1 +1,1 @@
-"""Bytes on disk: safetensors and GGUF headers, configs, slices of tensors. Nothing here knows of experts."""
+"""Files on disk: safetensors and GGUF headers, configs, slices of tensors. Nothing here depends on experts."""

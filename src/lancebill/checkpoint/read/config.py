@@ -1,7 +1,7 @@
-"""Which configuration a folder has: the model's, and the first quantisation section found.
+"""Read a checkpoint's configuration: the model's config and its quantisation section.
 
-Writers put that section in five places and name their method in as many ways. Here it becomes one
-`Config` with a normalised `method`; what the section means is the format's business.
+Exporters put that section in five different places and spell its method differently. This module returns one `Config`
+with a normalised `method`; the formats interpret the section.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODEL_CONFIG = "config.json"
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ)
 
-# A section that does not name its method is known by keys that only one writer uses.
+# A section without `quant_method` is recognised by keys that only one exporter writes.
 TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"quant_algo"}), "modelopt"),
     (frozenset({"load_in_4bit"}), "bitsandbytes"),
@@ -32,7 +32,7 @@ TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration of a checkpoint folder; an absent config.json reads as empty."""
+    """The configuration of a checkpoint folder; a missing config.json counts as empty."""
     path = folder / MODEL_CONFIG
     model = read_json(path) if _present(path) else {}
     for source, section, fallback in _sections(folder, model):
@@ -56,25 +56,25 @@ def _model_sections(model: Mapping[str, Any], where: str) -> Iterator[tuple[Mapp
 
 
 def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
-    """(file, section, method where the place itself tells it), in order of precedence."""
-    for section, told in _model_sections(model, str(folder / MODEL_CONFIG)):
-        yield MODEL_CONFIG, section, told
-    for name, fallback in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq")):
+    """(file, section, method implied by the file or key), in order of precedence."""
+    for section, fallback in _model_sections(model, str(folder / MODEL_CONFIG)):
+        yield MODEL_CONFIG, section, fallback
+    for name, implied in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq")):
         if _present(folder / name):
             section = read_json(folder / name)
             if name == MODELOPT:
                 section = dict(_section(section, "quantization", str(folder / name)))
             if section:
-                yield name, section, fallback
+                yield name, section, implied
 
 
 def _present(path: Path) -> bool:
-    """A dangling link counts: its config is lost, which is not the same as having none."""
+    """Whether the file exists. A dangling link counts, so that a lost config is an error and not an absent one."""
     return path.is_symlink() or path.exists()
 
 
 def _section(holder: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    """A nested object; absent and null are empty."""
+    """A nested object; a missing or null one counts as empty."""
     value = holder.get(key)
     if value is None:
         return {}
@@ -95,7 +95,7 @@ def _method(section: Mapping[str, Any], fallback: str | None, where: str) -> str
             return method
     if fallback is None:
         raise UnsupportedFormat(
-            "the quantisation section names no quant_method and its keys fit none",
+            "the quantisation section has no quant_method, and its keys match no known method",
             where=where,
             expected="quant_method, or keys of one of " + ", ".join(dict.fromkeys(m for _, m in TELLTALE_KEYS)),
             got="keys " + quoted(sorted(section)),

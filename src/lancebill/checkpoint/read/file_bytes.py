@@ -1,4 +1,4 @@
-"""Bytes of files: regular files only, every failure typed, short reads never taken for data."""
+"""Read and write bytes of regular files. Every failure, short reads included, raises a `CheckpointError`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lancebill.errors import CheckpointError, MalformedFile
 
 
 def open_read(path: Path) -> int:
-    """A descriptor of a regular file. A pipe would hang the reader and a device never end."""
+    """Open a regular file; returns its descriptor. Pipes would block and devices never end, so they are refused."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -29,7 +29,7 @@ def open_read(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The file and its size."""
+    """Open a file; yields it and its size."""
     with os.fdopen(open_read(path), "rb") as file:
         try:
             yield file, os.fstat(file.fileno()).st_size
@@ -37,13 +37,13 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
             raise CheckpointError(f"cannot read the file: {reason(error)}", where=str(path)) from None
 
 
-def fill(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
+def read_exactly(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
     """Read exactly the bytes of the contiguous `out` from `offset`.
 
-    A read and not a memory map: a file cut short or a failing disk is an error here, where a map
-    would kill the process.
+    This reads instead of mapping the file: a truncated file or a failing disk raises here, but would kill a
+    process that mapped it.
     """
-    view, done, size = memory(out), 0, out.nbytes
+    view, done, size = byte_view(out), 0, out.nbytes
     while done < size:
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -51,7 +51,7 @@ def fill(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
             raise CheckpointError(f"cannot read the file: {reason(error)}", where=str(path)) from None
         if count == 0:
             raise MalformedFile(
-                "the file ends inside a tensor: it was cut after it was opened",
+                "the file ends inside a tensor: it was truncated after it was opened",
                 where=str(path),
                 expected=f"{size} bytes at {offset}",
                 got=f"{done} bytes",
@@ -59,9 +59,9 @@ def fill(descriptor: int, out: Tensor, offset: int, path: Path) -> None:
         done += count
 
 
-def drain(descriptor: int, tensor: Tensor, offset: int, path: Path) -> None:
+def write_exactly(descriptor: int, tensor: Tensor, offset: int, path: Path) -> None:
     """Write exactly the bytes of the contiguous `tensor` at `offset`."""
-    view, done = memory(tensor), 0
+    view, done = byte_view(tensor), 0
     while done < tensor.nbytes:
         try:
             done += os.pwritev(descriptor, [view[done:]], offset + done)
@@ -69,8 +69,8 @@ def drain(descriptor: int, tensor: Tensor, offset: int, path: Path) -> None:
             raise CheckpointError(f"cannot write the file: {reason(error)}", where=str(path)) from None
 
 
-def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, not copied. Keep the tensor alive."""
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy. The caller must keep the tensor alive."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     if tensor.nbytes == 0:
         return memoryview(b"")
@@ -79,10 +79,10 @@ def memory(tensor: Tensor) -> memoryview:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """A copy of the tensor's bytes in row-major order."""
-    held = tensor.detach().cpu().contiguous()
-    return bytes(memory(held))
+    contiguous = tensor.detach().cpu().contiguous()
+    return bytes(byte_view(contiguous))
 
 
 def reason(error: Exception) -> str:
-    """What the operating system said, without its number and path."""
+    """The operating system's message without errno and path."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,7 +1,7 @@
-"""A checkpoint on disk: which files it has, which tensors they hold, and reading parts of them.
+"""A checkpoint on disk: its files, the tensors they hold, and reading slices of them.
 
-Opening reads headers and configs only and checks them whole: a `Checkpoint` that exists has files
-that are there, tensors that lie inside them, and one place for every name.
+Opening reads and checks headers and configs only. In an open `Checkpoint` every file exists, every tensor lies inside
+its file, and every name is stored once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from lancebill.errors import (
 )
 from lancebill.formats.stored import Config, Stored
 
-MAX_NAME = 512  # of a tensor: patterns are matched against it, numbers read in it
+MAX_NAME = 512  # characters of a tensor name: bounds the cost of pattern matching and of numbers in names
 INDEX = "model.safetensors.index.json"
 TENSOR_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 INDEX_SUFFIX = ".index.json"
 
 
 class Checkpoint:
-    """Tensors by name. Reading is thread-safe; files are opened when first read."""
+    """Tensors by name. Reading is thread-safe; files are opened on first use."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class Checkpoint:
         self.config = config
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_by_name(tensors, path))
         self.files = tuple(dict.fromkeys(t.file for t in self.tensors.values()) if files is None else files)
-        self.problems = tuple(problems)  # what does not stop reading, for `verify` to report
+        self.problems = tuple(problems)  # defects that do not prevent reading; `verify` reports them
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """A folder, one .safetensors file, or one .gguf file (with its split siblings)."""
+        """Open a folder, a .safetensors file, or a .gguf file (with the other files of a split model)."""
         path = Path(path)
-        if sys.byteorder != "little":  # numbers in files are, and are never swapped here
-            raise UnsupportedProblem("checkpoints are read on little-endian machines only", got=sys.byteorder)
+        if sys.byteorder != "little":  # files are little-endian, and bytes are never swapped here
+            raise UnsupportedProblem("checkpoints can be read only on little-endian machines", got=sys.byteorder)
         try:
             return cls._open(path)
-        except OSError as error:  # folders that cannot be listed, names no file system takes
+        except OSError as error:  # unreadable folders, file names the file system rejects
             raise CheckpointError(f"cannot open the checkpoint: {reason(error)}", where=str(path)) from None
 
     @classmethod
@@ -85,7 +85,7 @@ class Checkpoint:
         )
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """A fresh contiguous CPU tensor; with `index` (ints and slices) only those bytes are read."""
+        """A new contiguous CPU tensor; with `index` (ints and slices) only those bytes are read."""
         info = self.tensors.get(name)
         if info is None:
             raise MissingTensor("no such tensor", where=str(self.path), got=quoted(name))
@@ -93,11 +93,11 @@ class Checkpoint:
 
     @cached_property
     def headers(self) -> dict[str, Stored]:
-        """What the files say of every tensor: all that a manifest is made from."""
+        """Dtype and shape of every tensor: the input of a manifest."""
         return {name: info.stored for name, info in self.tensors.items()}
 
     def other_files(self) -> tuple[Path, ...]:
-        """What belongs to the folder and is neither tensors nor a config: tokenizer, templates ..."""
+        """Files of the folder that are neither tensors nor configs: tokenizer, templates ..."""
         if not self.path.is_dir():
             return ()
         others = [
@@ -137,22 +137,22 @@ class Checkpoint:
 
 
 def _by_name(tensors: Iterable[TensorInfo], path: Path) -> dict[str, TensorInfo]:
-    """One place for every name."""
-    found: dict[str, TensorInfo] = {}
+    """Tensors by name; raises if a name occurs twice."""
+    by_name: dict[str, TensorInfo] = {}
     problems = []
     for info in tensors:
         if len(info.name) > MAX_NAME:
             raise MalformedFile(
                 f"the name {quoted(info.name)} is too long", where=str(info.file), expected=f"<= {MAX_NAME} characters"
             )
-        first = found.setdefault(info.name, info)
+        first = by_name.setdefault(info.name, info)
         if first is not info:
             files = sorted({first.file.name, info.file.name})
             problems.append(
                 DuplicateTensor(f"tensor {quoted(info.name)} is stored twice", where=str(path), got=" and ".join(files))
             )
     _raise_all(problems, path)
-    return found
+    return by_name
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -167,7 +167,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_indexed(folder: Path) -> Checkpoint:
-    """A folder with an index: the index and the headers must tell the same story."""
+    """A folder with an index, which must agree with the headers of the files."""
     weight_map = _weight_map(folder)
     files = [folder / name for name in dict.fromkeys(weight_map.values())]
     problems: list[CheckpointError] = []
@@ -176,19 +176,19 @@ def _open_indexed(folder: Path) -> Checkpoint:
             _check_inside(file, folder)
         else:
             problems.append(
-                MalformedFile("the index names a file that is not there", where=str(folder / INDEX), got=file.name)
+                MalformedFile("the index names a file that does not exist", where=str(folder / INDEX), got=file.name)
             )
     _raise_all(problems, folder)
     tensors = [t for file in files for t in read_header(file)]
-    found = _by_name(tensors, folder)
+    by_name = _by_name(tensors, folder)
     for name, file_name in weight_map.items():
-        if name not in found or found[name].file.name != file_name:
+        if name not in by_name or by_name[name].file.name != file_name:
             problems.append(
                 MissingTensor(
                     f"the index places tensor {quoted(name)} in a file that does not hold it",
                     where=str(folder / INDEX),
                     expected=file_name,
-                    got=found[name].file.name if name in found else "no file",
+                    got=by_name[name].file.name if name in by_name else "no file",
                 )
             )
     _raise_all(problems, folder)
@@ -206,7 +206,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise MalformedFile("'weight_map' is not a map of tensors to files", where=where, got=quoted(weight_map))
     for name, file in weight_map.items():
-        # Only plain names: a path could leave the folder.
+        # Only plain file names: a path could point outside the folder.
         plain = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file and "\0" not in file
         if not plain or "\\" in file:
             raise MalformedFile(
@@ -218,14 +218,14 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _check_inside(file: Path, folder: Path) -> None:
-    """Links may not lead out of the folder, but for a hub cache: snapshots/<revision>/x -> blobs/y."""
+    """Refuse links that point outside the folder, except in a hub cache: snapshots/<revision>/x -> blobs/y."""
     root = folder.resolve()
     try:
         target = file.resolve()
     except RuntimeError:
-        raise MalformedFile("a link that leads in a circle", where=str(file)) from None
+        raise MalformedFile("the link points to itself", where=str(file)) from None
     if not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):
-        raise MalformedFile("a link that leads out of the checkpoint folder", where=str(file), got=str(target))
+        raise MalformedFile("the link points outside the checkpoint folder", where=str(file), got=str(target))
 
 
 def _open_gguf_folder(folder: Path) -> Checkpoint:
@@ -235,10 +235,14 @@ def _open_gguf_folder(folder: Path) -> Checkpoint:
         return _open_gguf(models[0], folder)
     if models:
         names = ", ".join(model.name for model in models)
-        raise CheckpointError("the folder holds several GGUF models: name one", where=str(folder), got=names)
+        raise CheckpointError(
+            "the folder holds several GGUF models: pass the path of one file", where=str(folder), got=names
+        )
     pickles = any(file.suffix in (".bin", ".pt", ".pth") for file in folder.iterdir())
-    hint = "pickled weights can run code and are never read: convert them to safetensors" if pickles else None
-    raise CheckpointError("no tensors here", where=str(folder), expected="*.safetensors or *.gguf", hint=hint)
+    hint = "pickle files can run code, so they are never read: convert them to safetensors" if pickles else None
+    raise CheckpointError(
+        "the folder holds no tensors", where=str(folder), expected="*.safetensors or *.gguf", hint=hint
+    )
 
 
 def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:

@@ -1,10 +1,10 @@
 """The header of a GGUF file: metadata, then tensor infos, then aligned data.
 
-Every length and count is compared with the bytes that are left before it is used, so that a header
-cannot make us allocate or loop beyond the file. Long arrays (vocabularies) are skipped, not kept.
+Every length and count is checked against the bytes that remain in the file before it is used, so that a hostile header
+cannot cause large allocations or long loops. Long arrays (vocabularies) are skipped.
 
-A quantised tensor is presented as bytes with its blocks visible: Q4_K of [E, N, K] has the shape
-(E, N, K/256, 144), so that a shard is cut between blocks like any other tensor.
+A quantised tensor is described as bytes with an axis of blocks: Q4_K of [E, N, K] has the shape (E, N, K/256, 144), so
+that a shard is sliced between blocks like any other tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
 MAX_DIMS = 4
-MAX_NAME = 65_535  # bytes of a key or a tensor's name
+MAX_NAME = 65_535  # bytes of a key or of a tensor name
 MAX_TEXT = 100_000_000  # bytes of a string that is kept
-MAX_DEPTH = 4  # of arrays in arrays
-MAX_WALKED = 1 << 21  # array elements of their own length: each costs a step of the reader
-KEPT = 1024  # numbers of an array that are kept; of longer ones only the length
-MIN_PAIR, MIN_INFO = 14, 33  # bytes of the smallest key-value pair and tensor info
+MAX_DEPTH = 4  # of nested arrays
+MAX_VARIABLE = 1 << 21  # array elements of variable length in a file: each takes an iteration
+MAX_KEPT = 1024  # elements; of a longer array only the length is kept
+MIN_PAIR, MIN_INFO = 14, 33  # bytes of the smallest key-value pair and the smallest tensor info
 
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
@@ -39,7 +39,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10
 
 @dataclass(frozen=True)
 class GgmlType:
-    """`size` bytes hold `elements` numbers; `dtype` where they are plain numbers."""
+    """A block of `size` bytes holds `elements` numbers; `dtype` is set for unquantised types."""
 
     name: str
     elements: int
@@ -64,7 +64,7 @@ def _types() -> dict[int, GgmlType]:
 TYPES = _types()
 TYPE_IDS = {kind.name: i for i, kind in TYPES.items()}
 
-# Metadata that says what the experts are, under the names config.json uses ({} = the architecture).
+# config.json keys and the GGUF metadata keys that hold the same values ({} is the architecture).
 MODEL_KEYS = {
     "num_hidden_layers": "{}.block_count",
     "hidden_size": "{}.embedding_length",
@@ -86,20 +86,20 @@ MODEL_KEYS = {
 
 @dataclass(frozen=True)
 class Skipped:
-    """An array too long to keep."""
+    """Stands in for an array that was too long to keep."""
 
     length: int
 
 
 @dataclass
 class _Reader:
-    """A cursor that never reads what is not there."""
+    """A cursor that checks every length against the rest of the file."""
 
     file: BinaryIO
     size: int
     where: str
     at: int = 0
-    walked: int = 0
+    variable_elements: int = 0
 
     def fail(self, what: str, **facts: object) -> MalformedFile:
         return MalformedFile(what, where=f"{self.where} (header, byte {self.at})", **facts)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ class _Reader:
         self.need(count, what)
         data = self.file.read(count)
         if len(data) != count:
-            raise self.fail("the file was cut while it was read")
+            raise self.fail("the file was truncated while it was read")
         self.at += count
         return data
 
@@ -126,7 +126,7 @@ class _Reader:
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))[0]
 
     def count(self, what: str, least: int) -> int:
-        """A number of things of at least `least` bytes each: more than the file can hold is an error."""
+        """Read a count of items of at least `least` bytes each; raises if the file cannot hold them."""
         value: int = self.number("Q", what)
         self.need(value * least, f"{what} of {value}")
         return value
@@ -167,16 +167,16 @@ class _Reader:
         if kind in NUMBERS:
             width = struct.calcsize("<" + NUMBERS[kind])
             count = self.count(f"the array length of {what}", width)
-            if count > KEPT:
+            if count > MAX_KEPT:
                 self.skip(count * width, what)
                 return Skipped(count)
             return struct.unpack(f"<{count}{NUMBERS[kind]}", self.take(count * width, what))
         if kind not in (STRING, ARRAY):
             raise self.fail(f"{what} is an array of an unknown type", expected="0 to 12", got=kind)
         count = self.count(f"the array length of {what}", 8 if kind == STRING else 12)
-        self.walked += count
-        if self.walked > MAX_WALKED:
-            raise self.fail(f"{what} has too many elements", expected=f"<= {MAX_WALKED}", got=self.walked)
+        self.variable_elements += count
+        if self.variable_elements > MAX_VARIABLE:
+            raise self.fail(f"{what} has too many elements", expected=f"<= {MAX_VARIABLE}", got=self.variable_elements)
         if kind == STRING:
             self._skip_strings(count, what)
         else:
@@ -185,7 +185,7 @@ class _Reader:
         return Skipped(count)
 
     def _skip_strings(self, count: int, what: str) -> None:
-        """A vocabulary has half a million of these: `skip`, without its cost for each."""
+        """Skip strings. Inlined, because a vocabulary has half a million of them."""
         read, seek, at, size = self.file.read, self.file.seek, self.at, self.size
         for _ in range(count):
             prefix = read(8)
@@ -224,13 +224,15 @@ def read_gguf(files: Sequence[Path]) -> tuple[Config, list[TensorInfo]]:
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
-    """All files of the model `path` belongs to: name-00001-of-00003.gguf has two siblings."""
+    """All files of the model that `path` belongs to: name-00001-of-00003.gguf comes with two others."""
     match = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if match is None:
         return (path,)
     total = int(match[3])
     if not 1 <= int(match[2]) <= total:
-        raise CheckpointError("the number of this split is out of range", where=str(path), expected=f"1 to {total}")
+        raise CheckpointError(
+            "the split number in the file name is out of range", where=str(path), expected=f"1 to {total}"
+        )
     files = tuple(path.with_name(f"{match[1]}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1))
     missing = [file.name for file in files if not file.exists()]
     if missing:
@@ -254,7 +256,7 @@ def _read_header(path: Path) -> _Header:
         alignment = _alignment(metadata, reader)
         infos = [_info(reader) for _ in range(tensors)]
         begin = -(-reader.at // alignment) * alignment
-    return _placed(infos, begin, alignment, size, metadata, path)
+    return _place_tensors(infos, begin, alignment, size, metadata, path)
 
 
 def _check_start(reader: _Reader) -> None:
@@ -266,7 +268,7 @@ def _check_start(reader: _Reader) -> None:
         return
     if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
         raise reader.fail("a big-endian GGUF file", expected="little-endian", hint="convert it to little-endian")
-    raise reader.fail("this GGUF version is not known", expected=" or ".join(map(str, VERSIONS)), got=version)
+    raise reader.fail("unknown GGUF version", expected=" or ".join(map(str, VERSIONS)), got=version)
 
 
 def _alignment(metadata: Mapping[str, Any], reader: _Reader) -> int:
@@ -278,7 +280,7 @@ def _alignment(metadata: Mapping[str, Any], reader: _Reader) -> int:
 
 @dataclass(frozen=True)
 class _Info:
-    """A tensor as the header spells it; `shape` in numpy's order, `offset` from where data begins."""
+    """A tensor info of the header; `shape` in numpy's order, `offset` from the start of the data."""
 
     name: str
     kind: GgmlType
@@ -305,24 +307,24 @@ def _info(reader: _Reader) -> _Info:
     kind = TYPES[number]
     if dims[0] % kind.elements:
         raise reader.fail(
-            f"{what} of {kind.name} is not made of whole blocks",
-            expected=f"a first dimension in multiples of {kind.elements}",
+            f"{what} of type {kind.name} does not consist of whole blocks",
+            expected=f"a first dimension that is a multiple of {kind.elements}",
             got=dims[0],
         )
     return _Info(name, kind, dims[::-1], reader.number("Q", what))
 
 
-def _placed(
+def _place_tensors(
     infos: list[_Info], begin: int, alignment: int, size: int, metadata: Mapping[str, Any], path: Path
 ) -> _Header:
-    """Tensors follow each other with nothing between them but the padding of the alignment."""
+    """Check that tensors follow each other with only alignment padding between them."""
     tensors, at = [], 0
     for info in sorted(infos, key=lambda i: i.offset):
         where = f"{path}: tensor {quoted(info.name)}"
         if info.offset % alignment:
             raise MalformedFile("the offset is not aligned", where=where, expected=f"a multiple of {alignment}")
         if info.offset != at:
-            kind = "overlaps the one before" if info.offset < at else "leaves a hole before it"
+            kind = "overlaps the previous one" if info.offset < at else "leaves a gap before it"
             raise MalformedFile(f"the tensor {kind}", where=where, expected=f"offset {at}", got=info.offset)
         start = begin + info.offset
         if start + info.nbytes > size:
@@ -345,7 +347,7 @@ def _present(info: _Info, path: Path, start: int) -> TensorInfo:
 
 
 def _model(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The few facts about the experts, under plain keys."""
+    """The metadata of the experts under config.json keys."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise MalformedFile("general.architecture is not a string", where=where, got=quoted(architecture))
@@ -353,13 +355,13 @@ def _model(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Skipped):
         model["vocab_size"] = tokens.length
-    for key, spelled in MODEL_KEYS.items():
-        value = metadata.get(spelled.format(architecture))
-        if isinstance(value, tuple) and len(set(value)) == 1:  # listed layer by layer, all the same
+    for key, template in MODEL_KEYS.items():
+        value = metadata.get(template.format(architecture))
+        if isinstance(value, tuple) and len(set(value)) == 1:  # one value per layer, all equal
             value = value[0]
         if value is None or isinstance(value, tuple | Skipped):
             continue
         if isinstance(value, str) or not math.isfinite(value):
-            raise MalformedFile(f"'{spelled.format(architecture)}' is not a number", where=where, got=quoted(value))
+            raise MalformedFile(f"'{template.format(architecture)}' is not a number", where=where, got=quoted(value))
         model[key] = value
     return model

@@ -1,7 +1,7 @@
-"""The header of a .safetensors file, believed only after every number in it was checked.
+"""Read and check the header of a .safetensors file.
 
-The file is 8 bytes of header length, a JSON header, and one buffer that the tensors cover exactly:
-no holes, no overlaps, nothing after the last. Sizes are Python integers, so none can wrap.
+The file is 8 bytes of header length, a JSON header, and one buffer that the tensors cover exactly: no gaps, no
+overlaps, nothing after the last tensor. Sizes are Python integers, so they cannot overflow.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ MAX_HEADER = 100_000_000
 PREFIX = 8
 METADATA = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
-MAX_DIMS = 64  # what torch can index
-MAX_EMPTY = 1 << 60  # product of the axes of an empty tensor that are not zero
+MAX_DIMS = 64  # torch's limit
+MAX_EMPTY = 1 << 60  # product of the non-zero axes of an empty tensor
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 _LFS = b"version https://git-lfs"
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
-    """Every tensor of the file, in the order of its bytes."""
+    """All tensors of the file, by offset."""
     where = str(path)
     with opened(path) as (file, size):
         length = _header_length(file.read(len(_LFS)), size, where)
         file.seek(PREFIX)
         data = file.read(length)
     if len(data) != length:
-        raise MalformedFile("the file was cut while it was read", where=where)
+        raise MalformedFile("the file was truncated while it was read", where=where)
     if not data.startswith(b"{"):
         raise MalformedFile("the header is not a JSON object", where=where, expected="'{' at byte 8")
     entries = parse_object(data, f"{where} (header)")
@@ -72,12 +72,12 @@ def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorI
         raise MalformedFile("a tensor's name is empty or not printable", where=_at(path, name))
     if not isinstance(entry, dict) or set(entry) != FIELDS:
         got = quoted(sorted(entry) if isinstance(entry, dict) else entry)
-        raise MalformedFile("a header entry has exactly dtype, shape and data_offsets", where=_at(path, name), got=got)
+        raise MalformedFile(
+            "a header entry must have exactly dtype, shape and data_offsets", where=_at(path, name), got=got
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise WrongDtype(
-            "the stored dtype is not known", where=_at(path, name), expected=", ".join(_ITEM_BYTES), got=quoted(dtype)
-        )
+        raise WrongDtype("unknown dtype", where=_at(path, name), expected=", ".join(_ITEM_BYTES), got=quoted(dtype))
     if not _is_sizes(shape) or len(shape) > MAX_DIMS:
         expected = f"at most {MAX_DIMS} sizes >= 0"
         raise MalformedFile(
@@ -87,8 +87,9 @@ def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorI
         raise MalformedFile("data_offsets is not [start, end]", where=_at(path, name), got=quoted(offsets))
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     start, end = begin + offsets[0], begin + offsets[1]
-    if not nbytes and math.prod(max(s, 1) for s in shape) >= MAX_EMPTY:  # no bytes bound the axes of an empty tensor
-        raise MalformedFile("the shape is beyond any file", where=_at(path, name), got=quoted(shape))
+    # An empty tensor has no bytes that its axes could be checked against.
+    if not nbytes and math.prod(max(s, 1) for s in shape) >= MAX_EMPTY:
+        raise MalformedFile("the shape is too large", where=_at(path, name), got=quoted(shape))
     if end - start != nbytes:
         what = f"shape {quoted(shape)} of {dtype} and data_offsets disagree"
         raise MalformedFile(what, where=_at(path, name), expected=f"{nbytes} bytes", got=f"{end - start} bytes")
@@ -111,11 +112,11 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _check_covered(tensors: list[TensorInfo], begin: int, size: int, where: str) -> None:
-    """Each tensor starts where the last one ended, and the last ends where the file does."""
+    """Each tensor must start where the previous one ends, and the last must end with the file."""
     at = begin
     for tensor in tensors:
         if tensor.start != at:
-            kind = "overlaps the one before" if tensor.start < at else "leaves a hole before it"
+            kind = "overlaps the previous one" if tensor.start < at else "leaves a gap before it"
             raise MalformedFile(
                 f"the tensor {kind}",
                 where=_at(tensor.file, tensor.name),
@@ -125,5 +126,8 @@ def _check_covered(tensors: list[TensorInfo], begin: int, size: int, where: str)
         at = tensor.end
     if at != size:
         raise MalformedFile(
-            "bytes after the last tensor", where=where, expected=f"{at} bytes in all", got=f"{size} bytes"
+            "the file has bytes after the last tensor",
+            where=where,
+            expected=f"{at} bytes in total",
+            got=f"{size} bytes",
         )

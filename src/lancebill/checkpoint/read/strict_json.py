@@ -1,7 +1,7 @@
-"""JSON from strangers: one meaning or an error.
+"""Parse JSON from untrusted files.
 
-Python's reader takes duplicate keys (last wins), NaN, numbers of any length and lone surrogates;
-each lets two programs read two things from one file, or fails far from where it was caused.
+Python's parser accepts duplicate keys (the last wins), NaN, numbers of any length and lone surrogates. Two programs may
+then read different values from one file, or fail far from the cause. Here each of them is an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MAX_DIGITS = 40
 
 
 class _Refused(ValueError):
-    """Valid for Python's reader, not for us."""
+    """Accepted by Python's parser, refused here."""
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON document whose top is an object."""
+    """Parse a JSON document whose top level is an object."""
     try:
         text = data.decode("utf-8")
         value = json.loads(
@@ -34,7 +34,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
             parse_float=_number,
             parse_constant=_constant,
         )
-        if "\\u" in text:  # escapes are the only way to a lone surrogate
+        if "\\u" in text:  # only an escape can produce a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise MalformedFile("the JSON is nested too deeply", where=where) from None

@@ -1,4 +1,4 @@
-"""Where one tensor lies: what a container's header says, after it was checked."""
+"""One tensor of a file: name, dtype, shape and byte range from a checked header."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class TensorInfo:
 
 
 def quoted(name: object, limit: int = 120) -> str:
-    """A name from a file, safe to print: escaped, and cut where it is absurdly long."""
+    """A name or value from a file, safe to print: escaped and shortened."""
     text = ascii(name) if not isinstance(name, str) else repr(name[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,1 +1,1 @@
-"""From headers to meaning: tensor names, families, formats; what each expert is made of and what is missing."""
+"""Resolve headers: which tensors make up each expert, in which format, and what is missing or wrong."""

@@ -1,9 +1,8 @@
-"""The plan of a load, checked whole before a byte is allocated.
+"""The manifest: where each part of each expert is stored, checked before anything is allocated.
 
-From headers, config, naming row and format follows, for every layer, expert and projection, which
-stored tensor holds which part of it. Everything that is missing, unexpected, twice there, of the
-wrong shape or dtype is found here, all of it at once, each problem naming layer, expert,
-projection and tensor.
+Headers, config, naming row and format determine which stored tensor holds which part of every layer, expert and
+projection. Missing, unexpected and duplicate tensors, wrong shapes and wrong dtypes are all collected in one pass;
+each error names layer, expert, projection and tensor.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import NameForm, Naming, Sizes
-from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, Owned
+from lancebill.checkpoint.resolve.naming import ExpertSizes, NameForm, Naming
+from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, ModuleTensors
 from lancebill.checkpoint.resolve.stored_layer import Projection as Projection
 from lancebill.checkpoint.resolve.stored_layer import StoredLayer as StoredLayer
 from lancebill.checkpoint.resolve.stored_layer import StoredPart as StoredPart
@@ -26,24 +25,24 @@ from lancebill.formats.stored import Config, Stored
 
 @dataclass
 class Manifest:
-    """All layers of a checkpoint and everything that is wrong with them."""
+    """All layers of a checkpoint, and every problem found in them."""
 
     config: Config
     format: Format
     naming: Naming
-    sizes: Sizes
+    sizes: ExpertSizes
     tensors: Mapping[str, Stored]
     layers: dict[int, StoredLayer] = field(default_factory=dict)
     problems: list[CheckpointError] = field(default_factory=list)
     expert_tensors: frozenset[str] = frozenset()
-    found: tuple[int, ...] = ()  # layers that have experts, looked at or not
+    layer_indices: tuple[int, ...] = ()  # all layers that have experts, resolved or not
 
     def __deepcopy__(self, memo: object) -> Manifest:
-        """Nothing changes once it is built: copies of a layer share it."""
+        """A manifest does not change after `build`, so copies of a layer share it."""
         return self
 
     def check(self, where: str) -> None:
-        """Raise everything that is wrong, together."""
+        """Raise all problems as one error."""
         if self.problems:
             raise CheckpointProblems(self.problems, where=where)
 
@@ -56,31 +55,31 @@ def build(
     layers: Container[int] | None = None,
     experts: Container[int] | None = None,
 ) -> Manifest:
-    """Read names and headers once; nothing is loaded. Problems are collected, not raised.
+    """Resolve names and headers; loads nothing. Problems are collected, not raised.
 
-    With `layers` only those are looked at: a large model has a hundred thousand tensors in others. With `experts` only
-    those are looked for: what a rank that was sent its own share can check.
+    `layers` limits the work to these layers: a large model has a hundred thousand tensors in the others. `experts`
+    limits the check to these experts, for a rank that was sent only its own.
     """
-    row = naming or names.find(config.model)
-    manifest = Manifest(config, detect(config), row, names.sizes(config.model), tensors)
-    form, claims = _claims(row, tensors)
-    manifest.problems.extend(_strangers(form, claims, tensors))
-    manifest.found = tuple(sorted(claims))
-    if layers is not None:  # a layer that keeps its manifest need not keep the others' headers
-        others = _owned({index: claims.pop(index) for index in manifest.found if index not in layers})
-        manifest.tensors = {name: stored for name, stored in tensors.items() if name not in others}
-    manifest.expert_tensors = _owned(claims)
-    if not manifest.found:
+    row = naming or names.find_family(config.model)
+    manifest = Manifest(config, detect(config), row, names.expert_sizes(config.model), tensors)
+    form, modules = _modules_by_layer(row, tensors)
+    manifest.problems.extend(_stray_tensors(form, modules, tensors))
+    manifest.layer_indices = tuple(sorted(modules))
+    if layers is not None:  # drop the headers of other layers: a loaded layer keeps its manifest
+        skipped = _tensor_names({index: modules.pop(index) for index in manifest.layer_indices if index not in layers})
+        manifest.tensors = {name: stored for name, stored in tensors.items() if name not in skipped}
+    manifest.expert_tensors = _tensor_names(modules)
+    if not manifest.layer_indices:
         manifest.problems.append(
             MissingTensor(
-                "no tensor is spelled like an expert's",
+                "no tensor name matches an expert of this family",
                 where=f"naming '{row.family}'",
                 expected=" or ".join(f.home + next(iter(f.names.values())) for f in row.forms),
                 got=f"{len(tensors)} other tensors",
             )
         )
-    for index in sorted(claims):
-        builder = LayerBuilder(config, manifest.format, form, index, claims[index], tensors)
+    for index in sorted(modules):
+        builder = LayerBuilder(config, manifest.format, form, index, modules[index], tensors)
         layer = builder.build(experts)
         manifest.problems.extend(builder.problems)
         if layer is not None:
@@ -88,40 +87,40 @@ def build(
     return manifest
 
 
-_Claims = dict[int, dict[tuple[int | None, str], Owned]]
+_Modules = dict[int, dict[tuple[int | None, str], ModuleTensors]]  # by layer, then by (expert, projection)
 
 
-def _claims(row: Naming, tensors: Iterable[str]) -> tuple[NameForm, _Claims]:
-    """The form most tensors follow, and what it claims: one pattern match for each name."""
-    best: tuple[int, NameForm, _Claims] = (-1, row.forms[0], {})
+def _modules_by_layer(row: Naming, tensors: Iterable[str]) -> tuple[NameForm, _Modules]:
+    """The form that matches most tensor names, and the expert modules it finds."""
+    best: tuple[int, NameForm, _Modules] = (-1, row.forms[0], {})
     for form in row.forms:
-        found: _Claims = defaultdict(dict)
+        modules: _Modules = defaultdict(dict)
         count = 0
         for name in tensors:
-            claim = names.claim(form, name)
-            if claim is None:
+            parsed = names.parse_name(form, name)
+            if parsed is None:
                 continue
             count += 1
-            owned = found[claim.layer].setdefault((claim.expert, claim.projection), Owned(claim.prefix))
-            owned.names.setdefault(claim.suffix, name)
+            key = parsed.expert, parsed.projection
+            module = modules[parsed.layer].setdefault(key, ModuleTensors(parsed.prefix))
+            module.names.setdefault(parsed.suffix, name)
         if count > best[0]:
-            best = count, form, dict(found)
+            best = count, form, dict(modules)
     return best[1], best[2]
 
 
-def _owned(claims: _Claims) -> frozenset[str]:
-    """The tensors of all experts of these layers."""
-    return frozenset(name for layer in claims.values() for module in layer.values() for name in module.names.values())
+def _tensor_names(modules: _Modules) -> frozenset[str]:
+    """The names of all expert tensors of these layers."""
+    return frozenset(name for layer in modules.values() for module in layer.values() for name in module.names.values())
 
 
-def _strangers(form: NameForm, claims: _Claims, tensors: Iterable[str]) -> Iterable[CheckpointError]:
-    """Tensors in the experts' territory that no projection owns, or that are there twice."""
-    owned = _owned(claims)
+def _stray_tensors(form: NameForm, modules: _Modules, tensors: Iterable[str]) -> Iterable[CheckpointError]:
+    """Errors for tensors below the experts that belong to no projection or are duplicates."""
+    expected = _tensor_names(modules)
     for name in tensors:
-        if name in owned:
+        if name in expected:
             continue
-        claim = names.claim(form, name)
-        if claim is not None:
-            yield DuplicateTensor("stored twice under two spellings", where=name)
-        elif form.exclusive and form.territory.fullmatch(name):
-            yield UnexpectedTensor("below the experts but no projection's", where=name)
+        if names.parse_name(form, name) is not None:
+            yield DuplicateTensor("the same part is stored under two names", where=name)
+        elif form.exclusive and form.below_home.fullmatch(name):
+            yield UnexpectedTensor("below the experts, but not a projection", where=name)

@@ -1,9 +1,8 @@
-"""The table of model families: how each spells the tensors of its experts.
+"""The table of model families and the names of their expert tensors.
 
-This is the only place where a tensor's name decides anything. A family is a row; a row has forms,
-the spellings in use (one tensor for each expert, or all experts stacked in one; gate and up apart,
-or fused). gpt-oss's interleaved rows and Llama-4's transposed matrices are columns of this table,
-not branches of the loader.
+This is the only place where the name of a tensor decides how it is used. A family is a row; a row has forms, the naming
+schemes in use (one tensor per expert or all experts stacked; gate and up separate or fused). gpt-oss's interleaved
+rows and Llama-4's transposed matrices are columns of this table, not branches in the loader.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from typing import Any
 from lancebill.errors import UnsupportedFormat
 
 GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
-# What may stand before "layers.": text models, vision-language wrappers, state-space hybrids.
+# Prefixes before "layers.": text models, vision-language wrappers, state-space hybrids.
 PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.", "backbone.")
 
 
 @dataclass(frozen=True)
 class NameForm:
-    """One spelling of a family's expert tensors.
+    """One way in which a family names its expert tensors.
 
-    `home` is the experts' container; `names` are the projections below it, with `{expert}` where
-    each expert has tensors of its own. Stacked forms have the expert dimension first.
+    `home` is the module that contains the experts; `names` are the projections below it, with `{expert}` where each
+    expert has its own tensors. In stacked forms the first axis is the expert.
     """
 
     home: str
@@ -34,7 +33,7 @@ class NameForm:
     transposed: tuple[str, ...] = ()  # projections whose matrices and block scales are stored [K, N]
     interleaved: bool = False  # fused rows alternate gate, up, gate, up
     flat: bool = False  # experts stacked along the first matrix axis: [E*I, H]
-    exclusive: bool = True  # nothing but experts lives below home
+    exclusive: bool = True  # everything below home belongs to the experts
     prefixes: tuple[str, ...] = PREFIXES
 
     @cached_property
@@ -50,23 +49,23 @@ class NameForm:
         return self.fused or UP in self.names
 
     def module(self, prefix: str, layer: int, expert: int, projection: str) -> str:
-        """The module name a projection is stored under."""
+        """The module name of a projection."""
         return (prefix + self.home + self.names[projection]).format(layer=layer, expert=expert)
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """One match tells prefix, layer, expert, projection and suffix of a tensor's name."""
+        """Matches a tensor name; its groups are prefix, layer, expert, projection and suffix."""
         alternatives = []
         for projection, name in sorted(self.names.items(), key=lambda item: -len(item[1])):
-            spelled = re.escape(name).replace(re.escape("{expert}"), rf"(?P<{projection}_expert>\d+)")
-            alternatives.append(rf"(?P<{projection}>{spelled})")
+            escaped = re.escape(name).replace(re.escape("{expert}"), rf"(?P<{projection}_expert>\d+)")
+            alternatives.append(rf"(?P<{projection}>{escaped})")
         return re.compile(
             rf"{self._home_pattern()}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"
         )
 
     @cached_property
-    def territory(self) -> re.Pattern[str]:
-        """Names below `home`, claimed or not."""
+    def below_home(self) -> re.Pattern[str]:
+        """Matches every name below `home`."""
         return re.compile(rf"{self._home_pattern()}\..*")
 
     def _home_pattern(self) -> str:
@@ -76,8 +75,8 @@ class NameForm:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a tensor's name says: whose it is."""
+class ParsedName:
+    """The parts of an expert tensor's name."""
 
     prefix: str
     layer: int
@@ -86,28 +85,28 @@ class Claim:
     suffix: str
 
 
-def claim(form: NameForm, name: str) -> Claim | None:
-    """The owner of a tensor under this form; None where the name is not an expert's."""
+def parse_name(form: NameForm, name: str) -> ParsedName | None:
+    """Parse a tensor name under this form; None if it is not an expert tensor."""
     match = form.pattern.fullmatch(name)
     if match is None:
         return None
     projection = next(p for p in form.names if match[p] is not None)
     expert = None if form.stacked else int(match[f"{projection}_expert"])
-    return Claim(match["prefix"], int(match["layer"]), expert, projection, match["suffix"])
+    return ParsedName(match["prefix"], int(match["layer"]), expert, projection, match["suffix"])
 
 
 @dataclass(frozen=True)
 class Router:
-    """Names of the tensors that choose experts, below the layer's prefix."""
+    """Names of the router's tensors, below the prefix."""
 
     weight: str = "layers.{layer}.mlp.gate.weight"
     bias: str | None = None
-    correction: str | None = None  # added to scores for selection only
+    correction: str | None = None  # added to the scores for expert selection only
     table: str | None = None  # token id -> expert ids
     prefixes: tuple[str, ...] = (*PREFIXES, "transformer.")
 
     def names(self, layer: int) -> dict[str, str]:
-        """Every spelling of the tensors a layer keeps (all but the gate's matrix) -> their role."""
+        """{tensor name under any prefix: role} for the router tensors that a layer keeps (all but the gate matrix)."""
         roles = {"bias": self.bias, "correction": self.correction, "table": self.table}
         return {
             prefix + template.format(layer=layer): role
@@ -119,18 +118,18 @@ class Router:
 
 @dataclass(frozen=True)
 class Naming:
-    """A model family: its config's `model_type`s and the forms its experts come in."""
+    """A model family: its `model_type`s and the naming forms of its experts."""
 
     family: str
     model_types: tuple[str, ...]
     forms: tuple[NameForm, ...]
     router: Router = field(default_factory=Router)
-    uneven: bool = False  # tensor-parallel cuts keep blocks whole and may differ in size
+    uneven: bool = False  # tensor-parallel shards keep blocks whole and may differ in size
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The geometry of the routed experts, as far as the config tells it."""
+class ExpertSizes:
+    """Sizes of the routed experts; None where the config does not state one."""
 
     experts: int | None
     hidden: int | None
@@ -151,14 +150,19 @@ _BLOCK = "layers.{layer}.block_sparse_moe.experts"
 _FEED = "layers.{layer}.feed_forward.experts"
 _CORRECTED = Router(correction="layers.{layer}.mlp.gate.e_score_correction_bias")
 
-# The forms of every family that names its projections gate_proj, up_proj, down_proj below mlp.
+# The forms of families with gate_proj, up_proj and down_proj below mlp.
 _STANDARD = (NameForm(_MLP, _LLAMA_NAMES), NameForm(_MLP, _FUSED_NAMES), NameForm(_MLP, _FUSED_EACH))
 
 TABLE: tuple[Naming, ...] = (
     Naming(
         "mixtral",
         ("mixtral",),
-        (NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), NameForm(_MLP, _FUSED_NAMES), NameForm(_BLOCK, _FUSED_NAMES)),
+        (
+            NameForm(_BLOCK, _MIXTRAL_NAMES),
+            NameForm(_BLOCK, _W13_EACH),
+            NameForm(_MLP, _FUSED_NAMES),
+            NameForm(_BLOCK, _FUSED_NAMES),
+        ),
         Router("layers.{layer}.block_sparse_moe.gate.weight"),
     ),
     Naming("qwen2_moe", ("qwen2_moe",), _STANDARD),
@@ -176,7 +180,11 @@ TABLE: tuple[Naming, ...] = (
     Naming(
         "deepseek_v4",
         ("deepseek_v4",),
-        (NameForm("layers.{layer}.ffn.experts", _MIXTRAL_NAMES), NameForm(_MLP, _FUSED_NAMES), NameForm(_MLP, _LLAMA_NAMES)),
+        (
+            NameForm("layers.{layer}.ffn.experts", _MIXTRAL_NAMES),
+            NameForm(_MLP, _FUSED_NAMES),
+            NameForm(_MLP, _LLAMA_NAMES),
+        ),
         Router(
             "layers.{layer}.ffn.gate.weight",
             correction="layers.{layer}.ffn.gate.bias",
@@ -278,41 +286,41 @@ TABLE: tuple[Naming, ...] = (
 )  # fmt: skip
 
 
-def find(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
-    """The row for a config.json, by its `model_type` or that of its text part."""
-    wanted = [section.get("model_type") for section in sections(model)]
+def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
+    """The row for a config.json, by its `model_type` or that of its text_config."""
+    model_types = [section.get("model_type") for section in config_sections(model)]
     for naming in table:
-        if any(name in naming.model_types for name in wanted):
+        if any(name in naming.model_types for name in model_types):
             return naming
     raise UnsupportedFormat(
-        f"no naming row for model_type {wanted[0]!r}",
+        f"no naming row for model_type {model_types[0]!r}",
         where="config.json",
         expected=", ".join(sorted(t for row in table for t in row.model_types)),
         hint="pass a custom Naming row",
     )
 
 
-def sizes(model: Mapping[str, Any]) -> Sizes:
-    """Experts, hidden, intermediate, top-k and layers under whichever name the family uses."""
+def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
+    """The sizes of the experts, under any of the keys that families use for them."""
 
-    def look(*keys: str) -> int | None:
-        for section in sections(model):
+    def lookup(*keys: str) -> int | None:
+        for section in config_sections(model):
             for key in keys:
                 value = section.get(key)
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                     return value
         return None
 
-    return Sizes(
-        experts=look("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-        hidden=look("hidden_size", "d_model"),
-        intermediate=look("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
-        top_k=look("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "experts_per_token"),
-        layers=look("num_hidden_layers", "n_layers"),
+    return ExpertSizes(
+        experts=lookup("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+        hidden=lookup("hidden_size", "d_model"),
+        intermediate=lookup("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
+        top_k=lookup("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "experts_per_token"),
+        layers=lookup("num_hidden_layers", "n_layers"),
     )
 
 
-def sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config itself and the nested ones that describe its text model and its experts."""
+def config_sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config itself, and its nested sections for the text model and the experts."""
     nested = [model.get(key) for key in ("text_config", "ffn_config")]
     return [model, *(part for part in nested if isinstance(part, Mapping))]

@@ -1,4 +1,4 @@
-"""One layer of a checkpoint, resolved: geometry, schemes, where each part is, and what is wrong."""
+"""Resolve one layer of a checkpoint: sizes, schemes, where each part is stored, and what is wrong."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lancebill.formats.stored import Config, Stored
 
 
 @dataclass
-class Owned:
-    """The tensors found under one module, by suffix."""
+class ModuleTensors:
+    """The tensors of one module: {suffix: tensor name}."""
 
     prefix: str
     names: dict[str, str] = field(default_factory=dict)
 
 
 class LayerBuilder:
-    """Resolves one layer: geometry, schemes, sources, completeness."""
+    """Resolves one layer and collects its problems."""
 
     def __init__(
         self,
@@ -38,24 +38,24 @@ class LayerBuilder:
         fmt: Format,
         form: NameForm,
         index: int,
-        owned: Mapping[tuple[int | None, str], Owned],
+        modules: Mapping[tuple[int | None, str], ModuleTensors],
         tensors: Mapping[str, Stored],
     ) -> None:
         self.config, self.format, self.form, self.index = config, fmt, form, index
-        self.owned, self.tensors = owned, tensors
-        self.sizes = names.sizes(config.model)
-        self.prefix = next(iter(owned.values())).prefix
+        self.modules, self.tensors = modules, tensors
+        self.sizes = names.expert_sizes(config.model)
+        self.prefix = next(iter(modules.values())).prefix
         self.problems: list[CheckpointError] = []
 
-    def build(self, wanted: Container[int] | None = None) -> StoredLayer | None:
-        """The layer, if all of it (or of the `wanted` experts) can be resolved."""
+    def build(self, only: Container[int] | None = None) -> StoredLayer | None:
+        """The layer, or None if an expert (of those in `only`) cannot be resolved."""
         schemes = self._schemes()
         geometry = self._geometry(schemes)
         if geometry is None:
             return None
         experts, hidden, inter = geometry
         projections: dict[tuple[int, str], Projection] = {}
-        chosen = [e for e in range(experts) if wanted is None or e in wanted]
+        chosen = [e for e in range(experts) if only is None or e in only]
         for expert in chosen:
             for stored in self.form.names:
                 for projection in self._resolve(schemes, expert, stored, hidden, inter):
@@ -70,12 +70,12 @@ class LayerBuilder:
         return self.form.module(self.prefix, self.index, expert, stored)
 
     def _schemes(self) -> dict[tuple[int | None, str], Scheme]:
-        """A scheme for every module that has tensors; equal answers are shared."""
+        """A scheme for every module that has tensors; equal schemes are shared."""
         schemes: dict[tuple[int | None, str], Scheme] = {}
         shared: dict[Scheme, Scheme] = {}
-        for (expert, stored), owned in self.owned.items():
+        for (expert, stored), module in self.modules.items():
             name = self._module_name(expert or 0, stored)
-            headers = {suffix: self.tensors[tensor] for suffix, tensor in owned.names.items()}
+            headers = {suffix: self.tensors[tensor] for suffix, tensor in module.names.items()}
             try:
                 scheme = self.format.scheme(self.config, Module(name, headers))
             except CheckpointError as error:
@@ -85,19 +85,18 @@ class LayerBuilder:
         return schemes
 
     def _geometry(self, schemes: Mapping[tuple[int | None, str], Scheme]) -> tuple[int, int, int] | None:
-        """(experts, hidden, intermediate): from the config, else from the tensors themselves."""
-        told = self.sizes
-        experts, hidden, inter = told.experts, told.hidden, told.intermediate
+        """(experts, hidden, intermediate) from the config, else from the tensors."""
+        experts, hidden, inter = self.sizes.experts, self.sizes.hidden, self.sizes.intermediate
         if experts is None:
             experts = self._stored_experts()
         if hidden is None or inter is None:
             down = next((key for key in schemes if key[1] == DOWN), None)
-            seen = self._infer(schemes[down], down) if down else {}
-            hidden, inter = hidden or seen.get("n"), inter or seen.get("k")
+            inferred = self._infer(schemes[down], down) if down else {}
+            hidden, inter = hidden or inferred.get("n"), inter or inferred.get("k")
         if not experts or not hidden or not inter:
             self.problems.append(
                 MissingTensor(
-                    "neither the config nor the tensors tell the size of the experts",
+                    "the size of the experts follows neither from the config nor from the tensors",
                     where=f"layer {self.index}",
                     expected="num_experts, hidden_size and moe_intermediate_size in config.json",
                 )
@@ -107,14 +106,14 @@ class LayerBuilder:
 
     def _stored_experts(self) -> int | None:
         if not self.form.stacked:
-            return max((e for e, _ in self.owned if e is not None), default=-1) + 1
-        first = next(iter(self.owned.values()))
+            return max((e for e, _ in self.modules if e is not None), default=-1) + 1
+        first = next(iter(self.modules.values()))
         return max((self.tensors[n].shape[0] for n in first.names.values() if self.tensors[n].shape), default=None)
 
     def _infer(self, scheme: Scheme, key: tuple[int | None, str]) -> dict[str, int]:
         part = scheme.part("codes")
         for suffix in part.suffix if part else ():
-            tensor = self.owned[key].names.get(suffix)
+            tensor = self.modules[key].names.get(suffix)
             if part is None or tensor is None:
                 continue
             stored = self.tensors[tensor]
@@ -126,11 +125,11 @@ class LayerBuilder:
     def _resolve(
         self, schemes: Mapping[tuple[int | None, str], Scheme], expert: int, stored: str, hidden: int, inter: int
     ) -> Iterable[Projection]:
-        """The projections a stored module gives one expert: two for a fused one."""
+        """The projections of one expert in a stored module: two if it is fused."""
         key = (None if self.form.stacked else expert, stored)
         where = f"layer {self.index}, expert {expert}, {stored}"
         if key not in schemes:
-            if key not in self.owned:
+            if key not in self.modules:
                 self._missing_module(schemes, key, expert, where)
             return
         scheme, module = schemes[key], self._module_name(expert, stored)
@@ -150,19 +149,19 @@ class LayerBuilder:
     def _sources(
         self, scheme: Scheme, key: tuple[int | None, str], expert: int, n: int, k: int, where: str
     ) -> dict[str, StoredPart] | None:
-        names_here, sources, complete = self.owned[key].names, {}, True
+        stored_names, sources, complete = self.modules[key].names, {}, True
         for part in scheme.parts:
-            spelled = [s for s in part.suffix if s in names_here]
-            if len(spelled) > 1:
+            suffixes = [s for s in part.suffix if s in stored_names]
+            if len(suffixes) > 1:
                 self.problems.append(
-                    DuplicateTensor(f"'{part.role}' is stored twice", where=where, got=", ".join(spelled))
+                    DuplicateTensor(f"'{part.role}' is stored twice", where=where, got=", ".join(suffixes))
                 )
-            if not spelled:
+            if not suffixes:
                 if not part.optional:
                     complete = False
                     self._missing(part, expert, key, where)
                 continue
-            source = self._source(part, names_here[spelled[0]], expert, n, k, key[1], where)
+            source = self._source(part, stored_names[suffixes[0]], expert, n, k, key[1], where)
             if source is not None:
                 sources[part.role] = source
             complete = complete and source is not None
@@ -171,7 +170,7 @@ class LayerBuilder:
     def _missing_module(
         self, schemes: Mapping[tuple[int | None, str], Scheme], key: tuple[int | None, str], expert: int, where: str
     ) -> None:
-        """No tensor of a module is there: name all it needs, by what its siblings look like."""
+        """Report every tensor of a module that has none, using the scheme of the same module in another expert."""
         sibling = next((scheme for other, scheme in schemes.items() if other[1] == key[1]), None)
         module = Module(self._module_name(expert, key[1]))
         scheme = sibling or self.format.scheme(self.config, module)
@@ -218,7 +217,7 @@ class LayerBuilder:
     def _stackings(
         self, shape: tuple[int, ...], axes: str, experts: int, expert: int
     ) -> Iterable[tuple[tuple[int, ...], int | None]]:
-        """The shapes this part may have here, each with the expert's index along the first axis."""
+        """The shapes this part may have, each with the expert's index along the first axis (None: not stacked)."""
         if not self.form.stacked:
             yield shape, None
         elif self.form.flat and shape:
@@ -229,19 +228,19 @@ class LayerBuilder:
                 yield (), None  # one scalar for all experts
 
     def _check_strays(self, experts: int) -> None:
-        for (expert, stored), owned in self.owned.items():
+        for (expert, stored), module in self.modules.items():
             if expert is not None and expert >= experts:
                 self.problems.append(
                     UnexpectedTensor(
-                        "an expert the config does not know",
+                        "the config has no such expert",
                         where=f"layer {self.index}, expert {expert}, {stored}",
                         expected=f"experts 0 to {experts - 1}",
-                        got=next(iter(owned.names.values())),
+                        got=next(iter(module.names.values())),
                     )
                 )
 
     def _check_agreement(self, projections: Mapping[tuple[int, str], Projection], experts: list[int]) -> None:
-        """Experts share a spec; an optional part is there for all or for none; no tensor is extra."""
+        """Experts share a spec; an optional part is present for all experts or for none; no tensor is left over."""
         for group in ((GATE, UP), (DOWN,)):
             members = [p for e in experts for name in group if (p := projections.get((e, name)))]
             if not members:
@@ -264,24 +263,24 @@ class LayerBuilder:
             if (p.scheme.spec, p.scheme.act_order) != (first.scheme.spec, first.scheme.act_order):
                 self.problems.append(
                     WrongDtype(
-                        "experts of one layer, and gate and up, must be quantised alike",
+                        "all experts of a layer, and gate and up, must have the same spec",
                         where=p.where,
-                        expected=f"{_kind(first.scheme)} as {first.where}",
+                        expected=f"{_kind(first.scheme)}, as {first.where}",
                         got=_kind(p.scheme),
                     )
                 )
 
     def _check_suffixes(self, projections: Mapping[tuple[int, str], Projection]) -> None:
-        known = {p.module: {s for part in p.scheme.parts for s in part.suffix} for p in projections.values()}
-        for (expert, stored), owned in self.owned.items():
-            module = self._module_name(expert or 0, stored)
-            for suffix, tensor in owned.names.items():
-                if module in known and suffix not in known[module]:
+        suffixes = {p.module: {s for part in p.scheme.parts for s in part.suffix} for p in projections.values()}
+        for (expert, stored), module in self.modules.items():
+            name = self._module_name(expert or 0, stored)
+            for suffix, tensor in module.names.items():
+                if name in suffixes and suffix not in suffixes[name]:
                     self.problems.append(
                         UnexpectedTensor(
-                            "no part of this format is stored under this name",
+                            "this format has no tensor with this suffix",
                             where=f"layer {self.index}, expert {expert if expert is not None else 'all'}, {stored}",
-                            expected=", ".join(sorted(known[module])),
+                            expected=", ".join(sorted(suffixes[name])),
                             got=tensor,
                         )
                     )
@@ -297,7 +296,7 @@ def _spell(projection: Projection, role: str) -> str:
 
 
 def is_matrix_like(axes: str) -> bool:
-    """Matrices and block scales are what a transposed export transposes."""
+    """Whether a transposed export transposes a part with these axes: matrices and block scales."""
     parsed = ax.parse(axes)
     return (
         len(parsed) == 2

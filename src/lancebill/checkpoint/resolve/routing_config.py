@@ -1,33 +1,32 @@
-"""From a model's config to how it routes and what its experts compute between their matrices.
+"""Derive a model's routing and activation from its config.
 
-A family is a row: the routing its code has built in, and the config keys it reads. A key that a
-family does not read but whose value would change the numbers is an error: better no output than
-the output of another model.
+A family is a row: the routing that its code hard-wires, and the config keys that it reads. A key that a family does not
+read but whose value would change results is an error: better no output than wrong output.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from lancebill.checkpoint.read.tensor_info import quoted
-from lancebill.checkpoint.resolve.naming import sections, sizes
+from lancebill.checkpoint.resolve.naming import config_sections, expert_sizes
 from lancebill.errors import SpecError, UnsupportedFormat
 from lancebill.moe.activation import Activation
 from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer
 
 WHERE = "the model's config"
-Fields = Mapping[str, Any]  # of a Routing or an Activation
+Fields = Mapping[str, Any]  # fields of a Routing or an Activation
 
 
 @dataclass(frozen=True)
 class Key:
-    """A config key and the fields each of its values sets.
+    """A config key, and the fields that each of its values sets.
 
-    `choices` lists values; `number` takes any positive one beside them. A null that is not among the
-    choices reads as if the key were absent.
+    `choices` lists values; `number` accepts any positive number besides them. A null that is not a choice counts as
+    an absent key.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Key:
     required: bool = False
 
     def read(self, value: Any) -> Fields:
-        """The fields this value sets; values that are not understood raise."""
+        """The fields that this value sets; raises for an unknown value."""
         plain = isinstance(value, str | int | float | None)
         if plain and value in self.choices:
             return self.choices[value]
@@ -49,7 +48,7 @@ class Key:
         listed = [quoted(choice) for choice in self.choices]
         if self.number:
             listed.append("a whole number > 0" if self.whole else "a number > 0")
-        raise _not_understood(self.name, " or ".join(listed), value)
+        raise _unknown_value(self.name, " or ".join(listed), value)
 
 
 def _flag(name: str, target: str) -> Key:
@@ -64,13 +63,13 @@ NORM = _flag("norm_topk_prob", "renormalize")
 SCORING = Key("scoring_func", {name: {"scoring": name} for name in (SOFTMAX, SIGMOID, SQRTSOFTPLUS)})
 SCALE = Key("routed_scaling_factor", {}, lambda value: {"routed_scaling_factor": float(value)})
 GROUPS = (_count("n_group", "n_group"), _count("topk_group", "topk_group"))
-# These stand after the group keys: greedy selection has no groups, whatever they say.
+# Listed after the group keys, so that it overrides them: greedy selection has no groups.
 BY_SCORE = Key("topk_method", {"greedy": {"n_group": 0, "topk_group": 0}, "group_limited_greedy": {}})
 BY_BIASED_SCORE = Key("topk_method", {"noaux_tc": {}})
 ROUTING_BIAS = _flag("use_routing_bias", "correction")
 WEIGHT_NORM = Key("moe_normalize_expert_weights", {None: {"renormalize": False}, 1: {"renormalize": True}})
 JITTER = Key("router_jitter_noise", {0: {"custom": SparseMixer(0.0)}}, lambda value: {"custom": SparseMixer(value)})
-# Whether a family reads these or not, they may not contradict what its row comes to.
+# Even if a family does not read these keys, their values must not contradict its routing.
 WATCHED = (NORM, SCORING, SCALE, *GROUPS)
 
 LIMIT = Key("swiglu_limit", {None: {"limit": None}, 0: {"limit": None}}, lambda value: {"limit": float(value)})
@@ -95,17 +94,17 @@ ACTIVATION = _named("hidden_act")
 
 @dataclass(frozen=True)
 class FamilyRouting:
-    """What a family's code has built in, and what it reads from the config."""
+    """What a family's code hard-wires, and what it reads from the config."""
 
     routing: Fields = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     activation: Activation = field(default_factory=Activation)
     activation_keys: tuple[Key, ...] = (ACTIVATION,)
-    top_k: int | None = None  # the only one its code can do
-    hash_layers: int | None = None  # by default; None where the family has no hash routing
+    top_k: int | None = None  # the only value that its code supports
+    hash_layers: int | None = None  # default number; None if the family has no hash routing
 
 
-# Defaults are those of each family's published code, for configs that leave a key out.
+# Defaults for missing keys are those of each family's published code.
 _SIGMOID_BIASED: Fields = {"scoring": SIGMOID, "renormalize": True, "epsilon": 1e-20, "correction": True}
 _BIASED_KEYS = (NORM, SCORING, SCALE, *GROUPS, BY_BIASED_SCORE)
 _DEEPSEEK_V3 = FamilyRouting(
@@ -156,7 +155,7 @@ ROWS: dict[str, FamilyRouting] = {
     "granitemoe": FamilyRouting(_SOFTMAX_AFTER),
 }
 
-# GGUF: what llama.cpp's code for each architecture has built in; metadata says the rest.
+# GGUF: what llama.cpp hard-wires for each architecture; the metadata sets the other fields.
 _GATING = {
     0: {},
     1: {"scoring": SOFTMAX},
@@ -187,7 +186,7 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
     "qwen3vlmoe": _gguf(_SOFTMAX_NORMED),
     "olmoe": _gguf({"scoring": SOFTMAX}),
     "deepseek": _gguf({"scoring": SOFTMAX}),
-    "deepseek2": _gguf({"scoring": SOFTMAX}),  # V2, V3 and Kimi-K2: the metadata tells them apart
+    "deepseek2": _gguf({"scoring": SOFTMAX}),  # V2, V3 and Kimi-K2, which differ in metadata
     "deepseek32": _gguf(_GGUF_SIGMOID),
     "deepseek4": _gguf(
         {"scoring": SQRTSOFTPLUS, "correction": True}, None, replace(LIMIT, required=True), hash_layers=0
@@ -204,36 +203,36 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
 
 
 def routing_for(model: Mapping[str, Any], family: str, layer: int) -> Routing:
-    """How `layer` of this model routes. `model` is its config.json, `family` a row of the naming table."""
+    """The routing of `layer`. `model` is the config.json, `family` a row of the naming table."""
     row = _row(model, family)
-    top_k = sizes(model).top_k
+    top_k = expert_sizes(model).top_k
     if top_k is None:
-        raise UnsupportedFormat("the config does not say how many experts a token has", where=WHERE)
+        raise UnsupportedFormat("the config does not state how many experts a token is routed to", where=WHERE)
     if row.top_k is not None and top_k != row.top_k:
-        what = f"{family} routes every token to the same number of experts"
+        what = f"{family} supports only one number of experts per token"
         raise UnsupportedFormat(what, where=WHERE, expected=row.top_k, got=top_k)
     fields = {**row.routing, **_fields(model, row.keys)}
     if row.hash_layers is not None and _hashes(model, row.hash_layers, layer):
         fields |= {"hashed": True, "correction": False}
-    routing = _built(Routing, top_k=top_k, **fields)
+    routing = _build(Routing, top_k=top_k, **fields)
     _check_unread(model, family, routing, row)
     return routing
 
 
 def activation_for(model: Mapping[str, Any], family: str) -> Activation:
-    """What this model's experts compute between their matrices."""
+    """The activation between the two GEMMs of this model's experts."""
     row = _row(model, family)
-    limit = _look(model, LIMIT.name, None)
+    limit = _lookup(model, LIMIT.name, None)
     if limit and all(key.name != LIMIT.name for key in row.activation_keys):
-        raise _unread(family, LIMIT.name, limit)
-    return _built(replace, row.activation, **_fields(model, row.activation_keys))
+        raise _unread_key_error(family, LIMIT.name, limit)
+    return _build(replace, row.activation, **_fields(model, row.activation_keys))
 
 
 T = TypeVar("T", Routing, Activation)
 
 
-def _built(make: Callable[..., T], *base: T, **fields: Any) -> T:
-    """A value made of what a config says: what makes no sense is the config's fault."""
+def _build(make: Callable[..., T], *base: T, **fields: Any) -> T:
+    """Build a value from config fields; an invalid combination is reported as an error of the config."""
     try:
         return make(*base, **fields)
     except SpecError as error:
@@ -245,27 +244,29 @@ def _row(model: Mapping[str, Any], family: str) -> FamilyRouting:
     if name in rows:
         return rows[name]
     raise UnsupportedFormat(
-        f"how {quoted(name)} routes is not known", expected=f"one of {', '.join(sorted(rows))}", hint="pass a Routing"
+        f"the routing of {quoted(name)} is not known",
+        expected=f"one of {', '.join(sorted(rows))}",
+        hint="pass a Routing",
     )
 
 
 def _fields(model: Mapping[str, Any], keys: tuple[Key, ...]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key in keys:
-        value = _look(model, key.name, _ABSENT)
+        value = _lookup(model, key.name, _ABSENT)
         if value is not _ABSENT:
             fields.update(key.read(value))
         elif key.required:
-            raise UnsupportedFormat(f"the config does not say '{key.name}'", where=WHERE)
+            raise UnsupportedFormat(f"the config has no '{key.name}'", where=WHERE)
     return fields
 
 
 _ABSENT = object()
 
 
-def _look(model: Mapping[str, Any], name: str, absent: Any) -> Any:
-    """The value in the config or in a nested one; an activation may be an object with a name."""
-    for section in sections(model):
+def _lookup(model: Mapping[str, Any], name: str, absent: Any) -> Any:
+    """The value of a key in the config or a nested section; an activation may be an object with a name."""
+    for section in config_sections(model):
         if name in section:
             value = section[name]
             return value["name"] if isinstance(value, Mapping) and "name" in value else value
@@ -273,39 +274,39 @@ def _look(model: Mapping[str, Any], name: str, absent: Any) -> Any:
 
 
 def _hashes(model: Mapping[str, Any], default: int, layer: int) -> bool:
-    """Whether this layer routes by token id: listed layer by layer, or the first so many.
+    """Whether this layer routes by token id: listed per layer, or the first `num_hash_layers` layers.
 
-    Layers past the list are those that predict further tokens; they route by their scores.
+    Layers beyond the list are multi-token prediction layers, which route by their scores.
     """
-    listed = _look(model, "mlp_layer_types", None)
+    listed = _lookup(model, "mlp_layer_types", None)
     if listed is None:
-        first = _look(model, "num_hash_layers", default)
-        if not isinstance(first, int) or first < 0:
-            raise _not_understood("num_hash_layers", "a whole number >= 0", first)
-        return layer < first
+        count = _lookup(model, "num_hash_layers", default)
+        if not isinstance(count, int) or count < 0:
+            raise _unknown_value("num_hash_layers", "a whole number >= 0", count)
+        return layer < count
     kinds = list(listed) if isinstance(listed, list | tuple) else [listed]
     if any(kind not in ("hash_moe", "moe") for kind in kinds):
-        raise _not_understood("mlp_layer_types", "a list of 'hash_moe' and 'moe'", listed)
+        raise _unknown_value("mlp_layer_types", "a list of 'hash_moe' and 'moe'", listed)
     return layer < len(kinds) and bool(kinds[layer] == "hash_moe")
 
 
 def _check_unread(model: Mapping[str, Any], family: str, routing: Routing, row: FamilyRouting) -> None:
-    """Keys other families read may be there, but not say anything this one does not do."""
-    held = vars(routing)
+    """Raise if a key that this family does not read contradicts its routing."""
+    actual = asdict(routing)
     for key in WATCHED:
-        value = _look(model, key.name, None)
+        value = _lookup(model, key.name, None)
         if key in row.keys or value is None:
             continue
-        told = key.read(value)
-        if any(held[name] != said for name, said in told.items() if key not in GROUPS or said > 1):
-            raise _unread(family, key.name, value)
+        fields = key.read(value)
+        if any(actual[name] != set_to for name, set_to in fields.items() if key not in GROUPS or set_to > 1):
+            raise _unread_key_error(family, key.name, value)
 
 
-def _unread(family: str, key: str, value: Any) -> UnsupportedFormat:
+def _unread_key_error(family: str, key: str, value: Any) -> UnsupportedFormat:
     return UnsupportedFormat(
-        f"'{key}' would change the numbers, but {family} is not known to read it", where=WHERE, got=quoted(value)
+        f"'{key}' would change the results, but {family} is not known to read it", where=WHERE, got=quoted(value)
     )
 
 
-def _not_understood(key: str, expected: str, value: Any) -> UnsupportedFormat:
-    return UnsupportedFormat(f"this '{key}' is not understood", where=WHERE, expected=expected, got=quoted(value))
+def _unknown_value(key: str, expected: str, value: Any) -> UnsupportedFormat:
+    return UnsupportedFormat(f"unknown value of '{key}'", where=WHERE, expected=expected, got=quoted(value))

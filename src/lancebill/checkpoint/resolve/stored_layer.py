@@ -1,4 +1,4 @@
-"""What a manifest is made of: a layer's experts, their projections, and where each part is stored."""
+"""Value types of a manifest: a layer, its experts' projections, and where each part is stored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lancebill.numbers.spec import QuantSpec
 class StoredPart:
     """One stored tensor that holds one part of a projection.
 
-    `axes` is the alternative the tensor has; `expert` its index along a stacked
-    dimension; `reversed` says that the matrix axes are stored the other way round.
+    `axes` is the one of the part's alternatives that the tensor has; `expert` is the index along a stacked axis;
+    `reversed` means that the matrix is stored transposed.
     """
 
     tensor: str
@@ -25,11 +25,11 @@ class StoredPart:
     dtype: str
     expert: int | None
     reversed: bool
-    rows_per_expert: int = 0  # flat stacking: first-axis entries of one expert
+    rows_per_expert: int = 0  # flat stacking: rows of the first axis per expert
 
     @property
     def suffix(self) -> str:
-        """The spelling of the part that this tensor's name ends in."""
+        """The suffix of the part that this tensor's name ends with."""
         return max((s for s in self.part.suffix if self.tensor.endswith(s)), key=len)
 
 
@@ -37,7 +37,7 @@ class StoredPart:
 class Projection:
     """One projection of one expert: an [n, k] matrix and where its parts are.
 
-    A fused tensor has `stored_n` rows, of which this projection owns first, first + step, ...
+    A fused tensor has `stored_n` rows; this projection has rows first, first + step, ...
     """
 
     layer: int
@@ -57,7 +57,7 @@ class Projection:
         return f"layer {self.layer}, expert {self.expert}, {self.name}"
 
     def as_module(self, tensors: Mapping[str, Stored]) -> Module:
-        """This projection as formats see it: a name, and the headers below it by suffix."""
+        """This projection as the `Module` that formats take: a name, and headers by suffix."""
         return Module(self.module, {source.suffix: tensors[source.tensor] for source in self.sources.values()})
 
 
@@ -82,5 +82,5 @@ class StoredLayer:
         return next(p for (_, projection), p in self.projections.items() if projection == name)
 
     def spec(self, name: str) -> QuantSpec:
-        """The spec all experts of this layer share for gate (= up) or down."""
+        """The spec that all experts of this layer share for gate and up, or for down."""
         return self.sample(name).scheme.spec

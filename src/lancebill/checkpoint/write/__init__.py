@@ -1,1 +1,1 @@
-"""Writing checkpoints: a target format, conversion, safetensors files published whole."""
+"""Write checkpoints: choose a target format, convert to it, write safetensors files atomically."""

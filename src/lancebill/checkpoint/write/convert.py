@@ -1,8 +1,7 @@
-"""From one checkpoint to another, matrix by matrix.
+"""Convert a checkpoint, one matrix at a time.
 
-A few matrices are in work at once, each read, requantised and written by one thread. What goes where
-was decided before (`target`); here numbers are moved, rounded only where they must be, and what the
-rounding cost is kept.
+A few matrices are in flight, each read, requantised and written by one thread. `target` has already decided what is
+written where; this module moves the values, rounds only where the target spec requires it, and records the error.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import load_projection
-from lancebill.checkpoint.load.worker_threads import ordered
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
+from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.checkpoint.write.save import CheckpointWriter
-from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan
+from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan_output
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats.base import Scheme
 from lancebill.numbers.codec import FLOOR, Loss, dequantize, loss, quantize, requantize
@@ -30,23 +29,23 @@ from lancebill.numbers.dtypes import ZERO16
 from lancebill.numbers.spec import DENSE_F32
 from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
 
-COPY_BYTES = 32 << 20  # of a tensor that is only copied, at a time
+COPY_BYTES = 32 << 20  # chunk size for tensors that are copied unchanged
 
 Progress = Callable[[int], None]
 
 
 @dataclass
 class Report:
-    """What was written and what it cost."""
+    """What was written, and the quantisation error."""
 
     target: Target
     layers: dict[int, Loss] = field(default_factory=dict)
-    source_bytes: int = 0  # of the experts read
-    written_bytes: int = 0  # of all tensors
-    copied: int = 0  # tensors taken over byte for byte
+    source_bytes: int = 0  # stored size of the experts read
+    written_bytes: int = 0  # size of all tensors written
+    copied: int = 0  # tensors copied byte for byte
     recast: tuple[str, ...] = ()  # modules outside the experts re-encoded exactly
-    dequantized: tuple[str, ...] = ()  # modules outside the experts that are unquantised now
-    dropped: dict[str, int] = field(default_factory=dict)  # activation-side tensors left behind, by role
+    dequantized: tuple[str, ...] = ()  # modules outside the experts that became unquantised
+    dropped: dict[str, int] = field(default_factory=dict)  # activation scales not written, by role
 
     @property
     def total(self) -> Loss:
@@ -58,7 +57,7 @@ class Report:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to convert: where to compute, how MX scales round, what to do with the rest."""
+    """Options of a conversion: device, rounding of MX scales, overwriting, and whether to write only the experts."""
 
     device: str = "cpu"
     mx_rule: str = FLOOR
@@ -66,18 +65,18 @@ class ConvertOptions:
     experts_only: bool = False
 
 
-def prepare(source: Checkpoint, target: Target, options: ConvertOptions) -> Output:
-    """Check the source whole and decide the output; reads headers only."""
+def plan_conversion(source: Checkpoint, target: Target, options: ConvertOptions) -> Output:
+    """Check the source and plan the output; reads headers only."""
     manifest = manifests.build(source.config, source.headers)
     manifest.check(str(source.path))
     if manifest.naming.family == GGUF and not options.experts_only:
         raise UnsupportedFormat(
-            "only the experts of a GGUF file can be converted: its other tensors have other names and orders",
+            "only the experts of a GGUF file can be converted: the names and layouts of its other tensors differ",
             where=str(source.path),
-            hint="--experts-only writes a checkpoint of the experts alone",
+            hint="--experts-only writes a checkpoint that holds only the experts",
         )
     others = [] if options.experts_only else quantized_modules(manifest, source.headers, source.read)
-    return plan(manifest, target, source.headers, others, experts_only=options.experts_only)
+    return plan_output(manifest, target, source.headers, others, experts_only=options.experts_only)
 
 
 def convert(
@@ -87,9 +86,9 @@ def convert(
     options: ConvertOptions,
     progress: Progress = lambda _: None,
 ) -> Report:
-    """Write `output`; `progress` is told the source bytes done."""
+    """Write `output`; calls `progress` with the number of source bytes processed."""
     report = Report(output.target, copied=len(output.copied), source_bytes=_expert_bytes(source, output))
-    report.dropped = _inputs_left(output)
+    report.dropped = _dropped_inputs(output)
     report.recast = tuple(module.module for module in output.recast)
     report.dequantized = tuple(module.module for module in output.dequantized)
     with CheckpointWriter(destination, output.tensors, source=source.path, overwrite=options.overwrite) as out:
@@ -104,19 +103,19 @@ def convert(
         for module in output.recast:
             _write_recast(source, module, output.scheme, out)
             progress(_bytes(source, module))
-        _Experts(source, output, options, out, report, progress).run()
+        _ExpertConverter(source, output, options, out, report, progress).convert_all()
     report.written_bytes = sum(shard.size for shard in out.shards)
     return report
 
 
 def work_bytes(source: Checkpoint, output: Output) -> int:
-    """What `progress` will have been told at the end."""
+    """The total of all `progress` calls."""
     modules = sum(_bytes(source, module) for module in (*output.dequantized, *output.recast))
     return sum(source.tensors[name].nbytes for name in output.copied) + modules + _expert_bytes(source, output)
 
 
-class _Experts:
-    """The experts' part of a conversion."""
+class _ExpertConverter:
+    """Converts the experts of a checkpoint."""
 
     def __init__(
         self,
@@ -130,21 +129,21 @@ class _Experts:
         self.source, self.output, self.options = source, output, options
         self.out, self.report, self.progress = out, report, progress
 
-    def run(self) -> None:
-        for job, cost in ordered(self._convert, self.output.jobs):
+    def convert_all(self) -> None:
+        for job, cost in map_in_order(self._convert, self.output.jobs):
             self.report.layers[job.layer] = self.report.layers.get(job.layer, Loss()).merge(cost)
             self.progress(sum(_bytes(self.source, p) // _shares(p) for p in job.sources))
 
     def _convert(self, job: Job) -> Loss:
-        """One module of the output, start to end; returns what rounding it cost."""
-        scheme, cost, made = self.output.scheme, Loss(), []
+        """Read, requantise and write one output module; returns its quantisation error."""
+        scheme, cost, fitted = self.output.scheme, Loss(), []
         for projection in job.sources:
             weight = _to(load_projection(self.source.read, projection), self.options.device)
-            fitted, part = fit(weight, scheme, self.options.mx_rule)
-            made.append(_to(fitted, "cpu"))
+            result, part = fit_to_scheme(weight, scheme, self.options.mx_rule)
+            fitted.append(_to(result, "cpu"))
             cost = cost.merge(part)
-        weight = made[0] if len(made) == 1 else stack(made)
-        if len(made) > 1 and self.output.form.interleaved:
+        weight = fitted[0] if len(fitted) == 1 else stack(fitted)
+        if len(fitted) > 1 and self.output.form.interleaved:
             weight = weight.rows(torch.arange(weight.n).view(2, -1).t().reshape(-1))
         self._write(job, scheme.encode(weight))
         return cost
@@ -161,11 +160,11 @@ class _Experts:
                 self.out.write(name, tensor.unsqueeze(0), expert)
 
 
-def fit(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -> tuple[LogicalWeight, Loss]:
-    """The weight as `scheme` can hold it, exactly where possible, and what it cost.
+def fit_to_scheme(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -> tuple[LogicalWeight, Loss]:
+    """The weight in the spec of `scheme`, exact where possible, and its quantisation error.
 
-    Output checkpoints are weight-only: activation-side tensors stay behind, and a pre-quantisation
-    scale, which changes what the weights mean, is multiplied into them.
+    Output checkpoints are weight-only: activation scales are dropped, and a pre-quantisation scale is multiplied into
+    the weights.
     """
     spec = scheme.spec
     if "pre_quant_scale" in weight.inputs:
@@ -207,7 +206,7 @@ def _to(weight: LogicalWeight, device: str) -> LogicalWeight:
 
 
 def _copy(source: Checkpoint, name: str, out: CheckpointWriter, progress: Progress) -> None:
-    """A tensor byte for byte, by rows so that a large one is never held whole."""
+    """Copy a tensor byte for byte, a large one in chunks of rows."""
     info = source.tensors[name]
     if info.nbytes <= COPY_BYTES or not info.shape:
         out.write(name, source.read(name))
@@ -223,51 +222,51 @@ def _copy(source: Checkpoint, name: str, out: CheckpointWriter, progress: Progre
 def _write_plain(
     source: Checkpoint, module: OtherModule, scheme: Scheme, out: CheckpointWriter, options: ConvertOptions
 ) -> None:
-    """A quantised module outside the experts, dequantised by rows."""
-    weight = scheme.part("codes")
-    assert weight is not None
-    for first, part in row_chunks(module):
-        loaded = replace(_to(load_projection(source.read, part), options.device), bias=None)
-        made = _to(fit(loaded, scheme)[0], "cpu")
-        out.write(module.module + weight.suffix[0], made.codes, first)
+    """Dequantise a module outside the experts, in chunks of rows."""
+    codes = scheme.part("codes")
+    assert codes is not None
+    for first, chunk in row_chunks(module):
+        loaded = replace(_to(load_projection(source.read, chunk), options.device), bias=None)
+        fitted = _to(fit_to_scheme(loaded, scheme)[0], "cpu")
+        out.write(module.module + codes.suffix[0], fitted.codes, first)
     bias = module.sources.get("bias")
     if bias is not None:
         out.write(f"{module.module}.bias", source.read(bias.tensor))
 
 
 def _write_recast(source: Checkpoint, module: OtherModule, scheme: Scheme, out: CheckpointWriter) -> None:
-    """A quantised module outside the experts, the same numbers in the new format."""
+    """Re-encode a quantised module outside the experts, without changing a value."""
     weight = load_projection(source.read, module)
-    for role, tensor in scheme.encode(fit(weight, scheme)[0]).items():
+    for role, tensor in scheme.encode(fit_to_scheme(weight, scheme)[0]).items():
         part = scheme.part(role)
         assert part is not None
         out.write(module.module + part.suffix[0], tensor)
 
 
-def _inputs_left(output: Output) -> dict[str, int]:
-    """How many activation-side tensors of each role are not in the output."""
+def _dropped_inputs(output: Output) -> dict[str, int]:
+    """The number of activation scales that are not in the output, by role."""
     projections = [p for job in output.jobs for p in job.sources]
-    left = {
-        (role, held.tensor, held.expert)
+    dropped = {
+        (role, part.tensor, part.expert)
         for p in (*projections, *output.recast, *output.dequantized)
-        for role, held in p.sources.items()
+        for role, part in p.sources.items()
         if role in INPUT_ROLES
     }
-    return dict(Counter(role for role, _, _ in sorted(left, key=str)))
+    return dict(Counter(role for role, _, _ in sorted(dropped, key=str)))
 
 
 def _bytes(source: Checkpoint, projection: Projection) -> int:
-    """Stored bytes of a projection's own part of its tensors."""
+    """Stored bytes of a projection: of stacked tensors, this expert's part."""
     total = 0
-    for held in projection.sources.values():
-        info = source.tensors[held.tensor]
-        experts = 1 if held.expert is None else info.shape[0] // (held.rows_per_expert or 1)
+    for part in projection.sources.values():
+        info = source.tensors[part.tensor]
+        experts = 1 if part.expert is None else info.shape[0] // (part.rows_per_expert or 1)
         total += info.nbytes // experts
     return total
 
 
 def _shares(projection: Projection) -> int:
-    """Over how many projections a stored module is spread: gate and up of a fused one."""
+    """How many projections share a stored module: 2 for a fused gate and up, else 1."""
     return projection.stored_n // projection.n
 
 

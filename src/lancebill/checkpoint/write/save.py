@@ -1,8 +1,8 @@
-"""Writing a checkpoint as it is made: declared first, filled in any order, published whole or not at all.
+"""Write a checkpoint: declare all tensors, write them in any order, publish the folder atomically.
 
-Since every tensor is declared before the first is written, headers and offsets are final from the
-start and tensors can be written by any thread as they come. All goes to a hidden folder beside the
-destination, which takes the destination's name only when complete and on disk.
+All tensors are declared before the first is written, so headers and offsets are final from the start and any thread can
+write any tensor. Everything goes to a hidden folder next to the destination, which is renamed to the destination once
+it is complete and synced to disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lancebill.checkpoint.read.file_bytes import drain, reason
+from lancebill.checkpoint.read.file_bytes import reason, write_exactly
 from lancebill.checkpoint.read.files import INDEX
 from lancebill.checkpoint.read.safetensors import MAX_HEADER, METADATA, PREFIX
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, WrongDtype, WrongShape
@@ -34,7 +34,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to be: its header, and where each tensor goes in it."""
+    """One output file: its header, and the offset of each tensor."""
 
     name: str
     header: bytes
@@ -43,7 +43,7 @@ class Shard:
 
 
 def plan_shards(tensors: Mapping[str, Stored], limit: int = SHARD_BYTES) -> list[Shard]:
-    """Tensors in the order given, a new file whenever the next would pass `limit`."""
+    """Distribute tensors over files in order, at most `limit` bytes per file; a larger tensor gets its own file."""
     groups: list[dict[str, Stored]] = [{}]
     filled = 0
     for name, stored in tensors.items():
@@ -60,7 +60,7 @@ def plan_shards(tensors: Mapping[str, Stored], limit: int = SHARD_BYTES) -> list
 
 
 def _shard(name: str, tensors: Mapping[str, Stored]) -> Shard:
-    """Wide dtypes first, so that every tensor starts on a multiple of its element size."""
+    """Sort tensors by element size, largest first, so that every tensor is aligned to its element size."""
     order = sorted(tensors.items(), key=lambda item: -TORCH_DTYPES[item[1].dtype].itemsize)
     entries: dict[str, Any] = {METADATA: {"format": "pt"}}
     starts, at = {}, 0
@@ -81,9 +81,9 @@ def _nbytes(stored: Stored) -> int:
 
 
 class CheckpointWriter:
-    """`with CheckpointWriter(path, tensors) as out:` then `write` each tensor; leaving publishes.
+    """Use as `with CheckpointWriter(path, tensors) as out:` and `write` each tensor; leaving the block publishes.
 
-    An exception inside the block removes what was written and leaves the destination as it was.
+    An exception inside the block removes what was written; the destination stays unchanged.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CheckpointWriter:
         self.destination = Path(destination).resolve()
         self.tensors = dict(tensors)
         self.shards = plan_shards(self.tensors, max_shard_bytes)
-        self._place = {name: shard for shard in self.shards for name in shard.offsets}
+        self._shard_of = {name: shard for shard in self.shards for name in shard.offsets}
         self._overwrite = overwrite
         self._started: dict[str, list[tuple[int, int]]] = {}
         self._rows: dict[str, int] = {}
@@ -112,7 +112,7 @@ class CheckpointWriter:
         self.folder = self.destination.with_name(f".{self.destination.name}.{secrets.token_hex(6)}.partial")
 
     def __enter__(self) -> CheckpointWriter:
-        with _typed(self.destination):
+        with _os_errors_reported(self.destination):
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir()
             try:
@@ -131,33 +131,33 @@ class CheckpointWriter:
             if kind is None:
                 self._finish()
         finally:
-            self.abort()  # after a finish there is nothing left to remove
+            self.abort()  # after _finish there is nothing left to remove
 
     def write(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
-        """Store a declared tensor, or with `first_row` some of its rows. Any order, any thread, once."""
-        shard, stored = self._place.get(name), self.tensors.get(name)
+        """Write a declared tensor, or some of its rows from `first_row` on. Any thread, any order, each row once."""
+        shard, stored = self._shard_of.get(name), self.tensors.get(name)
         if shard is None or stored is None:
             raise CheckpointError(f"tensor '{name}' was not declared", where=str(self.destination))
         got = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         if got != stored.dtype:
-            raise WrongDtype("the tensor is not as declared", where=name, expected=stored.dtype, got=got)
+            raise WrongDtype("the dtype is not the declared one", where=name, expected=stored.dtype, got=got)
         whole = stored.shape[0] if stored.shape else 1
         first, rows = (0, whole) if first_row is None else (first_row, len(tensor))
         shape = (rows, *stored.shape[1:]) if stored.shape else ()
         if tuple(tensor.shape) != shape or first < 0 or first + rows > whole:
             got = f"{tuple(tensor.shape)}" + ("" if first_row is None else f" from row {first}")
-            raise WrongShape("the tensor is not as declared", where=name, expected=stored.shape, got=got)
-        self._claim(name, first, first + rows)
+            raise WrongShape("the shape is not the declared one", where=name, expected=stored.shape, got=got)
+        self._reserve(name, first, first + rows)
         data = tensor.detach().cpu().contiguous()
         offset = shard.offsets[name] + first * (_nbytes(stored) // max(whole, 1))
-        drain(self._descriptors[shard.name], data, offset, self.destination / shard.name)
+        write_exactly(self._descriptors[shard.name], data, offset, self.destination / shard.name)
         with self._lock:
             self._rows[name] = self._rows.get(name, 0) + rows
-            if self._rows[name] == whole:  # spans never overlap, so this many rows are all of them
+            if self._rows[name] == whole:  # row ranges never overlap, so the tensor is complete
                 self._written.add(name)
 
-    def _claim(self, name: str, first: int, stop: int) -> None:
-        """Set rows aside for one writer: each is written once."""
+    def _reserve(self, name: str, first: int, stop: int) -> None:
+        """Reserve rows for one writer; raises if any of them is already written."""
         with self._lock:
             spans = self._started.setdefault(name, [])
             if name in self._written or any(first < high and low < stop for low, high in spans):
@@ -165,19 +165,19 @@ class CheckpointWriter:
             spans.append((first, stop))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """A JSON file beside the tensors."""
+        """Write a JSON file."""
         path = self._new_file(name)
-        with _typed(path):
+        with _os_errors_reported(path):
             path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
     def copy_file(self, source: Path) -> None:
-        """A file copied as it is, under its own name."""
+        """Copy a file unchanged, under the same name."""
         path = self._new_file(source.name)
-        with _typed(source):
+        with _os_errors_reported(source):
             shutil.copyfile(source, path)
 
     def abort(self) -> None:
-        """Remove everything written so far; the destination was never touched."""
+        """Remove everything written so far; the destination stays unchanged."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -216,25 +216,25 @@ class CheckpointWriter:
         ]
         if problems:
             raise problems[0] if len(problems) == 1 else CheckpointProblems(problems, where=str(self.destination))
-        with _typed(self.destination):
+        with _os_errors_reported(self.destination):
             if len(self.shards) > 1:
                 self._write_index()
             for file in self.folder.iterdir():
                 _sync(file)
             _sync(self.folder)
-            _check_destination(self.destination, self._overwrite)  # again: time has passed
+            _check_destination(self.destination, self._overwrite)  # it may have changed since the first check
             _publish(self.folder, self.destination)
 
     def _write_index(self) -> None:
         index = {
             "metadata": {"total_size": sum(_nbytes(stored) for stored in self.tensors.values())},
-            "weight_map": {name: self._place[name].name for name in sorted(self.tensors)},
+            "weight_map": {name: self._shard_of[name].name for name in sorted(self.tensors)},
         }
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_destination(destination: Path, overwrite: bool) -> None:
-    """Nothing there, an empty folder, or (with `overwrite`) a checkpoint: never any other folder."""
+    """The destination must be absent, an empty folder, or with `overwrite` a checkpoint."""
     if not destination.exists():
         return
     if not destination.is_dir():
@@ -244,13 +244,15 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError(
-            "the destination exists and is not empty", where=str(destination), hint="--overwrite replaces a checkpoint"
+            "the destination exists and is not empty",
+            where=str(destination),
+            hint="--overwrite replaces an existing checkpoint",
         )
     if not any(name == "config.json" or name.endswith((".safetensors", ".gguf")) for name in names):
         raise CheckpointError(
-            "the destination is not a checkpoint, so it is not replaced",
+            "the destination is not a checkpoint and is not overwritten",
             where=str(destination),
-            hint="remove it yourself if that is what you want",
+            hint="remove the folder first",
         )
 
 
@@ -260,7 +262,7 @@ def _check_apart(destination: Path, source: Path) -> None:
 
 
 def _publish(folder: Path, destination: Path) -> None:
-    """Give `folder` the name `destination`; what had that name comes back if this fails."""
+    """Rename `folder` to `destination`; restores an existing destination if that fails."""
     old = None
     if destination.exists() and any(destination.iterdir()):
         old = folder.with_suffix(".old")
@@ -285,7 +287,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _typed(path: Path) -> Iterator[None]:
+def _os_errors_reported(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

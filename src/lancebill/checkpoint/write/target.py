@@ -1,7 +1,7 @@
-"""What a conversion will write, decided from metadata alone: format, spec, names, shapes, config.
+"""Plan the output of a conversion from metadata alone: format, spec, names, shapes, config.
 
-Everything is known before the first byte is read: the whole output is declared, read back as a
-manifest and checked, so that a conversion that starts can only fail for want of disk or data.
+The whole output is declared, read back as a manifest and checked before the first tensor is read. A conversion that
+starts can then fail only on bad data or lack of disk space.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"
 ALIASES = {"gpt-oss": "mxfp4"}
 QUANT_SECTIONS = ("quantization_config", "compression_config")
 GGUF = "gguf"
-# A GGUF file names an architecture; its experts are spelled as the family it came from spells them.
+# GGUF architectures and the families whose tensor names their output uses.
 ARCHITECTURES = {
     "llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3vlmoe": "qwen3_vl_moe",
     "olmoe": "olmoe", "deepseek2": "deepseek_v3", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss", "llama4": "llama4",
     "minimax-m2": "minimax_m2", "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe", "jamba": "jamba",
     "dbrx": "dbrx", "granitemoe": "granitemoe",
 }  # fmt: skip
-PROBE = 256  # rows and at least as many columns of a matrix that shows what a scheme writes
+PROBE = 256  # rows and minimum columns of the matrix that is encoded to learn what a scheme writes
 
 
 @dataclass(frozen=True)
 class Target:
-    """The format to write and the spec its numbers will have, in the form this format holds."""
+    """The output format, and the spec as this format stores it."""
 
     format: Format
     spec: QuantSpec
@@ -54,32 +54,32 @@ class Target:
         return self.format.export(self.spec, ())[1]
 
 
-def choose(spec: QuantSpec, name: str | None = None) -> Target:
-    """The format that is to hold `spec`: the one named, else the usual one."""
+def choose_target(spec: QuantSpec, name: str | None = None) -> Target:
+    """The format called `name`, or the default one, with `spec` as it stores it."""
     name = ALIASES.get(name or "", name) or (DEFAULT_FORMAT if spec.quantized else DENSE_FORMAT)
     formats = registry()
     if name not in formats:
         raise UnsupportedFormat(
-            f"no format is called '{name}'", expected=", ".join(sorted({*formats, *ALIASES} - set(ALIASES.values())))
+            f"unknown format '{name}'", expected=", ".join(sorted({*formats, *ALIASES} - set(ALIASES.values())))
         )
     try:
         return _hold(formats[name], spec)
     except CannotEncode as error:
         able = [other.name for other in formats.values() if _can_hold(other, spec)]
-        hint = f"formats that hold {spec}: {', '.join(able)}" if able else error.hint
+        hint = f"formats that can store {spec}: {', '.join(able)}" if able else error.hint
         raise CannotEncode(error.what, where=name, expected=error.expected, got=spec, hint=hint) from error
 
 
 def _hold(format: Format, spec: QuantSpec) -> Target:
-    first: CannotEncode | None = None
-    for spelled in _spellings(spec):
+    first_error: CannotEncode | None = None
+    for variant in _variants(spec):
         try:
-            format.export(spelled, ())
-            return Target(format, spelled)
+            format.export(variant, ())
+            return Target(format, variant)
         except CannotEncode as error:
-            first = first or error
-    assert first is not None
-    raise first
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _can_hold(format: Format, spec: QuantSpec) -> bool:
@@ -90,9 +90,9 @@ def _can_hold(format: Format, spec: QuantSpec) -> bool:
     return True
 
 
-def _spellings(spec: QuantSpec) -> Iterator[QuantSpec]:
-    """The spec as named, then the other ways formats store the same kind of numbers: an outer scale
-    that divides, scales in another float type, bitsandbytes' int8 rows."""
+def _variants(spec: QuantSpec) -> Iterator[QuantSpec]:
+    """The spec itself, then variants in which other formats store it: an outer scale that divides instead of
+    multiplying, scales of another float dtype, bitsandbytes' int8 rows."""
     yield spec
     if len(spec.scales) == 2:
         outer = spec.scales[1]
@@ -109,7 +109,7 @@ def _spellings(spec: QuantSpec) -> Iterator[QuantSpec]:
 
 @dataclass(frozen=True)
 class Job:
-    """One module of the output and the projections it is made from (gate and up of a fused one)."""
+    """One output module and its source projections (two for a fused gate and up)."""
 
     layer: int
     expert: int
@@ -124,22 +124,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Output:
-    """All of it: the config, every tensor in the order they are written, and who makes them."""
+    """The whole output: the config, every tensor, and the jobs that write them."""
 
     target: Target
     form: NameForm
     config: dict[str, Any]
     scheme: Scheme
-    plain_scheme: Scheme  # of modules that are dequantised
+    plain_scheme: Scheme  # for modules that are dequantised
     tensors: dict[str, Stored]
     jobs: tuple[Job, ...]
     copied: tuple[str, ...]
     recast: tuple[OtherModule, ...]
     dequantized: tuple[OtherModule, ...]
-    experts: Mapping[int, int] = field(default_factory=dict)  # of each layer
+    experts: Mapping[int, int] = field(default_factory=dict)  # number of experts, by layer
 
     def place(self, job: Job, role: str) -> tuple[str, int | None]:
-        """The tensor that holds a part of a job's module, and the expert's index in it if stacked."""
+        """The tensor that stores a part of a job's module, and the expert's index in it if stacked."""
         part = self.scheme.part(role)
         assert part is not None
         return job.module + _suffix(part, self.form, self.target.format), job.expert if self.form.stacked else None
@@ -149,7 +149,7 @@ class Output:
         return part is not None and job.stored in self.form.transposed and is_matrix_like(part.axes[0])
 
 
-def plan(
+def plan_output(
     manifest: Manifest,
     target: Target,
     tensors: Mapping[str, Stored],
@@ -157,16 +157,16 @@ def plan(
     *,
     experts_only: bool = False,
 ) -> Output:
-    """Decide the whole output; `others` are the quantised modules outside the experts."""
+    """Plan the whole output; `others` are the quantised modules outside the experts."""
     naming = _family(manifest)
     form = _form(manifest, naming, target)
-    claimed = {source.tensor for module in others for source in module.sources.values()}
-    copied = [] if experts_only else [n for n in tensors if n not in manifest.expert_tensors and n not in claimed]
-    kept = [] if experts_only else list(others)
-    exact = [m for m in kept if _stays_quantized(m, target)]
-    plain = [m for m in kept if m not in exact]
-    left = [*_dense_modules(copied, tensors), *(m.module for m in plain)] if target.spec.quantized else []
-    quant, scheme = target.format.export(target.spec, left)
+    reencoded = {source.tensor for module in others for source in module.sources.values()}
+    copied = [] if experts_only else [n for n in tensors if n not in manifest.expert_tensors and n not in reencoded]
+    written = [] if experts_only else list(others)
+    exact = [m for m in written if _stays_quantized(m, target)]
+    plain = [m for m in written if m not in exact]
+    ignored = [*_dense_modules(copied, tensors), *(m.module for m in plain)] if target.spec.quantized else []
+    quant, scheme = target.format.export(target.spec, ignored)
     plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
     output = Output(
         target,
@@ -187,29 +187,29 @@ def plan(
 
 
 def _family(manifest: Manifest) -> Naming:
-    """The naming row of the output: the source's own, or for GGUF that of its architecture."""
+    """The naming row of the output: that of the source, or for GGUF that of its architecture."""
     if manifest.naming.family != GGUF:
         return manifest.naming
     architecture = manifest.config.model.get("architecture")
     family = ARCHITECTURES.get(str(architecture))
     if family is None:
         raise UnsupportedFormat(
-            f"the family of GGUF architecture '{architecture}' is not known",
+            f"unknown GGUF architecture '{architecture}'",
             expected=", ".join(sorted(ARCHITECTURES)),
         )
     return next(row for row in names.TABLE if row.family == family)
 
 
 def _form(manifest: Manifest, naming: Naming, target: Target) -> NameForm:
-    """How experts are spelled: unquantised ones as in the source, stacked where the format stacks,
-    else one set of tensors for each expert."""
+    """The naming form of the experts: stacked if the format stacks them, that of the source if they stay unquantised,
+    else one set of tensors per expert."""
     source = next(iter(manifest.layers.values())).form
     foreign = naming is not manifest.naming
     if target.format.stacked:
         able = [f for f in naming.forms if f.stacked and not f.flat and f.gated == source.gated]
         if not able:
             raise CannotEncode(
-                f"{target.format.name} stacks experts and the family '{naming.family}' has no such names",
+                f"{target.format.name} stacks experts, and the family '{naming.family}' cannot name stacked tensors",
                 where=target.format.name,
             )
         return able[0]
@@ -217,7 +217,7 @@ def _form(manifest: Manifest, naming: Naming, target: Target) -> NameForm:
         return source
     able = [f for f in naming.forms if not f.stacked and not f.fused and f.gated == source.gated]
     if not able:
-        raise CannotEncode(f"the family '{naming.family}' has no names for one expert's tensors")
+        raise CannotEncode(f"the family '{naming.family}' has no names for the tensors of a single expert")
     return able[0]
 
 
@@ -235,22 +235,21 @@ def _prefix(form: NameForm) -> str:
 
 
 def _suffix(part: Part, form: NameForm, format: Format) -> str:
-    """The spelling of a part: the last is the one of stacked tensors where a format has both."""
+    """The suffix of a part: formats that can also stack list the suffix of stacked tensors last."""
     return part.suffix[-1] if form.stacked and not format.stacked else part.suffix[0]
 
 
 def _dense_modules(copied: Iterable[str], tensors: Mapping[str, Stored]) -> list[str]:
-    """Matrices left as they are: a config must name them, or an engine would look for their scales."""
-    weight = ".weight"
+    """Matrices that stay unquantised: the config must list them, or engines would look for their scales."""
     return [
-        name.removesuffix(weight)
+        name.removesuffix(".weight")
         for name in copied
-        if name.endswith(weight) and len(tensors[name].shape) == 2 and tensors[name].dtype in FLOATS
+        if name.endswith(".weight") and len(tensors[name].shape) == 2 and tensors[name].dtype in FLOATS
     ]
 
 
 def _stays_quantized(module: OtherModule, target: Target) -> bool:
-    """Whether a module outside the experts can be said in the target's spec with no number changed."""
+    """Whether a module outside the experts can be stored in the target's spec without changing a value."""
     if not target.spec.quantized or target.format.stacked or module.scheme.act_order:
         return False
     if not divides(target.spec, module.k) or "pre_quant_scale" in module.sources:
@@ -259,7 +258,7 @@ def _stays_quantized(module: OtherModule, target: Target) -> bool:
 
 
 def divides(spec: QuantSpec, k: int) -> bool:
-    """Whether rows of `k` end with a whole group. Blocks of several rows may be partial."""
+    """Whether rows of length `k` consist of whole groups. Blocks of several rows may be partial."""
     return all(level.block[0] != 1 or level.block[1] == ALL or k % level.block[1] == 0 for level in spec.levels)
 
 
@@ -267,7 +266,7 @@ def divides(spec: QuantSpec, k: int) -> bool:
 
 
 def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
-    """Add every tensor that will be made to `output.tensors`."""
+    """Add every tensor that will be written to `output.tensors`."""
     for module in output.dequantized:
         _declare_module(output, module, output.plain_scheme, tensors)
     for module in output.recast:
@@ -277,14 +276,14 @@ def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
         k = job.sources[0].k
         if not divides(output.target.spec, k):
             raise CannotEncode(
-                f"rows of {k} do not end with a whole group of {output.target.spec}",
+                f"rows of length {k} do not consist of whole groups of {output.target.spec}",
                 where=job.sources[0].where,
                 expected=f"a group size that divides {k}: {', '.join(map(str, _groups(k)))}",
             )
-        held = dict(_encoded(output.scheme, n, k))
+        parts = dict(_encoded(output.scheme, n, k))
         if job.bias:
-            held["bias"] = replace(_bias(job.sources[0], tensors), shape=(n,))
-        for role, stored in held.items():
+            parts["bias"] = replace(_bias(job.sources[0], tensors), shape=(n,))
+        for role, stored in parts.items():
             name, expert = output.place(job, role)
             shape = stored.shape[::-1] if output.flipped(job, role) else stored.shape
             if expert is not None:
@@ -295,13 +294,13 @@ def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
 
 
 def _declare_module(output: Output, module: OtherModule, scheme: Scheme, tensors: Mapping[str, Stored]) -> None:
-    held = dict(_encoded(scheme, module.n, module.k))
+    parts = dict(_encoded(scheme, module.n, module.k))
     if "bias" in module.sources:
-        held["bias"] = _bias(module, tensors)
-    for role, stored in held.items():
+        parts["bias"] = _bias(module, tensors)
+    for role, stored in parts.items():
         part = scheme.part(role)
         if part is None:
-            raise CannotEncode(f"this format has no place for '{role}'", where=module.where)
+            raise CannotEncode(f"this format cannot store '{role}'", where=module.where)
         output.tensors[module.module + part.suffix[0]] = stored
 
 
@@ -311,10 +310,10 @@ def _bias(projection: Projection, tensors: Mapping[str, Stored]) -> Stored:
 
 @lru_cache(maxsize=64)
 def _encoded(scheme: Scheme, n: int, k: int) -> Mapping[str, Stored]:
-    """The tensors `scheme` makes of an [n, k] matrix.
+    """Dtypes and shapes of the tensors that `scheme` writes for an [n, k] matrix.
 
-    Asked of the scheme itself with a small matrix of zeros, which tells what it writes and in which
-    of the shapes it allows; only where a tensor's size follows from no axes, with one of full size.
+    Encodes a small matrix of zeros to see which tensors the scheme writes and which of its allowed axes they have.
+    Where a tensor's size does not follow from its axes, a matrix of full size is encoded.
     """
     side = math.lcm(PROBE, *(level.block[1] or 1 for level in scheme.spec.levels))
     small = scheme.encode(quantize(torch.zeros(PROBE, side), scheme.spec))
@@ -338,7 +337,7 @@ def _groups(k: int) -> list[int]:
 
 
 def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's config with the new quantisation section in place of the old."""
+    """The model's config with its quantisation section replaced."""
     stale = {*QUANT_SECTIONS, *manifest.format.model_keys}
     model = {key: value for key, value in manifest.config.model.items() if key not in stale}
     text = model.get("text_config")
@@ -352,7 +351,7 @@ def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any]) -> dic
 
 
 def _check(output: Output, quant: Mapping[str, Any]) -> None:
-    """Read the declared output back, as any reader would, before anything is written."""
+    """Resolve the declared output like any checkpoint, before anything is written."""
     config = Config(output.config, quant, quant.get("quant_method"))
     written = manifests.build(config, output.tensors)
     written.check("the converted checkpoint")
@@ -360,12 +359,12 @@ def _check(output: Output, quant: Mapping[str, Any]) -> None:
     wrong = [i for i, layer in written.layers.items() if layer.spec(DOWN) != output.target.spec]
     if missing or wrong:
         raise CannotEncode(
-            f"{output.target.format.name} would not read back what it writes",
+            f"{output.target.format.name} cannot read back its own output",
             expected=f"{output.target.spec} in {len(output.experts)} layers",
             got=f"missing layers {missing}, other specs in layers {wrong}",
         )
     for module in output.recast:
-        spelled = [suffix for part in output.scheme.parts for suffix in part.suffix]
-        stored = {s: output.tensors[module.module + s] for s in spelled if module.module + s in output.tensors}
+        suffixes = [suffix for part in output.scheme.parts for suffix in part.suffix]
+        stored = {s: output.tensors[module.module + s] for s in suffixes if module.module + s in output.tensors}
         if written.format.scheme(config, Module(module.module, stored)).spec != output.target.spec:
-            raise CannotEncode("the format would not read this module back", where=module.where)
+            raise CannotEncode("the format cannot read this module back", where=module.where)

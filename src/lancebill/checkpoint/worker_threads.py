@@ -1,4 +1,4 @@
-"""Many matrices, a few at a time: reading, arithmetic and writing overlap, and memory stays small."""
+"""Process many matrices, a few at a time: I/O and arithmetic overlap, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TypeVar
 
 import torch
 
-MOST = 4  # matrices in work: each is held whole
+MAX_WORKERS = 4  # each keeps a whole matrix in memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def ordered(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
-    """Items and their results in order, no more than a few in work at once.
+def map_in_order(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
+    """(item, work(item)) in the order of `items`, with a few in flight.
 
-    Each worker has its share of torch's threads to itself: a matrix to a core scales better than
-    all cores on one matrix, whose steps are short.
+    Each worker gets its own share of torch's threads: one matrix per core scales better than all cores on one matrix,
+    whose operations are short.
     """
     threads = torch.get_num_threads()
-    workers = max(2, min(MOST, threads))
+    workers = max(2, min(MAX_WORKERS, threads))
     pending: deque[tuple[Item, Future[Result]]] = deque()
     torch.set_num_threads(max(1, threads // workers))
     try:
