@@ -1,6 +1,6 @@
-"""The benchmark harness: backends and peers on the same work in one run, beside what the machine can do.
+"""The benchmark harness: times backends and other libraries on the same layer and compares with the machine's limits.
 
-`workload` makes weights and routed batches, `check` compares results before anything is timed,
-`timing` measures calls in turns, `ceilings` measures the machine, `peers` are other people's ways to
-compute the same layer, `run` puts them together, `report` and `plot` say what came out.
+`workload` makes weights and routed batches, `check` compares results with the reference before anything is timed,
+`timing` times calls in turns, `ceilings` measures memory and GEMM rates, `peers` wraps other libraries,
+`run` combines these, `results` holds the values, `report` and `plot` write them.
 """

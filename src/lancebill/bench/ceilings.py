@@ -1,7 +1,7 @@
-"""What the machine can do, measured on it: memory reads and matrix products through torch.
+"""The limits of this machine, measured: memory read bandwidth and GEMM throughput through torch.
 
-The floor of a layer follows from these: no fewer bytes than the activated experts and the tokens, no
-fewer products than rows times weights, each at the best rate seen here.
+They give a lower bound (the floor) for the time of a layer: it has to read the activated experts and the tokens,
+and to multiply rows by weights, and neither is faster than the best rate measured here.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from lancebill.numbers.dtypes import INTEGER
 from lancebill.numbers.spec import ActivationSpec
 
 REPEATS = 5
-_READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # or twice a CPU's last cache, where that is more
+_READ_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # on a CPU, twice the last-level cache if that is larger
 _LARGEST = {"cpu": 2048, "cuda": 8192}
-_LONG_ENOUGH = 0.02  # seconds of one product: larger ones would not be faster
-_IN_A_ROW = {"cpu": 1, "cuda": 8}  # calls between two looks at the clock
+_LONG_ENOUGH = 0.02  # seconds of one GEMM; larger ones reach no higher rate
+_CALLS_PER_SAMPLE = {"cpu": 1, "cuda": 8}
 
-WINDOW = f"the fastest of {REPEATS} after a warm-up: a burst, power limits may not show"
+WINDOW = f"the fastest of {REPEATS} after a warm-up; too short for power limits to show"
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes read a second, and products by number type, on so many threads."""
+    """Read bandwidth in GB/s, and GEMM throughput by input type."""
 
     read_gbs: float
     tflops: Mapping[str, float]
     size: Mapping[str, int]  # of the square matrices that were multiplied
 
     def rate(self, activations: ActivationSpec) -> float:
-        """TFLOP/s of the fastest product that inputs of this kind could use."""
+        """TFLOP/s of the fastest GEMM that can take these activations."""
         spec = activations.spec
         usable = {"fp32", "bf16"}
         if spec.quantized:
@@ -47,7 +47,7 @@ class Ceilings:
         return max(rate for name, rate in self.tflops.items() if name in usable)
 
     def floor_us(self, flops: float, moved: float, activations: ActivationSpec) -> float:
-        """No version of the work is faster than this at these rates."""
+        """The lower bound in microseconds for so many flops and bytes moved."""
         return max(flops / (self.rate(activations) * 1e6), moved / (self.read_gbs * 1e3))
 
     def describe(self) -> dict[str, object]:
@@ -55,65 +55,65 @@ class Ceilings:
 
 
 def measure_ceilings(device: Device, activations: ActivationSpec) -> Ceilings:
-    """Reads, bf16 and fp32 products, and 8-bit ones where the inputs are so narrow."""
-    wanted = dict(_PRODUCTS)
+    """Read bandwidth, bf16 and fp32 GEMMs, and 8-bit GEMMs if the activations are quantised."""
+    gemms = dict(_GEMMS)
     if not activations.spec.quantized:
-        wanted = {name: make for name, make in wanted.items() if name in ("bf16", "fp32")}
+        gemms = {name: make for name, make in gemms.items() if name in ("bf16", "fp32")}
     rates, sizes = {}, {}
-    for name, make in wanted.items():
+    for name, make in gemms.items():
         try:
-            with warnings.catch_warnings():  # a product that torch has only a slow way for says so at length
+            with warnings.catch_warnings():  # torch warns about GEMMs for which it has only a slow fallback
                 warnings.simplefilter("ignore")
-                rates[name], sizes[name] = _product_rate(device, make)
-        except RuntimeError:  # torch has no such product on this device
+                rates[name], sizes[name] = _gemm_rate(device, make)
+        except RuntimeError:  # torch has no such GEMM on this device
             continue
     return Ceilings(read_rate(device), rates, sizes)
 
 
 def read_rate(device: Device) -> float:
-    """The fastest way to read a buffer that no cache holds: two reductions, and on CPUs several streams at once."""
+    """GB/s of the fastest way to read a buffer larger than the caches: torch's sum or max, or our own CPU loop."""
     cached = last_level_cache() if device.kind == "cpu" else 0
     buffer = torch.ones(max(_READ_BYTES[device.kind], 2 * cached) // 4, device=device.torch)
-    ways: list[Callable[[], object]] = [buffer.sum, buffer.amax]
+    readers: list[Callable[[], object]] = [buffer.sum, buffer.amax]
     kernels = native.library() if device.kind == "cpu" else None
     if kernels is not None:
-        ways.append(partial(kernels.read, buffer, torch.get_num_threads()))
-    best = min(_seconds(device, call, _IN_A_ROW[device.kind]) for call in ways)
+        readers.append(partial(kernels.read, buffer, torch.get_num_threads()))
+    best = min(_fastest_seconds(device, call, _CALLS_PER_SAMPLE[device.kind]) for call in readers)
     return buffer.numel() * buffer.element_size() / best / 1e9
 
 
-def _product_rate(device: Device, make: Callable[[int, torch.device], Callable[[], Tensor]]) -> tuple[float, int]:
-    """TFLOP/s of square products, grown until one takes long enough to be timed."""
+def _gemm_rate(device: Device, make: Callable[[int, torch.device], Callable[[], Tensor]]) -> tuple[float, int]:
+    """TFLOP/s of square GEMMs; the size doubles until one GEMM takes long enough."""
     size = 128
     while size < _LARGEST[device.kind]:
-        if _seconds(device, make(size, device.torch), 1) > _LONG_ENOUGH:
+        if _fastest_seconds(device, make(size, device.torch), 1) > _LONG_ENOUGH:
             break
         size *= 2
-    in_a_row = _IN_A_ROW[device.kind]
-    return 2 * size**3 / _seconds(device, make(size, device.torch), in_a_row) / 1e12, size
+    calls = _CALLS_PER_SAMPLE[device.kind]
+    return 2 * size**3 / _fastest_seconds(device, make(size, device.torch), calls) / 1e12, size
 
 
-def _seconds(device: Device, call: Callable[[], object], in_a_row: int) -> float:
-    """Of the fastest look: a ceiling is what the machine can do, and disturbances only slow it."""
+def _fastest_seconds(device: Device, call: Callable[[], object], calls: int) -> float:
+    """The minimum, not the median: a ceiling is the best the machine can do, and noise only slows it."""
     call()
-    return min(_once(device, call, in_a_row) for _ in range(REPEATS))
+    return min(_mean_seconds(device, call, calls) for _ in range(REPEATS))
 
 
-def _once(device: Device, call: Callable[[], object], in_a_row: int) -> float:
-    _finish(device)
+def _mean_seconds(device: Device, call: Callable[[], object], calls: int) -> float:
+    _synchronize(device)
     start = time.perf_counter()
-    for _ in range(in_a_row):
+    for _ in range(calls):
         call()
-    _finish(device)
-    return (time.perf_counter() - start) / in_a_row
+    _synchronize(device)
+    return (time.perf_counter() - start) / calls
 
 
-def _finish(device: Device) -> None:
+def _synchronize(device: Device) -> None:
     if device.kind == "cuda":
         torch.cuda.synchronize(device.torch)
 
 
-def _wide(dtype: torch.dtype) -> Callable[[int, torch.device], Callable[[], Tensor]]:
+def _matmul(dtype: torch.dtype) -> Callable[[int, torch.device], Callable[[], Tensor]]:
     def make(size: int, device: torch.device) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         return lambda: a @ b.t()
@@ -132,4 +132,4 @@ def _int8(size: int, device: torch.device) -> Callable[[], Tensor]:
     return lambda: torch._int_mm(a, b.t())
 
 
-_PRODUCTS = {"bf16": _wide(torch.bfloat16), "fp32": _wide(torch.float32), "fp8": _fp8, "int8": _int8}
+_GEMMS = {"bf16": _matmul(torch.bfloat16), "fp32": _matmul(torch.float32), "fp8": _fp8, "int8": _int8}

@@ -1,4 +1,4 @@
-"""Right before fast: what is timed is first compared with the reference, at the worst row."""
+"""Compares a result with the reference before it is timed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lancebill.errors import WrongResult
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Device, Problem
 
-ROWS = 4  # compared with the reference; of all others it is asked that they were written
-BOUND, BOUND_QUANTIZED = 1e-2, 5e-2  # |difference| / |row|; quantised inputs may round the other way
+ROWS = 4  # rows compared with the reference; the others only have to be finite
+BOUND, BOUND_QUANTIZED = 1e-2, 5e-2  # |difference| / |row|; quantised inputs may round to the neighbouring code
 
 
-def check(name: str, problem: Problem, weights: Weights, batch: Batch, got: Tensor) -> float:
-    """The relative error of the worst row; raises where the output is not that of `problem`."""
+def check_output(name: str, problem: Problem, weights: Weights, batch: Batch, got: Tensor) -> float:
+    """The relative error of the worst row; raises if it exceeds the bound or a row is not finite."""
     broken = ~torch.isfinite(got).all(dim=1)
     if bool(broken.any()):
         raise WrongResult(
@@ -27,12 +27,12 @@ def check(name: str, problem: Problem, weights: Weights, batch: Batch, got: Tens
             got=f"rows {broken.nonzero().flatten()[:8].tolist()}",
         )
     rows = torch.linspace(0, got.shape[0] - 1, min(ROWS, got.shape[0])).round().long().to(got.device)
-    want = expected(problem, weights, batch, rows)
+    want = expected_rows(problem, weights, batch, rows)
     errors = (got[rows].float() - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
-    worst, bound = float(errors.max()), bound_of(problem)
+    worst, bound = float(errors.max()), error_bound(problem)
     if not worst <= bound:
         raise WrongResult(
-            "the result is not the reference's",
+            "the result differs from the reference",
             where=f"{name}, {got.shape[0]} tokens, row {int(rows[errors.argmax()])}",
             expected=f"a relative error up to {bound:.0e}",
             got=f"{worst:.1e}",
@@ -40,18 +40,18 @@ def check(name: str, problem: Problem, weights: Weights, batch: Batch, got: Tens
     return worst
 
 
-def bound_of(problem: Problem) -> float:
+def error_bound(problem: Problem) -> float:
     quantized = problem.activations.spec.quantized or problem.second_activations.spec.quantized
     return BOUND_QUANTIZED if quantized else BOUND
 
 
-def expected(problem: Problem, weights: Weights, batch: Batch, rows: Tensor) -> Tensor:
-    """The reference on these rows alone, fp32, with only the experts they need."""
+def expected_rows(problem: Problem, weights: Weights, batch: Batch, rows: Tensor) -> Tensor:
+    """The reference's result for these rows in fp32. Packs only the experts that the rows are routed to."""
     ids = batch.ids[rows].long()
     needed, local = torch.unique(ids, return_inverse=True)
     part = replace(problem, experts=needed.numel(), global_experts=needed.numel())
-    where = batch.x.device
+    device = batch.x.device
     packed = weights.packed(REFERENCE.layout(part), needed.tolist())
-    out = torch.empty(rows.numel(), problem.hidden, device=where)
-    plan = REFERENCE.plan(part, rows.numel(), Device(where.type))
+    out = torch.empty(rows.numel(), problem.hidden, device=device)
+    plan = REFERENCE.plan(part, rows.numel(), Device(device.type))
     return REFERENCE.run(plan, batch.x[rows], Indexed(local.to(torch.int32), batch.weights[rows]), packed, out)

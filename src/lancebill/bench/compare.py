@@ -1,4 +1,4 @@
-"""Ours beside a peer, cell by cell: ratios, noise, and what a whole run comes to."""
+"""Compares our times with a peer's: ratio and noise for each measurement, geometric means for a whole run."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-SORTED = "sorted"  # the peer's routing sort was done before the clock started
+SORTED = "sorted"  # the peer's routing sort is not part of its time
 
 
 def best(times: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> tuple[str, Mapping[str, Any]] | None:
-    """The fastest of these variants that were timed."""
-    found = [(name, times[name]) for name in names if name in times]
-    return min(found, key=lambda item: float(item[1]["us"])) if found else None
+    """The fastest of these variants; None if none of them was timed."""
+    timed = [(name, times[name]) for name in names if name in times]
+    return min(timed, key=lambda item: float(item[1]["us"])) if timed else None
 
 
 def compare(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, Any]:
-    """How many of ours fit into one of theirs, and whether ours is slower by more than both noises."""
+    """The peer's time divided by ours, and whether ours is slower by more than the larger noise of the two."""
     ratio = float(peer["us"]) / float(ours["us"])
     noise = max(float(ours["noise"]), float(peer["noise"]))
     return {"ratio": round(ratio, 4), "noise": round(noise, 4), "slower_beyond_noise": ratio < 1 - noise}
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """None if there are no values."""
     if not values:
         return None
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For each part and each peer: the geometric mean over tokens, and the cells we lose."""
-    found: dict[str, dict[str, Any]] = {}
+    """For each part and each peer: the geometric mean over token counts, and the token counts where we are slower."""
+    summary: dict[str, dict[str, Any]] = {}
     for part in dict.fromkeys(row["part"] for row in rows):
-        mine = [row for row in rows if row["part"] == part]
-        peers = dict.fromkeys(name for row in mine for name in row["against"])
-        found[part] = {
-            "cells": len(mine),
-            "noise": max(float(row["ours"]["noise"]) for row in mine),
-            "against": {name: _against([row for row in mine if name in row["against"]], name) for name in peers},
+        of_part = [row for row in rows if row["part"] == part]
+        peers = dict.fromkeys(name for row in of_part for name in row["against"])
+        summary[part] = {
+            "cells": len(of_part),
+            "noise": max(float(row["ours"]["noise"]) for row in of_part),
+            "against": {name: _against([row for row in of_part if name in row["against"]], name) for name in peers},
         }
-    return found
+    return summary
 
 
 def _against(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:

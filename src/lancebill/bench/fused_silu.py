@@ -1,4 +1,4 @@
-"""silu(gate) * up as an epilogue for triton_kernels, whose own SwiGLU adds one to the up half."""
+"""silu(gate) * up as an epilogue for triton_kernels, whose own SwiGLU computes silu(gate) * (up + 1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer is: another way to compute the same layer."""
+"""The interface of a peer: another library's implementation of the same layer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lancebill.moe.problem import Problem
 class Peer(ABC):
     """A layer made from `weights`; called with x [M, H], ids [M, k] and weights [M, k].
 
-    `activations` names what it rounds its inputs to, where that is not the input's own type: it is
-    then compared with the reference for such inputs.
+    `activations` names the type the peer quantises its inputs to, None if it does not. Its results are compared
+    with the reference for such inputs.
     """
 
     activations: str | None = None
@@ -27,23 +27,23 @@ class Peer(ABC):
     @abstractmethod
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor: ...
 
-    def ready(self, tokens: Sequence[int]) -> None:  # noqa: B027
-        """Compile what calls of these sizes will need; nothing, for most."""
+    def compile(self, tokens: Sequence[int]) -> None:  # noqa: B027
+        """Compile the kernels for these batch sizes. Most peers need nothing here."""
 
 
 Routed = TypeVar("Routed")
 
 
 class SortingPeer(Peer, Generic[Routed]):
-    """One whose routing step can be taken apart from the rest: it is timed with it and without."""
+    """A peer whose routing sort is a separate step; it is timed with and without that step."""
 
     @abstractmethod
     def sort(self, ids: Tensor) -> Routed:
-        """A routing as its products want it."""
+        """Sort the routing into the form that `compute` takes."""
 
     @abstractmethod
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: Routed) -> Tensor:
-        """The rest of the layer."""
+        """The layer without the sort."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.compute(x, ids, weights, self.sort(ids))

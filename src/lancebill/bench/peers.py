@@ -1,9 +1,8 @@
-"""Other ways to compute the same layer, each through its own interface, timed beside ours.
+"""Other implementations of the same layer, timed in the same run as ours.
 
-A peer is a small class with a line in `PEERS`. It is made from the same weights, gets the same
-batches, and is checked against the same reference. One that cannot be made or does not run here
-(its package is missing, its kernels refuse the device) is left out of the figures, and the report
-says why.
+A peer is a small class with an entry in `PEERS`. It gets the same weights and batches and is checked against the
+same reference. A peer that cannot run here (package missing, device not supported) is not timed, and the report
+gives the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lancebill.moe.problem import Problem
 
 
 class _Dense(Peer):
-    """Unquantised weights: what a model costs that nobody quantised."""
+    """Weights dequantised to `dtype`: the cost of the unquantised model."""
 
     dtype = torch.bfloat16
 
@@ -32,36 +31,36 @@ class _Dense(Peer):
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """Slots in expert order, whose they are, and where each expert's end."""
+class SlotsByExpert:
+    """Slots sorted by expert, the expert of each sorted slot, and the end offset of each expert."""
 
     slots: Tensor
     expert: Tensor
     ends: Tensor
 
 
-class TorchGrouped(_Dense, SortingPeer[InOrder]):
-    """`torch._grouped_mm`: rows sorted by expert, one product for all experts, nothing on the host."""
+class TorchGrouped(_Dense, SortingPeer[SlotsByExpert]):
+    """`torch._grouped_mm`: rows sorted by expert, one grouped GEMM for all experts, no host synchronisation."""
 
-    def sort(self, ids: Tensor) -> InOrder:
+    def sort(self, ids: Tensor) -> SlotsByExpert:
         expert, slots = torch.sort(ids.reshape(-1), stable=True)
-        every = torch.arange(self.problem.experts, dtype=expert.dtype, device=ids.device)
-        return InOrder(slots, expert, torch.searchsorted(expert, every, right=True).to(torch.int32))
+        experts = torch.arange(self.problem.experts, dtype=expert.dtype, device=ids.device)
+        return SlotsByExpert(slots, expert, torch.searchsorted(expert, experts, right=True).to(torch.int32))
 
-    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: InOrder) -> Tensor:
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: SlotsByExpert) -> Tensor:
         tokens, top_k = ids.shape
         hidden = torch._grouped_mm(x.to(self.dtype)[routed.slots // top_k], self.w13.transpose(1, 2), offs=routed.ends)
         hidden = hidden if self.b13 is None else hidden + self.b13[routed.expert]
         rows = torch._grouped_mm(self.problem.activation(hidden), self.w2.transpose(1, 2), offs=routed.ends)
         rows = rows if self.b2 is None else rows + self.b2[routed.expert]
-        spread = torch.empty_like(rows)
-        spread[routed.slots] = rows
-        spread = spread.view(tokens, top_k, -1)
-        return (spread * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+        by_slot = torch.empty_like(rows)
+        by_slot[routed.slots] = rows
+        by_slot = by_slot.view(tokens, top_k, -1)
+        return (by_slot * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
 class TorchLoop(_Dense):
-    """Expert by expert: index the rows, multiply, add back; how models are written in plain torch."""
+    """A loop over experts (gather rows, matmul, scatter-add), as models are written in plain torch."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -77,7 +76,7 @@ class TorchLoop(_Dense):
 
 
 class TorchLoopFloat(TorchLoop):
-    """The same in fp32: the fair one on CPUs without bf16 products."""
+    """The same in fp32, for a fair comparison on CPUs without bf16 instructions."""
 
     dtype = torch.float32
 
@@ -90,15 +89,15 @@ PEERS: dict[str, type[Peer]] = {
     **peers_cuda.PEERS,
     **peers_triton.PEERS,
 }
-# All of one package's ways: the fastest of them is the one to beat.
+# All variants of one package; we compare with the fastest of them.
 FAMILIES = {"torch": ("torch-grouped",), **peers_cuda.FAMILIES, **peers_triton.FAMILIES}
 
 
-def expand(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Peers by name, families by their members."""
-    found = [member for name in names for member in FAMILIES.get(name, (name,))]
-    for name in found:
+def expand_families(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names with each family replaced by its members; raises if a name is unknown."""
+    members = [member for name in names for member in FAMILIES.get(name, (name,))]
+    for name in members:
         if name not in PEERS:
-            known = ", ".join((*PEERS, *FAMILIES))
-            raise SpecError(f"no peer is called '{name}'", expected=f"one of {known}")
-    return tuple(dict.fromkeys(found))
+            valid = ", ".join((*PEERS, *FAMILIES))
+            raise SpecError(f"no peer is called '{name}'", expected=f"one of {valid}")
+    return tuple(dict.fromkeys(members))

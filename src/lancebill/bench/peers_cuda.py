@@ -1,8 +1,7 @@
-"""Peers on NVIDIA GPUs: Humming and vLLM's Marlin. Each is used where its package is installed.
+"""Peers on NVIDIA GPUs: Humming and vLLM's Marlin, each used if its package is installed.
 
-Each is made from the same quantised weights through its own package's functions, and calls what that package
-would have an engine call. Humming leaves grouping slots and summing a token's rows to its caller: kernels as good
-as any do that here. Marlin's routing is its own.
+Each packs the same quantised weights with its own package's functions and calls the entry point that an inference
+engine would call. Humming has no kernels for sorting slots and combining rows, so we add fast ones. Marlin has its own.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from lancebill.numbers.spec import MXFP4
 
 
 class HummingIndexed(SortingPeer[Any]):
-    """Products that gather their rows by themselves."""
+    """GEMMs that gather their input rows by index."""
 
-    way = "indexed"
+    mode = "indexed"
 
     def __init__(self, problem: Problem, weights: Weights) -> None:
         for reason in unsupported(problem):
@@ -35,18 +34,18 @@ class HummingIndexed(SortingPeer[Any]):
 
         if problem.activations.spec.quantized:
             self.activations = "fp8"
-        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
-        matrices = weights.once(
+        plain = weights.cached("plain", lambda: weights.packed(PlainLayout()))
+        matrices = weights.cached(
             "humming",
             lambda: {
                 name: make_matrix(shape, problem.experts, plain[name], problem.activations, problem.input.storage)
                 for name, shape in problem.matrices.items()
             },
         )
-        self.experts = Experts(problem, matrices, self.way)
+        self.experts = Experts(problem, matrices, self.mode)
         self._out = torch.empty(0)
 
-    def ready(self, tokens: Sequence[int]) -> None:
+    def compile(self, tokens: Sequence[int]) -> None:
         self.experts.compile(tokens)
 
     def sort(self, ids: Tensor) -> Any:
@@ -59,9 +58,9 @@ class HummingIndexed(SortingPeer[Any]):
 
 
 class HummingGrouped(HummingIndexed):
-    """Products of rows in expert order, which its input kernel makes."""
+    """GEMMs on contiguous rows in expert order; an extra input kernel writes these rows."""
 
-    way = "grouped_contiguous"
+    mode = "grouped_contiguous"
 
 
 class Marlin(Peer):
@@ -75,31 +74,31 @@ class Marlin(Peer):
 
         _require_plain_silu(problem)
         spec = problem.w13.spec
-        self.layer, self.takes = fused_marlin_moe, set(inspect.signature(fused_marlin_moe).parameters)
-        self.held: dict[str, Any] = {}
-        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
+        self.layer, self.parameters = fused_marlin_moe, set(inspect.signature(fused_marlin_moe).parameters)
+        self.packed: dict[str, Any] = {}
+        plain = weights.cached("plain", lambda: weights.packed(PlainLayout()))
         for name, (matrix, shape) in zip(("w1", "w2"), problem.matrices.items()):
             codes, scales, dtype = plain[matrix]["codes"], plain[matrix]["scale0"], problem.input.storage
-            none = torch.empty(0, dtype=torch.int32, device=codes.device)
+            no_order = torch.empty(0, dtype=torch.int32, device=codes.device)
             words = [code.view(torch.int32).t().contiguous() for code in codes]
-            self.held[name] = torch.stack([ops.gptq_marlin_repack(w, none, shape.k, shape.n, 4) for w in words])
+            self.packed[name] = torch.stack([ops.gptq_marlin_repack(w, no_order, shape.k, shape.n, 4) for w in words])
             stored = torch.float8_e8m0fnu if spec == MXFP4 else spec.scales[0].dtype.storage
             group = spec.scales[0].block[1]
-            placed = [
+            permuted = [
                 marlin_utils.marlin_permute_scales(
                     scale.view(stored).to(dtype).t().contiguous(), shape.k, shape.n, group
                 )
                 for scale in scales
             ]
             if spec == MXFP4:
-                placed = [marlin_utils_fp4.mxfp4_marlin_process_scales(scale) for scale in placed]
-            self.held[f"{name}_scale"] = torch.stack(placed)
+                permuted = [marlin_utils_fp4.mxfp4_marlin_process_scales(scale) for scale in permuted]
+            self.packed[f"{name}_scale"] = torch.stack(permuted)
         kind = scalar_types.float4_e2m1f if spec == MXFP4 else scalar_types.uint4b8
-        self.held |= {"quant_type_id": kind.id, "bias1": None, "bias2": None, "gating_output": None}
+        self.packed |= {"quant_type_id": kind.id, "bias1": None, "bias2": None, "gating_output": None}
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        given = self.held | {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
-        result: Tensor = self.layer(**{name: value for name, value in given.items() if name in self.takes})
+        given = self.packed | {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
+        result: Tensor = self.layer(**{name: value for name, value in given.items() if name in self.parameters})
         return result
 
 
@@ -107,7 +106,7 @@ def _require_plain_silu(problem: Problem) -> None:
     biased = any(shape.bias for shape in problem.matrices.values())
     four_bit = all(shape.spec.dtype.bits == 4 for shape in problem.matrices.values())
     if biased or str(problem.activation) != "silu" or not four_bit or problem.activations.spec.quantized:
-        raise SpecError("Marlin: computes silu experts of 4-bit weights without biases here, with 16-bit inputs")
+        raise SpecError("Marlin is only set up here for silu experts of 4-bit weights without biases and 16-bit inputs")
 
 
 PEERS: dict[str, type[Peer]] = {

@@ -1,8 +1,8 @@
-"""triton_kernels, the kernels that Triton's repository carries: `matmul_ogs`, twice.
+"""triton_kernels from Triton's repository: one `matmul_ogs` per matrix.
 
-Written for the package of Triton 3.6. Its routing kernels want a power of two experts a token (DeepSeek has six), so
-slots are sorted by torch; the package's own kernel makes its block schedule of that. Rows of w13 alternate between
-gates and ups, as its fused activations want them, and scales are laid out for four warps or for eight: both are timed.
+Written for the package of Triton 3.6. Its routing kernels need a power of two of experts per token (DeepSeek has six),
+so torch sorts the slots and the package's kernel makes the block schedule from them. Its fused activations need w13's
+rows as gate, up, gate, up. The scale layout depends on the number of warps; four and eight are both timed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lancebill.numbers.spec import MXFP4
 
 @dataclass(frozen=True)
 class TritonRouting:
-    """Slots in expert order, as the package's structs want them."""
+    """Slots in expert order, and the package's routing structs made from them."""
 
     slots: Tensor
     data: Any
@@ -32,7 +32,7 @@ class TritonRouting:
 
 
 class FourWarps(SortingPeer[TritonRouting]):
-    """Tiles of 128 columns: the package's choice up to 512 tokens."""
+    """Tiles of 128 columns, which the package chooses up to 512 tokens."""
 
     warps = 4
 
@@ -41,52 +41,52 @@ class FourWarps(SortingPeer[TritonRouting]):
 
         from lancebill.bench.fused_silu import silu_and_multiply
 
-        _require(problem)
+        _require_silu_mxfp4(problem)
         self.problem, self.matmul = problem, matmul_ogs
         self.silu = FusedActivation(FnSpecs("silu", silu_and_multiply, (), reduction_n=2), ())
-        plain = weights.once("plain", lambda: weights.packed(PlainLayout()))
-        values = weights.once("triton_kernels", lambda: {name: _values(name, plain) for name in problem.matrices})
-        self.held = {name: (values[name], _precision(name, plain, self.warps)) for name in problem.matrices}
-        self.every = torch.arange(problem.experts, dtype=torch.int32, device=weights.device)
+        plain = weights.cached("plain", lambda: weights.packed(PlainLayout()))
+        values = weights.cached("triton_kernels", lambda: {name: _values(name, plain) for name in problem.matrices})
+        self.matrices = {name: (values[name], _precision(name, plain, self.warps)) for name in problem.matrices}
+        self.expert_ids = torch.arange(problem.experts, dtype=torch.int32, device=weights.device)
 
     def sort(self, ids: Tensor) -> TritonRouting:
         from triton_kernels.matmul_ogs import GatherIndx, RoutingData, ScatterIndx
         from triton_kernels.tensor import make_ragged_tensor_metadata
 
         experts, slots = torch.sort(ids.reshape(-1), stable=True)
-        ends = torch.searchsorted(experts, self.every, right=True)
+        ends = torch.searchsorted(experts, self.expert_ids, right=True)
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int32)
         blocks = make_ragged_tensor_metadata(counts, slots.numel())
         order = slots.to(torch.int32)
-        places = torch.empty_like(order)
-        places[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
+        inverse = torch.empty_like(order)
+        inverse[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
         data = RoutingData(None, blocks.slice_sizes, self.problem.experts, ids.shape[1], blocks)
-        return TritonRouting(slots, data, GatherIndx(order, places), ScatterIndx(places, order))
+        return TritonRouting(slots, data, GatherIndx(order, inverse), ScatterIndx(inverse, order))
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, routed: TritonRouting) -> Tensor:
-        (w13, precise13), (w2, precise2) = self.held["w13"], self.held["w2"]
+        (w13, precision13), (w2, precision2) = self.matrices["w13"], self.matrices["w2"]
         hidden = self.matmul(
             x, w13, None, routed.data, gather_indx=routed.gather,
-            precision_config=precise13, fused_activation=self.silu,
+            precision_config=precision13, fused_activation=self.silu,
         )  # fmt: skip
         result: Tensor = self.matmul(
             hidden, w2, None, routed.data, scatter_indx=routed.scatter,
-            precision_config=precise2, gammas=weights.reshape(-1)[routed.slots],
+            precision_config=precision2, gammas=weights.reshape(-1)[routed.slots],
         )  # fmt: skip
         return result
 
 
 class EightWarps(FourWarps):
-    """Tiles of 256 columns: its choice for more."""
+    """Tiles of 256 columns, which the package chooses above 512 tokens."""
 
     warps = 8
 
 
-def _require(problem: Problem) -> None:
+def _require_silu_mxfp4(problem: Problem) -> None:
     biased = any(shape.bias for shape in problem.matrices.values())
     mxfp4 = all(shape.spec == MXFP4 for shape in problem.matrices.values())
     if biased or str(problem.activation) != "silu" or not mxfp4 or problem.activations.spec.quantized:
-        raise SpecError("triton_kernels: computes silu experts of MXFP4 without biases here, with 16-bit inputs")
+        raise SpecError("triton_kernels is only set up here for silu experts of MXFP4 without biases and 16-bit inputs")
 
 
 def _values(matrix: str, plain: dict[str, Packed]) -> Any:
@@ -108,9 +108,9 @@ def _precision(matrix: str, plain: dict[str, Packed], warps: int) -> Any:
     return PrecisionConfig(weight_scale=convert_layout(wrap_torch_tensor(scales.transpose(1, 2)), layout, **options))
 
 
-def _alternating(matrix: str, held: Tensor) -> Tensor:
-    """[E, n, ...] with w13's rows as gate, up, gate, up."""
-    return held.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous() if matrix == "w13" else held
+def _alternating(matrix: str, rows: Tensor) -> Tensor:
+    """[E, n, ...] with w13's rows reordered to gate, up, gate, up."""
+    return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous() if matrix == "w13" else rows
 
 
 PEERS: dict[str, type[Peer]] = {"triton_kernels-4": FourWarps, "triton_kernels-8": EightWarps}

@@ -1,4 +1,4 @@
-"""Time against tokens, with the floor below: one picture of a run."""
+"""Plots time against tokens for one benchmark, with the floor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OURS = ("#0b6e4f", "#08415c", "#7b2d8b", "#a23b00")
 _PEERS = ("#9aa5b1", "#c2a878", "#7c9885", "#b08ea2")
 
 
-def require() -> None:
-    """Raise before anything is measured if there is nothing to draw with."""
+def require_matplotlib() -> None:
+    """Raise if matplotlib is missing. Called before the benchmark, not after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -25,8 +25,8 @@ def require() -> None:
         ) from None
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write the picture; the ending of `path` says in which format."""
+def draw_times(report: Mapping[str, Any], path: Path) -> None:
+    """Write the plot; the suffix of `path` selects the file format."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
@@ -59,9 +59,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 def _line(
     axes: Axes, points: Sequence[tuple[int, float, Sequence[float]]], label: str, color: str, width: float
 ) -> None:
-    """Medians, joined, with the quartiles as a band."""
+    """A line through the medians, with the quartiles as a band."""
     ordered = sorted({tokens: (us, tuple(spread)) for tokens, us, spread in points}.items())
-    tokens = [at for at, _ in ordered]
+    tokens = [count for count, _ in ordered]
     axes.plot(
         tokens, [us for _, (us, _) in ordered], marker="o", markersize=4, color=color, linewidth=width, label=label
     )

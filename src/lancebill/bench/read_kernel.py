@@ -1,4 +1,4 @@
-"""A kernel that does nothing but read: the ceiling that reductions of torch come near and do not always reach."""
+"""A kernel that only reads memory, to measure read bandwidth: torch's reductions do not always reach it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 BLOCK, PER_PROCESSOR = 4096, 8
 
 
-def reader(source: Tensor) -> Tensor:
-    """The exclusive or of everything, a column for each place in a block: all of it must have been read."""
+def read_tensor(source: Tensor) -> Tensor:
+    """Read all of `source`. The XOR of what each program read is stored, so the compiler cannot drop the loads."""
     words = source.view(-1).view(torch.int32)
     programs = PER_PROCESSOR * torch.cuda.get_device_properties(source.device).multi_processor_count
-    return read(words, torch.empty(programs, BLOCK, dtype=torch.int32, device=source.device))
+    return read_words(words, torch.empty(programs, BLOCK, dtype=torch.int32, device=source.device))
 
 
-def read(words: Tensor, sink: Tensor) -> Tensor:
+def read_words(words: Tensor, sink: Tensor) -> Tensor:
     _read[(sink.shape[0],)](words, sink, words.numel(), BLOCK, num_warps=8)
     return sink
 
 
 @triton.jit
 def _read(words, sink, count, BLOCK: tl.constexpr):
-    place = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.int32)
+    offsets = tl.arange(0, BLOCK)
+    result = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        found ^= tl.load(words + start + place, mask=start + place < count, other=0)
-    tl.store(sink + tl.program_id(0) * BLOCK + place, found)
+        result ^= tl.load(words + start + offsets, mask=start + offsets < count, other=0)
+    tl.store(sink + tl.program_id(0) * BLOCK + offsets, result)

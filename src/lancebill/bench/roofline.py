@@ -1,7 +1,7 @@
-"""How much of what the card can do: floor over time against tokens, ours and peers, one panel a part.
+"""Plots floor / time against tokens for our layer and for peers, one panel for each part.
 
-The floor of a cell is the larger of its flops at the dense rate and its bytes at the read rate, both measured in
-the same run over the same window. One is the best that any kernel could reach at those rates.
+The floor is the larger of flops / dense GEMM rate and bytes / read rate, both measured in the same run over the same
+window. 100% is the best that any kernel could reach at those rates.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _ACROSS = 3
 
 
 def is_race(record: Mapping[str, Any]) -> bool:
-    """Whether a file of results has cells of ours beside peers."""
+    """Whether a results file compares our times with peers and has floors."""
     rows = record.get("rows") or [{}]
     return all("against" in row and "floor_us" in row for row in rows)
 
 
 def fractions(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """For ours and each peer: (tokens, floor / time)."""
-    found: dict[str, list[tuple[int, float]]] = {"lancebill": []}
+    """For us and each peer: (tokens, floor / time)."""
+    lines: dict[str, list[tuple[int, float]]] = {"lancebill": []}
     for row in sorted(rows, key=lambda row: int(row["tokens"])):
         tokens, floor = int(row["tokens"]), float(row["floor_us"])
-        found["lancebill"].append((tokens, floor / float(row["ours"]["us"])))
+        lines["lancebill"].append((tokens, floor / float(row["ours"]["us"])))
         for name, peer in row["against"].items():
-            found.setdefault(name, []).append((tokens, floor / float(peer["us"])))
-    return found
+            lines.setdefault(name, []).append((tokens, floor / float(peer["us"])))
+    return lines
 
 
 def draw_roofline(record: Mapping[str, Any], path: Path) -> None:
-    """Write the picture; the ending of `path` says in which format."""
+    """Write the plot; the suffix of `path` selects the file format."""
     from matplotlib.figure import Figure
 
     parts = list(dict.fromkeys(row["part"] for row in record["rows"]))
@@ -47,7 +47,7 @@ def draw_roofline(record: Mapping[str, Any], path: Path) -> None:
         axes = figure.add_subplot(down, across, i + 1)
         _panel(axes, [row for row in record["rows"] if row["part"] == part], part)
         axes.set_xlabel("tokens" if i // across == down - 1 else "")
-        axes.set_ylabel("of the floor" if i % across == 0 else "")
+        axes.set_ylabel("floor / time" if i % across == 0 else "")
     figure.suptitle(_title(record), x=0.01, ha="left", fontsize=9)
     figure.savefig(path, dpi=150)
 
@@ -78,7 +78,11 @@ def _title(record: Mapping[str, Any]) -> str:
     gpu = str(record["machine"]["gpu"]).split(",")[0]
     dense = ", ".join(f"{name} {rates[name]:,.0f}" for name in ("bf16", "fp8") if name in rates)
     return (
-        f"{gpu}: reads {rates['read_gbs']:,.0f} GB/s, dense products {dense} TFLOP/s "
-        f"over windows of {record['window_us'] / 1e3:.0f} ms; peers after their routing sort unless said"
-        + ("\nthe rates are the last run's, each cell is measured by those of its own" if record.get("several") else "")
+        f"{gpu}: reads {rates['read_gbs']:,.0f} GB/s, dense GEMMs {dense} TFLOP/s "
+        f"over windows of {record['window_us'] / 1e3:.0f} ms; peers without their routing sort unless noted"
+        + (
+            "\nrates shown are the last run's; each point uses the rates of its own run"
+            if record.get("several")
+            else ""
+        )
     )

@@ -1,107 +1,73 @@
-"""One benchmark: backends and peers on a layer, for each number of tokens."""
+"""Runs one benchmark: backends and peers on the same layer, for each number of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lancebill.backends import oracle
-from lancebill.bench import peers as others
+from lancebill.bench import peers as peer_table
 from lancebill.bench.ceilings import Ceilings, measure_ceilings
-from lancebill.bench.check import check
+from lancebill.bench.check import check_output
 from lancebill.bench.peer import Peer, SortingPeer
-from lancebill.bench.report import BenchCase, BenchRow
+from lancebill.bench.results import BenchCase, BenchResult, BenchRow, BenchSetup
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
-from lancebill.moe.model_shapes import Shape
-from lancebill.moe.problem import FAST, Device, Problem, parse_device
+from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.moe.simulation import Simulation
-from lancebill.numbers.spec_names import ACTIVATIONS, parse_activation, parse_spec
+from lancebill.numbers.spec_names import ACTIVATIONS
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
-SORTED = ", sorted"  # a peer without its routing sort: done before the clock starts
-SHARED = "torch"  # who computes the parts that any backend may use
-ROUTINGS = 5  # batches that take turns
+SORTED = ", sorted"  # suffix of a peer's name when its routing sort is not timed
+SHARED = "torch"  # the "backend" of dispatch and combine, which all backends may share
+ROUTINGS = 5  # batches with different routings, timed in turns
 
-# What other people's code raises where it cannot: each is a reason, not our failure.
-THEIRS = (
+# What a peer's code raises if it cannot run here. Such a peer is left out; the benchmark goes on.
+PEER_ERRORS = (
     ImportError, RuntimeError, AssertionError, ValueError, KeyError, TypeError, AttributeError, OSError, LancebillError,
 )  # fmt: skip
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What is asked for."""
-
-    shape: Shape
-    weights: str
-    activations: str = "bf16"
-    device: str = "cpu"
-    tokens: tuple[int, ...] = (1, 16, 64)
-    routing: str = "uniform"
-    backends: tuple[str, ...] = (oracle.AUTO,)
-    peers: tuple[str, ...] = ()
-    threads: int | None = None
-    repeats: int = 20
-    host: bool = False  # time the host's part of eager calls too
-    distinct: int | None = None  # different experts; the rest repeat their numbers
-    order: str = FAST
-
-    def problem(self) -> Problem:
-        posed = self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))
-        return replace(posed, order=self.order)
-
-
-@dataclass(frozen=True)
-class BenchResult:
-    """What came out; `absent` says why a peer is not in the figures."""
-
-    setup: Setup
-    device: Device
-    threads: int | None
-    ceilings: Ceilings
-    evicted: int  # bytes read before every timed call
-    rows: tuple[BenchRow, ...]
-    absent: Mapping[str, str]
-
-
-def run(setup: Setup, say: Say = lambda _: None) -> BenchResult:
-    """Measure the machine, make the weights, then every number of tokens in turn."""
-    device, problem = _present(setup.device), setup.problem()
-    names = others.expand(setup.peers)
-    Simulation(setup.routing)  # refuses a name that is none
+def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
+    """Measure the machine, make the weights, then time every number of tokens."""
+    device, problem = _local_device(setup.device), setup.problem()
+    names = peer_table.expand_families(setup.peers)
+    Simulation(setup.routing)  # raises if the routing has no such name
     if setup.host and device.kind == "cpu":
-        raise SpecError("the host's part of a call is timed beside a GPU", where="--host", got=device)
+        raise SpecError("host time is only measured for layers on a GPU", where="--host", got=device)
     choices = [oracle.select(problem, device, name) for name in setup.backends]
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     try:
-        return _run(replace(setup, peers=names), device, problem, choices, say)
+        return _measure(replace(setup, peers=names), device, problem, choices, log)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
-def _present(name: str) -> Device:
-    """The device of this name; one that can only be asked about cannot be timed."""
+def _local_device(name: str) -> Device:
+    """The device of this name. An architecture such as sm_90 can be planned for, but not timed."""
     device = parse_device(name)
     if device.kind == "cuda" and not name.startswith("cuda"):
-        raise SpecError(f"{name} is a kind of device, not one that is here", expected="cpu, cuda or cuda:0")
+        raise SpecError(f"{name} is an architecture, not a device of this machine", expected="cpu, cuda or cuda:0")
     return device
 
 
-def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracle.Choice], say: Say) -> BenchResult:
-    say("measuring the machine")
+def _measure(
+    setup: BenchSetup, device: Device, problem: Problem, choices: Sequence[oracle.Choice], log: Log
+) -> BenchResult:
+    log("measuring the machine")
     ceilings, clock = measure_ceilings(device, problem.activations), make_clock(device)
     evicted = clock.buffer.numel() * clock.buffer.element_size()
     threads = torch.get_num_threads() if device.kind == "cpu" else None
@@ -111,38 +77,37 @@ def _run(setup: Setup, device: Device, problem: Problem, choices: Sequence[oracl
     layers: dict[str, _Ours] = {}
     for choice in choices:
         name = choice.backend.name
-        say(f"packing {problem.experts} experts for {name}")
+        log(f"packing {problem.experts} experts for {name}")
         layers[name] = _Ours(choice, weights)
-    rivals = _peers(setup, problem, weights, absent, say)
+    peers = _make_peers(setup, problem, weights, absent, log)
     for tokens in setup.tokens:
-        say(f"{tokens} token{'s' * (tokens != 1)}")
+        log(f"{tokens} token{'s' * (tokens != 1)}")
         work = batches(problem, tokens, setup.routing, ROUTINGS, device.torch)
-        errors = {name: _checked(name, layer, problem, weights, work[0]) for name, layer in layers.items()}
-        _check_peers(rivals, problem, weights, work[0], absent)
-        contestants: dict[str, list[Call]] = {name: _calls(layer, work) for name, layer in (layers | rivals).items()}
-        sorted_ = {f"{name}{SORTED}": _sorted(rival, work) for name, rival in rivals.items()}
-        contestants |= {name: calls for name, calls in sorted_.items() if calls} | _shared_parts(problem, work)
-        eager = _eager(layers, work) | {name: _calls(layer, work) for name, layer in rivals.items()}
+        errors = {name: _call_and_check(name, layer, problem, weights, work[0]) for name, layer in layers.items()}
+        _check_peers(peers, problem, weights, work[0], absent)
+        timed: dict[str, list[Call]] = {name: _calls(layer, work) for name, layer in (layers | peers).items()}
+        presorted = {f"{name}{SORTED}": _calls_after_sort(peer, work) for name, peer in peers.items()}
+        timed |= {name: calls for name, calls in presorted.items() if calls} | _shared_parts(problem, work)
+        eager = _eager_calls(layers, work) | {name: _calls(layer, work) for name, layer in peers.items()}
         host = {name: host_time(calls, device.torch) for name, calls in eager.items()} if setup.host else {}
-        times = measure(clock, contestants, setup.repeats)
-        done = BenchCase.of(problem, work)
-        beside = {name: times[name] for name in (*rivals, *sorted_) if name in times}
+        times = measure(clock, timed, setup.repeats)
+        case = BenchCase.of(problem, work)
+        peer_times = {name: times[name] for name in (*peers, *presorted) if name in times}
         for name in layers:
-            rows.append(BenchRow(LAYER, name, tokens, times[name], done, ceilings, beside, errors[name], host))
+            rows.append(BenchRow(LAYER, name, tokens, times[name], case, ceilings, peer_times, errors[name], host))
         rows += _shared_rows(problem, tokens, times, ceilings)
     return BenchResult(setup, device, threads, ceilings, evicted, tuple(rows), absent)
 
 
 class _Ours:
-    """What users call, with the weights packed as the backend wants them.
+    """A `RoutedExperts` layer, called as users call it.
 
-    The output is allocated once for a number of tokens, as NaN: the first result, which is checked,
-    shows what was not written.
+    The output is allocated once for each number of tokens and filled with NaN, so that checking the first result
+    finds rows the kernel did not write.
     """
 
     def __init__(self, choice: oracle.Choice, weights: Weights) -> None:
-        self.layer = RoutedExperts()
-        self.layer.adopt(choice, weights.packed(choice.backend.layout(choice.problem)))
+        self.layer = RoutedExperts(LayerParts(choice, weights.packed(choice.backend.layout(choice.problem))))
         self._out = torch.empty(0)
 
     def __call__(self, x: Tensor, ids: Tensor, routed: Tensor) -> Tensor:
@@ -152,8 +117,8 @@ class _Ours:
         return result
 
 
-def _eager(layers: Mapping[str, _Ours], work: Sequence[Batch]) -> dict[str, list[Call]]:
-    """What users write, and nothing of ours around it: every microsecond of the host counts."""
+def _eager_calls(layers: Mapping[str, _Ours], work: Sequence[Batch]) -> dict[str, list[Call]]:
+    """The bare layer calls, without the `_Ours` wrapper: its Python overhead would show in the host time."""
     out = torch.empty_like(work[0].x)
     return {
         name: [partial(ours.layer, b.x, topk_ids=b.ids, topk_weights=b.weights, out=out) for b in work]
@@ -161,36 +126,39 @@ def _eager(layers: Mapping[str, _Ours], work: Sequence[Batch]) -> dict[str, list
     }
 
 
-def _checked(name: str, layer: Layer, problem: Problem, weights: Weights, batch: Batch) -> float:
-    return check(name, problem, weights, batch, layer(batch.x, batch.ids, batch.weights))
+def _call_and_check(name: str, layer: Layer, problem: Problem, weights: Weights, batch: Batch) -> float:
+    return check_output(name, problem, weights, batch, layer(batch.x, batch.ids, batch.weights))
 
 
-def _peers(setup: Setup, problem: Problem, weights: Weights, absent: dict[str, str], say: Say) -> dict[str, Peer]:
-    made: dict[str, Peer] = {}
+def _make_peers(
+    setup: BenchSetup, problem: Problem, weights: Weights, absent: dict[str, str], log: Log
+) -> dict[str, Peer]:
+    """The peers that can be constructed here; the reason for each other one is added to `absent`."""
+    peers: dict[str, Peer] = {}
     for name in setup.peers:
-        say(f"making {name}")
+        log(f"making {name}")
         try:
-            made[name] = others.PEERS[name](problem, weights)
-            made[name].ready(setup.tokens)
-        except THEIRS as error:
-            made.pop(name, None)
+            peers[name] = peer_table.PEERS[name](problem, weights)
+            peers[name].compile(setup.tokens)
+        except PEER_ERRORS as error:
+            peers.pop(name, None)
             absent[name] = _first_line(error)
-    return made
+    return peers
 
 
 def _check_peers(
-    rivals: dict[str, Peer], problem: Problem, weights: Weights, batch: Batch, absent: dict[str, str]
+    peers: dict[str, Peer], problem: Problem, weights: Weights, batch: Batch, absent: dict[str, str]
 ) -> None:
-    """A peer that fails, or computes something else, leaves the race; it is no reason to stop ours."""
-    for name in list(rivals):
-        rival = rivals[name]
-        inputs = rival.activations or str(problem.input)
+    """Move peers that fail or compute a wrong result from `peers` to `absent`."""
+    for name in list(peers):
+        peer = peers[name]
+        inputs = peer.activations or str(problem.input)
         computed = replace(problem, activations=ACTIVATIONS[inputs], activations_w2=None)
         try:
-            _checked(name, rival, computed, weights, batch)
-        except THEIRS as error:
+            _call_and_check(name, peer, computed, weights, batch)
+        except PEER_ERRORS as error:
             absent[name] = f"{batch.x.shape[0]} tokens: {_first_line(error)}"
-            del rivals[name]
+            del peers[name]
 
 
 def _first_line(error: Exception) -> str:
@@ -201,15 +169,15 @@ def _calls(layer: Layer, work: Sequence[Batch]) -> list[Call]:
     return [partial(layer, batch.x, batch.ids, batch.weights) for batch in work]
 
 
-def _sorted(rival: Peer, work: Sequence[Batch]) -> list[Call]:
-    """What is left of a peer's calls once its routing is sorted; nothing where it has no such step."""
-    if not isinstance(rival, SortingPeer):
+def _calls_after_sort(peer: Peer, work: Sequence[Batch]) -> list[Call]:
+    """A peer's calls with the routing already sorted; empty if the peer has no separate sort."""
+    if not isinstance(peer, SortingPeer):
         return []
-    return [partial(rival.compute, b.x, b.ids, b.weights, rival.sort(b.ids)) for b in work]
+    return [partial(peer.compute, b.x, b.ids, b.weights, peer.sort(b.ids)) for b in work]
 
 
 def _shared_parts(problem: Problem, work: Sequence[Batch]) -> dict[str, list[Call]]:
-    """The pieces around the products that are the same for every backend that has none of its own."""
+    """Dispatch and combine in torch: what backends use that have no kernels for these steps."""
     calls: dict[str, list[Call]] = {DISPATCH: [], COMBINE: []}
     for batch in work:
         indexed = Indexed(batch.ids, batch.weights)
@@ -221,7 +189,7 @@ def _shared_parts(problem: Problem, work: Sequence[Batch]) -> dict[str, list[Cal
 
 
 def _shared_rows(problem: Problem, tokens: int, times: Mapping[str, Times], ceilings: Ceilings) -> list[BenchRow]:
-    """Both move one row for each slot and one for each token, once each way."""
+    """Dispatch and combine each move one row per slot and one row per token."""
     moved = tokens * (problem.top_k + 1) * problem.hidden * problem.input.storage.itemsize
     work = BenchCase(0.0, float(moved), 0.0, problem.activations)
     return [BenchRow(part, SHARED, tokens, times[part], work, ceilings) for part in (DISPATCH, COMBINE)]

@@ -1,8 +1,8 @@
-"""Clocks, and measuring several ways to compute in turns.
+"""Clocks for single calls, and timing of several implementations in turns.
 
-Before every timed call the caches are emptied by reading a buffer larger than they are: a layer of a
-model finds its weights in memory, not in a cache that the previous call left warm. Contestants take
-turns call by call, so that whatever disturbs the machine disturbs them alike.
+Before every timed call a buffer larger than the caches is read to evict their contents, because a model's layer also
+finds its weights in memory and not in the cache. Implementations alternate call by call, so that noise on the
+machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lancebill.moe.problem import Device
 Call = Callable[[], object]
 
 WARM_UP = 2
-COOL_DOWN = 5  # sweeps before the first timed call: caches keep longest what was used more than once, as in a warm-up
-DEFAULT_CACHE = 128 << 20  # where the machine does not tell
+COOL_DOWN = 5  # evictions before the first timed call: caches hold on to lines that the warm-up used more than once
+DEFAULT_CACHE = 128 << 20  # if the cache size is unknown
 GRAPH, EVENTS, WALL = "graph", "events", "wall"
-_SLEEP_CYCLES = 200_000  # about 0.1 ms: the launch is queued before the GPU gets to it
+_SLEEP_CYCLES = 200_000  # about 0.1 ms: the host queues the launch before the GPU reaches it
 _CPU_CACHES = Path("/sys/devices/system/cpu")
 
 
@@ -44,7 +44,7 @@ class Times:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Where the middle half of the calls lies."""
+        """The 25th and 75th percentile."""
         if len(self.us) < 2:
             return self.us[0], self.us[0]
         low, _, high = statistics.quantiles(self.us, n=4, method="inclusive")
@@ -55,7 +55,7 @@ class Clock(ABC):
     """Times single calls on one device with cold caches."""
 
     def __init__(self, device: torch.device, cache: int) -> None:
-        # Twice the cache: replacement is not strictly by age.
+        # Twice the cache size, because replacement is not strictly LRU.
         self.buffer = torch.ones(2 * cache // 4, dtype=torch.float32, device=device)
 
     def evict(self) -> Tensor:
@@ -63,7 +63,7 @@ class Clock(ABC):
 
     @abstractmethod
     def prepare(self, calls: Sequence[Call]) -> tuple[list[Call], str]:
-        """Warm up; the calls in the form that is timed, and what that form is."""
+        """Warm up; returns the callables to time (graph replays if possible) and the name of the timing method."""
 
     @abstractmethod
     def time(self, call: Call) -> float:
@@ -89,7 +89,7 @@ class CpuClock(Clock):
 
 
 class CudaClock(Clock):
-    """Device events around a graph's replay; around the call itself where it cannot be captured."""
+    """CUDA events around a graph replay, or around the eager call if it cannot be captured."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, torch.cuda.get_device_properties(device).L2_cache_size or DEFAULT_CACHE)
@@ -109,7 +109,7 @@ class CudaClock(Clock):
         try:
             return [self._capture(call) for call in calls], GRAPH
         except (RuntimeError, LancebillError):
-            # A stream and a pool whose capture failed are not used again.
+            # A failed capture may leave the stream and the pool unusable.
             self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
             with torch.cuda.stream(self.stream):
                 for call in calls:
@@ -141,27 +141,27 @@ def make_clock(device: Device) -> Clock:
 
 
 def measure(clock: Clock, contestants: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, Times]:
-    """Median and spread of each, call by call in turns; every contestant has one call for each batch.
+    """Time implementations in turns, call by call; `contestants` maps each to its calls, one for each batch.
 
-    Each round has an order of its own: to come right after someone who leaves the cores hot and slow is no one's fate.
+    The order is shuffled in each round, so that no implementation always runs after one that heats the cores.
     """
-    ready = {name: clock.prepare(calls) for name, calls in contestants.items()}
-    taken: dict[str, list[float]] = {name: [] for name in ready}
-    names, order = list(ready), random.Random(0)
+    prepared = {name: clock.prepare(calls) for name, calls in contestants.items()}
+    taken: dict[str, list[float]] = {name: [] for name in prepared}
+    names, order = list(prepared), random.Random(0)
     for _ in range(COOL_DOWN):
         clock.evict()
     for turn in range(repeats):
         order.shuffle(names)
         for name in names:
-            calls, _ = ready[name]
+            calls, _ = prepared[name]
             taken[name].append(clock.time(calls[turn % len(calls)]))
-    return {name: Times(tuple(us), ready[name][1]) for name, us in taken.items()}
+    return {name: Times(tuple(us), prepared[name][1]) for name, us in taken.items()}
 
 
 def host_time(calls: Sequence[Call], device: torch.device, batches: int = 15, each: int = 40) -> float:
-    """Microseconds of the host for one call that is not waited for: what eager mode costs beside the GPU's work.
+    """Median host microseconds of one eager call, without waiting for the GPU.
 
-    Few calls in a row, so that the launch queue never fills and the host never waits for the GPU.
+    Synchronises after every `each` calls: a full launch queue would make the host wait for the GPU.
     """
     taken = []
     for call in list(calls)[:WARM_UP]:
@@ -177,16 +177,16 @@ def host_time(calls: Sequence[Call], device: torch.device, batches: int = 15, ea
 
 
 def last_level_cache(root: Path = _CPU_CACHES) -> int:
-    """Bytes of all caches of the highest level together; 0 where the kernel does not tell."""
-    found: dict[tuple[int, str], int] = {}
+    """Total bytes of all caches of the highest level; 0 if the kernel does not report them."""
+    sizes: dict[tuple[int, str], int] = {}  # by level and the CPUs that share the cache
     for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
             level, size = int((index / "level").read_text()), (index / "size").read_text().strip()
-            found[level, (index / "shared_cpu_list").read_text().strip()] = _bytes(size)
+            sizes[level, (index / "shared_cpu_list").read_text().strip()] = _bytes(size)
         except (OSError, ValueError):
             continue
-    highest = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == highest)
+    highest = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == highest)
 
 
 def _bytes(size: str) -> int:

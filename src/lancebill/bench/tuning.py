@@ -1,4 +1,4 @@
-"""Measures what `tune.search` proposes: each candidate's plan, compiled ahead, checked, timed in windows."""
+"""Measures the candidates of `tuning.search`: compiles their plans, checks the results, times them in windows."""
 
 from __future__ import annotations
 
@@ -28,57 +28,61 @@ from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Problem
 
 ROUTINGS, DISTINCT = 4, 8
-AGREE = 4e-2  # of the largest number: another order of sums, not another result
+AGREE = 4e-2  # largest difference between candidates, relative to the largest output: only the order of sums differs
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TuningLayer:
-    """One of the layers that are tuned for."""
+    """One of the layers to tune."""
 
     name: str
     problem: Problem
 
     def cell(self, tokens: int) -> Cell:
         plan = make_plan(self.problem, tokens)
-        kind = search.kind_of(plan.first.form.activations)
+        kind = search.kind_of(plan.first_gemm.form.activations)
         return Cell(self.name, kind, tokens, tokens * self.problem.top_k, self.problem.experts)
 
 
 def plan_of(problem: Problem, tokens: int, candidate: Candidate) -> HopperPlan:
-    """The backend's plan with the candidate's tiles in place of its own."""
+    """The backend's plan with the candidate's tiles instead of the policy's."""
     return make_plan(problem, tokens, candidate.rule, decode=candidate.rule is None)
 
 
-def _of_known(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without candidates that a rule cannot say any more."""
-    return {cell: {name: of for name, of in told.items() if search.known(name)} for cell, told in cells.items()}
+def _without_obsolete(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Drop candidates whose names the current rules can no longer express."""
+    return {
+        cell: {name: value for name, value in by_name.items() if search.is_valid_name(name)} for cell, by_name in cells.items()
+    }
 
 
 class Journal:
-    """Cells measured so far, in a file that is written after each: a search may be stopped and goes on."""
+    """The measurements so far. The file is rewritten after each cell, so a stopped search can resume."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.times: dict[str, dict[str, float]] = _of_known(held.get("times", {}))
-        self.failed: dict[str, dict[str, str]] = _of_known(held.get("failed", {}))
+        stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.times: dict[str, dict[str, float]] = _without_obsolete(stored.get("times", {}))
+        self.failed: dict[str, dict[str, str]] = _without_obsolete(stored.get("failed", {}))
 
     def knows(self, cell: Cell, candidate: Candidate) -> bool:
-        return any(candidate.name in held.get(cell.name, {}) for held in (self.times, self.failed))
+        """Whether the candidate was already measured, or failed, for this cell."""
+        return any(candidate.name in cells.get(cell.name, {}) for cells in (self.times, self.failed))
 
-    def note(self, cell: Cell, found: Mapping[str, float], failed: Mapping[str, str]) -> None:
-        self.times.setdefault(cell.name, {}).update(found)
+    def note(self, cell: Cell, times: Mapping[str, float], failed: Mapping[str, str]) -> None:
+        """Add results and write the file; it is replaced in one step, so it is never half written."""
+        self.times.setdefault(cell.name, {}).update(times)
         self.failed.setdefault(cell.name, {}).update(failed)
-        whole = json.dumps({"times": self.times, "failed": self.failed}, indent=1) + "\n"
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(whole)
-        fresh.replace(self.path)
+        text = json.dumps({"times": self.times, "failed": self.failed}, indent=1) + "\n"
+        new_file = self.path.with_suffix(".new")
+        new_file.write_text(text)
+        new_file.replace(self.path)
 
 
 class Search:
-    """All layers and sizes, one after another; each in two rounds: tiles, then flags of the best."""
+    """Tunes all layers and batch sizes. Each cell takes two rounds: tiles, then flags of the best tile."""
 
     def __init__(
         self, layers: Sequence[TuningLayer], tokens: Sequence[int], journal: Journal, device: torch.device
@@ -90,46 +94,48 @@ class Search:
     def cells(self) -> list[Cell]:
         return [layer.cell(tokens) for layer in self.layers for tokens in self.tokens]
 
-    def run(self, say: Say, advance: Callable[[int], None] = lambda _: None) -> None:
+    def run(self, log: Log, advance: Callable[[int], None] = lambda _: None) -> None:
         for layer in self.layers:
-            wanted = [(layer.cell(tokens), c) for tokens in self.tokens for c in self._first(layer, tokens)]
-            unknown = sum(not self.journal.knows(cell, candidate) for cell, candidate in wanted)
-            say(f"{layer.name}: {unknown} of {len(wanted)} candidates are not measured yet")
+            candidates = [(layer.cell(tokens), c) for tokens in self.tokens for c in self._first_round(layer, tokens)]
+            remaining = sum(not self.journal.knows(cell, candidate) for cell, candidate in candidates)
+            log(f"{layer.name}: {remaining} of {len(candidates)} candidates are not measured yet")
             weights = Weights(layer.problem, self.device, distinct=DISTINCT)
             packed = weights.packed(HopperLayout(layer.problem))
             for tokens in self.tokens:
-                self._cell(layer, tokens, packed, say)
+                self._tune_cell(layer, tokens, packed, log)
                 advance(1)
 
-    def _first(self, layer: TuningLayer, tokens: int) -> list[Candidate]:
+    def _first_round(self, layer: TuningLayer, tokens: int) -> list[Candidate]:
+        """The rule in use, then all tiles to try."""
         cell = layer.cell(tokens)
         in_use = make_plan(layer.problem, tokens).rule
         assert in_use is not None
         return list(dict.fromkeys([Candidate(in_use), *search.first_round(cell, in_use)]))
 
-    def _cell(self, layer: TuningLayer, tokens: int, packed: Mapping[str, Packed], say: Say) -> None:
+    def _tune_cell(self, layer: TuningLayer, tokens: int, packed: Mapping[str, Packed], log: Log) -> None:
         cell = layer.cell(tokens)
-        self._measure(layer, cell, self._first(layer, tokens), packed)
-        leader = search.best_of(self.journal.times.get(cell.name, {}))
-        rule = None if leader is None else search.parse(leader).rule
+        self._measure(layer, cell, self._first_round(layer, tokens), packed)
+        best_tile = search.best_of(self.journal.times.get(cell.name, {}))
+        rule = None if best_tile is None else search.parse_candidate(best_tile).rule
         if rule is None:
-            say(f"{cell.name}: no candidate runs")
+            log(f"{cell.name}: no candidate runs")
             return
         self._measure(layer, cell, search.second_round(rule), packed)
         times = self.journal.times[cell.name]
         best = search.best_of(times, decode=True)
-        say(f"{cell.name}: {best}, {times[best or '']:.1f} us of {len(times)} candidates")
+        log(f"{cell.name}: {best}, {times[best or '']:.1f} us of {len(times)} candidates")
 
     def _measure(
         self, layer: TuningLayer, cell: Cell, candidates: Sequence[Candidate], packed: Mapping[str, Packed]
     ) -> None:
-        wanted = [candidate for candidate in candidates if not self.journal.knows(cell, candidate)]
-        if not wanted:
+        """Measure those candidates that are not in the journal; all must agree with the first that runs."""
+        remaining = [candidate for candidate in candidates if not self.journal.knows(cell, candidate)]
+        if not remaining:
             return
-        plans, failed = self._plans(layer, cell, wanted)
+        plans, failed = self._plans(layer, cell, remaining)
         work = batches(layer.problem, cell.tokens, "uniform", ROUTINGS, self.device)
         expected: Tensor | None = None
-        able: dict[str, list[Call]] = {}
+        correct: dict[str, list[Call]] = {}
         for name, plan in plans.items():
             out = torch.full_like(work[0].x, torch.nan)
             calls: list[Call] = [partial(_run, plan, packed, batch, out) for batch in work]
@@ -140,28 +146,28 @@ class Search:
                 continue
             expected = got if expected is None else expected
             if float((got - expected).abs().max()) <= AGREE * float(expected.abs().max()):
-                able[name] = calls
+                correct[name] = calls
             else:
-                failed[name] = "another result"
-        took = self.windows.measure(able)
-        self.journal.note(cell, {name: round(steady.median, 3) for name, steady in took.items()}, failed)
+                failed[name] = "wrong result"
+        times = self.windows.measure(correct)
+        self.journal.note(cell, {name: round(steady.median, 3) for name, steady in times.items()}, failed)
 
     def _plans(
-        self, layer: TuningLayer, cell: Cell, wanted: Sequence[Candidate]
+        self, layer: TuningLayer, cell: Cell, candidates: Sequence[Candidate]
     ) -> tuple[dict[str, HopperPlan], dict[str, str]]:
-        """Plans whose kernels compile, built on all cores; and why the others do not."""
+        """Plans whose kernels compile (on all cores), and the reason for each candidate that has none."""
         plans: dict[str, HopperPlan] = {}
         failed: dict[str, str] = {}
-        for candidate in wanted:
+        for candidate in candidates:
             try:
                 plans[candidate.name] = plan_of(layer.problem, cell.tokens, candidate)
-            except (AssertionError, KeyError) as error:  # a tile that does not fit this form
-                failed[candidate.name] = f"no such tile: {error}"
+            except (AssertionError, KeyError) as error:  # this kernel form does not support the tile
+                failed[candidate.name] = f"tile not supported: {error}"
         broken = build_all(step.source for plan in plans.values() for step in steps(plan))
         for name, plan in list(plans.items()):
-            why = [broken[step.source] for step in steps(plan) if step.source in broken]
-            if why:
-                failed[name] = why[0].splitlines()[-1]
+            errors = [broken[step.source] for step in steps(plan) if step.source in broken]
+            if errors:
+                failed[name] = errors[0].splitlines()[-1]
                 del plans[name]
         return plans, failed
 

@@ -1,4 +1,4 @@
-"""Weights and routed batches of a problem: random, never zeros, every expert in memory of its own."""
+"""Random weights and routed batches for a problem. Each expert has its own memory, so reads of experts never alias."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.weight import LogicalWeight
 
-SOURCES = 2  # experts quantised for real; the others are these with their codes in other rows
-INPUT_RANGE = 8.0  # static input scales reach so far: beyond it inputs are rare
+SOURCES = 2  # experts that are really quantised; the others are these with rotated rows
+INPUT_RANGE = 8.0  # static input scales cover +-8; larger inputs are rare
 
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and where they go."""
+    """Tokens with their routing."""
 
     x: Tensor  # [M, H]
     ids: Tensor  # [M, k] int32
@@ -37,23 +37,23 @@ class Batch:
 
     @property
     def experts(self) -> int:
-        """How many distinct experts have work."""
+        """The number of distinct experts that tokens are routed to."""
         return int(self.ids.unique().numel())
 
 
 class Weights:
-    """A layer's experts, made on demand and the same each time.
+    """A layer's experts, generated on demand and deterministically.
 
-    Quantising all of a large layer takes minutes, so only a few experts are: expert e has the codes
-    of one of them, moved down by e rows. Its bytes are its own, its numbers are spread alike. With
-    `distinct` the numbers repeat after so many experts, each copy in memory of its own: packing is slow too.
+    Quantising a large layer takes minutes, so only `SOURCES` experts are quantised; every other expert has the codes
+    of one of them with its rows rotated. Packing is slow too: with `distinct`, only so many experts are packed, and
+    the others are copies of them, each in its own memory.
     """
 
     def __init__(self, problem: Problem, device: torch.device, seed: int = 0, distinct: int | None = None) -> None:
         self.problem, self.device, self._seed = problem, device, seed
         self.distinct = min(distinct or problem.experts, problem.experts)
         self._dense: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._made: dict[str, object] = {}
+        self._cached: dict[str, object] = {}
 
     @cached_property
     def _sources(self) -> dict[str, list[LogicalWeight]]:
@@ -68,19 +68,19 @@ class Weights:
         return replace(source, codes=source.codes.roll(expert // len(sources), dims=0))
 
     def packed(self, layout: Layout, experts: Iterable[int] | None = None) -> dict[str, Packed]:
-        """These experts (all of them unless told) as a backend wants them."""
+        """These experts (by default all) packed in a backend's layout."""
         chosen = list(range(self.problem.experts) if experts is None else experts)
         specs = {"w13": self.problem.activations, "w2": self.problem.second_activations}
         out: dict[str, Packed] = {}
         for matrix, shape in self.problem.matrices.items():
-            require(len(chosen) * layout.bytes(shape), self.device)
+            require_memory(len(chosen) * layout.bytes(shape), self.device)
             out[matrix] = layout.allocate(shape, len(chosen), self.device)
-            done: dict[int, int] = {}
+            slot_of: dict[int, int] = {}  # the slot where each distinct expert was packed
             for slot, expert in enumerate(chosen):
-                first = done.setdefault(expert % self.distinct, slot)
-                if first < slot:
+                original = slot_of.setdefault(expert % self.distinct, slot)
+                if original < slot:
                     for tensor in out[matrix].values():
-                        tensor[slot] = tensor[first]
+                        tensor[slot] = tensor[original]
                 else:
                     row = {name: tensor[slot] for name, tensor in out[matrix].items()}
                     layout.pack(shape, self.logical(matrix, expert), row)
@@ -89,40 +89,40 @@ class Weights:
         return out
 
     def dense(self, matrix: str, dtype: torch.dtype) -> Tensor:
-        """All experts dequantised, [E, n, k]: what peers without quantised weights compute with."""
+        """All experts dequantised, [E, n, k], for peers without quantised weights."""
         if (matrix, dtype) not in self._dense:
             shape, experts = self.problem.matrices[matrix], self.problem.experts
-            require(experts * shape.n * shape.k * dtype.itemsize, self.device)
+            require_memory(experts * shape.n * shape.k * dtype.itemsize, self.device)
             out = torch.empty(experts, shape.n, shape.k, dtype=dtype, device=self.device)
             for expert in range(experts):
-                known = expert >= self.distinct
-                out[expert] = out[expert % self.distinct] if known else dequantize(self.logical(matrix, expert))
+                repeated = expert >= self.distinct
+                out[expert] = out[expert % self.distinct] if repeated else dequantize(self.logical(matrix, expert))
             self._dense[matrix, dtype] = out
         return self._dense[matrix, dtype]
 
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """What several peers make of these weights, made once."""
-        if name not in self._made:
-            self._made[name] = make()
-        return cast("Made", self._made[name])
+    def cached(self, name: str, make: Callable[[], Value]) -> Value:
+        """`make()`, called once for each name: peers of one family share their packed weights."""
+        if name not in self._cached:
+            self._cached[name] = make()
+        return cast("Value", self._cached[name])
 
     def bias(self, matrix: str, dtype: torch.dtype) -> Tensor | None:
         """All experts' biases, [E, n]."""
         if not self.problem.matrices[matrix].bias:
             return None
-        held = (self.logical(matrix, expert).bias for expert in range(self.problem.experts))
-        return torch.stack([bias for bias in held if bias is not None]).to(dtype)
+        biases = (self.logical(matrix, expert).bias for expert in range(self.problem.experts))
+        return torch.stack([bias for bias in biases if bias is not None]).to(dtype)
 
     def _input_scale(self, activations: ActivationSpec, experts: int) -> Tensor:
-        """The outermost scale such that everything inside it together reaches `INPUT_RANGE`."""
+        """The outermost scale, chosen so that the largest code times the largest inner scales gives `INPUT_RANGE`."""
         reach = activations.spec.dtype.max
         for level in activations.spec.scales[:-1]:
             reach *= level.dtype.max
         return as_integer(torch.full((experts,), INPUT_RANGE / reach, device=self.device))
 
 
-def require(count: int, device: torch.device) -> None:
-    """Raise where the memory is not there: without asking first, a CPU process is killed without a word."""
+def require_memory(count: int, device: torch.device) -> None:
+    """Raise unless `count` bytes are free. Without this check the system kills a CPU process without a message."""
     free = _available(device)
     if free is not None and count > free:
         raise LaunchError(
@@ -130,35 +130,35 @@ def require(count: int, device: torch.device) -> None:
             where=str(device),
             expected=f"{count / 1e9:.1f} GB",
             got=f"{free / 1e9:.1f} GB free",
-            hint="a smaller shape, or fewer peers",
+            hint="use a smaller shape or fewer peers",
         )
 
 
 def _available(device: torch.device) -> int | None:
-    """Free bytes; None where the system does not tell."""
+    """Free bytes; None if the system does not report them."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    known = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    told = re.search(r"^MemAvailable:\s*(\d+) kB", known, re.MULTILINE)
-    return 1024 * int(told[1]) if told else None
+    report = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", report, re.MULTILINE)
+    return 1024 * int(match[1]) if match else None
 
 
 def batches(problem: Problem, tokens: int, routing: str, count: int, device: torch.device) -> list[Batch]:
-    """Different tokens routed differently: in turns, they keep caches from knowing what comes."""
-    made = []
+    """`count` batches with different tokens and routings. Alternating between them keeps experts out of the caches."""
+    result = []
     for seed in range(count):
         g = torch.Generator().manual_seed(seed)
         ids, _ = Simulation(routing, seed).draw(tokens, problem.experts, problem.top_k, torch.device("cpu"))
         weights = torch.rand(tokens, problem.top_k, generator=g) + 0.5
         x = torch.randn(tokens, problem.hidden, generator=g).to(problem.input.storage)
-        made.append(Batch(x.to(device), ids.to(device, torch.int32), (weights / weights.sum(1, True)).to(device)))
-    return made
+        result.append(Batch(x.to(device), ids.to(device, torch.int32), (weights / weights.sum(1, True)).to(device)))
+    return result
 
 
 def _random(shape: MatrixShape, g: torch.Generator) -> LogicalWeight:
-    """A normal with rows of unlike size that keeps the size of what it multiplies."""
-    rows = torch.exp2(0.5 * torch.randn(shape.n, 1, generator=g, device=g.device))
-    values = torch.randn(shape.n, shape.k, generator=g, device=g.device).mul_(rows).div_(shape.k**0.5)
+    """A normal matrix with a random factor for each row, divided by sqrt(k) to preserve the input's magnitude."""
+    factors = torch.exp2(0.5 * torch.randn(shape.n, 1, generator=g, device=g.device))
+    values = torch.randn(shape.n, shape.k, generator=g, device=g.device).mul_(factors).div_(shape.k**0.5)
     bias = torch.randn(shape.n, generator=g, device=g.device) if shape.bias else None
     return replace(quantize(values, shape.spec), bias=bias)
