@@ -1,7 +1,7 @@
-"""The closed tree of errors.
+"""All errors that lancebill raises on purpose.
 
-Every error a user can cause is one of these and carries the same five facts: what went wrong,
-where, what was expected, what was found, and what to do next. `assert` is left for our own bugs.
+Every error that a user can cause is one of these and carries the same five facts: what went wrong, where, what was
+expected, what was found, and a hint at what to do. `assert` is only for bugs in lancebill itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class LancebillError(Exception):
-    """Base of everything lancebill raises on purpose."""
+    """Base class of all errors that lancebill raises on purpose."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LancebillError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """One line: the facts that are known, in a fixed order."""
+        """The facts that are set, as one line in a fixed order."""
         text = f"{self.where}: {self.what}" if self.where else self.what
         if self.expected is not None:
             text += f"; expected {self.expected}"
@@ -40,12 +40,12 @@ class LancebillError(Exception):
         return text
 
     def within(self, where: str) -> LancebillError:
-        """The same error with its place told more fully: `where`, then what it knew itself."""
-        place = where if self.where is None else f"{where}, {self.where}"
-        return type(self)(self.what, where=place, expected=self.expected, got=self.got, hint=self.hint)
+        """The same error, with `where` put before its own location."""
+        location = where if self.where is None else f"{where}, {self.where}"
+        return type(self)(self.what, where=location, expected=self.expected, got=self.got, hint=self.hint)
 
     def facts(self) -> dict[str, str | None]:
-        """The same facts for `--json`."""
+        """The facts as a dict, for `--json`."""
         return {
             "error": type(self).__name__,
             "what": self.what,
@@ -57,23 +57,23 @@ class LancebillError(Exception):
 
 
 class SpecError(LancebillError):
-    """A spec name or a QuantSpec that does not make sense."""
+    """An invalid spec name, `QuantSpec`, device, size, routing or activation."""
 
 
 class CheckpointError(LancebillError):
-    """The files are at fault."""
+    """The files of a checkpoint are wrong, or cannot be read or written."""
 
 
 class MalformedFile(CheckpointError):
-    """A header, an offset, a size or a JSON document that cannot be right."""
+    """An invalid header, offset, size or JSON document."""
 
 
 class MissingTensor(CheckpointError):
-    """Required by the format, absent from the files."""
+    """A tensor that the format requires is missing."""
 
 
 class UnexpectedTensor(CheckpointError):
-    """Present under an expert's name, claimed by no part of the format."""
+    """A tensor is named like an expert's but is no part of the format."""
 
 
 class DuplicateTensor(CheckpointError):
@@ -81,19 +81,19 @@ class DuplicateTensor(CheckpointError):
 
 
 class WrongShape(CheckpointError):
-    """A stored shape that disagrees with the declared axes."""
+    """A stored shape does not match the sizes of the model and the axes of the format."""
 
 
 class WrongDtype(CheckpointError):
-    """A stored dtype the format does not allow for this part."""
+    """A stored dtype is not allowed for this part of the format, or experts of one layer have different specs."""
 
 
 class BadValue(CheckpointError):
-    """A stored number that cannot be right: a NaN scale, a zero point out of range."""
+    """A stored value is invalid: a NaN scale, a zero point out of range."""
 
 
 class CheckpointProblems(CheckpointError):
-    """Everything that is wrong with a checkpoint, reported together."""
+    """All problems of a checkpoint, reported together."""
 
     SHOWN = 20
 
@@ -110,48 +110,48 @@ class CheckpointProblems(CheckpointError):
 
 
 class UnsupportedFormat(LancebillError):
-    """No format matches, more than one does, or a config says something not understood."""
+    """No format matches, several match, or a config value is not supported."""
 
 
 class CannotEncode(LancebillError):
-    """A weight the target format has no form for."""
+    """The target format cannot store a weight or a spec."""
 
 
 class ShardError(LancebillError):
-    """A parallel layout that the sizes do not allow; names the legal ones."""
+    """The sizes do not allow this parallel layout."""
 
 
 class RanksDisagree(LancebillError):
-    """Ranks of one group that chose differently where they must be alike; names the odd ones."""
+    """Ranks of one group have different settings where they must agree."""
 
 
 class UnsupportedProblem(LancebillError):
-    """No backend can, or the one asked for cannot; the text is the table of reasons."""
+    """No backend, or not the requested one, supports this problem; the text lists the reasons."""
 
 
 class LaunchError(LancebillError):
-    """Arguments at the boundary of a call that do not fit the layer: shape, dtype, device."""
+    """The arguments of a call do not fit the layer: shape, dtype, device."""
 
 
 class WrongResult(LancebillError):
-    """A computed result that the reference contradicts: a defect of a backend or of a peer."""
+    """A result differs from the reference: a bug in a backend or in a peer."""
 
 
 class CompileError(LancebillError):
-    """A kernel that does not compile, or compiles to something that must not ship."""
+    """A kernel does not compile, or compiles to code that must not ship."""
 
 
 class MissingKernel(LancebillError):
-    """Compiling is forbidden and the kernel is in no cache."""
+    """Compilation is disabled and the kernel is in no cache."""
 
 
 class CacheError(LancebillError):
-    """A folder of compiled kernels that is not this user's alone, or that cannot keep them."""
+    """Other users can write to the kernel cache, or it cannot be written."""
 
 
 class DriverError(LancebillError):
-    """The CUDA driver is missing or refused a call."""
+    """The CUDA driver is missing, or a driver call failed."""
 
 
 class ContextError(DriverError):
-    """The calling thread has not used the GPU yet."""
+    """The calling thread has no CUDA context yet."""

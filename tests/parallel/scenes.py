@@ -11,7 +11,7 @@ from torch import Tensor
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.formats import registry
-from lancebill.layer.push import Pusher
+from lancebill.layer.parts import pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
@@ -37,15 +37,12 @@ def load(made: Generated, placement: Placement | None = None, **options: Any) ->
     manifest.check(where="scene")
     wanted = LoadOptions(placement=placement or Placement(), **options)
     recipe = Recipe.make(manifest, 0, wanted)
-    layer = recipe.pull(made.read)
-    layer.pusher = Pusher(layer, made.config, 0, wanted, recipe)
-    return layer
+    return RoutedExperts(pull(recipe, made.read))
 
 
 def pushed(made: Generated, placement: Placement, **options: Any) -> RoutedExperts:
     """The same layer by pushes of this rank's own tensors, headers unknown until they come."""
-    layer = RoutedExperts()
-    layer.pusher = Pusher(layer, made.config, 0, LoadOptions(placement=placement, **options), None, empty=True)
+    layer = RoutedExperts.from_config(made.config, 0, placement=placement, **options)
     experts = {expert for _, expert, _ in made.weights}
     mine = placement.experts(len(experts))
     layer.load_weights((name, t) for name, t in made.tensors.items() if int(name.split(".")[5]) in mine)

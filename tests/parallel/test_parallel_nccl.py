@@ -19,7 +19,7 @@ from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.layout import Packed
 from lancebill.moe.placement import Placement
 from lancebill.parallel import ExpertParallel, Mesh, all_to_all, gather
-from lancebill.parallel.replicas import Assignment, Tables
+from lancebill.parallel.replicas import Assignment, ReplicaTables
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda", 0)
@@ -45,7 +45,7 @@ def test_both_forms_over_nccl(mesh: Mesh) -> None:
     layer = load(made, device="cuda:0", backend="reference")
     x, ids, weights = _on_gpu(batches(layer, (9,), range(8))[0])
     want = run(layer, (x, ids, weights))
-    tables = Tables(Assignment.of(Placement(), 8), GPU)
+    tables = ReplicaTables(Assignment.of(Placement(), 8), GPU)
     indexed = Indexed(tables.choose(ids), weights)
     out = all_to_all.forward(layer, mesh.ep, tables, x, indexed, torch.empty_like(x), torch.float32)
     assert torch.equal(out, want)
@@ -86,7 +86,7 @@ def test_the_gather_form_is_captured_in_a_graph(mesh: Mesh, monkeypatch: pytest.
     made = checkpoint("dense")
     layer = load(made, device="cuda:0", backend="reference")
     monkeypatch.setattr(type(layer.choice), "backend", property(lambda choice: Unbranched()))
-    tables = Tables(Assignment.of(Placement(), 8), GPU)
+    tables = ReplicaTables(Assignment.of(Placement(), 8), GPU)
     first, second = (_on_gpu(given) for given in batches(layer, (9, 9), range(8)))
     held = tuple(tensor.clone() for tensor in first)
 

@@ -51,7 +51,7 @@ def _uneven_and_redundant(rank: int, mesh: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp", experts=6)
     _check_bitwise(spread(made, mesh), load(made), (5, 3, 0, 7), rank, range(6))
     copied = spread(made, mesh, redundant=2, order=BATCH_INVARIANT)
-    must(copied.assignment.held == ((0, 1), (2, 3), (4, 5), (0, 1)))
+    must(copied.assignment.experts_by_rank == ((0, 1), (2, 3), (4, 5), (0, 1)))
     single = load(made, order=BATCH_INVARIANT)
     _check_bitwise(copied, single, (5, 3, 0, 7), rank, range(6))
     real = sum(int((ids >= 0).sum()) for _, ids, _ in batches(single, (5, 3, 0, 7), range(6)))
@@ -169,7 +169,7 @@ def _rebalance(rank: int, mesh: Mesh) -> None:
 
 def _check_rows(experts: ExpertParallel, single: RoutedExperts) -> None:
     """Every slot holds, bit for bit, the expert the assignment says."""
-    held = experts.assignment.held[experts.mesh.ep.rank]
+    held = experts.assignment.experts_by_rank[experts.mesh.ep.rank]
     for mine, whole in zip(experts.layer.expert_weights(), single.expert_weights()):
         must(torch.equal(mine, whole[list(held)]))
 
@@ -183,7 +183,7 @@ def _refit(rank: int, mesh: Mesh) -> None:
     for make in (load, pushed):
         experts = spread(made, mesh, make=make)
         experts.arrange(
-            experts.assignment.arranged([[(e + 3) % 8 for e in slots] for slots in experts.assignment.held])
+            experts.assignment.arranged([[(e + 3) % 8 for e in slots] for slots in experts.assignment.experts_by_rank])
         )
         must(experts.layer.load_weights(other.tensors.items()) == set(other.tensors))
         experts.layer.finish()
@@ -197,7 +197,7 @@ def _moved_inputs(rank: int, mesh: Mesh) -> None:
     single, experts = load(made, **options), spread(made, mesh, **options)
     given = batches(single, (5, 3, 0, 7), range(8))
     before = run(experts, given[rank])
-    turned = [[(e + 3) % 8 for e in slots] for slots in experts.assignment.held]
+    turned = [[(e + 3) % 8 for e in slots] for slots in experts.assignment.experts_by_rank]
     experts.arrange(experts.assignment.arranged(turned))
     must(torch.equal(run(experts, given[rank]), before))
     must(torch.equal(before, alone(single, given, rank)))

@@ -1,4 +1,4 @@
-"""Routed experts over several processes, on torch.distributed."""
+"""Routed experts distributed over processes with torch.distributed."""
 
 from lancebill.parallel.experts import ALL_TO_ALL, GATHER, ExpertParallel
 from lancebill.parallel.groups import Mesh, RankGroup

@@ -1,4 +1,4 @@
-"""`ExpertParallel`: a `RoutedExperts` whose experts are spread over processes."""
+"""`ExpertParallel`: a `RoutedExperts` layer whose experts are distributed over processes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from lancebill.moe.placement import LINEAR, Placement
 from lancebill.moe.problem import CONTIGUOUS
 from lancebill.parallel import all_to_all, balance, gather
 from lancebill.parallel.groups import Mesh, RankGroup
-from lancebill.parallel.moves import carry_out, plan_moves
-from lancebill.parallel.replicas import Assignment, Tables, count_load
+from lancebill.parallel.moves import plan_moves, run_moves
+from lancebill.parallel.replicas import Assignment, ReplicaTables, count_load
 
 ALL_TO_ALL, GATHER = "all_to_all", "gather"
 
 
 class ExpertParallel(nn.Module):
-    """One layer of routed experts over a mesh of ranks.
+    """One layer of routed experts on a mesh of ranks.
 
-    Each rank of an `ep` group brings its own tokens, as many as it has; ranks of a `tp` group bring
-    the same ones. `form` is how tokens and experts meet: "all_to_all" sends tokens to their experts,
-    "gather" shows every token to every rank in fixed shapes (`max_tokens` a rank) for graphs.
-    Results travel and are summed in `wire`; fp32 makes the all-to-all form bitwise equal to one rank
-    that has everything. All ranks must call the same methods in the same order.
+    Each rank of an `ep` group passes its own tokens, any number of them; ranks of a `tp` group pass the same tokens.
+    `form` "all_to_all" sends tokens to their experts; "gather" sends every token to every rank in fixed shapes
+    (`max_tokens` per rank), for CUDA graphs. Results are sent and summed in the dtype `wire`; with fp32 the all-to-all
+    form is bitwise equal to a single rank with all experts. All ranks must call the same methods in the same order.
     """
 
     load: Tensor
     _assignment: Assignment | None
-    _tables: Tables | None
+    _tables: ReplicaTables | None
 
     def __init__(
         self,
@@ -45,14 +44,14 @@ class ExpertParallel(nn.Module):
         max_tokens: int = 0,
         wire: torch.dtype = torch.float32,
     ) -> None:
-        """`placement` is what `layer` was loaded with, by default `mesh.placement()`.
+        """`placement` is the one `layer` was loaded with, by default `mesh.placement()`.
 
-        A process outside the mesh may make one too, of an empty layer, to join by `resize`.
+        A process outside the mesh may create one with an empty layer and join later with `resize`.
         """
         super().__init__()
         if form not in (ALL_TO_ALL, GATHER) or (form == GATHER and max_tokens < 1):
             raise SpecError(
-                "no such form of expert parallelism",
+                "unknown form of expert parallelism",
                 expected=f"{ALL_TO_ALL}, or {GATHER} with max_tokens >= 1",
                 got=f"{form} with max_tokens {max_tokens}",
             )
@@ -67,19 +66,19 @@ class ExpertParallel(nn.Module):
         self._check_form()
         self._check_alike(mesh.everyone)
         self.strategy = placement.strategy
-        self._adopt(assignment)
+        self._use_assignment(assignment)
 
     @property
     def assignment(self) -> Assignment:
-        """Where every copy of every expert lives now."""
+        """Rank and slot of every copy of every expert."""
         if self._assignment is None:
             raise LaunchError("this process is outside the mesh", hint="call resize() to join")
         return self._assignment
 
     def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """x [M, H] through the experts each row is routed to, wherever they are: [M, H].
+        """Run x [M, H] through the experts that each row is routed to, on whichever rank they are: [M, H].
 
-        Ids are logical; those below 0 are padding. M may be 0 and may differ between `ep` ranks.
+        Ids are logical; negative ids are padding. M may be 0 and may differ between `ep` ranks.
         """
         layer, mesh = self.layer, self.mesh
         layer.check(x, topk_ids, topk_weights)
@@ -98,69 +97,72 @@ class ExpertParallel(nn.Module):
         return out.to(x.dtype)
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
-        """Routing inside, on the token's own rank. Zero experts and shared experts are added once,
-        after all sums: the layer's `shared_experts` are whole on every rank."""
+        """Route on the token's own rank, then `forward`.
+
+        Zero experts and shared experts are added once, after the sums over ranks: every rank has the whole
+        `shared_experts`.
+        """
         routed = self.layer.route(x, router_logits, input_ids)
         out = self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights)
         return self.layer.complete(x, out, routed)
 
     def logical_load(self) -> list[int]:
-        """Slots routed to each logical expert by all ranks since experts last moved."""
-        counted = self.mesh.ep.all_reduce(self.load.clone()).tolist()
-        return [sum(counted[p] for p in ids) for ids in self.assignment.replicas]
+        """Number of slots that all ranks routed to each logical expert since experts last moved."""
+        by_physical = self.mesh.ep.all_reduce(self.load.clone()).tolist()
+        return [sum(by_physical[p] for p in ids) for ids in self.assignment.replicas]
 
     def rebalance(self, *, nodes: int = 1, groups: int = 1) -> Assignment:
-        """Spread the measured load evenly: `balance` says where copies go, then weights are moved."""
-        held = balance.rebalance(self.logical_load(), self.assignment.held, nodes=nodes, groups=groups)
-        return self.arrange(self.assignment.arranged(held))
+        """Balance the measured load: choose where copies of experts go, then move the weights."""
+        by_rank = balance.rebalance(self.logical_load(), self.assignment.experts_by_rank, nodes=nodes, groups=groups)
+        return self.arrange(self.assignment.arranged(by_rank))
 
-    def arrange(self, wanted: Assignment) -> Assignment:
-        """Move experts until every place holds what `wanted` says; the same on all ranks."""
+    def arrange(self, after: Assignment) -> Assignment:
+        """Move experts to the slots given by `after`, which must be the same on all ranks."""
         before = self.assignment
-        if (wanted.slots, wanted.experts) != (before.slots, before.experts):
-            raise ShardError("this arrangement has other places", hint="use resize() to change their number")
+        if (after.slots, after.experts) != (before.slots, before.experts):
+            raise ShardError("this arrangement has different slots", hint="use resize() to change their number")
         rows = self._rows()
-        carry_out(plan_moves(before.held, wanted.held), rows, rows, self.mesh.ep)
-        self.layer.hold(wanted.held[self.mesh.ep.rank])
-        return self._adopt(wanted)
+        run_moves(plan_moves(before.experts_by_rank, after.experts_by_rank), rows, rows, self.mesh.ep)
+        self.layer.hold(after.experts_by_rank[self.mesh.ep.rank])
+        return self._use_assignment(after)
 
     def resize(self, mesh: Mesh, *, redundant: int | None = None) -> Assignment:
-        """Spread the experts over another number of ranks; called by all ranks of both meshes.
+        """Distribute the experts over another number of ranks; all ranks of both meshes call this.
 
-        The ranks that stay come first in the larger mesh. One that leaves holds nothing afterwards;
-        one that joins brings an empty layer of the same layout.
+        The ranks of the smaller mesh come first in the larger one. A rank that leaves holds no experts afterwards;
+        a rank that joins passes an empty layer of the same layout.
         """
         larger = max(self.mesh, mesh, key=lambda m: m.ep.size)
         self._check_resize(mesh, larger)
         self._check_alike(larger.everyone)
-        before = self._tell_assignment(larger.ep)
+        before = self._share_assignment(larger.ep)
         extra = before.redundant if redundant is None else redundant
         after = Assignment.of(Placement(ep_size=mesh.ep.size, strategy=self.strategy, redundant=extra), before.experts)
-        held = () if mesh.outside else after.held[mesh.ep.rank]
+        local = () if mesh.outside else after.experts_by_rank[mesh.ep.rank]
         rows = self._rows()
-        room = {
-            matrix: {name: t.new_empty(len(held), *t.shape[1:]) for name, t in tensors.items()}
+        buffers = {
+            matrix: {name: t.new_empty(len(local), *t.shape[1:]) for name, t in tensors.items()}
             for matrix, tensors in self.layer.packed.items()
         }
-        self.layer.rehome(room, held, after.expert_map(mesh.ep.rank))
-        carry_out(plan_moves(before.held, after.held), rows, self._rows(), larger.ep)
+        self.layer.rehome(buffers, local, after.expert_map(mesh.ep.rank))
+        run_moves(plan_moves(before.experts_by_rank, after.experts_by_rank), rows, self._rows(), larger.ep)
         self.mesh = mesh
-        return self._adopt(after)
+        return self._use_assignment(after)
 
     def get_extra_state(self) -> Tensor:
-        """The logical expert of each place: rows in a state_dict mean nothing without it."""
+        """The logical expert of each physical one: without it the rows of a state_dict cannot be interpreted."""
         return torch.tensor(self.assignment.logical, dtype=torch.int32)
 
     def set_extra_state(self, state: Tensor) -> None:
         logical = tuple(state.reshape(-1).tolist())
         if len(logical) != self.assignment.physical or set(logical) != set(range(self.assignment.experts)):
             raise ShardError(
-                "saved under another placement",
-                expected=f"{self.assignment.physical} places of {self.assignment.experts} experts",
-                got=f"{len(logical)} places of {len(set(logical))}",
+                "the state was saved under another placement",
+                expected=f"{self.assignment.physical} slots with {self.assignment.experts} experts",
+                got=f"{len(logical)} slots with {len(set(logical))} experts",
             )
-        self._adopt(replace(self.assignment, logical=logical))
-        self.layer.hold(self.assignment.held[self.mesh.ep.rank])
+        self._use_assignment(replace(self.assignment, logical=logical))
+        self.layer.hold(self.assignment.experts_by_rank[self.mesh.ep.rank])
 
     def _rows(self) -> list[Tensor]:
         return self.layer.expert_weights() + self.layer.expert_inputs()
@@ -168,22 +170,22 @@ class ExpertParallel(nn.Module):
     def _device(self) -> torch.device:
         return next(self.layer.parameters()).device
 
-    def _adopt(self, assignment: Assignment) -> Assignment:
-        """Look experts up under `assignment` from now on, and start counting anew."""
+    def _use_assignment(self, assignment: Assignment) -> Assignment:
+        """Use `assignment` from now on, and reset the load counters."""
         self._assignment = None if self.mesh.outside else assignment
-        self._tables = None if self.mesh.outside else Tables(assignment, self._device())
+        self._tables = None if self.mesh.outside else ReplicaTables(assignment, self._device())
         self.load = torch.zeros(assignment.physical + 1, dtype=torch.int64, device=self._device())
         return assignment
 
-    def _lookup(self) -> Tables:
+    def _lookup(self) -> ReplicaTables:
         if self._tables is None:
             raise LaunchError("this process is outside the mesh", hint="call resize() to join")
         return self._tables
 
-    def _tell_assignment(self, group: RankGroup) -> Assignment:
-        """Rank 0 tells those that join what is where; others hear what they know."""
-        known = self._assignment
-        text = "" if known is None else json.dumps([self.strategy, known.experts, known.slots, known.logical])
+    def _share_assignment(self, group: RankGroup) -> Assignment:
+        """Rank 0's assignment, on all ranks: ranks that join have none yet."""
+        mine = self._assignment
+        text = "" if mine is None else json.dumps([self.strategy, mine.experts, mine.slots, mine.logical])
         strategy, experts, slots, logical = json.loads(group.gather_text(text, self._device())[0])
         self.strategy = strategy
         return Assignment(experts, tuple(map(tuple, slots)), tuple(logical))
@@ -194,15 +196,15 @@ class ExpertParallel(nn.Module):
         theirs = (placement.tp_rank, placement.tp_size, placement.ep_rank, placement.ep_size)
         if ours != theirs:
             raise ShardError(
-                "the placement is another rank's (tp rank and size, ep rank and size)", expected=ours, got=theirs
+                "the placement is not this rank's (tp rank, tp size, ep rank, ep size)", expected=ours, got=theirs
             )
         expected = list(assignment.expert_map(mesh.ep.rank))
-        held = range(layer.problem.global_experts) if layer.expert_map is None else layer.expert_map.tolist()
-        if list(held) != expected:
-            raise ShardError("the layer was loaded under another placement", expected=expected, got=list(held))
+        actual = range(layer.problem.global_experts) if layer.expert_map is None else layer.expert_map.tolist()
+        if list(actual) != expected:
+            raise ShardError("the layer was loaded under another placement", expected=expected, got=list(actual))
 
     def _check_form(self) -> None:
-        """The backend chosen for indexed work must take the work this form gives it."""
+        """The backend was chosen for indexed dispatch; the all-to-all form also needs contiguous dispatch."""
         choice = self.layer.choice
         problem = replace(choice.problem, dispatch=CONTIGUOUS)
         if self.form == GATHER or self.mesh.ep.size == 1 or problem.weight_on_input:
@@ -210,21 +212,27 @@ class ExpertParallel(nn.Module):
         reasons = list(choice.backend.check(problem, choice.device))
         if reasons:
             raise UnsupportedProblem(
-                f"{choice.backend.name} cannot compute rows grouped by expert: {'; '.join(map(str, reasons))}",
+                f"{choice.backend.name} cannot compute rows that are grouped by expert: {'; '.join(map(str, reasons))}",
                 hint=f"use form='{GATHER}' or another backend",
             )
 
     def _check_alike(self, group: RankGroup) -> None:
-        """All ranks must hold experts in one layout and mean the same computation by them."""
+        """All ranks must use the same layout and compute the same problem."""
         facts = self.layer.problem.describe()
         facts |= {"experts": "", "global_experts": "", "layout": self.layer.layout_signature()}
         facts |= {"form": self.form, "max_tokens": self.max_tokens, "wire": self.wire}
-        group.agree(facts, self._device(), "this rank would compute another way than the others")
+        group.require_agreement(facts, self._device(), "this rank's layer differs from those of the other ranks")
 
     def _check_resize(self, mesh: Mesh, larger: Mesh) -> None:
         smaller = mesh if larger is self.mesh else self.mesh
         if mesh.tp.size != self.mesh.tp.size:
-            raise ShardError("tensor parallelism cannot change", expected=self.mesh.tp.size, got=mesh.tp.size)
+            raise ShardError(
+                "resize() cannot change the tensor-parallel size", expected=self.mesh.tp.size, got=mesh.tp.size
+            )
         expected = larger.ep.ranks[: smaller.ep.size]
         if not smaller.outside and smaller.ep.ranks != expected:
-            raise ShardError("the ranks that stay come first", expected=expected, got=smaller.ep.ranks)
+            raise ShardError(
+                "the ranks of the smaller mesh must come first in the larger one",
+                expected=expected,
+                got=smaller.ep.ranks,
+            )

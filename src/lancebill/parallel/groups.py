@@ -1,7 +1,7 @@
-"""Ranks that talk to each other: thin names over torch.distributed, and one rank alone.
+"""Groups of ranks: a thin layer over torch.distributed.
 
-Nothing here knows of experts. A program that never called `init_process_group` gets groups of one
-rank whose collectives are the identity, so that the same code runs on one process and on many.
+Nothing here depends on experts. Without `init_process_group` a group has one rank and its collectives do nothing, so
+that the same code runs with one process and with many.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from lancebill.errors import LaunchError, RanksDisagree, ShardError
 from lancebill.moe.placement import LINEAR, Placement
 
-try:  # the names of torch 2.13; before, the same two under longer ones
+try:  # torch >= 2.13; older versions have other names
     from torch.distributed import all_gather_single as _all_gather
     from torch.distributed import reduce_scatter_single as _reduce_scatter
 except ImportError:
@@ -29,18 +29,18 @@ OUTSIDE = -1
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`size` ranks, of which this process is number `rank` (OUTSIDE: it is none of them).
+    """A group of `size` ranks; this process is number `rank` (OUTSIDE: not a member).
 
-    Every method is a collective: all members call it, with equal shapes unless it says otherwise.
+    Every method is a collective: all members call it, with equal shapes unless stated otherwise.
     """
 
     rank: int = 0
     size: int = 1
-    ranks: tuple[int, ...] = (0,)  # the members' numbers in the whole world
+    ranks: tuple[int, ...] = (0,)  # global ranks of the members
     handle: dist.ProcessGroup | None = None
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Deal rows out, sent[r] of them to rank r in order; what comes back is in rank order too."""
+        """Send the first sent[0] rows to rank 0, the next sent[1] to rank 1, ...; returns received rows by rank."""
         if self._alone():
             return rows
         out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -48,7 +48,7 @@ class RankGroup:
         return out
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Everyone's rows, one after the other in rank order."""
+        """The rows of all ranks, concatenated in rank order."""
         if self._alone():
             return rows
         out = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
@@ -56,9 +56,9 @@ class RankGroup:
         return out
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        """Sum over ranks; each keeps its own part of the rows.
+        """Sum over ranks; each rank keeps its own part of the rows.
 
-        gloo takes every dtype we send; inside it reduces everything and cuts, so it saves no traffic.
+        gloo reduces everything on every rank and then slices, so it saves no traffic there.
         """
         if self._alone():
             return rows
@@ -73,30 +73,30 @@ class RankGroup:
         return tensor
 
     def gather_text(self, text: str, device: torch.device) -> list[str]:
-        """Everyone's text in rank order: bytes in tensors, nothing is unpickled."""
+        """The texts of all ranks, in rank order. Sent as byte tensors, so that nothing is unpickled."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
         lengths = self.all_gather(torch.tensor([data.numel()], device=device)).tolist()
         padded = torch.nn.functional.pad(data, (0, max(lengths) - data.numel()))
         rows = self.all_gather(padded).view(len(lengths), -1).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]
 
-    def agree(self, facts: Mapping[str, object], device: torch.device, what: str) -> None:
-        """Raise, on every rank alike, where some say something else than most; names them and it."""
+    def require_agreement(self, facts: Mapping[str, object], device: torch.device, what: str) -> None:
+        """Raise on every rank if some ranks differ from the majority; the error names them and the difference."""
         texts = self.gather_text("\n".join(f"{name}: {value}" for name, value in facts.items()), device)
         usual = Counter(texts).most_common(1)[0][0].split("\n")
         odd = [rank for rank, text in enumerate(texts) if text.split("\n") != usual]
         if odd:
-            said = texts[odd[0]].split("\n")
+            differing = texts[odd[0]].split("\n")
             raise RanksDisagree(
                 what,
                 where=f"rank {', '.join(str(self.ranks[rank]) for rank in odd)}",
-                expected="; ".join(line for line in usual if line not in said),
-                got="; ".join(line for line in said if line not in usual),
+                expected="; ".join(line for line in usual if line not in differing),
+                got="; ".join(line for line in differing if line not in usual),
             )
 
     def _alone(self) -> bool:
         if self.rank == OUTSIDE:
-            raise LaunchError("this process is outside the group", hint="only its members take part in its collectives")
+            raise LaunchError("this process is outside the group", hint="only members may call its collectives")
         return self.handle is None
 
 
@@ -104,8 +104,8 @@ class RankGroup:
 class Mesh:
     """Tensor parallelism inside expert parallelism: rank = ep_rank * tp_size + tp_rank.
 
-    Ranks of one `tp` group hold slices of the same experts and are given the same tokens; ranks of
-    one `ep` group hold different experts and may be given different tokens.
+    Ranks of a `tp` group hold slices of the same experts and get the same tokens; ranks of an `ep` group hold different
+    experts and may get different tokens.
     """
 
     tp: RankGroup = RankGroup()
@@ -114,19 +114,20 @@ class Mesh:
 
     @classmethod
     def make(cls, tp: int = 1, ep: int = 1, ranks: Sequence[int] | None = None) -> Mesh:
-        """Groups over `ranks` of the world (all of them by default).
+        """A mesh over these global ranks (all of them by default).
 
-        Every process of the world calls this, those outside `ranks` too: groups are made together.
+        Every process calls this, those outside `ranks` too: torch creates groups collectively.
         """
         if not dist.is_initialized():
             if tp * ep != 1:
                 raise ShardError(
-                    f"tp {tp} and ep {ep} need other processes", hint="call torch.distributed.init_process_group first"
+                    f"tp {tp} and ep {ep} need more than one process",
+                    hint="call torch.distributed.init_process_group first",
                 )
             return cls()
         members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
         if len(members) != tp * ep:
-            raise ShardError(f"tp {tp} and ep {ep} do not fill the ranks", expected=tp * ep, got=len(members))
+            raise ShardError(f"tp {tp} times ep {ep} is not the number of ranks", expected=tp * ep, got=len(members))
         return cls(
             tp=_join([members[e * tp : (e + 1) * tp] for e in range(ep)]),
             ep=_join([members[t::tp] for t in range(tp)]),
@@ -135,16 +136,16 @@ class Mesh:
 
     @property
     def outside(self) -> bool:
-        """Whether this process takes no part."""
+        """Whether this process is not in the mesh."""
         return self.everyone.rank == OUTSIDE
 
     def placement(self, *, strategy: str = LINEAR, redundant: int = 0, pad_to: int = 1) -> Placement:
-        """What this rank holds, for `from_checkpoint`."""
+        """This rank's placement, for `from_checkpoint`."""
         return Placement(self.tp.rank, self.tp.size, self.ep.rank, self.ep.size, strategy, redundant, pad_to)
 
 
 def _join(all_ranks: list[tuple[int, ...]]) -> RankGroup:
-    """Make all groups, as every process must, and give the one this process is in."""
+    """Create all groups, as every process must, and return the one that this process is in."""
     me = dist.get_rank()
     mine = RankGroup(OUTSIDE, len(all_ranks[0]), ())
     for ranks in all_ranks:

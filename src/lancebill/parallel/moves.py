@@ -1,4 +1,4 @@
-"""Moving experts between ranks: rows of live tensors, sent point to point."""
+"""Move experts between ranks: rows of the layer's tensors, sent point to point."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lancebill.parallel.groups import RankGroup
 
-Held = Sequence[Sequence[int]]  # by rank: the experts in its slots
+ExpertsByRank = Sequence[Sequence[int]]  # for each rank, the logical experts in its slots
 
 
 @dataclass(frozen=True)
 class Move:
-    """One expert's rows from a slot to a slot."""
+    """Copy one expert's rows from (rank, slot) to (rank, slot)."""
 
     source: int
     source_slot: int
@@ -29,11 +29,11 @@ class Move:
         return (self.source, self.source_slot) == (self.target, self.target_slot)
 
 
-def plan_moves(before: Held, after: Held) -> list[Move]:
-    """What must be copied so that ranks that hold `before` hold `after`; the same list on all ranks.
+def plan_moves(before: ExpertsByRank, after: ExpertsByRank) -> list[Move]:
+    """The moves from arrangement `before` to arrangement `after`; the same list on all ranks.
 
-    A rank copies from itself where it can; else the copies of an expert take turns in sending it.
-    The two may have different numbers of ranks and of slots.
+    A rank copies from itself if it can; otherwise the ranks that hold an expert take turns in sending it. The two
+    arrangements may have different numbers of ranks and slots.
     """
     holders: dict[int, list[tuple[int, int]]] = {}
     for rank, slots in enumerate(before):
@@ -54,33 +54,33 @@ def plan_moves(before: Held, after: Held) -> list[Move]:
     return moves
 
 
-def carry_out(moves: Sequence[Move], rows: Sequence[Tensor], out: Sequence[Tensor], group: RankGroup) -> None:
-    """Copy rows [E_before, -1] into `out` [E_after, -1], across ranks where moves say so.
+def run_moves(moves: Sequence[Move], rows: Sequence[Tensor], out: Sequence[Tensor], group: RankGroup) -> None:
+    """Copy rows [E_before, -1] into `out` [E_after, -1], between ranks where needed.
 
-    With `out` the same list as `rows` it is done in place: arrivals wait aside until everything that
-    leaves has left. All members of `group` call this, those without a move too.
+    If `out` is `rows`, moves are in place: received rows stay in temporary tensors until all sends are done. A
+    collective: ranks without a move call it too.
     """
-    me, aside = group.rank, rows is out
-    going = [m for m in moves if m.source == me and m.target != me]
-    coming = [m for m in moves if m.target == me and not (aside and m.stays)]
-    landings = [[torch.empty_like(t[m.target_slot]) if aside else t[m.target_slot] for m in coming] for t in out]
+    me, in_place = group.rank, rows is out
+    sends = [m for m in moves if m.source == me and m.target != me]
+    receives = [m for m in moves if m.target == me and not (in_place and m.stays)]
+    landings = [[torch.empty_like(t[m.target_slot]) if in_place else t[m.target_slot] for m in receives] for t in out]
     operations = []
     for source, waiting in zip(rows, landings):
-        for m in going:
+        for m in sends:
             operations.append(_operation(dist.isend, source[m.source_slot], m.target, group))
-        for m, landing in zip(coming, waiting):
+        for m, landing in zip(receives, waiting):
             if m.source == me:
                 landing.copy_(source[m.source_slot])
             else:
                 operations.append(_operation(dist.irecv, landing, m.source, group))
     for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()
-    if aside:
+    if in_place:
         for target, waiting in zip(out, landings):
-            for m, landing in zip(coming, waiting):
+            for m, landing in zip(receives, waiting):
                 target[m.target_slot].copy_(landing)
 
 
-def _operation(way: Callable[..., Any], row: Tensor, peer: int, group: RankGroup) -> dist.P2POp:
-    """One row to or from a peer, as bytes: transports do not know all integer dtypes."""
-    return dist.P2POp(way, row.view(torch.uint8), group.ranks[peer], group.handle)
+def _operation(send_or_receive: Callable[..., Any], row: Tensor, peer: int, group: RankGroup) -> dist.P2POp:
+    """Send a row to a peer or receive one, as bytes: backends do not support all integer dtypes."""
+    return dist.P2POp(send_or_receive, row.view(torch.uint8), group.ranks[peer], group.handle)

@@ -68,7 +68,7 @@ def test_tables_follow_the_module() -> None:
 def test_a_placement_that_is_not_the_layers_is_refused() -> None:
     with pytest.raises(ShardError, match="another placement"):
         ExpertParallel(_load(Placement(ep_size=2)), Mesh())
-    with pytest.raises(ShardError, match="another rank's"):
+    with pytest.raises(ShardError, match="not this rank's"):
         ExpertParallel(_load(Placement(ep_size=2)), Mesh(), Placement(ep_size=2))
 
 
@@ -113,4 +113,4 @@ def test_the_odd_rank_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch
     group = RankGroup(0, 3, (4, 5, 6))
     monkeypatch.setattr(RankGroup, "gather_text", lambda *_: ["a: 1\nb: 2", "a: 1\nb: 3", "a: 1\nb: 2"])
     with pytest.raises(RanksDisagree, match=r"rank 5: no; expected b: 2; got b: 3"):
-        group.agree({}, torch.device("cpu"), "no")
+        group.require_agreement({}, torch.device("cpu"), "no")

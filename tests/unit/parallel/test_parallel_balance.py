@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lancebill.errors import ShardError
 from lancebill.moe.placement import Placement
-from lancebill.parallel.balance import arrange, busiest, keep_slots, pack, rebalance, replicate
+from lancebill.parallel.balance import arrange, busiest, keep_slots, pack_bins, rebalance, replicate
 from lancebill.parallel.replicas import Assignment
 
 
@@ -19,8 +19,8 @@ def test_spare_places_go_to_whoever_carries_most_per_copy() -> None:
 
 
 def test_the_heaviest_goes_to_the_lightest_with_room() -> None:
-    assert pack([7.0, 6.0, 5.0, 4.0], 2, 2) == [[0, 3], [1, 2]]
-    assert pack([9.0, 1.0, 1.0, 1.0], 2, 2) == [[0, 3], [1, 2]], "the light bin is full when the last one comes"
+    assert pack_bins([7.0, 6.0, 5.0, 4.0], 2, 2) == [[0, 3], [1, 2]]
+    assert pack_bins([9.0, 1.0, 1.0, 1.0], 2, 2) == [[0, 3], [1, 2]], "the light bin is full when the last one comes"
 
 
 def test_whoever_stays_on_a_rank_stays_in_its_slot() -> None:
@@ -39,7 +39,7 @@ def test_groups_stay_on_one_node() -> None:
 
 def test_a_case_worked_out_by_hand() -> None:
     """Six experts on four ranks with two spare places; experts 0 and 1 do most."""
-    current = Assignment.of(Placement(ep_size=4, redundant=2), 6).held
+    current = Assignment.of(Placement(ep_size=4, redundant=2), 6).experts_by_rank
     load = [100.0, 60.0, 10.0, 10.0, 10.0, 10.0]
     held = rebalance(load, current)
     # 100 halves, then 60 does: copies of 50 50 30 30 10 10 10 10, the heaviest with the lightest
@@ -78,10 +78,10 @@ def problems(draw: st.DrawFn) -> tuple[list[float], Assignment, int, int]:
 @given(problems())
 def test_what_holds_for_every_load(problem: tuple[list[float], Assignment, int, int]) -> None:
     load, assignment, nodes, groups = problem
-    current = assignment.held
+    current = assignment.experts_by_rank
     held = rebalance(load, current, nodes=nodes, groups=groups)
     moved = assignment.arranged(held)  # raises where an expert has no place
-    assert [len(slots) for slots in moved.held] == [len(slots) for slots in current]
+    assert [len(slots) for slots in moved.experts_by_rank] == [len(slots) for slots in current]
     assert busiest(load, held) <= busiest(load, current)
     for new, old in zip(held, current):
         assert all(new[i] == expert or new.count(expert) < old.count(expert) for i, expert in enumerate(old))
@@ -92,7 +92,7 @@ def test_what_holds_for_every_load(problem: tuple[list[float], Assignment, int, 
 @given(st.permutations(range(16)), st.sampled_from([2, 4, 8]), st.sampled_from([0, 8]))
 def test_skewed_loads_end_near_the_best_possible(order: list[int], ranks: int, redundant: int) -> None:
     load = [1000.0 / (1 + order[e]) for e in range(16)]
-    current = Assignment.of(Placement(ep_size=ranks, redundant=redundant), 16).held
+    current = Assignment.of(Placement(ep_size=ranks, redundant=redundant), 16).experts_by_rank
     held = rebalance(load, current)
     bound = max(sum(load) / ranks, 0 if redundant else max(load))
     assert busiest(load, held) <= min(busiest(load, current), 1.5 * bound)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lancebill.errors import ShardError
 from lancebill.moe.placement import Placement
 from lancebill.parallel.groups import RankGroup
-from lancebill.parallel.moves import carry_out, plan_moves
-from lancebill.parallel.replicas import Assignment, Tables, count_load
+from lancebill.parallel.moves import plan_moves, run_moves
+from lancebill.parallel.replicas import Assignment, ReplicaTables, count_load
 
 CPU = torch.device("cpu")
 
@@ -24,16 +24,16 @@ def _with_copies(count: int) -> Assignment:
 
 def test_tokens_take_turns_among_replicas() -> None:
     ids = torch.zeros(8, 1, dtype=torch.int64)
-    three = Tables(_with_copies(3), CPU).choose(ids).flatten().tolist()
+    three = ReplicaTables(_with_copies(3), CPU).choose(ids).flatten().tolist()
     assert three == [0, 0, 2, 2, 1, 0, 0, 2]
-    two = Tables(_with_copies(2), CPU).choose(ids).flatten().tolist()
+    two = ReplicaTables(_with_copies(2), CPU).choose(ids).flatten().tolist()
     assert two == [0, 1, 0, 1, 0, 1, 0, 1]
-    one = Tables(_with_copies(1), CPU).choose(ids).flatten().tolist()
+    one = ReplicaTables(_with_copies(1), CPU).choose(ids).flatten().tolist()
     assert one == [0] * 8
 
 
 def test_the_choice_is_unsigned_arithmetic_at_any_index() -> None:
-    tables = Tables(_with_copies(3), CPU)
+    tables = ReplicaTables(_with_copies(3), CPU)
     tokens = 100_000
     chosen = tables.choose(torch.zeros(tokens, 1, dtype=torch.int64)).flatten().tolist()
     assert chosen[-3:] == [((t * 2654435769) & 0xFFFFFFFF) % 3 for t in range(tokens - 3, tokens)]
@@ -43,7 +43,7 @@ def test_the_choice_is_unsigned_arithmetic_at_any_index() -> None:
 
 def test_ids_that_name_no_expert_stay_nowhere() -> None:
     ids = torch.tensor([[0, -1], [1, 2], [-7, 1]])
-    chosen = Tables(_with_copies(2), CPU).choose(ids)
+    chosen = ReplicaTables(_with_copies(2), CPU).choose(ids)
     assert chosen.dtype == torch.int32
     assert chosen.tolist() == [[0, -1], [2, -1], [-1, 2]]
 
@@ -52,7 +52,7 @@ def test_initial_copies_repeat_the_first_experts() -> None:
     assignment = Assignment.of(Placement(ep_size=4, redundant=2), 6)
     assert assignment.logical == (0, 1, 2, 3, 4, 5, 0, 1)
     assert assignment.replicas == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
-    assert assignment.held == ((0, 1), (2, 3), (4, 5), (0, 1))
+    assert assignment.experts_by_rank == ((0, 1), (2, 3), (4, 5), (0, 1))
     assert assignment.expert_map(1) == (-1, -1, 0, 1, -1, -1, -1, -1)
 
 
@@ -62,7 +62,7 @@ def test_maps_equal_the_placements() -> None:
         for rank in range(4):
             placement = Placement(ep_rank=rank, ep_size=4, strategy=strategy)
             assert assignment.expert_map(rank) == placement.expert_map(10)
-            assert assignment.held[rank] == placement.experts(10)
+            assert assignment.experts_by_rank[rank] == placement.experts(10)
 
 
 def test_an_expert_without_a_place_is_refused() -> None:
@@ -109,5 +109,5 @@ def test_following_the_moves_gives_what_is_wanted(before: list[list[int]], data:
 def test_rows_may_be_permuted_in_place(order: list[int]) -> None:
     rows = [torch.arange(15, dtype=torch.int16).view(5, 3), torch.arange(5, dtype=torch.uint8).view(5, 1)]
     want = [t[order].clone() for t in rows]
-    carry_out(plan_moves([list(range(5))], [order]), rows, rows, RankGroup())
+    run_moves(plan_moves([list(range(5))], [order]), rows, rows, RankGroup())
     assert all(torch.equal(a, b) for a, b in zip(rows, want))

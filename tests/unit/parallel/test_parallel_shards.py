@@ -16,7 +16,7 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import BATCH_INVARIANT
-from lancebill.parallel.replicas import Assignment, Tables
+from lancebill.parallel.replicas import Assignment, ReplicaTables
 from lancebill.testing import checkpoints
 from lancebill.testing.checkpoints import Generated, Geometry, generate
 
@@ -55,7 +55,7 @@ def _inputs(layer: RoutedExperts, experts: int) -> tuple[Tensor, Tensor, Tensor]
 def _part(layer: RoutedExperts, placement: Placement, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """One rank's share of the output, before any rounding."""
     experts = layer.problem.global_experts - placement.redundant
-    tables = Tables(Assignment.of(placement, experts), torch.device("cpu"))
+    tables = ReplicaTables(Assignment.of(placement, experts), torch.device("cpu"))
     return layer(x, topk_ids=tables.choose(ids), topk_weights=weights, out=torch.empty(x.shape))
 
 
