@@ -1,5 +1,5 @@
-# From a clean clone: `make demo` to see it work, `make test` for the linters and all tests.
-# torch is installed first, so that nothing else chooses a build of it. To choose yourself:
+# From a clean clone: `make demo` shows what lancebill does, `make test` runs the linters and all tests.
+# torch is installed first, so that no other package selects its build. To select a build:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
@@ -9,23 +9,26 @@ TRITON ?= triton==3.6.0; platform_system == 'Linux'
 JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The CPU kernels are built with the package where there is a C++ compiler, and left out where there is none.
+# With a C++ compiler the CPU kernels are built with the package; without one they are left out.
 BUILT_FROM := pyproject.toml setup.py $(wildcard src/lancebill/backends/cpu/native/*.cpp src/lancebill/backends/cpu/native/*.h src/lancebill/backends/cpu/native/build.py)
 
+# Versions of transformers for test-matrix.
 MATRIX ?= 5.17.0 newest
 
-.PHONY: help demo test test-O test-matrix lint format kernels wheel clean
+.PHONY: help demo test test-O test-matrix test-native lint format kernels wheel clean
 
 help:
-	@echo "make demo    a real language model as a quantised mixture of experts: look at it, ask it, measure it"
-	@echo "make test    linters and tests, in a virtual environment that is made if it is missing"
-	@echo "make test-O  the unit tests under python -O: nothing may hang on an assert"
-	@echo "make test-matrix  whole models with transformers $(MATRIX), each in an environment of its own"
-	@echo "make test-native  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
-	@echo "make lint    linters only"
-	@echo "make kernels compile the GPU kernels into the user's cache; needs no GPU"
-	@echo "make wheel   a wheel in dist that carries them compiled"
-	@echo "make clean   remove the virtual environment and caches"
+	@echo "make help         show this list"
+	@echo "make demo         turn a language model into a quantised mixture of experts, ask it, measure it"
+	@echo "make test         run linters and all tests; creates the virtual environment if it is missing"
+	@echo "make test-O       run the unit tests under python -O: no behaviour may depend on an assert"
+	@echo "make test-matrix  run the end-to-end tests with transformers $(MATRIX), each in its own environment"
+	@echo "make test-native  run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make lint         run the linters"
+	@echo "make format       format the code and apply the linters' fixes"
+	@echo "make kernels      compile the GPU kernels into the user's cache; needs no GPU"
+	@echo "make wheel        build a wheel with compiled GPU kernels into dist"
+	@echo "make clean        remove virtual environments, build outputs and caches"
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m lancebill.demo
@@ -34,8 +37,8 @@ test: lint kernels
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# Asserts of tests are kept under -O (see tests/conftest.py), those of the library are not. Left out is what would only
-# repeat itself: whole models, ranks, kernels, and what test_optimized.py runs under -O anyway.
+# Under -O the asserts of tests still work (see tests/conftest.py), those of the library are removed. Left out: slow
+# tests that do not depend on asserts (whole models, several ranks, kernels).
 test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
 	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/unit tests/backends --ignore-glob='*/test_hopper_*' \
@@ -50,7 +53,7 @@ test-transformers-%:
 	@.venv-transformers-$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
 	@OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n $(JOBS) tests/e2e
 
-# What the cache has is not compiled again. Where there is no Triton, tests that need it say so and are skipped.
+# Compiles only kernels that are not in the cache. Without Triton, tests that need kernels are skipped.
 kernels: $(VENV)/.installed-dev
 	@echo "== kernels"
 	@if $(BIN)/python -c 'import triton' 2>/dev/null; then $(BIN)/lancebill kernels build --jobs $(JOBS); fi
@@ -77,18 +80,18 @@ format: $(VENV)/.installed-dev
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit("lancebill needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
-	@echo "== a virtual environment in $(VENV), and torch"
+	@echo "== create a virtual environment in $(VENV) and install torch"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
-	@echo "== lancebill, and transformers to run models"
+	@echo "== install lancebill and transformers"
 	@$(PIP) install --quiet --editable '.[transformers,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
-	@echo "== lancebill and what its tests need"
+	@echo "== install lancebill and its test dependencies"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 	@$(PIP) install --quiet --editable '.[dev]'
 	@touch $@

@@ -1,7 +1,7 @@
-"""Asserts of the helpers beside the tests are kept like those of the tests themselves.
+"""Keeps the asserts in tests/helpers under `python -O`.
 
-pytest writes the asserts of test modules as raises, so that they hold under `python -O` too; of other
-modules it does so only when told, and plain asserts there would vanish without a word.
+pytest rewrites asserts in test modules, so that they work under -O too. Other modules must be registered, or their
+asserts would be removed.
 """
 
 from __future__ import annotations

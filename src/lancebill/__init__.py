@@ -3,8 +3,8 @@
     layer = lancebill.RoutedExperts.from_checkpoint("path/to/model", layer=3)
     y = layer(x, topk_ids=ids, topk_weights=weights)
 
-These few names are all most users need. They are loaded when first used, so that `import lancebill`
-costs nothing, touches no GPU and needs none of the optional packages.
+Most users need only these names. Each is imported when it is first used, so that `import lancebill` is fast,
+does not initialise CUDA, and needs no optional package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lancebill import errors as errors
 if TYPE_CHECKING:
     from lancebill.backends.oracle import explain as explain
     from lancebill.checkpoint.read.files import Checkpoint as Checkpoint
-    from lancebill.layer.routed_experts import QuantizedLinear as QuantizedLinear
+    from lancebill.layer.quantized_linear import QuantizedLinear as QuantizedLinear
     from lancebill.layer.routed_experts import RoutedExperts as RoutedExperts
     from lancebill.moe.placement import Placement as Placement
     from lancebill.moe.problem import Problem as Problem
@@ -31,7 +31,7 @@ _HOMES = {
     "Placement": "lancebill.moe.placement",
     "Problem": "lancebill.moe.problem",
     "QuantSpec": "lancebill.numbers.spec",
-    "QuantizedLinear": "lancebill.layer.routed_experts",
+    "QuantizedLinear": "lancebill.layer.quantized_linear",
     "RoutedExperts": "lancebill.layer.routed_experts",
     "explain": "lancebill.backends.oracle",
     "parse_spec": "lancebill.numbers.spec_names",
@@ -40,7 +40,7 @@ __all__ = [*_HOMES, "errors", "from_pretrained"]
 
 
 def from_pretrained(path: Any, **options: Any) -> Any:
-    """A transformers model whose experts stay packed; see `integrations.transformers.from_pretrained`."""
+    """A transformers model whose experts stay packed; see `lancebill.integrations.transformers.pretrained`."""
     try:
         from lancebill.integrations.transformers.pretrained import from_pretrained
     except ModuleNotFoundError as error:
@@ -53,10 +53,10 @@ def from_pretrained(path: Any, **options: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, when it is first used."""
+    """Import a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'lancebill' has no attribute '{name}'")
-    value = globals()[name] = vars(import_module(_HOMES[name]))[name]
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 
 

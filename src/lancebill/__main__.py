@@ -1,4 +1,4 @@
-"""`python -m lancebill`: the command, where it is not on the path."""
+"""`python -m lancebill` runs the `lancebill` command."""
 
 from lancebill.cli.main import main
 

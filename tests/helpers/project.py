@@ -1,4 +1,4 @@
-"""Where the project's own files are, for tests that read them."""
+"""Paths of the project, for tests that read its files."""
 
 from __future__ import annotations
 

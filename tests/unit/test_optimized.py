@@ -1,7 +1,7 @@
-"""Under `python -O` asserts of the library are gone: what users can cause must be refused all the same.
+"""`python -O` removes the library's asserts; wrong input must raise errors all the same.
 
-`make test-O` runs most of the suite that way. Here a part of it runs in a process of its own, so that no
-change slips through in between: the tests whose subject is refusing.
+`make test-O` runs most of the suite under -O. The tests here run the part that tests error handling, in a subprocess,
+so that `make test` covers it too.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ REFUSING = (
     "moe/test_placement.py", "moe/test_problem.py", "moe/test_dispatch.py", "moe/test_activation.py",
     "moe/test_routing.py", "layer/test_input_scales.py", "numbers/test_spec_names.py",
 )  # fmt: skip
-SHORT = "not good_values and not add_up and not share_one_build"  # these refuse nothing, and take half of the time
+SHORT = "not good_values and not add_up and not share_one_build"  # slow, and these test no errors
 
 
 def test_asserts_of_tests_and_their_helpers_are_kept(tmp_path: Path) -> None:
-    """Else no test of this suite would prove anything under -O."""
+    """Without this, the tests would pass under -O whatever the code does."""
     with pytest.raises(AssertionError):
         assert tmp_path is None
     with pytest.raises(AssertionError, match="a text that no error has"):
         assert_refused(tmp_path, CheckpointError, "a text that no error has")
 
 
-@pytest.mark.skipif(not __debug__, reason="this is that run")
-def test_what_is_refused_is_refused_without_asserts() -> None:
+@pytest.mark.skipif(not __debug__, reason="already running under -O")
+def test_errors_do_not_depend_on_asserts() -> None:
     runner = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SHORT]
     command = [*runner, *(str(ROOT / "tests" / "unit" / file) for file in REFUSING)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""A wheel made by `make wheel` carries the shipped kernels: a process that has only the wheel compiles nothing."""
+"""A wheel from `make wheel` contains the compiled kernels: a process with only the wheel compiles nothing."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from project import ROOT
 
 DIST = ROOT / "dist"
 
-# Runs on the unpacked wheel alone, with an empty cache and no leave to compile.
+# Runs with only the unpacked wheel, an empty cache, and compilation disabled.
 SCRIPT = """
 import sys
 from pathlib import Path
 import lancebill
 from lancebill.backends.hopper.shipped import shipped
-from lancebill.jit.build import binary
+from lancebill.jit.build import get_binary
 from lancebill.jit.cache import Cache
 assert Path(lancebill.__file__).is_relative_to(sys.argv[1]), lancebill.__file__
 sources = list(shipped())
-size = sum(len(binary(source).cubin) for source in sources)
+size = sum(len(get_binary(source).cubin) for source in sources)
 assert 100 < len(sources) <= 200 and size <= 20 << 20, (len(sources), size)
 assert not Cache().folder.exists() and "triton" not in sys.modules
 print(len(sources), "kernels", size, "bytes")
 """
 
 
-def test_a_wheel_carries_the_shipped_set(tmp_path: Path) -> None:
+def test_a_wheel_contains_the_shipped_kernels(tmp_path: Path) -> None:
     wheels = sorted(DIST.glob("lancebill-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        pytest.skip("there is no wheel; `make wheel` builds one")
+        pytest.skip("no wheel in dist; `make wheel` builds one")
     root, empty = tmp_path / "root", tmp_path / "cache"
     with zipfile.ZipFile(wheels[-1]) as archive:
         archive.extractall(root)

@@ -18,7 +18,7 @@ from lancebill.cli.explain import SHAPES
 from lancebill.errors import SpecError
 
 if TYPE_CHECKING:
-    from lancebill.bench.run import Setup
+    from lancebill.bench.results import BenchSetup
 
 
 def bench(
@@ -60,30 +60,31 @@ def bench(
         batches = numbers(tokens)
         _check_folders(json_file, plot_file)
         from lancebill.bench import plot, report
-        from lancebill.bench.run import Setup, run
+        from lancebill.bench.results import BenchSetup
+        from lancebill.bench.run import run_benchmark
         from lancebill.cli import env
         from lancebill.moe.model_shapes import parse_shape
 
-        setup = Setup(
+        setup = BenchSetup(
             parse_shape(shape), weights, activations, device, batches, routing, names(backend), names(peers),
             threads, repeats, host, distinct, order,
         )  # fmt: skip
         if plot_file is not None:
-            plot.require()
+            plot.require_matplotlib()
         if first:
             show_first_forwards(_first_forwards(setup, shape), json_file, ui.console())
             return
         notes = ui.console(error=True)
-        result = run(setup, lambda text: notes.print(f"[dim]{escape(text)}[/]"))
+        result = run_benchmark(setup, lambda text: notes.print(f"[dim]{escape(text)}[/]"))
         figures = report.describe(result, env.describe(), ["lancebill", *sys.argv[1:]])
         if json_file is not None:
             json_file.write_text(json.dumps(figures, indent=1) + "\n")
         if plot_file is not None:
-            plot.draw(figures, plot_file)
+            plot.draw_times(figures, plot_file)
     show(figures, ui.console())
 
 
-def _first_forwards(setup: Setup, shape: str) -> list[dict[str, Any]]:
+def _first_forwards(setup: BenchSetup, shape: str) -> list[dict[str, Any]]:
     """Each backend twice: the first run fills the caches, the second one uses them."""
     from lancebill.bench.first_forward import FirstForward, first_forward
 

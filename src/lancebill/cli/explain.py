@@ -61,12 +61,14 @@ def explain(
     """Show every backend's verdict with all its reasons, and which backend is chosen."""
     with ui.reported(as_json, ui.USAGE):
         _check_usage(path, shape, weights, layer)
+        if path is not None:
+            ui.existing(path, as_json)
         _check_backend(backend)
     with ui.reported(as_json):
         from lancebill.backends import oracle
 
         if path is not None:
-            request = _from_checkpoint(ui.existing(path, as_json), layer, weights, activations, tp)
+            request = _from_checkpoint(path, layer, weights, activations, tp)
         else:
             assert shape is not None and weights is not None
             request = _from_shape(shape, weights, activations, tp)

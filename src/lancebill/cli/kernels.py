@@ -56,13 +56,13 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Compile the shipped kernels into the cache; needs Triton, but no GPU."""
-    from lancebill.jit import ship as shipping
-    from lancebill.jit.cache import Cache
-
     start = time.perf_counter()
     with ui.reported(as_json):
         if arch != ARCH:
             raise SpecError("there are no kernels for this architecture", expected=ARCH, got=arch)
+        from lancebill.jit import ship as shipping
+        from lancebill.jit.cache import Cache
+
         sources = _shipped()
         failed = _compile(sources, folder, jobs)
         shipped = shipping.ship(sources, Cache(folder)) if ship and not failed else None
@@ -114,13 +114,13 @@ def warmup(
 def verify(folder: Folder = None, as_json: Json = False) -> None:
     """Check every compiled kernel, in the cache and in the package, against its hash."""
     from lancebill.jit import private_folder as private
-    from lancebill.jit.cache import SUFFIX, Cache, read
+    from lancebill.jit.cache import SUFFIX, Cache, read_entry
 
     with ui.reported(as_json):
         cache = Cache(folder)
-        private.require(cache.folder)
+        private.require_private(cache.folder)
         paths = [path for place in (cache.shipped, cache.folder) for path in sorted(place.glob(f"*{SUFFIX}"))]
-        damaged = [path for path in paths if read(path.parent, path.name[: -len(SUFFIX)]) is None]
+        damaged = [path for path in paths if read_entry(path.parent, path.name[: -len(SUFFIX)]) is None]
     if as_json:
         ui.print_json({"intact": len(paths) - len(damaged), "damaged": [str(path) for path in damaged]})
     else:
@@ -164,12 +164,12 @@ def _compile(sources: list[KernelSource], folder: Path | None, jobs: int | None)
 def _load(sources: list[KernelSource], device: Any) -> None:
     import torch
 
-    from lancebill.jit.load import function
+    from lancebill.jit.load import load_kernel
 
     with torch.cuda.device(device), ui.progress("loading", len(sources)) as advance:
         torch.cuda.synchronize()  # creates the CUDA context and makes it current
         for source in sources:
-            function(source, device.index)
+            load_kernel(source, device.index)
             advance(1)
 
 

@@ -44,6 +44,9 @@ def tune(
     (.cells.json), so that an interrupted search can continue and later searches can add shapes.
     """
     with ui.reported(False):
+        batches = numbers(tokens)
+        if not out.resolve().parent.is_dir():
+            raise SpecError("no such folder", where=str(out.parent))
         import torch
 
         from lancebill.backends.hopper.tuning import policy as hopper
@@ -51,20 +54,18 @@ def tune(
         from lancebill.bench.tuning import Journal, Search
         from lancebill.moe.problem import parse_device
 
-        if not out.resolve().parent.is_dir():
-            raise SpecError("no such folder", where=str(out.parent))
         layers = _layers(shape, names(weights), names(activations))
         where = parse_device(device)
         if where.arch != ARCH:
             raise SpecError("this device cannot be tuned", expected="an sm_90 GPU", got=where)
         journal = Journal(out.with_suffix(".cells.json"))
-        tuning = Search(layers, numbers(tokens), journal, where.torch)
+        tuning = Search(layers, batches, journal, where.torch)
         notes = ui.console(error=True)
         with ui.progress("tuning", len(tuning.cells)) as advance:
             tuning.run(lambda text: notes.print(f"[dim]{escape(text)}[/]"), advance)
         previous = json.loads(out.read_text()) if out.exists() else hopper.data()
         gpu = torch.cuda.get_device_name(where.index)
-        rules = search.merge(previous, tuning.cells, journal.times, gpu, _origin(layers))
+        rules = search.merge_into_data(previous, tuning.cells, journal.times, gpu, _origin(layers))
         text = json.dumps(rules, indent=1) + "\n"
         for file in (out, *[_installed_rules()] * install):
             file.write_text(text)

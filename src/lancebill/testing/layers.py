@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lancebill.backends.base import Backend
+from lancebill.backends.base import Backend, Executor, TensorTable
 from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
@@ -85,9 +86,12 @@ class SampleLayer:
 
     def __call__(self, x: Tensor, routed: Indexed, out: Tensor | None = None) -> Tensor:
         out = torch.full_like(x, float("nan")) if out is None else out
-        kind = Device("cuda", 90, self.device.index or 0) if self.device.type == "cuda" else Device("cpu")
-        plan = self.backend.plan(self.problem, x.shape[0], kind)
-        return self.backend.run(plan, x, routed, self.weights, out)
+        return self.executor.run(x, routed, out)
+
+    @cached_property
+    def executor(self) -> Executor:
+        device = Device("cuda", 90, self.device.index or 0) if self.device.type == "cuda" else Device("cpu")
+        return self.backend.executor(self.problem, device, TensorTable.of(self.weights))
 
 
 def make_layer(

@@ -1,4 +1,4 @@
-"""`lancebill explain`: every backend's verdict, on devices that are not here, from a checkpoint or a shape."""
+"""`lancebill explain`: verdicts of every backend, for checkpoints and shapes, also on devices this machine lacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lancebill.layer.loading import from_checkpoint
 from project import ROOT
 from typer.testing import CliRunner, Result
 
@@ -23,7 +24,6 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import StoredLayer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
-from lancebill.layer.loading import from_checkpoint
 from lancebill.moe.model_shapes import NAMED, parse_shape
 from lancebill.moe.problem import Device, Problem
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
@@ -62,14 +62,14 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def lancebill(*words: object) -> Result:
+def call(*words: object) -> Result:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
 
 def parsed(*words: object, code: int = FINE) -> dict[str, Any]:
-    result = lancebill("explain", *words, "--json")
+    result = call("explain", *words, "--json")
     assert result.exit_code == code, result.output
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
@@ -79,7 +79,7 @@ def parsed(*words: object, code: int = FINE) -> dict[str, Any]:
 # shapes ----------------------------------------------------------------------------------------------
 
 
-def test_shapes_are_those_of_the_models() -> None:
+def test_named_shapes_match_the_models() -> None:
     sizes = {
         name: (s.experts, s.hidden, s.intermediate, s.top_k, str(s.activation), s.bias) for name, s in NAMED.items()
     }
@@ -94,13 +94,13 @@ def test_shapes_are_those_of_the_models() -> None:
 @pytest.mark.parametrize(
     "text", ["", "mixtral", "1,2,3", "8,64,64,0", "8,64,-64,2", "8,64,64,9", "8,64,64,²", "9" * 5000 + ",1,1,1"]
 )
-def test_shapes_that_are_none(text: str) -> None:
+def test_invalid_shapes_are_rejected(text: str) -> None:
     with pytest.raises(SpecError):
         parse_shape(text)
 
 
-def test_a_shape_poses_the_problem_of_a_checkpoint(model: Path) -> None:
-    """The same sizes, cut over ranks the same way, whether they come from files or from a name."""
+def test_shape_and_checkpoint_give_the_same_problem(model: Path) -> None:
+    """The sizes and the shards are the same, whether they come from files or from a shape."""
     for spec in ("mxfp4", "int4-g32", "fp8-block"):
         for tp in (1, 2):
             from_files = parsed(model, "--weights", spec, "--tp", tp)["problem"]
@@ -109,15 +109,15 @@ def test_a_shape_poses_the_problem_of_a_checkpoint(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "share"), [(1, 2880), (2, 1440), (4, 736), (8, 384)])
-def test_a_family_that_keeps_blocks_whole_does_so_by_name(tp: int, share: int) -> None:
+def test_named_shape_shards_at_block_boundaries(tp: int, share: int) -> None:
     down = NAMED["gpt-oss-120b"].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"], tp=tp).w2
     assert down is not None and (down.k, str(down.spec)) == (share, "mxfp4")
 
 
-def test_a_cut_that_is_not_possible() -> None:
+def test_impossible_shards_are_rejected() -> None:
     with pytest.raises(ShardError, match="768"):
         NAMED["qwen3-30b-a3b"].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"], tp=5)
-    assert lancebill("explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--tp", 5).exit_code == PROBLEM
+    assert call("explain", "--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--tp", 5).exit_code == PROBLEM
 
 
 # verdicts --------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_a_cut_that_is_not_possible() -> None:
 
 @pytest.mark.parametrize("device", ["sm_90", "sm_80", "cpu"])
 @pytest.mark.parametrize("shape", NAMED)
-def test_devices_that_are_not_here(shape: str, device: str) -> None:
+def test_explain_works_for_absent_devices(shape: str, device: str) -> None:
     found = parsed("--shape", shape, "--weights", "mxfp4", "--device", device)
     assert found["device"] == device
     assert found["problem"]["experts"] == NAMED[shape].experts
@@ -141,7 +141,7 @@ def test_devices_that_are_not_here(shape: str, device: str) -> None:
 
 
 @pytest.mark.usefixtures("three")
-def test_every_reason_of_everyone() -> None:
+def test_every_reason_is_listed() -> None:
     words = ("--shape", "8,64,64,2", "--weights", "int4-g32", "--device", "sm_90")
     found = parsed(*words)
     assert found["choice"] == "reference"
@@ -155,26 +155,26 @@ def test_every_reason_of_everyone() -> None:
         ],
         "estimate_us": None,
     }
-    text = lancebill("explain", *words).stdout
-    for said in ("needs a [quantum] computer", "wait a few years", "int4-g32 is not to its taste", "on request"):
-        assert said in text
-    assert "reference: the only one that can" in text
+    text = call("explain", *words).stdout
+    for expected in ("needs a [quantum] computer", "wait a few years", "int4-g32 is not to its taste", "on request"):
+        assert expected in text
+    assert "reference: the only candidate" in text
 
 
 @pytest.mark.usefixtures("three")
-def test_a_request_is_honoured_or_refused() -> None:
+def test_a_requested_backend_is_chosen_or_refused() -> None:
     words = ("--shape", "8,64,64,2", "--weights", "mxfp4", "--device", "cpu")
     assert parsed(*words, "--backend", "shy")["choice"] == "shy"
     refused = parsed(*words, "--backend", "picky", code=PROBLEM)
     assert refused["choice"] is None
     assert len(refused["backends"]) == 3
-    result = lancebill("explain", *words, "--backend", "picky")
+    result = call("explain", *words, "--backend", "picky")
     assert result.exit_code == PROBLEM
     assert "refused" in result.stdout
     assert "wait a few years" in result.stdout
 
 
-def test_tokens_and_activations_are_part_of_the_question() -> None:
+def test_tokens_and_activations_change_the_answer() -> None:
     words = ("--shape", "qwen3-30b-a3b", "--weights", "mxfp4", "--device", "cpu", "--backend", "reference")
     few, many = (parsed(*words, "--tokens", tokens)["backends"] for tokens in (1, 4096))
     assert [b["estimate_us"] for b in few if b["supported"]] < [b["estimate_us"] for b in many if b["supported"]]
@@ -185,36 +185,36 @@ def test_tokens_and_activations_are_part_of_the_question() -> None:
 # checkpoints -----------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_explained_as_it_would_load(model: Path) -> None:
+def test_explaining_a_checkpoint_matches_loading_it(model: Path) -> None:
     found = parsed(model, "--layer", 1, "--device", "cpu")
     assert (found["source"], found["layer"]) == (str(model), 1)
     with Checkpoint.open(model) as checkpoint:
         layer = from_checkpoint(checkpoint, 1)
     assert layer.choice.describe() == {key: found[key] for key in layer.choice.describe()}
-    assert "layer 0" in lancebill("explain", model).stdout
+    assert "layer 0" in call("explain", model).stdout
 
 
-def test_wishes_beyond_the_checkpoint(model: Path) -> None:
+def test_options_override_the_checkpoint(model: Path) -> None:
     problem = parsed(model, "--weights", "mxfp4", "--activations", "fp8", "--device", "sm_90")["problem"]
     assert (problem["w13"], problem["activations"], problem["input"]) == ("mxfp4", "fp8", "bf16")
     assert parsed(model, "--activations", "checkpoint")["problem"]["activations"] == "bf16"
     assert parsed(model, "--activations", "fp16")["problem"]["input"] == "fp16"
 
 
-def test_a_layer_without_experts(model: Path) -> None:
+def test_a_layer_without_experts_is_an_error(model: Path) -> None:
     assert "layer 7" in parsed(model, "--layer", 7, code=PROBLEM)["error"]["what"]
 
 
-def test_what_could_not_be_loaded_is_not_promised(model: Path) -> None:
-    told = parsed(model, "--activations", "fp8-static", code=PROBLEM)["error"]
-    assert "input scale" in told["what"] and told["where"] == "layer 0, w13"
+def test_static_activations_need_input_scales(model: Path) -> None:
+    error = parsed(model, "--activations", "fp8-static", code=PROBLEM)["error"]
+    assert "input scale" in error["what"] and error["where"] == "layer 0, w13"
 
 
-def test_layers_that_are_quantised_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_differently_quantised_layers_are_named(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     plain, mxfp4 = (parse_spec(name) for name in ("bf16", "mxfp4"))
     monkeypatch.setattr(StoredLayer, "spec", lambda layer, name: mxfp4 if layer.index == 1 else plain)
-    assert "quantised otherwise, ask with --layer: 1" in lancebill("explain", model).stdout
-    assert "quantised otherwise, ask with --layer: 0" in lancebill("explain", model, "--layer", 1).stdout
+    assert "quantised differently, see --layer: 1" in call("explain", model).stdout
+    assert "quantised differently, see --layer: 0" in call("explain", model, "--layer", 1).stdout
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_layers_that_are_quantised_otherwise_are_named(monkeypatch: pytest.Monke
         ("no/such/path", "--shape", "8,64,64,2"),
     ],
 )
-def test_not_used_right(words: tuple[str, ...]) -> None:
+def test_usage_errors(words: tuple[str, ...]) -> None:
     error = parsed(*words, code=USAGE)["error"]
     assert error["what"]
 
@@ -240,15 +240,15 @@ def test_not_used_right(words: tuple[str, ...]) -> None:
 # the guide -------------------------------------------------------------------------------------------
 
 
-def test_the_backend_of_the_guide_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry finds it, the judge is content, and the oracle asks it."""
+def test_the_guides_backend_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry finds it, it passes the judge, and `explain` lists it."""
     (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     (tmp_path / "guide_unquantised.py").write_text(source)
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
     registry.cache_clear()
     try:
-        made = registry()["unquantised"]
-        assert judge.check_backend(made, Device("cpu")) >= 2
+        backend = registry()["unquantised"]
+        assert judge.check_backend(backend, Device("cpu")) >= 2
         words = ("--shape", "8,64,64,2", "--device", "cpu", "--backend", "unquantised")
         assert parsed(*words, "--weights", "bf16")["choice"] == "unquantised"
         refused = parsed(*words, "--weights", "mxfp4", "--activations", "fp8", code=PROBLEM)

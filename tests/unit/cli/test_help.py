@@ -1,0 +1,54 @@
+"""Help texts and usage errors must not wait for torch: one process asks for all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import contextlib, io, sys
+import typer
+from lancebill.cli.main import app
+
+def walk(command, words=()):
+    yield words
+    for name, child in getattr(command, "commands", {}).items():
+        yield from walk(child, (*words, name))
+
+def answer(expected, *words):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            app(list(words))
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+    assert code == expected and text.getvalue(), (words, code, text.getvalue())
+    assert "torch" not in sys.modules, words
+
+commands = list(walk(typer.main.get_command(app)))
+for words in commands:
+    answer(0, *words, "--help")
+    answer(2, *words, "--no-such-option")
+answer(0, "--version")
+answer(2, "no-such-command")
+answer(2, "explain")
+answer(2, "explain", "--shape", "8,64,64,2")
+for command in ("explain", "inspect", "verify", "generate", "serve", "eval"):
+    answer(2, command, "no/such/path")
+answer(2, "convert", "no/such/path", "out", "--to", "mxfp4")
+answer(2, "convert", ".", "out", "--to", "mxfp4", "--device", "abacus")
+answer(2, "eval", ".")
+answer(2, "bench", "--shape", "8,64,64,2", "--weights", "mxfp4", "--tokens", "many")
+answer(2, "bench", "--shape", "8,64,64,2", "--weights", "mxfp4", "--json", "no/such/folder/file.json")
+answer(2, "tune", "--shape", "8,64,64,2", "--tokens", "many")
+answer(2, "kernels", "build", "--arch", "sm_80")
+print(len(commands))
+"""
+
+
+def test_help_and_usage_errors_do_not_import_torch(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 15
