@@ -1,7 +1,7 @@
 """The registry of checkpoint formats.
 
-Each module of this folder that defines `FORMAT` is a format; other packages add theirs through the
-entry point group `lancebill.formats`. Nothing is listed by hand.
+Each module of this package that defines `FORMAT` is a format. Other packages add formats through the
+entry point group `lancebill.formats`. There is no list to maintain.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ ENTRY_POINTS = "lancebill.formats"
 @lru_cache(maxsize=1)
 def registry() -> dict[str, Format]:
     """All formats by name."""
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
-        candidate = vars(module).get("FORMAT")
+        candidate = getattr(module, "FORMAT", None)
         if isinstance(candidate, Format):
-            _add(found, candidate)
+            _add(formats, candidate)
     for point in entry_points(group=ENTRY_POINTS):
         candidate = point.load()
         if not isinstance(candidate, Format):
             raise UnsupportedFormat("an entry point must name a Format", where=point.value)
-        _add(found, candidate)
-    return dict(sorted(found.items()))
+        _add(formats, candidate)
+    return dict(sorted(formats.items()))
 
 
 def detect(config: Config) -> Format:
-    """The one format that matches, or an error that lists what was found."""
+    """The format that matches the config; raises if none or several match."""
     matching = [f for f in registry().values() if f.matches(config)]
     if len(matching) == 1:
         return matching[0]
     method = repr(config.method)
     if not matching:
         raise UnsupportedFormat(
-            f"no format reads quant_method {method}",
+            f"no format supports quant_method {method}",
             where=config.source,
             expected=f"one of {', '.join(registry())}",
             got=f"keys {', '.join(sorted(config.quant)) or 'none'}",
         )
     names = ", ".join(f.name for f in matching)
-    raise UnsupportedFormat(f"more than one format claims quant_method {method}: {names}", where=config.source)
+    raise UnsupportedFormat(f"more than one format matches quant_method {method}: {names}", where=config.source)
 
 
-def _add(found: dict[str, Format], candidate: Format) -> None:
-    if candidate.name in found:
-        raise UnsupportedFormat(f"two formats are called '{candidate.name}'")
-    found[candidate.name] = candidate
+def _add(formats: dict[str, Format], candidate: Format) -> None:
+    if candidate.name in formats:
+        raise UnsupportedFormat(f"two formats have the name '{candidate.name}'")
+    formats[candidate.name] = candidate

@@ -1,7 +1,7 @@
-"""What a compressed-tensors config says: groups, their targets and their arguments.
+"""Reads and writes the config of compressed-tensors: groups, their targets and their arguments.
 
-Each group names targets: modules, patterns ("re:"), or classes, of which "Linear" is every
-projection's. Reading ends in a `Group`; writing starts from a spec.
+Each group lists targets: module names, patterns ("re:"), or classes; every projection has the class
+"Linear". Reading returns a `ConfigGroup`; writing starts from a spec.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from lancebill.errors import UnsupportedFormat
-from lancebill.formats._patterns import Pattern, compiled
+from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats.base import Config, checked, require
 from lancebill.numbers.dtypes import E4M3, E8M0
 from lancebill.numbers.spec import (
@@ -29,8 +29,8 @@ from lancebill.numbers.spec import (
 )
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-MIXED = "mixed-precision"  # each group names its own
-# Formats that leave nothing to choose: their spec and the strategy it goes by.
+MIXED = "mixed-precision"  # each group names its own format
+# Formats that determine the spec: the spec and its `strategy` in the config.
 FIXED: dict[str, tuple[QuantSpec, str]] = {
     "nvfp4-pack-quantized": (NVFP4_DIV, "tensor_group"),
     "mxfp4-pack-quantized": (MXFP4, "group"),
@@ -39,7 +39,7 @@ FIXED: dict[str, tuple[QuantSpec, str]] = {
 }
 READ = (PACK, INT, FLOAT, NAIVE, *FIXED)
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
-VERSION = "0.20.0"  # the release whose files ours are like
+VERSION = "0.20.0"  # the release whose files ours follow
 
 _GROUP_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
 _ARG_KEYS = {
@@ -59,7 +59,7 @@ class Args:
     strategy: str
     block: Block
     dynamic: bool | str
-    reordered: bool  # actorder "group": columns are grouped by g_idx
+    reordered: bool  # actorder "group": g_idx assigns columns to groups
     scale_dtype: str
 
 
@@ -73,29 +73,29 @@ class ConfigGroup:
 
 
 def find_group(config: Config, name: str) -> ConfigGroup | None:
-    """The group that quantises a module, None where none does; the halves of a fused name must agree."""
+    """The group that quantises a module, or None. Both halves of a fused projection must have the same group."""
     targets, ignore = _all_targets(config)
     names = [name]
     if not ignore.match(name) and not any(t.match(name) for t in targets.values()):
         parent, _, last = name.rpartition(".")
         names = [f"{parent}.{half}" for half in FUSED.get(last, ())] or names
-    found = {_choose(half, targets, ignore) for half in names}
-    if len(found) > 1:
+    keys = {_choose(half, targets, ignore) for half in names}
+    if len(keys) > 1:
         raise UnsupportedFormat(
             "the halves of a fused projection belong to different groups",
             where=f"{config.source}, module {name}",
-            got=", ".join(sorted(str(key) for key in found)),
+            got=", ".join(sorted(str(key) for key in keys)),
         )
-    key = found.pop()
+    key = keys.pop()
     return None if key is None else _group(config, key)
 
 
-# What follows is read once for a config, not once for each of its modules.
+# The functions below are cached: they run once per config, not once per module.
 
 
 @lru_cache(maxsize=64)
 def _all_targets(config: Config) -> tuple[dict[str, _Targets], _Targets]:
-    """What each group is for, and what is left alone."""
+    """The targets of each group, and the ignored modules."""
     targets = {}
     for key, value in require(config, "config_groups", dict).items():
         section = _section(value, f"config_groups.{key}", _GROUP_KEYS, config.source)
@@ -125,36 +125,36 @@ class _Targets:
     patterns: tuple[Pattern, ...]
 
     def match(self, name: str) -> bool:
-        return name in self.exact or self.like(name)
+        return name in self.exact or self.match_pattern(name)
 
-    def like(self, name: str) -> bool:
+    def match_pattern(self, name: str) -> bool:
         return any(p.match(name) for p in self.patterns)
 
 
 def _read_targets(value: Any, key: str, source: str) -> _Targets:
     entries = [] if value is None else checked(value, key, list, (), source)
     if not all(isinstance(e, str) for e in entries):
-        raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=entries)
-    patterns = tuple(compiled(e.removeprefix("re:"), key, source) for e in entries if e.startswith("re:"))
+        raise UnsupportedFormat(f"'{key}' must be a list of names", where=source, got=entries)
+    patterns = tuple(compile_pattern(e.removeprefix("re:"), key, source) for e in entries if e.startswith("re:"))
     return _Targets(frozenset(e for e in entries if not e.startswith("re:")), patterns)
 
 
 def _choose(name: str, targets: Mapping[str, _Targets], ignore: _Targets) -> str | None:
-    """Names before patterns before classes: the most specific target decides."""
+    """The most specific target wins: names before patterns before classes."""
     if ignore.match(name):
         return None
-    exact = next((key for key, t in targets.items() if name in t.exact), None)
-    like = next((key for key, t in targets.items() if t.like(name)), None)
-    return exact or like or next((key for key, t in targets.items() if "Linear" in t.exact), None)
+    by_name = next((key for key, t in targets.items() if name in t.exact), None)
+    by_pattern = next((key for key, t in targets.items() if t.match_pattern(name)), None)
+    return by_name or by_pattern or next((key for key, t in targets.items() if "Linear" in t.exact), None)
 
 
 def _read_args(value: Any, key: str, source: str) -> Args:
     values = _section(value, key, _ARG_KEYS, source)
 
     def get(name: str, kind: type | tuple[type, ...], default: Any, legal: Sequence[Any] = ()) -> Any:
-        found = values.get(name)
-        found = found.lower() if isinstance(found, str) else found
-        return default if found is None else checked(found, f"{key}.{name}", kind, legal, source)
+        value = values.get(name)
+        value = value.lower() if isinstance(value, str) else value
+        return default if value is None else checked(value, f"{key}.{name}", kind, legal, source)
 
     size = get("group_size", int, None)
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
@@ -175,11 +175,11 @@ def _read_args(value: Any, key: str, source: str) -> Args:
 def _block(strategy: str, size: int | None, structure: Any, key: str, source: str) -> Block:
     if strategy in ("group", "tensor_group"):
         if size is None or size < 1:
-            raise UnsupportedFormat(f"'{key}.group_size' is positive where groups are used", where=source, got=size)
+            raise UnsupportedFormat(f"'{key}.group_size' must be positive", where=source, got=size)
         return group(size)
     if strategy != "block":
         return TENSOR if strategy == "tensor" else CHANNEL
-    sides = structure.split("x") if isinstance(structure, str) else structure  # old files say "128x128"
+    sides = structure.split("x") if isinstance(structure, str) else structure  # old files have "128x128"
     try:
         rows, columns = (int(side) for side in sides)
     except (TypeError, ValueError):
@@ -192,18 +192,18 @@ def _block(strategy: str, size: int | None, structure: Any, key: str, source: st
 
 
 def _section(value: Any, key: str, known: set[str], source: str) -> Mapping[str, Any]:
-    """A nested dictionary without keys that nobody here reads."""
+    """A nested dictionary; raises for unknown keys."""
     section: Mapping[str, Any] = checked(value, key, dict, (), source)
-    strange = sorted(str(k) for k, v in section.items() if k not in known and v is not None)
-    if strange:
-        raise UnsupportedFormat(f"unknown keys in '{key}'", where=source, expected=sorted(known), got=strange)
+    unknown = sorted(str(k) for k, v in section.items() if k not in known and v is not None)
+    if unknown:
+        raise UnsupportedFormat(f"unknown keys in '{key}'", where=source, expected=sorted(known), got=unknown)
     return section
 
 
 def write_config(
     fmt: str, spec: QuantSpec, inputs: Mapping[str, Any] | None = None, ignore: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A quantisation config as the library's own writer makes it: one group for every projection."""
+    """A quantisation config as compressed-tensors writes it, with one group for all projections."""
     return {
         "quant_method": "compressed-tensors",
         "format": fmt,
@@ -227,7 +227,7 @@ def write_config(
 
 
 def weight_args(spec: QuantSpec) -> dict[str, Any]:
-    """The arguments that say `spec`."""
+    """The arguments that describe `spec`."""
     rows, columns = block = spec.scales[0].block
     strategy = {TENSOR: "tensor", CHANNEL: "channel"}.get(block, "group" if rows == 1 else "block")
     args: dict[str, Any] = {
@@ -246,7 +246,7 @@ def weight_args(spec: QuantSpec) -> dict[str, Any]:
 
 
 def dynamic_args(strategy: str, size: int | None = None, kind: str = "float") -> dict[str, Any]:
-    """Eight-bit activations measured on the fly."""
+    """The arguments of 8-bit activations with dynamic scales."""
     return {
         "num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "group_size": size, "dynamic": True,
     }  # fmt: skip

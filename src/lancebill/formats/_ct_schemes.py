@@ -1,8 +1,8 @@
-"""How compressed-tensors lays numbers out.
+"""The storage schemes of compressed-tensors.
 
-Three kinds cover every format name: integers packed into 32-bit words, integers in bytes of their
-own, and mini-floats, which lie as everywhere (`_floats`). All stored integers are signed; the
-canonical code is what they are above the smallest, so that zero points move along with them.
+Three schemes cover every format name: integers packed into 32-bit words, integers one per byte, and
+mini-floats (`_floats`). All stored integers are signed. Codes and zero points are both shifted by the
+smallest value, so that canonical codes start at 0.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from lancebill.errors import BadValue
 from lancebill.formats import _floats
+from lancebill.formats._act_order import group_order, is_natural, to_natural_order
 from lancebill.formats._floats import WEIGHT as WEIGHT
-from lancebill.formats._floats import FloatScheme, place, put, scale_axes, scale_part
+from lancebill.formats._floats import FloatScheme, from_level, scale_axes, scale_part, to_level
 from lancebill.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
 from lancebill.numbers.bit_packing import pack_bits, pack_padded, unpack_bits, unpack_padded
 from lancebill.numbers.spec import TENSOR, Block, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight
 
-# Spellings after the module's name; the second is that of exports which join with an underscore.
+# Suffixes of the module's name; the second is used by exports that join with an underscore.
 PACKED = (".weight_packed", "_packed")
 SCALE = (".weight_scale", "_scale")
 GLOBAL_SCALE = (".weight_global_scale", "_global_scale")
@@ -30,9 +31,9 @@ ZERO = (".weight_zero_point", "_zero_point")
 SHAPE = (".weight_shape", "_shape")
 G_IDX = (".weight_g_idx", "_g_idx")
 
-# How 3-, 5-, 6- and 7-bit codes lie in words. Old writers gave each word 32 // bits whole codes. The
-# headers tell which it is where groups fix K; otherwise the packed tensor is read whole, and its
-# width against K tells.
+# How 3-, 5-, 6- and 7-bit codes are packed. Old writers put 32 // bits whole codes into each word (PADDED).
+# With groups, K follows from the headers and the packed width tells which it is. Otherwise (UNKNOWN) the
+# packed tensor is read whole and its width compared with K.
 DENSE, PADDED, UNKNOWN = "dense", "padded", "unknown"
 
 
@@ -49,49 +50,56 @@ class PackedInts(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
-        take = unpack_padded if self._padded(stored["codes"], k) else unpack_bits
+        unpack = unpack_padded if self._padded(stored["codes"], k) else unpack_bits
         _check_shape(stored.get("shape"), n, k)
-        codes = take(stored["codes"], bits, k)
+        codes = unpack(stored["codes"], bits, k)
         zero = None
         if self.spec.zero is not None:
-            zero = take(stored["zero"].t(), bits, n).t().to(torch.int16).contiguous()
+            zero = unpack(stored["zero"].t(), bits, n).t().to(torch.int16).contiguous()
         else:
             _check_no_zero(stored.get("zero"))
-        perm = None
-        if "perm" in stored:
-            perm = group_order(stored["perm"], self.spec.group or k, reordered=self.reordered)
+        perm = self._perm(stored["perm"], k) if "perm" in stored else None
         if perm is not None:
             codes = codes[:, perm.long()]
-        scale = place(stored["scale"], self.spec.scales[0], n, k)
+        scale = to_level(stored["scale"], self.spec.scales[0], n, k)
         return LogicalWeight(self.spec, codes, (scale,), zero, perm=perm)
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         n, k, bits, codes = weight.n, weight.k, self.spec.dtype.bits, weight.codes
         stored = {
-            "scale": put(weight.scales[0], self.part("scale"), n, k),
+            "scale": from_level(weight.scales[0], self.part("scale"), n, k),
             "shape": torch.tensor([n, k], dtype=torch.int64),
         }
         if self.reordered:
-            g_idx = torch.arange(k, dtype=torch.int32, device=codes.device) // (self.spec.group or k)
-            stored["perm"] = g_idx
-            if weight.perm is not None:
-                order = weight.perm.long()
-                codes, stored["perm"] = torch.empty_like(codes), torch.empty_like(g_idx)
-                codes[:, order], stored["perm"][order] = weight.codes, g_idx
+            codes, stored["perm"] = to_natural_order(weight, self.spec.group or k)
         stored["codes"] = self._words(codes, bits)
         if weight.zero is not None:
             stored["zero"] = self._words(weight.zero.to(torch.uint8).t(), bits).t().contiguous()
         return stored
 
-    def told_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
+    def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
         shape = stored("shape")
         return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
+
+    def _perm(self, g_idx: Tensor, k: int) -> Tensor | None:
+        """Without reordering, writers store -1 or the natural groups; in a shard these start at any group."""
+        size = self.spec.group or k
+        if bool((g_idx == -1).all()):
+            return None
+        if self.reordered:
+            return group_order(g_idx, size)
+        if not is_natural(g_idx - g_idx[:1], size):
+            raise BadValue(
+                "g_idx reorders columns but the config's actorder does not",
+                hint="actorder 'group' reorders; with 'weight' columns are stored in natural order",
+            )
+        return None
 
     def _words(self, codes: Tensor, bits: int) -> Tensor:
         return pack_padded(codes, bits) if self.words == PADDED else pack_bits(codes, bits, torch.int32)
 
     def _padded(self, packed: Tensor, k: int) -> bool:
-        """Where the two widths are equal (K below 32 or uneven) the dense form of today's writers."""
+        """If both widths are equal, as for small K, the codes are dense, as current writers store them."""
         if self.words != UNKNOWN:
             return self.words == PADDED
         dense, padded = widths(self.spec.dtype.bits, k)
@@ -100,14 +108,14 @@ class PackedInts(Scheme):
 
 @dataclass(frozen=True)
 class PlainInts(Scheme):
-    """`weight` as int8, whatever its number of bits; zero points as int8 beside the scales."""
+    """`weight` as int8 for any number of bits; zero points as int8 in the shape of the scales."""
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes = self._codes(stored["codes"], "weights").to(torch.uint8)
-        scale = place(stored["scale"], self.spec.scales[0], n, k)
+        scale = to_level(stored["scale"], self.spec.scales[0], n, k)
         zero = None
         if self.spec.zero is not None:
-            zero = place(self._codes(stored["zero"], "zero points"), self.spec.zero, n, k)
+            zero = to_level(self._codes(stored["zero"], "zero points"), self.spec.zero, n, k)
         else:
             _check_no_zero(stored.get("zero"))
         return LogicalWeight(self.spec, codes, (scale,), zero)
@@ -116,10 +124,10 @@ class PlainInts(Scheme):
         n, k, half = weight.n, weight.k, 1 << (self.spec.dtype.bits - 1)
         stored = {
             "codes": (weight.codes.to(torch.int16) - half).to(torch.int8),
-            "scale": put(weight.scales[0], self.part("scale"), n, k),
+            "scale": from_level(weight.scales[0], self.part("scale"), n, k),
         }
         if weight.zero is not None:
-            stored["zero"] = put((weight.zero - half).to(torch.int8), self.part("zero"), n, k)
+            stored["zero"] = from_level((weight.zero - half).to(torch.int8), self.part("zero"), n, k)
         return stored
 
     def _codes(self, signed: Tensor, what: str) -> Tensor:
@@ -128,7 +136,7 @@ class PlainInts(Scheme):
         codes = signed.to(torch.int16) + half
         if bits < 8 and codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2 * half):
             raise BadValue(
-                f"{what} outside the {bits} bits the config gives them",
+                f"{what} outside the range of the config's {bits} bits",
                 expected=f"{-half} to {half - 1}",
                 got=f"{int(signed.min())} to {int(signed.max())}",
             )
@@ -184,9 +192,9 @@ def floats(spec: QuantSpec, inputs: tuple[Part, ...]) -> FloatScheme:
     return FloatScheme(spec, (*parts, *inputs, BIAS))
 
 
-def stored_plain(module: Module) -> bool:
-    """Whether the file holds plain floats for this module."""
-    return _floats.stored_plain(module, SCALE)
+def stores_plain_floats(module: Module) -> bool:
+    """Whether the file stores unquantised floats for this module."""
+    return _floats.stores_plain_floats(module, SCALE)
 
 
 def _scale(role: str, suffix: tuple[str, ...], level: Scale) -> Part:
@@ -194,38 +202,17 @@ def _scale(role: str, suffix: tuple[str, ...], level: Scale) -> Part:
 
 
 def _axes(block: Block) -> tuple[str, ...]:
-    """This format's shapes: a scalar is written as [1]."""
+    """The shapes of a level in this format: a scalar is written as [1]."""
     return SCALAR[::-1] if block == TENSOR else scale_axes(block)
 
 
 def widths(bits: int, k: int) -> tuple[int, int]:
-    """Words of a row of K codes: dense, and with whole codes only."""
+    """Words per row of K codes: dense, and padded."""
     return -(-k * bits // 32), -(-k // (32 // bits))
 
 
-def group_order(g_idx: Tensor, size: int, *, reordered: bool) -> Tensor | None:
-    """The permutation that sorts columns by their group; None where they are in natural order.
-
-    Writers that reorder nothing leave -1 or the natural groups, which in a slice of columns start
-    anywhere.
-    """
-    natural = torch.arange(len(g_idx), dtype=torch.int32, device=g_idx.device) // size
-    start = 0 if reordered else g_idx[:1]
-    if bool((g_idx == -1).all()) or torch.equal(g_idx - start, natural):
-        return None
-    if not reordered:
-        raise BadValue(
-            "g_idx reorders columns but the config's actorder does not",
-            hint="actorder 'group' reorders; with 'weight' columns are stored in natural order",
-        )
-    order = torch.argsort(g_idx, stable=True)
-    if not torch.equal(g_idx[order], natural):
-        raise BadValue("g_idx does not give each group its share of columns", expected=f"{size} columns a group")
-    return order.to(torch.int32)
-
-
 def _check_shape(shape: Tensor | None, n: int, k: int) -> None:
-    """`weight_shape` is the whole matrix's, of which [n, k] may be a part."""
+    """`weight_shape` is the size of the whole matrix; [n, k] may be a shard of it."""
     if shape is None:
         return
     rows, columns = (int(v) for v in shape.tolist())
@@ -236,7 +223,7 @@ def _check_shape(shape: Tensor | None, n: int, k: int) -> None:
 def _check_no_zero(zero: Tensor | None) -> None:
     if zero is not None and bool(zero.any()):
         raise BadValue(
-            "the config says symmetric but the zero points are not all 0",
+            "the config says symmetric but some zero points are not 0",
             got=f"{int(zero.min())} to {int(zero.max())}",
             hint="set symmetric to false",
         )

@@ -1,9 +1,9 @@
-"""How each GGUF block type lays codes and scales into its bytes: one row a type, no code.
+"""The byte layout of each GGUF block type, as a table.
 
-Every number of a block, whether a code or a scale, is put together from `Plane`s of bits; reading and
-writing are two loops over them, so that `split` and `join` are inverses by construction. Scales
-stay in their own small types as levels of the spec. The products of the one formula are then exact in
-fp32 (at most 8 + 6 + 11 bits), and its only rounding is that of the types' own definition.
+Every number of a block, code or scale, is assembled from `Plane`s of bits. Reading and writing are
+two loops over the planes, so `split` and `join` are inverses by construction. Scales keep their small
+types as levels of the spec. The products in the dequantisation formula are then exact in fp32 (at
+most 8 + 6 + 11 bits), so it rounds only where the definition of the type does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lancebill.numbers.spec import QuantSpec, Scale, group
 
 @dataclass(frozen=True)
 class Plane:
-    """Some bits of many numbers, side by side in the bytes [start, start + size).
+    """A bit field of many numbers, stored in the bytes [start, start + size).
 
-    The bytes form runs. Each byte of a run carries `lanes` pieces of `width` bits, the first at
-    `bit`; piece j of byte i of a run belongs to the run's number j * run + i, and the runs follow
-    one another. A piece becomes the bits from `shift` up of its number; the first of the plane's
-    numbers is number `first` of the field.
+    The bytes are divided into runs of `run` bytes. Each byte has `lanes` pieces of `width` bits, the
+    first at bit `bit`. Piece j of byte i of a run belongs to number j * run + i of the run. A piece
+    provides the bits of its number from bit `shift` up. The plane's first number is number `first` of
+    the field.
     """
 
     start: int
@@ -41,14 +41,14 @@ class Plane:
         return slice(self.first, self.first + self.size * self.lanes)
 
     def pieces(self, blocks: Tensor) -> Tensor:
-        """The bits of this plane, at their place in the numbers they belong to."""
+        """The pieces of this plane, shifted to their position in their numbers."""
         runs = blocks[..., self.start : self.start + self.size].contiguous().unflatten(-1, (-1, self.run))
         mask = (1 << self.width) - 1
         lanes = [((runs >> shift) & mask) << self.shift for shift in self._shifts]
         return torch.stack(lanes, dim=-2).flatten(-3)
 
     def bytes(self, numbers: Tensor) -> Tensor:
-        """The inverse: what this plane adds to its bytes."""
+        """The inverse of `pieces`: the bits that this plane contributes to its bytes."""
         pieces = (numbers[..., self.numbers] >> self.shift) & ((1 << self.width) - 1)
         lanes = pieces.unflatten(-1, (-1, self.lanes, self.run)).unbind(-2)
         merged = torch.zeros_like(lanes[0])
@@ -58,16 +58,16 @@ class Plane:
 
     @property
     def _shifts(self) -> range:
-        """Where each lane starts in its byte."""
+        """The first bit of each lane in a byte."""
         return range(self.bit, self.bit + self.lanes * self.width, self.width)
 
 
 @dataclass(frozen=True)
 class Field:
-    """The numbers of one kind in a block, one for each `columns` columns.
+    """The numbers of one kind in a block, one per `columns` columns.
 
-    `flipped` numbers are stored with their top bit the other way round: two's complement where we
-    hold offset binary, m where the formula has a minimum of -m.
+    `flipped` numbers are stored with the top bit inverted: two's complement instead of our offset
+    binary, or the minimum m instead of -m.
     """
 
     dtype: DType
@@ -100,7 +100,7 @@ class Field:
 
 @dataclass(frozen=True)
 class BlockType:
-    """One row of the table: `columns` codes and their levels in `size` bytes."""
+    """One row of the table: `columns` codes and their scales in `size` bytes."""
 
     name: str
     columns: int
@@ -118,7 +118,7 @@ class BlockType:
         return (self.codes, *self.scales, *self.minimum)
 
     def split(self, blocks: Tensor) -> list[Tensor]:
-        """[n, blocks, size] bytes to one [n, numbers] tensor for each field."""
+        """[n, blocks, size] bytes to one [n, numbers] tensor per field."""
         return [f.read(blocks, self.columns // f.columns).flatten(1) for f in self.fields]
 
     def join(self, numbers: list[Tensor]) -> Tensor:
@@ -142,15 +142,16 @@ def _f16(start: int, columns: int, *, flipped: bool = False) -> Field:
 
 
 def _bits(width: int, start: int, size: int, run: int, *, shift: int = 0) -> Plane:
-    """A plane that fills its bytes."""
+    """A plane that uses all bits of its bytes."""
     return Plane(start, size, width, run, lanes=8 // width, shift=shift)
 
 
 def _six_bits(whole: int, shared: int, bit: int) -> Field:
-    """One of the two rows of eight 6-bit numbers that Q4_K and Q5_K keep in twelve bytes.
+    """One of the two sets of eight 6-bit numbers that Q4_K and Q5_K store in twelve bytes.
 
-    Four numbers lie in the bytes from `whole`, whose top two bits are those of the other four; the
-    low four bits of these are a nibble, at `bit`, of the bytes from `shared`.
+    The first four numbers are the low six bits of the bytes from `whole`; the top two bits of these
+    bytes belong to the other four numbers, whose low four bits are the nibble at `bit` of the bytes
+    from `shared`.
     """
     planes = (
         Plane(whole, 4, 6, run=4),

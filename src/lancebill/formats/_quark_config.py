@@ -1,7 +1,7 @@
-"""What a Quark config says of modules and tensors: names and sections in, checked plans out.
+"""Reads a Quark config: finds the section of a module, checks it, and returns a plan.
 
-A section is one stage of quantisation, or a list of two. Everything that would change the numbers
-is checked against what is understood; whatever passes has a spec.
+A section is one stage of quantisation or a list of two. Every value that affects the numbers must be
+one of the supported values, so every plan has a spec.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from lancebill.errors import UnsupportedFormat
-from lancebill.formats._patterns import compiled, runs
+from lancebill.formats._patterns import compile_pattern, component_runs
 from lancebill.formats.base import checked
 from lancebill.numbers.dtypes import (
     E2M1,
@@ -34,35 +34,35 @@ from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, Block, QuantSpec, Scale
 
 FLOAT_CODES: dict[str, DType] = {"fp4": E2M1, "fp6_e2m3": E2M3, "fp6_e3m2": E3M2, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
 INT_BITS = {"int2": 2, "int3": 3, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
-WIDE = ("float16", "bfloat16", "float32")  # as a tensor's dtype: not quantised
+WIDE = ("float16", "bfloat16", "float32")  # dtypes of unquantised tensors
 MX_ELEMENTS = ("fp4", "fp6_e2m3", "fp6_e3m2")
 MX_BLOCK = 32
-# The formats of a scale; None: a float, whichever the file has.
+# The formats of a scale; None: a float of the dtype found in the file.
 SCALE_FORMATS = {"e8m0": E8M0, "e5m3": UE5M3, "float32": None, "float16": None, "bfloat16": None}
 SCALE_STAGES: dict[str, DType] = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "fp8_e5m3": UE5M3}
 
 
 @dataclass(frozen=True)
 class QuarkPlan:
-    """What one section says, checked. `scale` None: a float, as stored."""
+    """A checked section. `scale` None: a float of the stored dtype."""
 
     dtype: str
     block: Block
     zero: bool = False
     scale: DType | None = None
-    outer: Block | None = None  # a second scale, over this block
-    swapped: bool = False  # the element's own scale is the later stage's: `weight_scale_2`
-    embedded: bool = False  # `mx`: scales lie among the codes
-    dynamic: bool = False  # measured at run time, not stored
+    outer: Block | None = None  # the block of a second scale
+    swapped: bool = False  # the element's scale comes from the later stage and is stored as `weight_scale_2`
+    embedded: bool = False  # `mx`: scales are stored in the same tensor as the codes
+    dynamic: bool = False  # computed at run time, not stored
     outer_dynamic: bool = False
 
     @property
     def transposed(self) -> bool:
-        """Grouped integers are stored [K, N]; all but the 3-bit ones, which are a byte stream."""
+        """Grouped integers are stored as [K, N], except 3-bit ones, which are a byte stream."""
         return self.block[0] == 1 and self.block[1] != ALL and self.dtype in INT_BITS and self.dtype != "int3"
 
     def spec(self, inner: DType = F32, outer: DType = F32) -> QuantSpec:
-        """The spec, with the dtypes of the scales where the config leaves them to the file."""
+        """The spec; `inner` and `outer` are the dtypes of scales that the config leaves to the file."""
         scales: tuple[Scale, ...] = (Scale(self.scale or inner, self.block),)
         if self.outer is not None:
             scales += (Scale(outer, self.outer),)
@@ -75,7 +75,7 @@ class QuarkPlan:
 
 
 def read_plan(section: Any, key: str, source: str, *, rows: tuple[int, ...] = (0, -2)) -> QuarkPlan | None:
-    """One stage or two; None where the tensor is not quantised. `rows`: the axes that mean rows."""
+    """The plan of a section; None if the tensor is not quantised. `rows`: values of `ch_axis` that mean rows."""
     stages = section if isinstance(section, list) else [section]
     if section is None or not stages:
         return None
@@ -92,7 +92,7 @@ def read_plan(section: Any, key: str, source: str, *, rows: tuple[int, ...] = (0
     dtype = checked(second.get("dtype"), f"{key}.dtype", str, tuple(SCALE_STAGES), source)
     if plan is None or plan.embedded or outer not in (TENSOR, CHANNEL):
         raise UnsupportedFormat(
-            f"'{key}' has a second stage that is not per tensor or per channel", where=source, got=section
+            f"the second stage of '{key}' must be per tensor or per channel", where=source, got=section
         )
     scale = SCALE_STAGES[dtype] if later_scales else plan.scale
     dynamic = second.get("is_dynamic") is True
@@ -113,10 +113,10 @@ def _read_stage(stage: Mapping[str, Any], key: str, source: str, rows: tuple[int
     if dtype in FLOAT_CODES and symmetric is False:
         raise UnsupportedFormat(f"'{key}': floats have no zero point", where=source, expected="symmetric true")
     zero = dtype in INT_BITS and (symmetric is False or dtype.startswith("uint"))
-    named = stage.get("scale_format")
-    if named is not None:
-        checked(named, f"{key}.scale_format", str, tuple(SCALE_FORMATS), source)
-    scale = None if named is None else SCALE_FORMATS[named]
+    scale_format = stage.get("scale_format")
+    if scale_format is not None:
+        checked(scale_format, f"{key}.scale_format", str, tuple(SCALE_FORMATS), source)
+    scale = None if scale_format is None else SCALE_FORMATS[scale_format]
     return QuarkPlan(dtype, _read_block(stage, dtype, key, source, rows), zero, scale, dynamic=dynamic)
 
 
@@ -141,14 +141,14 @@ def _read_block(stage: Mapping[str, Any], dtype: str, key: str, source: str, row
 
 
 def find_entry(entries: Collection[str], name: str, key: str, source: str) -> str | None:
-    """The entry of a config's list that means this module: parts of its name, a wildcard, or "re:".
+    """The entry of a config's list that matches this module: part of its name, a wildcard, or "re:".
 
-    Parts are whole, from dot to dot, so that `mlp.gate` is the router and not `mlp.gate_proj`.
+    A part is a run of whole components, so that `mlp.gate` matches the router but not `mlp.gate_proj`.
     """
     if not all(isinstance(entry, str) for entry in entries):
-        raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=list(entries))
+        raise UnsupportedFormat(f"'{key}' must be a list of names", where=source, got=list(entries))
     listed, patterns = _split(tuple(entries), key, source)
-    found = next((run for run in runs(name) if run in listed), None) if listed else None
+    found = next((run for run in component_runs(name) if run in listed), None) if listed else None
     return found or next((entry for entry, match in patterns if match(name)), None)
 
 
@@ -156,12 +156,12 @@ def find_entry(entries: Collection[str], name: str, key: str, source: str) -> st
 def _split(
     entries: tuple[str, ...], key: str, source: str
 ) -> tuple[frozenset[str], tuple[tuple[str, Callable[[str], object]], ...]]:
-    """Names and compiled patterns, once for a config: large models list hundreds."""
+    """Names and compiled patterns, cached per config: large models list hundreds."""
     names: list[str] = []
     patterns: list[tuple[str, Callable[[str], object]]] = []
     for entry in entries:
         if entry.startswith("re:"):
-            patterns.append((entry, compiled(entry[3:], key, source).match))
+            patterns.append((entry, compile_pattern(entry[3:], key, source).match))
         elif re.search(r"[*?\[]", entry):
             patterns.append((entry, re.compile(translate(entry)).match))
         else:

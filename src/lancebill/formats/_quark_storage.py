@@ -1,8 +1,8 @@
-"""How Quark stores each number type: three schemes, each with its inverse.
+"""The three storage schemes of Quark, each with its inverse.
 
-Integers are two's complement, zero points too: flipping the top bit makes both offset binary.
-Grouped integers lie transposed, floats are a plain bit stream along K, and `mx` puts each block's
-exponent in front of its codes.
+Integers and zero points are two's complement; flipping the top bit makes them offset binary. Grouped
+integers are stored transposed, floats as a bit stream along K, and `mx` stores each block's exponent
+in front of its codes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode
-from lancebill.formats._floats import LEVEL_ROLES, place, put, scale_axes
+from lancebill.formats._floats import LEVEL_ROLES, from_level, scale_axes, to_level
 from lancebill.formats._quark_config import INT_BITS, MX_BLOCK, QuarkPlan
 from lancebill.formats.base import BIAS, FLOAT_NAMES, SCALAR, Part, Scheme, codes_of, part
 from lancebill.formats.stored import TORCH_DTYPES
@@ -34,7 +34,7 @@ SCALE_WORDS: dict[DType, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class QuarkScheme(Scheme):
-    """Floats: codes as a bit stream along K; the base of the others."""
+    """Floats: codes as a bit stream along K. Base class of the other schemes."""
 
     plan: QuarkPlan
 
@@ -50,13 +50,13 @@ class QuarkScheme(Scheme):
     def _scales(self, stored: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, ...]:
         inner = stored["scale"].t() if self.plan.transposed else stored["scale"]
         levels = [inner, stored["scale_2"]] if self.plan.outer is not None else [inner]
-        return tuple(place(tensor, level, n, k).contiguous() for level, tensor in zip(self.spec.scales, levels))
+        return tuple(to_level(tensor, level, n, k).contiguous() for level, tensor in zip(self.spec.scales, levels))
 
     def _stored_scales(self, weight: LogicalWeight) -> dict[str, Tensor]:
         stored = {}
         for role, scale in zip(LEVEL_ROLES, weight.scales):
             tensor = scale.t() if role == "scale" and self.plan.transposed else scale
-            stored[role] = put(tensor.contiguous(), self._part(role), weight.n, weight.k)
+            stored[role] = from_level(tensor.contiguous(), self._part(role), weight.n, weight.k)
         return stored
 
     def _part(self, role: str) -> Part:
@@ -67,7 +67,7 @@ class QuarkScheme(Scheme):
 
 @dataclass(frozen=True)
 class QuarkInteger(QuarkScheme):
-    """Two's complement or unsigned; 4-bit ones eight to a word, `reorder` in AWQ's order."""
+    """Two's complement or unsigned integers. 4-bit codes are packed eight per word, with `reorder` in AWQ's order."""
 
     reorder: bool = True
 
@@ -78,7 +78,7 @@ class QuarkInteger(QuarkScheme):
         zero = self._read_zero(stored["zero"], n, k) if "zero" in stored else None
         if self.spec.zero is None:
             if zero is not None and bool((zero != self._half).any()):
-                raise BadValue("symmetric by the config, but there are zero points other than 0")
+                raise BadValue("the config says symmetric but some zero points are not 0")
             zero = None
         return LogicalWeight(self.spec, codes, self._scales(stored, n, k), zero)
 
@@ -100,11 +100,11 @@ class QuarkInteger(QuarkScheme):
 
     @property
     def _half(self) -> int:
-        """What a stored 0 is in offset binary."""
+        """The code of a stored 0: the middle for signed integers, 0 for unsigned ones."""
         return 1 << (self.spec.dtype.bits - 1) if self._signed else 0
 
     def _read(self, words: Tensor, count: int) -> Tensor:
-        """`count` codes along the last axis, in offset binary (unsigned ones as they are)."""
+        """`count` codes along the last axis, in offset binary (unsigned codes unchanged)."""
         bits = self.spec.dtype.bits
         if bits in (2, 8):
             return self._read_plain(words)
@@ -121,7 +121,7 @@ class QuarkInteger(QuarkScheme):
         return pack_bits(codes, bits, torch.uint8 if bits == 3 else torch.int32)
 
     def _read_plain(self, words: Tensor) -> Tensor:
-        """One code in each word: an int8, an int32, or the single zero point of a tensor."""
+        """Codes stored one per word: int8, int32, or the single zero point of a tensor."""
         bits = self.spec.dtype.bits
         if words.dtype.itemsize == 1 and bits == 8:
             return codes_of(words) ^ self._half
@@ -159,17 +159,17 @@ class QuarkInteger(QuarkScheme):
 
 @dataclass(frozen=True)
 class QuarkMx(QuarkScheme):
-    """Each 32 codes behind their signed exponent byte.
+    """Blocks of 32 codes, each preceded by a signed exponent byte.
 
-    4-bit codes fill 16 bytes in order. 6-bit ones are split: for four codes one byte of their high
-    two bits, then two bytes of their low four, the first code in the highest bits.
+    4-bit codes fill 16 bytes in order. 6-bit codes are split: four codes take one byte of their high
+    two bits and then two bytes of their low four bits, with the first code in the highest bits.
     """
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         blocks = stored["codes"].reshape(n, k // MX_BLOCK, -1)
         exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
         if bool((exponent < 0).any()):
-            raise BadValue("an exponent of -128 has no scale", expected="-127 to 127")
+            raise BadValue("an exponent of -128 is not a valid scale", expected="-127 to 127")
         payload = blocks[..., 1:]
         if self.spec.dtype.bits == 4:
             codes = unpack_bits(payload, 4, MX_BLOCK)
@@ -183,7 +183,7 @@ class QuarkMx(QuarkScheme):
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         if weight.k % MX_BLOCK:
             expected = f"a multiple of {MX_BLOCK} columns"
-            raise CannotEncode("embedded MX rows are whole blocks", expected=expected, got=weight.k)
+            raise CannotEncode("embedded MX needs rows of whole blocks", expected=expected, got=weight.k)
         exponent = (weight.scales[0].to(torch.int16) - 127).to(torch.int8).view(torch.uint8)
         codes = weight.codes.unflatten(-1, (-1, MX_BLOCK))
         if self.spec.dtype.bits == 4:
@@ -200,7 +200,7 @@ class QuarkMx(QuarkScheme):
 def quark_scheme(
     plan: QuarkPlan, spec: QuantSpec, inputs: tuple[Part, ...] = (), *, reorder: bool = True
 ) -> QuarkScheme:
-    """The scheme of a weight whose section of the config is `plan`."""
+    """The scheme of a weight with this plan."""
     bits = spec.dtype.bits
     if plan.embedded:
         codes = part("codes", ".weight", "U8", f"n k/{MX_BLOCK}*{1 + bits * MX_BLOCK // 8}")
@@ -223,7 +223,7 @@ def quark_scheme(
 
 
 def scale_names(plan: QuarkPlan) -> tuple[str, str]:
-    """The suffixes of the element's own scale and of the second one."""
+    """The suffixes of the element's scale and of the second scale."""
     return (".weight_scale_2", ".weight_scale") if plan.swapped else (".weight_scale", ".weight_scale_2")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats import awq, compressed_tensors, gptq
 from lancebill.formats._ct_config import weight_args, write_config
-from lancebill.formats._patterns import Pattern, compiled
+from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
 from lancebill.numbers.dtypes import F16
 from lancebill.numbers.spec import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
@@ -139,7 +139,7 @@ def _merged(config: Config, module: Module) -> Config | None:
 def _patterns(config: Config) -> tuple[tuple[str, Pattern], ...]:
     """The keys that can only be regular expressions, compiled once for a config."""
     keys = [key for key in optional(config, "extra_config", dict, {}) if re.search(r"[*+?^$()\[\]{}|\\]", key)]
-    return tuple((key, compiled(key, "extra_config", config.source)) for key in keys)
+    return tuple((key, compile_pattern(key, "extra_config", config.source)) for key in keys)
 
 
 def _in_blocks(config: Config, name: str) -> bool:

@@ -114,7 +114,7 @@ class Awq(Format):
 
     def scheme(self, config: Config, module: Module) -> Scheme:
         merged = overridden(config, module.name, self.used | self.ignored)
-        if merged is None or self._left_alone(config, module):
+        if merged is None or self._is_unquantized(config, module):
             return dense(module)
         self._check_arrangement(merged)
         checked(_either(merged, "bits", "w_bit"), "bits", int, (BITS,), config.source)
@@ -123,7 +123,7 @@ class Awq(Format):
         zero_point = optional(merged, "zero_point", bool, True)
         return awq_scheme(int_spec(BITS, group_block(size, config.source), zero_point=zero_point, scale=scale))
 
-    def _left_alone(self, config: Config, module: Module) -> bool:
+    def _is_unquantized(self, config: Config, module: Module) -> bool:
         """The stored tensors tell; where there are none, the config's list of parts of names."""
         if module.has(".qweight") or module.has(".weight"):
             return not module.has(".qweight")

@@ -123,7 +123,7 @@ class Scheme(ABC):
         """Whether weights of this scheme carry a column permutation."""
         return False
 
-    def told_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
+    def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
         """(n, k) where a stored tensor says them and shapes do not; `stored` reads a role's tensor."""
         return None
 

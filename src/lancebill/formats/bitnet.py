@@ -95,7 +95,7 @@ class BitNet(Format):
             raise UnsupportedFormat(
                 "these layers normalise their input first", where=config.source, expected="use_rms_norm false", got=True
             )
-        if self._left_alone(config, module):
+        if self._is_unquantized(config, module):
             return dense(module)
         scale = FLOAT_TYPES.get(module.dtype(".weight_scale"), BF16)
         return bitnet_scheme(QuantSpec(TERNARY, (Scale(scale, TENSOR, op),)))
@@ -104,7 +104,7 @@ class BitNet(Format):
         """Both kinds of layers quantise their input to int8, row by row."""
         return ACTIVATIONS["int8"] if self.scheme(config, module).spec.quantized else None
 
-    def _left_alone(self, config: Config, module: Module) -> bool:
+    def _is_unquantized(self, config: Config, module: Module) -> bool:
         """The stored tensors tell; where there are none, the config's list of names."""
         if module.stored:
             return module.dtype(".weight", default="U8") in FLOATS and not module.has(".weight_scale")

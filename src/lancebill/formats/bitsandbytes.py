@@ -92,7 +92,7 @@ class Bnb4Scheme(Scheme):
             "state": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
         }
 
-    def told_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
+    def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
         document = stored("state")
         shape = _read_state(document).get("shape") if document is not None else None
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
@@ -216,7 +216,7 @@ class BitsAndBytes(Format):
         if four == eight:
             got = "both" if four else "neither"
             raise UnsupportedFormat("one of load_in_4bit and load_in_8bit is true", where=config.source, got=got)
-        if self._left_alone(config, module):
+        if self._is_unquantized(config, module):
             return dense(module)
         if eight:
             return bnb8_scheme()
@@ -226,7 +226,7 @@ class BitsAndBytes(Format):
         nested = module.dtype(".weight.absmax", default="F32") == "U8"
         return bnb4_scheme(kind, block, piece=_piece(config, block), storage=storage, nested=nested)
 
-    def _left_alone(self, config: Config, module: Module) -> bool:
+    def _is_unquantized(self, config: Config, module: Module) -> bool:
         """The stored tensors tell; where there are none, the config's list of names."""
         if module.stored:
             marked = any(suffix.startswith((".weight.", ".SCB")) for suffix in module.stored)

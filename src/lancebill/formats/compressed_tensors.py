@@ -84,7 +84,7 @@ class CompressedTensors(Format):
     def scheme(self, config: Config, module: Module) -> Scheme:
         _refuse_unreadable(config)
         found = find_group(config, module.name)
-        if found is None or found.weights is None or ct.stored_plain(module):
+        if found is None or found.weights is None or ct.stores_plain_floats(module):
             return dense(module)
         scale = FLOAT_TYPES.get(module.dtype(*ct.SCALE), BF16)
         fmt = _format(config, found, found.weights, module)
@@ -92,7 +92,7 @@ class CompressedTensors(Format):
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
         found = find_group(config, module.name)
-        if found is None or found.inputs is None or (found.weights is not None and ct.stored_plain(module)):
+        if found is None or found.inputs is None or (found.weights is not None and ct.stores_plain_floats(module)):
             return None
         return _activation(found.inputs, config.source)
 

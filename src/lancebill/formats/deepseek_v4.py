@@ -14,7 +14,7 @@ from lancebill.formats._floats import (
     EXPONENTS,
     PACKED_FP4,
     FloatScheme,
-    left_alone,
+    is_unquantized,
     mxfp4_scheme,
     scale_part,
     stored_as,
@@ -57,7 +57,7 @@ class DeepseekV4(Format):
         return config.method in ("fp8", "deepseek_v4_fp8") and config.model.get("model_type") == DEEPSEEK_V4
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        if left_alone(config, module, (*_SCALE, ".weight_scale")):
+        if is_unquantized(config, module, (*_SCALE, ".weight_scale")):
             return dense(module)
         optional(config, "fmt", str, "e4m3", ("e4m3",))
         optional(config, "activation_scheme", str, "dynamic", ("dynamic",))

@@ -17,7 +17,7 @@ from lancebill.formats._floats import (
     PACKED_FP4,
     WEIGHT,
     FloatScheme,
-    left_alone,
+    is_unquantized,
     mxfp4_scheme,
     scale_part,
     stored_as,
@@ -105,7 +105,7 @@ class Fp8(Format):
         return config.method in ("fp8", "fbgemm_fp8") and config.model.get("model_type") != DEEPSEEK_V4
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        if left_alone(config, module, _SCALE):
+        if is_unquantized(config, module, _SCALE):
             return dense(module)
         optional(config, "fmt", str, "e4m3", ("e4m3", "float8_e4m3fn"))
         static = optional(config, "activation_scheme", str, "dynamic", ("dynamic", "static")) == "static"

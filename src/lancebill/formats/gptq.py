@@ -1,8 +1,7 @@
 """GPTQ: integers packed along K, zero points packed along N, an optional act-order.
 
-Version 1 stores every zero point minus one, which after unpacking and adding back spans 1 .. 2**b;
-version 2 stores it as it is. Symmetric checkpoints still carry zero points: they are checked
-against the constant they stand for, never trusted or ignored.
+Version 1 stores every zero point minus one, so zero points range over 1 .. 2**b; version 2 stores
+them unchanged. Symmetric checkpoints store zero points too; these are checked to be the middle code.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
-from lancebill.formats._patterns import Pattern, compiled
+from lancebill.formats._act_order import group_order, is_natural, to_natural_order
+from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -46,7 +46,7 @@ BITS = (2, 3, 4, 8)
 class GptqScheme(Scheme):
     """`qweight` [K^, N], `qzeros` [K/g, N^], `scales` [K/g, N], `g_idx` [K]."""
 
-    offset: int = 1  # what the stored zero points lack: 1 in version 1
+    offset: int = 1  # added to the stored zero points: 1 in version 1, 0 in version 2
     desc_act: bool = False
 
     @property
@@ -63,26 +63,19 @@ class GptqScheme(Scheme):
         scale = stored["scale"].t().contiguous()
         zero = None
         if "zero" in stored:
-            # The offset is added to single zero points: adding it to the packed words would carry.
+            # Add the offset after unpacking: adding it to packed words would carry into the next zero point.
             zero = (unpack_bits(stored["zero"], bits, n).to(torch.int16) + self.offset).t().contiguous()
         if self.spec.zero is None:
-            check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores minus one)")
+            check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores zero - 1)")
             zero = None
-        perm = self._perm(stored.get("perm"), k)
+        perm = self._perm(stored["perm"], k) if "perm" in stored else None
         if perm is not None:
             codes = codes[:, perm.long()]
         return LogicalWeight(self.spec, codes, (scale,), zero, perm=perm)
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        bits, k = self.spec.dtype.bits, weight.k
-        codes, size = weight.codes, self.spec.group or k
-        g_idx = torch.arange(k, dtype=torch.int32, device=codes.device) // size
-        if weight.perm is not None:
-            natural = torch.empty_like(codes)
-            natural[:, weight.perm.long()] = codes
-            codes, order = natural, g_idx
-            g_idx = torch.empty_like(order)
-            g_idx[weight.perm.long()] = order
+        bits = self.spec.dtype.bits
+        codes, g_idx = to_natural_order(weight, self.spec.group or weight.k)
         zero = weight.zero
         if zero is None:
             zero = torch.full_like(weight.scales[0], 1 << (bits - 1), dtype=torch.int16)
@@ -94,31 +87,18 @@ class GptqScheme(Scheme):
             "perm": g_idx,
         }
 
-    def _perm(self, g_idx: Tensor | None, k: int) -> Tensor | None:
-        """The sorting permutation of an act-order; None where the order is natural."""
-        if g_idx is None:
-            return None
+    def _perm(self, g_idx: Tensor, k: int) -> Tensor | None:
         size = self.spec.group or k
-        natural = torch.arange(k, dtype=torch.int32, device=g_idx.device) // size
-        if not self.desc_act:
-            # Some writers leave zeros; a shard's indices start at its own first group.
-            if bool(g_idx.any()) and (int(g_idx[0]) < 0 or not torch.equal(g_idx - g_idx[0], natural)):
-                raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
-            return None
-        if torch.equal(g_idx, natural):
-            return None
-        order = torch.argsort(g_idx, stable=True)
-        if not torch.equal(g_idx[order], natural):
-            raise BadValue(
-                "g_idx does not give each group its share of columns",
-                expected=f"{size} columns for each of 0 to {int(natural[-1])}",
-                got=f"indices {int(g_idx.min())} to {int(g_idx.max())}, {g_idx.unique().numel()} different",
-            )
-        return order.to(torch.int32)
+        if self.desc_act:
+            return group_order(g_idx, size)
+        # Some writers store all zeros; in a shard the indices start at the shard's first group.
+        if bool(g_idx.any()) and (int(g_idx[0]) < 0 or not is_natural(g_idx - g_idx[0], size)):
+            raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
+        return None
 
 
 def check_symmetric(zero: Tensor | None, bits: int, hint: str) -> None:
-    """Zero points of a symmetric weight, where stored at all, are the middle code."""
+    """Raise unless the zero points of a symmetric weight, if stored, are all the middle code."""
     middle = 1 << (bits - 1)
     if zero is not None and bool((zero != middle).any()):
         raise BadValue(
@@ -130,7 +110,7 @@ def check_symmetric(zero: Tensor | None, bits: int, hint: str) -> None:
 
 
 def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
-    """The scheme for one combination of bits, group and version."""
+    """The scheme of a spec; `offset` selects the version."""
     groups = "1" if spec.group == ALL else f"k/{spec.group}"
     bits = spec.dtype.bits
     scale = FLOAT_NAMES[spec.scales[0].dtype]
@@ -145,14 +125,14 @@ def gptq_scheme(spec: QuantSpec, *, offset: int, desc_act: bool) -> GptqScheme:
 
 
 def group_block(size: int, source: str) -> Block:
-    """The block of a `group_size`, where -1 stands for the whole row."""
+    """The block of a `group_size`; -1 means the whole row."""
     if size != -1 and size < 1:
-        raise UnsupportedFormat("group_size is positive or -1", where=source, got=size)
+        raise UnsupportedFormat("group_size must be positive or -1", where=source, got=size)
     return CHANNEL if size == -1 else group(size)
 
 
 def grouped_integers(spec: QuantSpec, bits: Sequence[int]) -> bool:
-    """Whether `spec` is what GPTQ and AWQ hold: plain integers, 16-bit scales by group or channel."""
+    """Whether GPTQ and AWQ can store `spec`: integers with 16-bit scales per group or channel."""
     if not spec.scales or spec.dtype.bits not in bits:
         return False
     scale = spec.scales[0]
@@ -190,17 +170,17 @@ class Gptq(Format):
         optional(merged, "pack_dtype", str, "int32", ("int32",))
         scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)
         spec = int_spec(bits, block, zero_point=not optional(merged, "sym", bool, True), scale=scale)
-        desc_act = optional(merged, "desc_act", bool, False) and block != CHANNEL  # one group has one order
+        desc_act = optional(merged, "desc_act", bool, False) and block != CHANNEL  # a single group has no order
         return gptq_scheme(spec, offset=self._offset(merged), desc_act=desc_act)
 
     def _offset(self, config: Config) -> int:
-        """What the stored zero points lack, from the version in any of its spellings."""
+        """What to add to the stored zero points, from the version under any of its keys."""
         version = optional(config, "checkpoint_format", str, optional(config, "format", str, config.method))
         if optional(config, "is_marlin_format", bool, False):
             version = "marlin"
         if version not in ("gptq", "gptq_v2"):
             raise UnsupportedFormat(
-                f"the tensors are laid out for one kernel ('{version}'), not as GPTQ",
+                f"the tensors are in the layout of a specific kernel ('{version}'), not in GPTQ's",
                 where=config.source,
                 expected="checkpoint_format gptq or gptq_v2",
                 got=version,
@@ -211,9 +191,9 @@ class Gptq(Format):
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         if not grouped_integers(spec, BITS):
             raise CannotEncode(
-                "GPTQ holds 2-, 3-, 4- and 8-bit integers with 16-bit scales by group or channel", got=spec
+                "GPTQ stores 2-, 3-, 4- and 8-bit integers with 16-bit scales per group or channel", got=spec
             )
-        # A zero point of 0 has no form in version 1.
+        # Version 1 cannot store a zero point of 0.
         config = _config(spec, "gptq_v2" if spec.zero is not None else "gptq", desc_act=False)
         config["dynamic"] = {f"-:(?:{'|'.join(map(re.escape, dense_modules))})$": {}} if dense_modules else {}
         return config, gptq_scheme(spec, offset=int(spec.zero is None), desc_act=False)
@@ -235,7 +215,7 @@ class Gptq(Format):
 
 
 def _config(spec: QuantSpec, version: str, *, desc_act: bool) -> dict[str, Any]:
-    """The section of config.json."""
+    """The quantisation section of config.json."""
     return {
         "quant_method": "gptq",
         "bits": spec.dtype.bits,
@@ -247,31 +227,31 @@ def _config(spec: QuantSpec, version: str, *, desc_act: bool) -> dict[str, Any]:
 
 
 def overridden(config: Config, name: str, known: frozenset[str]) -> Config | None:
-    """`config` as its `dynamic` rules change it for one module; None where they leave it unquantised.
+    """`config` with its `dynamic` rules applied to one module; None if they leave the module unquantised.
 
     The first pattern that matches from the start of the name wins; "-:" means unquantised.
     """
-    found = next((rule for rule in _rules(config) if rule[1].match(name)), None)
-    if found is None:
+    rule = next((rule for rule in _rules(config) if rule[1].match(name)), None)
+    if rule is None:
         return config
-    pattern, _, values = found
+    pattern, _, values = rule
     if pattern.startswith("-:"):
         return None
     changes = checked(values, f"dynamic.{pattern}", dict, (), config.source)
-    strange = sorted(set(changes) - known)
-    if strange:
+    unknown = sorted(set(changes) - known)
+    if unknown:
         raise UnsupportedFormat(
-            f"dynamic rule '{pattern}' changes what is not understood", where=config.source, got=", ".join(strange)
+            f"dynamic rule '{pattern}' has unknown keys", where=config.source, got=", ".join(unknown)
         )
     return replace(config, quant={**config.quant, **changes})
 
 
 @lru_cache(maxsize=64)
 def _rules(config: Config) -> tuple[tuple[str, Pattern, Any], ...]:
-    """The `dynamic` rules as they are spelled, compiled, and what each says."""
+    """The `dynamic` rules: the key as written, the compiled pattern, and the value."""
     rules = optional(config, "dynamic", dict, {})
     patterns = (rule.removeprefix("+:").removeprefix("-:") for rule in rules)
-    return tuple((rule, compiled(p, "dynamic", config.source), rules[rule]) for rule, p in zip(rules, patterns))
+    return tuple((rule, compile_pattern(p, "dynamic", config.source), rules[rule]) for rule, p in zip(rules, patterns))
 
 
 FORMAT = Gptq()

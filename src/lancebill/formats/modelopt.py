@@ -15,7 +15,7 @@ from typing import Any
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats._ct_config import FUSED
-from lancebill.formats._floats import WEIGHT, FloatScheme, scale_part, stored_plain
+from lancebill.formats._floats import WEIGHT, FloatScheme, scale_part, stores_plain_floats
 from lancebill.formats.base import (
     BIAS,
     FLOAT_TYPES,
@@ -87,13 +87,13 @@ class ModelOpt(Format):
         return config.method in ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        found = None if stored_plain(module, SCALE) else _algorithm(config, module.name)
+        found = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
         if found is None:
             return dense(module)
         return _build(ALGORITHMS[found], FLOAT_TYPES.get(module.dtype(*SCALE, default="F32"), F32))
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        found = None if stored_plain(module, SCALE) else _algorithm(config, module.name)
+        found = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
         if found is None:
             return None
         algorithm = ALGORITHMS[found]

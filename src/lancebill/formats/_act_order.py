@@ -1,0 +1,47 @@
+"""Act-order: columns quantised in another order than they are stored.
+
+GPTQ and compressed-tensors store the columns in natural order and the group of each column as
+`g_idx`. A `LogicalWeight` has its columns sorted by group instead, with the permutation as `perm`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lancebill.errors import BadValue
+from lancebill.numbers.weight import LogicalWeight
+
+
+def is_natural(g_idx: Tensor, size: int) -> bool:
+    """Whether column j is in group j // size."""
+    return torch.equal(g_idx, _natural(len(g_idx), size, g_idx.device))
+
+
+def group_order(g_idx: Tensor, size: int) -> Tensor | None:
+    """The permutation that sorts columns by group; None if they are sorted already."""
+    if is_natural(g_idx, size):
+        return None
+    order = torch.argsort(g_idx, stable=True)
+    if not is_natural(g_idx[order], size):
+        raise BadValue(
+            f"g_idx does not assign {size} columns to each group",
+            expected=f"{size} columns for each of 0 to {(len(g_idx) - 1) // size}",
+            got=f"indices {int(g_idx.min())} to {int(g_idx.max())}, {g_idx.unique().numel()} different",
+        )
+    return order.to(torch.int32)
+
+
+def to_natural_order(weight: LogicalWeight, size: int) -> tuple[Tensor, Tensor]:
+    """The codes with their columns in natural order, and the `g_idx` of these columns."""
+    g_idx = _natural(weight.k, size, weight.codes.device)
+    if weight.perm is None:
+        return weight.codes, g_idx
+    order = weight.perm.long()
+    codes, reordered = torch.empty_like(weight.codes), torch.empty_like(g_idx)
+    codes[:, order], reordered[order] = weight.codes, g_idx
+    return codes, reordered
+
+
+def _natural(k: int, size: int, device: torch.device) -> Tensor:
+    return torch.arange(k, dtype=torch.int32, device=device) // size
