@@ -1,1 +1,1 @@
-"""Source to compiled kernel to launch. Knows nothing of experts or weights."""
+"""Compiles kernels, caches them and launches them. Independent of experts and weights."""

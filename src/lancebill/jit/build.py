@@ -1,4 +1,4 @@
-"""Kernels from the cache or the compiler, one or many at once; needs no GPU."""
+"""Gets kernels from the cache or compiles them, one at a time or many in parallel. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from threading import Lock
 
 from lancebill.errors import LancebillError
 from lancebill.jit.cache import Cache
-from lancebill.jit.compile import Binary, KernelSource, build
+from lancebill.jit.compile import Binary, KernelSource, compile_kernel
 
 log = logging.getLogger("lancebill")
-_compiling = Lock()  # the compiler's settings, and where it prints, are the whole process's
+_compiling = Lock()  # Triton's settings and the redirected stdout are global to the process
 
 
-def binary(source: KernelSource, held: Cache | None = None) -> Binary:
-    """The compiled kernel, from the cache or built now, with a word about it."""
+def get_binary(source: KernelSource, kernels: Cache | None = None) -> Binary:
+    """The compiled kernel from the cache; compiles and stores it if it is not there."""
 
     def compile_now() -> Binary:
-        _announce()
+        _warn_once()
         log.info("compiling %s", source.label)
         with _compiling:
-            return build(source)
+            return compile_kernel(source)
 
-    return (held or Cache()).get(source, compile_now)
+    return (kernels or Cache()).get(source, compile_now)
 
 
 @cache
-def _announce() -> None:
-    log.warning("compiling kernels that are in no cache; they are kept (`lancebill kernels build` does this ahead)")
+def _warn_once() -> None:
+    log.warning("compiling kernels that are not in the cache (`lancebill kernels build` does this ahead of time)")
 
 
 def build_all(
     sources: Iterable[KernelSource], folder: Path | None = None, jobs: int | None = None,
     progress: Callable[[KernelSource, str | None], None] = lambda source, error: None,
 ) -> dict[KernelSource, str]:  # fmt: skip
-    """Compile what the cache lacks, on all cores; returns what failed and why.
+    """Compile the kernels that are not in the cache, on all cores; returns the failed ones with their errors.
 
-    `progress` hears of each kernel as it ends, those that were there first.
+    `progress` is called once for each kernel: first for those in the cache, then for each one that was compiled.
     """
-    held = Cache(folder, must_keep=True)
-    held.prepare()
-    wanted = list(dict.fromkeys(sources))
-    missing = [source for source in wanted if held.find(source) is None]
-    for source in wanted:
+    kernels = Cache(folder, must_keep=True)
+    kernels.prepare()
+    distinct = list(dict.fromkeys(sources))
+    missing = [source for source in distinct if kernels.find(source) is None]
+    for source in distinct:
         if source not in missing:
             progress(source, None)
     failed: dict[KernelSource, str] = {}
@@ -69,14 +69,14 @@ def _outcome(future: Future[str | None]) -> str | None:
     try:
         return future.result()
     except BrokenExecutor:
-        return "the process that compiled it died, for want of memory perhaps"
+        return "the compiling process died, perhaps out of memory"
 
 
 def _build(source: KernelSource, folder: Path | None) -> str | None:
-    """In a process of its own; the reason instead of an error, which might not travel."""
+    """Runs in a worker process. Returns the error as text, because exceptions may not be picklable."""
     log.setLevel(logging.ERROR)
     try:
-        binary(source, Cache(folder, must_keep=True))
+        get_binary(source, Cache(folder, must_keep=True))
     except LancebillError as error:
         return str(error)
     return None

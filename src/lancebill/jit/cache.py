@@ -1,12 +1,12 @@
 """A content-addressed store of compiled kernels.
 
-An entry is one file named by its key: the hash of all that follows, a line of JSON facts, the code. Entries are
-written beside their place and renamed into it, so readers see all or nothing; a lock for each key keeps two
-processes from compiling the same thing; every read checks the hash, and an entry that fails is built again. A
-folder that cannot be written costs time, not results.
+An entry is one file named by its key: a hash of the rest of the file, a line of JSON metadata, the cubin. Entries are
+written to a temporary file and renamed, so readers never see a partial entry. A lock per key keeps two processes from
+compiling the same kernel. Every read checks the hash; a damaged entry is compiled again. If the folder cannot be
+written, kernels are compiled in every process instead.
 
-Kernels that came with the package are looked for first. They are named for the compiler that made them, whatever
-is installed now: a binary runs without its compiler.
+Kernels shipped with the package are looked up first. Their keys name the compiler that made them, not the one
+installed now: running a cubin needs no compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("lancebill")
 ENV_FOLDER = "LANCEBILL_CACHE"
 ENV_FORBID = "LANCEBILL_NO_COMPILE"
 SUFFIX = ".kernel"
-MADE_BY = "compiler.txt"  # beside shipped kernels: the compiler their keys name
+MADE_BY = "compiler.txt"  # in the folder of shipped kernels: the compiler version in their keys
 
 
 def default_folder() -> Path:
@@ -38,12 +38,12 @@ def default_folder() -> Path:
 
 
 def shipped_folder() -> Path:
-    """Kernels that came with the package."""
+    """Where the package's precompiled kernels are."""
     return Path(__file__).parent / "prebuilt"
 
 
 def made_by(folder: Path) -> str | None:
-    """The compiler of a shipped folder; None where nothing was shipped."""
+    """The compiler version of a folder of shipped kernels; None if nothing was shipped."""
     try:
         return (folder / MADE_BY).read_text(encoding="utf-8").strip()
     except OSError:
@@ -51,9 +51,9 @@ def made_by(folder: Path) -> str | None:
 
 
 class Cache:
-    """One writable folder, and one that is only read (the package's own).
+    """One writable folder, and the read-only folder of shipped kernels.
 
-    `must_keep`: a kernel that is built and cannot be stored is an error, not a warning.
+    `must_keep`: raise, instead of warning, if a compiled kernel cannot be stored.
     """
 
     def __init__(self, folder: Path | None = None, shipped: Path | None = None, *, must_keep: bool = False) -> None:
@@ -62,16 +62,16 @@ class Cache:
         self.must_keep = must_keep
 
     def find(self, source: KernelSource) -> Binary | None:
-        """The entry, checked; None where there is none or it is damaged."""
-        shipper = made_by(self.shipped)
-        found = None if shipper is None else read(self.shipped, source.key(shipper))
-        return found or self._own(source)
+        """The entry, verified; None if it is missing or damaged."""
+        compiler = made_by(self.shipped)
+        shipped = None if compiler is None else read_entry(self.shipped, source.key(compiler))
+        return shipped or self._find_writable(source)
 
     def get(self, source: KernelSource, build: Callable[[], Binary]) -> Binary:
-        """The entry, built by the first that asks for it."""
-        found = self.find(source)
-        if found is not None:
-            return found
+        """The entry; the first process that needs it calls `build`, others wait for its result."""
+        binary = self.find(source)
+        if binary is not None:
+            return binary
         if os.environ.get(ENV_FORBID, "") not in ("", "0"):
             raise MissingKernel(
                 f"kernel {source.label} is not in the cache and {ENV_FORBID} forbids compiling it",
@@ -80,20 +80,20 @@ class Cache:
             )
         key = source.key(compiler_version())
         with ExitStack() as stack:
-            alone = self._lock(key, stack)
-            found = self._own(source) if alone else None
-            if found is None:
-                found = build()
-                if alone:
-                    self._publish(key, found)
-        return found
+            locked = self._lock(key, stack)
+            binary = self._find_writable(source) if locked else None  # another process may have built it meanwhile
+            if binary is None:
+                binary = build()
+                if locked:
+                    self._store(key, binary)
+        return binary
 
     def prepare(self) -> bool:
-        """Make the folder, private; False where that cannot be."""
+        """Create the folder with mode 700; False if that fails."""
         try:
-            private.make(self.folder)
+            private.make_private(self.folder)
         except OSError as error:
-            self._lost(error)
+            self._report_unwritable(error)
             return False
         return True
 
@@ -101,63 +101,67 @@ class Cache:
         """Keys of the writable folder."""
         return sorted(path.name[: -len(SUFFIX)] for path in self.folder.glob(f"*{SUFFIX}"))
 
-    def _own(self, source: KernelSource) -> Binary | None:
-        private.require(self.folder)
-        return read(self.folder, source.key(compiler_version()))
+    def _find_writable(self, source: KernelSource) -> Binary | None:
+        """The entry in the writable folder for the installed compiler."""
+        private.require_private(self.folder)
+        return read_entry(self.folder, source.key(compiler_version()))
 
     def _lock(self, key: str, stack: ExitStack) -> bool:
-        """Hold the lock of a key; False where the folder cannot have one."""
+        """Take the lock of a key until `stack` closes; False if the folder cannot be written."""
         if not self.prepare():
             return False
         try:
             stack.enter_context(private.locked(self.folder / f"{key}.lock"))
         except OSError as error:
-            self._lost(error)
+            self._report_unwritable(error)
             return False
         return True
 
-    def _publish(self, key: str, binary: Binary) -> None:
-        """Whole or not at all. Only the holder of the key's lock writes its file."""
+    def _store(self, key: str, binary: Binary) -> None:
+        """Write a temporary file and rename it. The caller holds the key's lock, so nobody else writes these files."""
         part = self.folder / f"{key}.part"
         try:
             with part.open("wb") as file:
-                file.write(render(key, binary))
+                file.write(render_entry(key, binary))
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.folder / f"{key}{SUFFIX}")
         except OSError as error:
             part.unlink(missing_ok=True)
-            self._lost(error)
+            self._report_unwritable(error)
 
-    def _lost(self, error: OSError) -> None:
-        why = error.strerror or str(error)
+    def _report_unwritable(self, error: OSError) -> None:
+        """Raise if kernels must be kept, else warn."""
+        reason = error.strerror or str(error)
         if self.must_keep:
-            raise CacheError("compiled kernels cannot be stored", where=str(self.folder), got=why) from error
-        log.warning("compiled kernels cannot be stored in %s (%s): they will be compiled again", self.folder, why)
+            raise CacheError("compiled kernels cannot be stored", where=str(self.folder), got=reason) from error
+        log.warning(
+            "compiled kernels cannot be stored in %s (%s): every process compiles them again", self.folder, reason
+        )
 
 
-def read(folder: Path, key: str) -> Binary | None:
-    """An entry of a folder; None where it is absent, unreadable or damaged."""
+def read_entry(folder: Path, key: str) -> Binary | None:
+    """An entry of a folder; None if it is missing, unreadable or damaged."""
     try:
-        return parse(key, (folder / f"{key}{SUFFIX}").read_bytes())
+        return parse_entry(key, (folder / f"{key}{SUFFIX}").read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def render(key: str, binary: Binary) -> bytes:
-    """The hash of the rest, facts on one line, the code."""
-    rest = json.dumps({**binary.facts(), "key": key}, sort_keys=True).encode() + b"\n" + binary.cubin
-    return hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
+def render_entry(key: str, binary: Binary) -> bytes:
+    """The bytes of an entry's file: the hash of the rest, metadata on one line, the cubin."""
+    content = json.dumps({**binary.facts(), "key": key}, sort_keys=True).encode() + b"\n" + binary.cubin
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
-def parse(key: str, data: bytes) -> Binary:
-    """The inverse; ValueError where it is not what was rendered under this key."""
-    digest, _, rest = data.partition(b"\n")
-    if hashlib.sha256(rest).hexdigest().encode() != digest:
+def parse_entry(key: str, data: bytes) -> Binary:
+    """The inverse of `render_entry`; ValueError if the data is damaged or belongs to another key."""
+    digest, _, content = data.partition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != digest:
         raise ValueError("damaged entry")
-    head, _, cubin = rest.partition(b"\n")
+    head, _, cubin = content.partition(b"\n")
     facts = json.loads(head)
     if facts.pop("key") != key:
-        raise ValueError("an entry under another's name")
+        raise ValueError("the entry belongs to another key")
     facts["descs"] = tuple(facts["descs"])
     return Binary(cubin, **facts)

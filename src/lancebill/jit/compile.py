@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of Gluon and Triton kernels: no GPU is needed, and none is looked for."""
+"""Compiles Gluon and Triton kernels ahead of time. Needs no GPU and does not query one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from threading import get_ident
 from typing import Any
 
 from lancebill.errors import CompileError
-from lancebill.jit.join_wgmma import join
+from lancebill.jit.join_wgmma import join_wgmma
 
-# Serialised wgmma and ignored register limits: a kernel that compiles with one of these is broken.
+# Warnings of ptxas about serialised wgmma and ignored register limits. Such a kernel is too slow to use.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
 SCRATCH_POINTERS = 2  # unused parameters that Triton appends to ours
-_OPTIONS = {"enable_fp_fusion": True}  # the default of all versions up to 3.9, and not of later ones
+_OPTIONS = {"enable_fp_fusion": True}  # the default up to Triton 3.9, but not later
 _INSTALL = "pip install 'lancebill[gpu]'"
 
 
@@ -44,10 +44,10 @@ class Desc:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One configuration of one kernel: everything that decides the binary.
+    """One configuration of one kernel: all inputs of the compiler but the source text.
 
     `arguments` maps run-time arguments to types: a `Desc`, or Triton's spelling (`*bf16`, `i32`,
-    `fp32`). `aligned` names those that are multiples of 16. `constants` are compile-time values.
+    `fp32`). `aligned` names the arguments that are multiples of 16. `constants` are compile-time values.
     """
 
     module: str
@@ -59,19 +59,19 @@ class KernelSource:
     arch: int = 90
 
     def key(self, compiler: str) -> str:
-        """Content address: the sources, the compiler and its version, the configuration."""
+        """Cache key: a hash of the sources, the compiler version and the configuration."""
         parts = [_own_digest(), source_digest(self.module), compiler, repr(self)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
     def label(self) -> str:
-        """For people: the kernel and its constants."""
+        """The kernel and its constants, for messages."""
         return f"{self.kernel}({', '.join(f'{k}={v}' for k, v in self.constants)})"
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what launching it needs to know."""
+    """A compiled kernel and what a launch needs: name, shared memory, threads, tensor-map layouts."""
 
     cubin: bytes
     name: str
@@ -81,7 +81,7 @@ class Binary:
     descs: tuple[dict[str, Any], ...] = field(default=())
 
     def facts(self) -> dict[str, Any]:
-        """Everything but the code, for JSON."""
+        """Everything but the cubin, for JSON."""
         facts = asdict(self)
         facts.pop("cubin")
         return facts
@@ -89,128 +89,132 @@ class Binary:
 
 @cache
 def _own_digest() -> str:
-    """How we compile decides too."""
+    """A hash of this module and the PTX pass: changing them changes the binaries, so it must change the keys."""
     files = (Path(__file__), Path(__file__).with_name("join_wgmma.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 @cache
 def source_digest(module: str) -> str:
-    """A hash over the kernel's file and the files of its package it imports: any edit there rebuilds."""
+    """A hash of the kernel's file and all files of its package that it imports, directly or not."""
     package = module.rpartition(".")[0]
-    digest, seen, waiting = hashlib.sha256(), set[str](), [module]
-    while waiting:
-        name = waiting.pop()
+    digest, seen, pending = hashlib.sha256(), set[str](), [module]
+    while pending:
+        name = pending.pop()
         spec = importlib.util.find_spec(name) if name not in seen else None
         seen.add(name)
         if spec is None or spec.origin is None:
-            continue  # a name inside a module, not a module
+            continue  # already hashed, or a name inside a module
         text = Path(spec.origin).read_bytes()
         digest.update(name.encode() + b"\0" + text + b"\0")
-        waiting += sorted(_imported(ast.parse(text), package) - seen)
+        pending += sorted(_imported(ast.parse(text), package) - seen)
     return digest.hexdigest()
 
 
 def _imported(tree: ast.AST, package: str) -> set[str]:
-    """Modules of `package` that a file may import."""
-    found: set[str] = set()
+    """Modules of `package` that a file imports; may include names that are not modules."""
+    modules: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == package:
-            found |= {f"{package}.{name.name}" for name in node.names}
+            modules |= {f"{package}.{name.name}" for name in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            found.add(node.module or "")
+            modules.add(node.module or "")
         elif isinstance(node, ast.Import):
-            found |= {name.name for name in node.names if name.name.startswith(f"{package}.")}
-    return found
+            modules |= {name.name for name in node.names if name.name.startswith(f"{package}.")}
+    return modules
 
 
 @cache
 def compiler_version() -> str:
-    """What would compile here; kernels of another version have other keys."""
+    """The installed compiler; part of each kernel's key."""
     try:
         return f"triton {version('triton')}"
     except PackageNotFoundError:
         return "none"
 
 
-def build(source: KernelSource) -> Binary:
-    """Compile, and refuse spills and the warnings that mean serialised tensor-core work."""
+def compile_kernel(source: KernelSource) -> Binary:
+    """Compile; raises if registers spill or ptxas warns of serialised wgmma."""
     try:
         import triton
     except ImportError as error:
-        raise CompileError(f"{source.label} is in no cache and Triton is not installed", hint=_INSTALL) from error
+        raise CompileError(f"{source.label} is not in the cache and Triton is not installed", hint=_INSTALL) from error
     from triton.backends.compiler import GPUTarget
 
-    heard = _Heard()
-    with _fresh_compiles(), redirect_stdout(heard):
+    report = _ThreadOutput()
+    with _triton_settings(), redirect_stdout(report):
         try:
             compiled = triton.compile(
                 _ast(source), target=GPUTarget("cuda", source.arch, 32), options={**_OPTIONS, **dict(source.options)}
             )
         except Exception as error:
-            raise CompileError(f"{source.label} does not compile: {_root(error)}") from error
+            raise CompileError(f"{source.label} does not compile: {_root_cause(error)}") from error
     if source_digest.__wrapped__(source.module) != source_digest(source.module):
-        raise CompileError(f"the sources of {source.label} changed while it was compiled", hint="start again")
+        raise CompileError(f"the sources of {source.label} changed while it was compiled", hint="restart the process")
     _check_parameters(source, compiled.asm["ptx"])
-    registers = _check_report(source, heard.getvalue())
+    registers = _check_report(source, report.getvalue())
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
-        raise CompileError(f"{source.label} wants scratch memory from its launcher")
+        raise CompileError(f"{source.label} needs scratch memory, which our launcher does not provide")
     return Binary(
         compiled.asm["cubin"],
         meta.name,
         int(meta.shared),
         32 * int(meta.num_warps),
         registers,
-        tuple(_plain(d) for d in (meta.tensordesc_meta or ())),
+        tuple(_to_json_types(d) for d in (meta.tensordesc_meta or ())),
     )
 
 
-def _root(error: BaseException) -> BaseException:
-    """The first error of a chain: Triton wraps one for each nested call."""
+def _root_cause(error: BaseException) -> BaseException:
+    """The innermost error: Triton wraps it once for each nested call."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-class _Heard(io.StringIO):
-    """What this thread prints, the assembler's report; other threads go on printing where they did."""
+class _ThreadOutput(io.StringIO):
+    """Captures what this thread prints (the ptxas report); output of other threads goes to the real stdout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread, self._beyond = get_ident(), sys.stdout
+        self._thread, self._stdout = get_ident(), sys.stdout
 
     def write(self, text: str) -> int:
-        return super().write(text) if get_ident() == self._thread else self._beyond.write(text)
+        return super().write(text) if get_ident() == self._thread else self._stdout.write(text)
 
 
 @contextmanager
-def _fresh_compiles() -> Iterator[None]:
-    """Triton's own cache is left out: it does not see every file our sources depend on.
+def _triton_settings() -> Iterator[None]:
+    """Disable Triton's cache, which misses some files our sources depend on, and line tables, which double a cubin.
 
-    Line tables too: they double a binary's size. The assembler's report is printed.
+    Make ptxas print its report, and add our PTX pass.
     """
     from triton import knobs
 
     with knobs.compilation.scope(), knobs.nvidia.scope(), knobs.runtime.scope():
         knobs.compilation.always_compile, knobs.compilation.disable_line_info = True, True
         knobs.nvidia.dump_ptxas_log = True
-        knobs.runtime.add_stages_inspection_hook = _join_products
+        knobs.runtime.add_stages_inspection_hook = _add_wgmma_pass
         yield
 
 
-def _join_products(*asked: Any) -> tuple[str, str] | None:
-    """Triton's way to its assembler, with one more step. Newer versions first ask, with nothing, what it is called."""
-    if not asked:
+def _add_wgmma_pass(*arguments: Any) -> tuple[str, str] | None:
+    """Triton's hook for compiler stages: run `join_wgmma` on the PTX before ptxas.
+
+    Newer versions also call the hook without arguments, to get a name and a hash for their cache key.
+    """
+    if not arguments:
         return "join", _own_digest()
-    _, stages, *_ = asked
-    made = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: join(made(source, metadata))
+    _, stages, *_ = arguments
+    make_ptx = stages["ptx"]
+    stages["ptx"] = lambda source, metadata: join_wgmma(make_ptx(source, metadata))
     return None
 
 
 def _ast(source: KernelSource) -> Any:
-    kernel = vars(importlib.import_module(source.module))[source.kernel]
+    """The kernel as Triton's compiler takes it: with its signature, constants and alignment."""
+    kernel = getattr(importlib.import_module(source.module), source.kernel)
     names: list[str] = list(kernel.arg_names)
     kinds, values = dict(source.arguments), dict(source.constants)
     assert [name for name in names if name in kinds] == list(kinds), "run-time arguments in the kernel's order"
@@ -237,26 +241,29 @@ def _type_name(desc: str | Desc) -> str:
     return f"tensordesc<{desc.dtype}{list(desc.box)},{layout!r}>"
 
 
-def _plain(meta: Any) -> dict[str, Any]:
+def _to_json_types(meta: Any) -> dict[str, Any]:
+    """Tuples become lists, as they will be when the entry is read from the cache."""
     return dict(json.loads(json.dumps(meta)))
 
 
 def _check_parameters(source: KernelSource, ptx: str) -> None:
-    """A launcher lays arguments out as they were in the Triton it was written for; another may have others."""
-    wanted = sum(1 if isinstance(kind, str) else 1 + 2 * kind.rank for _, kind in source.arguments) + SCRATCH_POINTERS
-    found = len(set(re.findall(rf"\.param .*\b{source.kernel}_param_(\d+)\b", ptx)))
-    if found != wanted:
-        raise CompileError(f"{source.label} has other parameters in {compiler_version()}", expected=wanted, got=found)
+    """Raise if this Triton gives the kernel another number of parameters than our launcher passes."""
+    passed = sum(1 if isinstance(kind, str) else 1 + 2 * kind.rank for _, kind in source.arguments) + SCRATCH_POINTERS
+    count = len(set(re.findall(rf"\.param .*\b{source.kernel}_param_(\d+)\b", ptx)))
+    if count != passed:
+        raise CompileError(
+            f"{compiler_version()} gives {source.label} another number of parameters", expected=passed, got=count
+        )
 
 
 def _check_report(source: KernelSource, report: str) -> int:
-    """Registers; raises where the assembler spilled or warned of serialised products."""
+    """The number of registers; raises if registers spill or ptxas warns of serialised wgmma."""
     used = re.search(r"Used (\d+) registers", report)
     if used is None:
-        raise CompileError(f"the assembler said nothing of {source.label}", got=report[-200:])
+        raise CompileError(f"ptxas printed no report for {source.label}", got=report[-200:])
     fatal = FATAL_WARNINGS.search(report)
     if fatal:
-        raise CompileError(f"{source.label}: {fatal[0]} from the assembler")
+        raise CompileError(f"{source.label}: ptxas warning {fatal[0]}")
     spills = re.search(r"(\d+) bytes spill stores", report)
     if spills and int(spills[1]):
         raise CompileError(f"{source.label} spills {spills[1]} bytes of registers")

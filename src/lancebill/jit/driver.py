@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that launching takes, through ctypes.
+"""The CUDA driver functions needed to launch kernels, called through ctypes.
 
-Why not cuda.core: its launch costs 17 us of host time, a Triton launch 19 to 31; with parameters laid out
-once, the driver's own call is a few. A layer makes up to a dozen launches.
+A launch through cuda.core costs 17 us of host time, through Triton 19 to 31 us. With the parameters laid out once,
+the driver call alone costs a few. A layer makes up to a dozen launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lancebill.errors import ContextError, DriverError
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-# Tensor-map element types by their bytes: only the size matters for copies without reduction.
+# Tensor-map element types by size: for copies without reduction only the size matters.
 _MAP_TYPES = {1: 0, 2: 1, 4: 2}  # UINT8, UINT16, UINT32
 _L2_PROMOTION_128B = 2
 MAP_BYTES = 128
@@ -50,33 +50,33 @@ def library() -> ctypes.CDLL:
 
 
 def check(code: int, what: str) -> None:
-    """Raise unless the driver's answer is 0."""
+    """Raise unless the driver's return code is 0."""
     if code:
         text = ctypes.c_char_p()
         library().cuGetErrorString(code, ctypes.byref(text))
-        said = f"{what} failed: {(text.value or b'?').decode()} (error {code})"
+        message = f"{what} failed: {(text.value or b'?').decode()} (error {code})"
         if code == _INVALID_CONTEXT:
-            raise ContextError(said)
-        raise DriverError(said)
+            raise ContextError(message)
+        raise DriverError(message)
 
 
 @cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The context that everyone in this process shares."""
+    """The primary context, which torch uses too."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
-    check(library().cuInit(0), "starting the driver")
+    check(library().cuInit(0), "initialising the driver")
     check(library().cuDeviceGet(ctypes.byref(handle), device), f"finding GPU {device}")
-    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"finding the context of GPU {device}")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"getting the context of GPU {device}")
     return context
 
 
 def use_context(device: int) -> None:
-    """For a thread that has not used the GPU yet; torch does the same when such a thread first computes something."""
-    check(library().cuCtxSetCurrent(_context(device)), f"using GPU {device}")
+    """Make the primary context current, as torch does when a thread first uses the GPU. New threads have none."""
+    check(library().cuCtxSetCurrent(_context(device)), f"making the context of GPU {device} current")
 
 
 def load_function(cubin: bytes, name: str, shared: int) -> int:
-    """A function handle in the current context, allowed `shared` bytes of dynamic shared memory."""
+    """A function handle in the current context, with `shared` bytes of dynamic shared memory permitted."""
     cuda = library()
     handle, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     check(cuda.cuLibraryLoadData(ctypes.byref(handle), cubin, None, None, 0, None, None, 0), f"loading kernel '{name}'")
@@ -106,42 +106,42 @@ def encode_map(
         ctypes.c_void_p(into), _MAP_TYPES[item], rank, ctypes.c_void_p(pointer), sizes, steps, sides, ones, 0, swizzle,
         _L2_PROMOTION_128B, 0,
     )  # fmt: skip
-    check(code, f"describing a tensor of shape {list(shape)} in boxes of {list(box)}")
+    check(code, f"encoding a tensor map of shape {list(shape)} in boxes of {list(box)}")
 
 
 def by_value(handle: int | None) -> Any:
-    """A handle or address as an argument that ctypes need not convert again, however often it is handed over."""
+    """A handle or address as a ctypes argument, converted once instead of in every call."""
     return ctypes.c_void_p.from_param(handle)
 
 
 class Launch:
     """One kernel on one stream with its parameters laid out in memory: changing an argument is one store.
 
-    `values` are (name, bytes): a pointer, an integer, a float, a tensor map. The driver is always handed the same
-    array, of where each is to be read.
+    `values` are (name, bytes): a pointer, an integer, a float or a tensor map. The driver gets the same array of
+    pointers to these values in every launch.
     """
 
     def __init__(
         self, function: int, threads: int, shared: int, stream: int, values: list[tuple[str, bytes]], dependent: bool,
         maps: Mapping[str, Mapping[str, object]],
     ) -> None:  # fmt: skip
-        self.maps = maps  # what each tensor-map argument looks like
-        room = sum(-(-len(value) // 64) * 64 for _, value in values) + 64
-        self._memory = ctypes.create_string_buffer(room)
-        at = -(-ctypes.addressof(self._memory) // 64) * 64
+        self.maps = maps  # the compiler's metadata for each tensor-map argument
+        size = sum(-(-len(value) // 64) * 64 for _, value in values) + 64
+        self._memory = ctypes.create_string_buffer(size)
+        address = -(-ctypes.addressof(self._memory) // 64) * 64
         self._pointers = (ctypes.c_void_p * len(values))()
-        self._number: dict[str, int] = {}  # of each argument; sides of a tensor map share a name
-        self._shared: list[ctypes.c_uint64] = []  # kept alive
+        self._index: dict[str, int] = {}  # of each argument; the shape and strides of a tensor map share a name
+        self._shared: list[ctypes.c_uint64] = []  # keeps slots of `share` alive
         for i, (name, value) in enumerate(values):
-            ctypes.memmove(at, value, len(value))
-            self._number.setdefault(name, i)
-            self._pointers[i] = at
-            at += -(-len(value) // 64) * 64
+            ctypes.memmove(address, value, len(value))
+            self._index.setdefault(name, i)
+            self._pointers[i] = address
+            address += -(-len(value) // 64) * 64
         attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, b"", 1)
         self._attribute = attribute
         self.config = _Config(1, 1, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(dependent))
         self.function, self.parameters = function, ctypes.addressof(self._pointers)
-        # Of `launcher`, each as ctypes hands it over: it would convert anything else again in every call.
+        # The arguments of `launch_function`, already converted: ctypes would convert plain values in every call.
         self.arguments: tuple[Any, ...] = (
             ctypes.byref(self.config),
             by_value(function),
@@ -150,16 +150,16 @@ class Launch:
         )
 
     def share(self, name: str, slot: ctypes.c_uint64) -> None:
-        """A 64-bit argument is read from this slot: one store changes it for all launches that share it."""
-        self._pointers[self._number[name]] = ctypes.addressof(slot)
+        """Read a 64-bit argument from `slot`; one store there changes it for all launches that share the slot."""
+        self._pointers[self._index[name]] = ctypes.addressof(slot)
         self._shared.append(slot)
 
     def address(self, name: str) -> int:
         """Where the driver reads an argument."""
-        return self._pointers[self._number[name]] or 0
+        return self._pointers[self._index[name]] or 0
 
     def map_slot(self, name: str) -> MapSlot:
-        """A view of a tensor map: assigning its `raw` changes it."""
+        """A view of a tensor-map argument; assigning its `raw` changes the argument."""
         return (ctypes.c_char * MAP_BYTES).from_address(self.address(name))
 
     def integer_slot(self, name: str) -> ctypes.c_int32:
@@ -169,23 +169,23 @@ class Launch:
         self.config.gx, self.config.gy = x, y
 
     def __call__(self, stream: int) -> None:
-        """Launch alone, on any stream."""
-        own, self.config.stream = self.config.stream, stream
-        code = launcher()(*self.arguments)
-        self.config.stream = own
+        """Launch once on another stream."""
+        stream_before, self.config.stream = self.config.stream, stream
+        code = launch_function()(*self.arguments)
+        self.config.stream = stream_before
         if code:
-            launched(code)
+            check_launch(code)
 
 
-def launcher() -> Callable[..., int]:
-    """The driver's call: with the `arguments` of a launch it gives an error code, 0 for none.
+def launch_function() -> Callable[..., int]:
+    """The driver's launch function: takes the `arguments` of a `Launch`, returns an error code (0: success).
 
-    Bare, because a layer makes it up to a dozen times and a Python function around it would cost as much again.
+    Callers use it directly. A Python wrapper would double the host time of a launch.
     """
-    found: Callable[..., int] = library().cuLaunchKernelEx
-    return found
+    launch: Callable[..., int] = library().cuLaunchKernelEx
+    return launch
 
 
-def launched(code: int) -> None:
-    """Raise what a launch gave that was not 0."""
+def check_launch(code: int) -> None:
+    """Raise unless the return code of a launch is 0."""
     check(code, "launching a kernel")

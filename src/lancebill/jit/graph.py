@@ -1,7 +1,7 @@
-"""Several launches handed to the driver as one: it is told once what they are, and repeats them for the price of one.
+"""CUDA graphs of several launches, made with the driver API.
 
-A launch costs the host a few microseconds, a graph of a dozen hardly more. Arguments are copied when a graph is made;
-a launch whose arguments changed is set again before the next repetition.
+One launch costs the host a few microseconds, a graph of a dozen launches hardly more. The driver copies the arguments
+when it instantiates the graph; a node whose arguments changed has to be updated before the next graph launch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from lancebill.jit import driver
 from lancebill.jit.driver import Launch, by_value, check
 
-_PROGRAMMATIC = 1  # an edge, and the port it leaves from: the next kernel may start before this one ends
+_PROGRAMMATIC = 1  # edge type and port of a programmatic dependent launch: the next kernel may start early
 
 
 class _Node(ctypes.Structure):
@@ -31,55 +31,57 @@ class _Edge(ctypes.Structure):
     ]
 
 
-def available() -> bool:
-    """Whether this driver has graphs whose kernels may start early: those of CUDA 12.3 and later."""
-    try:
-        return driver.library().cuGraphAddDependencies_v2 is not None
-    except AttributeError:
-        return False
+def graphs_available() -> bool:
+    """Whether the driver supports programmatic dependent launch in graphs (CUDA 12.3 and later)."""
+    return hasattr(driver.library(), "cuGraphAddDependencies_v2")
 
 
 class Graph:
-    """These launches in this order; `dependent`: each may start before its predecessor ends, as it may by itself."""
+    """These launches in this order; with `dependent`, each may start before its predecessor ends."""
 
     def __init__(self, launches: Sequence[Launch], stream: int, *, dependent: bool) -> None:
         self.launches = launches
-        cuda, graph, ready = driver.library(), ctypes.c_void_p(), ctypes.c_void_p()
-        check(cuda.cuGraphCreate(ctypes.byref(graph), 0), "making a graph")
-        # It stays as long as the ready one: its nodes are how launches of that are named.
+        cuda, graph, executable = driver.library(), ctypes.c_void_p(), ctypes.c_void_p()
+        check(cuda.cuGraphCreate(ctypes.byref(graph), 0), "creating a graph")
+        # The graph must outlive its executable: updating a node of the executable names it by the graph's node.
         weakref.finalize(self, cuda.cuGraphDestroy, graph).atexit = False
         edge = _Edge(_PROGRAMMATIC, 0, _PROGRAMMATIC) if dependent else _Edge()
-        self._described = [_described(launch) for launch in launches]
-        nodes: list[ctypes.c_void_p] = []
-        for described in self._described:
-            node, none, one = ctypes.c_void_p(), ctypes.c_size_t(0), ctypes.c_size_t(1)
-            code = cuda.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, None, none, ctypes.byref(described))
+        self._nodes = [_kernel_node(launch) for launch in launches]
+        handles: list[ctypes.c_void_p] = []
+        for node in self._nodes:
+            handle, none, one = ctypes.c_void_p(), ctypes.c_size_t(0), ctypes.c_size_t(1)
+            code = cuda.cuGraphAddKernelNode_v2(ctypes.byref(handle), graph, None, none, ctypes.byref(node))
             check(code, "adding a launch to a graph")
-            if nodes:
-                ends = ctypes.byref(nodes[-1]), ctypes.byref(node)
-                check(cuda.cuGraphAddDependencies_v2(graph, *ends, ctypes.byref(edge), one), "ordering a graph")
-            nodes.append(node)
-        check(cuda.cuGraphInstantiateWithFlags(ctypes.byref(ready), graph, ctypes.c_uint64(0)), "readying a graph")
-        weakref.finalize(self, cuda.cuGraphExecDestroy, ready).atexit = False  # what still runs the driver waits for
-        self._set = cuda.cuGraphExecKernelNodeSetParams_v2
-        handle = by_value(ready.value)
-        self._renewals = [(handle, by_value(node.value), ctypes.byref(of)) for node, of in zip(nodes, self._described)]
-        self.go, self.arguments = cuda.cuGraphLaunch, (handle, by_value(stream))
+            if handles:
+                ends = ctypes.byref(handles[-1]), ctypes.byref(handle)
+                code = cuda.cuGraphAddDependencies_v2(graph, *ends, ctypes.byref(edge), one)
+                check(code, "adding an edge to a graph")
+            handles.append(handle)
+        code = cuda.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_uint64(0))
+        check(code, "instantiating a graph")
+        # Safe while the graph still runs: the driver destroys it after it completes.
+        weakref.finalize(self, cuda.cuGraphExecDestroy, executable).atexit = False
+        self._set_parameters = cuda.cuGraphExecKernelNodeSetParams_v2
+        instance = by_value(executable.value)
+        self._update_arguments = [
+            (instance, by_value(handle.value), ctypes.byref(node)) for handle, node in zip(handles, self._nodes)
+        ]
+        self.launch_function, self.arguments = cuda.cuGraphLaunch, (instance, by_value(stream))
 
-    def resize(self) -> None:
-        """Take over all launches' grids; each is to be renewed."""
-        for described, launch in zip(self._described, self.launches):
-            described.gx, described.gy = launch.config.gx, launch.config.gy
+    def copy_grids(self) -> None:
+        """Copy the grids of all launches; the caller then has to `update` every node."""
+        for node, launch in zip(self._nodes, self.launches):
+            node.gx, node.gy = launch.config.gx, launch.config.gy
 
-    def renew(self, numbers: Iterable[int]) -> None:
-        """Take over the arguments that these launches have now."""
-        for number in numbers:
-            code = self._set(*self._renewals[number])
+    def update(self, indices: Iterable[int]) -> None:
+        """Copy the current arguments of these launches into the graph."""
+        for index in indices:
+            code = self._set_parameters(*self._update_arguments[index])
             if code:
-                check(code, "changing a launch of a graph")
+                check(code, "updating a launch in a graph")
 
 
-def _described(launch: Launch) -> _Node:
+def _kernel_node(launch: Launch) -> _Node:
     config = launch.config
     sizes = (config.gx, config.gy, config.gz, config.bx, config.by, config.bz, config.shared)
     return _Node(launch.function, *sizes, launch.parameters, None, None, None)

@@ -1,7 +1,8 @@
-"""A folder that is its owner's alone, and locks in it: what is read from it is run.
+"""A folder that only its owner can write, and lock files in it.
 
-Others must not be able to put anything there. So the folder belongs to this user (or to root: a folder of an
-image that everyone shares, read only), and nobody else may write to it; the same goes for a link that leads to it.
+Kernels from this folder are executed, so no other user may be able to put files there. The folder must belong to this
+user, or to root (a read-only folder in a shared image), and must not be writable by group or others. A symbolic link
+to the folder must belong to this user or root too.
 """
 
 from __future__ import annotations
@@ -19,43 +20,46 @@ _ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def require(folder: Path) -> None:
-    """Raise unless what lies in the folder can be trusted; one that does not exist can."""
+def require_private(folder: Path) -> None:
+    """Raise if another user could have written to the folder. Passes if the folder does not exist."""
     try:
-        itself, target = folder.lstat(), folder.stat()
+        link, target = folder.lstat(), folder.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
-    for found in (itself, target):
-        if found.st_uid not in (os.geteuid(), _ROOT):
+    for status in (link, target):
+        if status.st_uid not in (os.geteuid(), _ROOT):
             raise CacheError(
                 "the folder of compiled kernels belongs to another user",
                 where=str(folder),
                 expected=f"user {os.geteuid()}",
-                got=f"user {found.st_uid}",
-                hint="set LANCEBILL_CACHE to a folder of your own",
+                got=f"user {status.st_uid}",
+                hint="set LANCEBILL_CACHE to a folder that you own",
             )
     if target.st_mode & _OTHERS_WRITE:
         raise CacheError(
-            "others may write to the folder of compiled kernels",
+            "other users can write to the folder of compiled kernels",
             where=str(folder),
             expected="mode 700",
             got=f"mode {stat.S_IMODE(target.st_mode):o}",
-            hint="empty it and `chmod 700` it, or set LANCEBILL_CACHE to another",
+            hint="empty it and `chmod 700` it, or set LANCEBILL_CACHE to another folder",
         )
 
 
-def make(folder: Path) -> None:
-    """The folder, there and private."""
+def make_private(folder: Path) -> None:
+    """Create the folder with mode 700; an existing one that we own gets that mode."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    require(folder)
-    found = folder.stat()
-    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != 0o700:
+    require_private(folder)
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Alone among processes and threads while inside. The file is gone afterwards; a dead owner's lock is free."""
+    """Hold an exclusive lock across processes and threads. Removes the file afterwards.
+
+    The system releases the lock of a process that dies.
+    """
     handle = _acquire(path)
     try:
         yield
@@ -65,12 +69,16 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int:
-    """The last owner removes the file: a lock on a removed one is worth nothing, and is taken again."""
+    """Lock the file and return its descriptor.
+
+    The previous owner may have removed the file while we waited. Our lock is then on a file that nobody else opens,
+    so we open the path and lock again.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if _same(handle, path):
+            if _is_open_file(handle, path):
                 return handle
         except BaseException:
             os.close(handle)
@@ -78,7 +86,8 @@ def _acquire(path: Path) -> int:
         os.close(handle)
 
 
-def _same(handle: int, path: Path) -> bool:
+def _is_open_file(handle: int, path: Path) -> bool:
+    """Whether `path` still names the file that `handle` has open."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

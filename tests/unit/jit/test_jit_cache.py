@@ -1,4 +1,4 @@
-"""The kernel cache: whole entries or none, damage found, one build a key, a folder of its owner's, no compiling."""
+"""The kernel cache: atomic writes, damage detection, one build per key, a private folder, forbidden compilation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 from lancebill.errors import CacheError, CompileError, MissingKernel
 from lancebill.jit import build as builder
 from lancebill.jit import compile as compiler
-from lancebill.jit.cache import ENV_FORBID, MADE_BY, SUFFIX, Cache, parse, read, render
+from lancebill.jit.cache import ENV_FORBID, MADE_BY, SUFFIX, Cache, parse_entry, read_entry, render_entry
 from lancebill.jit.compile import Binary, KernelSource, compiler_version, source_digest
-from lancebill.jit.ship import MOST_KERNELS, ship
+from lancebill.jit.ship import MOST_KERNELS, ship_kernels
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
 SOURCE = KernelSource(
@@ -49,30 +49,30 @@ def never() -> Binary:
 
 
 def test_entries_render_and_parse() -> None:
-    assert parse("key", render("key", CODE)) == CODE
-    with pytest.raises(ValueError, match="under another's name"):
-        parse("other", render("key", CODE))
+    assert parse_entry("key", render_entry("key", CODE)) == CODE
+    with pytest.raises(ValueError, match="belongs to another key"):
+        parse_entry("other", render_entry("key", CODE))
 
 
-def test_build_runs_once(tmp_path: Path) -> None:
+def test_a_kernel_is_built_once(tmp_path: Path) -> None:
     calls = []
     store = cache(tmp_path)
     assert store.find(SOURCE) is None and store.keys() == []
     for _ in range(3):
         assert store.get(SOURCE, lambda: calls.append(1) or CODE) == CODE
     assert len(calls) == 1 and store.keys() == [KEY]
-    assert names(store.folder) == {entry(store).name}  # no lock, no part is left
+    assert names(store.folder) == {entry(store).name}  # no lock or temporary file remains
     assert cache(tmp_path).get(SOURCE, never) == CODE
 
 
-def test_every_damaged_entry_is_built_again(tmp_path: Path) -> None:
-    """Cut anywhere, any byte changed, grown, emptied, another's: never read as a kernel."""
+def test_a_damaged_entry_is_built_again(tmp_path: Path) -> None:
+    """Truncated anywhere, any bit flipped, extended, replaced, or with another key: never read as a kernel."""
     store = cache(tmp_path)
     store.get(SOURCE, lambda: CODE)
     whole = entry(store).read_bytes()
     damaged = [whole[:n] for n in range(len(whole))] + [whole + b"x", whole + b"\0", b"{}", b"not json\ncode"]
     damaged += [whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :] for n in range(len(whole))]
-    damaged.append(render("another key", CODE))
+    damaged.append(render_entry("another key", CODE))
     for data in damaged:
         entry(store).write_bytes(data)
         assert store.find(SOURCE) is None, data
@@ -80,7 +80,7 @@ def test_every_damaged_entry_is_built_again(tmp_path: Path) -> None:
     assert entry(store).read_bytes() == whole
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_files(tmp_path: Path) -> None:
     store = cache(tmp_path)
 
     def fail() -> Binary:
@@ -92,7 +92,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     assert store.get(SOURCE, lambda: CODE) == CODE
 
 
-def test_keys_follow_all_that_decides_a_binary() -> None:
+def test_the_key_covers_every_compiler_input() -> None:
     other = [replace(SOURCE, arch=100), replace(SOURCE, constants=()), replace(SOURCE, options=(("num_warps", 8),))]
     keys = {KEY, SOURCE.key("triton 0"), *(source.key(compiler_version()) for source in other)}
     assert len(keys) == 5
@@ -101,7 +101,7 @@ def test_keys_follow_all_that_decides_a_binary() -> None:
     )
 
 
-def test_sources_count_with_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_covers_imported_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "moving"
     package.mkdir()
     files = {"__init__": "", "a": "from moving import b\nfrom moving.c import y\n", "b": "x = 1\n", "c": "y = 1\n"}
@@ -116,7 +116,7 @@ def test_sources_count_with_what_they_import(tmp_path: Path, monkeypatch: pytest
 
     first = digest()
     (package / "d.py").write_text("z = 2\n")
-    assert digest() == first, "a file that is not imported does not count"
+    assert digest() == first, "the digest covers a file that is not imported"
     seen = {first}
     for name in ("a", "b", "c"):
         (package / f"{name}.py").write_text(files[name] + "# changed\n")
@@ -125,7 +125,7 @@ def test_sources_count_with_what_they_import(tmp_path: Path, monkeypatch: pytest
     source_digest.cache_clear()
 
 
-# Many at once ------------------------------------------------------------------------------------------------
+# Concurrency -------------------------------------------------------------------------------------------------
 
 
 def test_threads_share_one_build(tmp_path: Path) -> None:
@@ -138,12 +138,12 @@ def test_threads_share_one_build(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
-# A process that builds: says so in a file, waits, and has the result.
+# A process that writes a line to the log when it builds, and takes `pause` seconds to do so.
 BUILDER = f"""
 import sys, time
 from pathlib import Path
 from lancebill.jit.cache import Cache
-from lancebill.jit.compile import Binary, Source
+from lancebill.jit.compile import Binary, KernelSource
 folder, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def build():
     with log.open("a") as file:
@@ -166,7 +166,7 @@ def test_processes_share_one_build(tmp_path: Path) -> None:
     assert names(tmp_path / "kernels") == {f"{KEY}{SUFFIX}"}
 
 
-def test_a_builder_that_dies_holds_no_one_up(tmp_path: Path) -> None:
+def test_a_killed_builder_releases_its_lock(tmp_path: Path) -> None:
     process = start_builder(tmp_path, 600)
     deadline = time.monotonic() + 60
     while not (tmp_path / "log").exists() and time.monotonic() < deadline:
@@ -183,24 +183,24 @@ def test_a_builder_that_dies_holds_no_one_up(tmp_path: Path) -> None:
 # The folder ----------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_is_its_owners(tmp_path: Path) -> None:
+def test_the_folder_has_mode_700(tmp_path: Path) -> None:
     store = cache(tmp_path)
     store.get(SOURCE, lambda: CODE)
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
-    store.folder.chmod(0o755)  # others could read, not write: no harm done
+    store.folder.chmod(0o755)  # others can read but not write: accepted, and corrected
     entry(store).unlink()
     store.get(SOURCE, lambda: CODE)
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
-def test_a_folder_that_others_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
     store = cache(tmp_path)
     store.get(SOURCE, lambda: CODE)
     store.folder.chmod(mode)
-    for ask in (lambda: store.find(SOURCE), lambda: store.get(SOURCE, never)):
-        with pytest.raises(CacheError, match="others may write") as caught:
-            ask()
+    for access in (lambda: store.find(SOURCE), lambda: store.get(SOURCE, never)):
+        with pytest.raises(CacheError, match="other users can write") as caught:
+            access()
         assert caught.value.where == str(store.folder) and "LANCEBILL_CACHE" in str(caught.value)
     store.folder.chmod(0o700)
     assert store.find(SOURCE) == CODE
@@ -209,29 +209,29 @@ def test_a_folder_that_others_write_is_refused(tmp_path: Path, mode: int) -> Non
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = cache(tmp_path)
     store.get(SOURCE, lambda: CODE)
-    someone = 4321
+    other_user = 4321
     if os.geteuid() == 0:
-        os.chown(store.folder, someone, -1)
+        os.chown(store.folder, other_user, -1)
     else:
-        monkeypatch.setattr(os, "geteuid", lambda: someone)
+        monkeypatch.setattr(os, "geteuid", lambda: other_user)
     with pytest.raises(CacheError, match="another user"):
         store.get(SOURCE, never)
 
 
 def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
-    mine = cache(tmp_path)
-    mine.get(SOURCE, lambda: CODE)
+    store = cache(tmp_path)
+    store.get(SOURCE, lambda: CODE)
     link = tmp_path / "link"
-    link.symlink_to(mine.folder)
+    link.symlink_to(store.folder)
     assert Cache(link, tmp_path / "shipped").find(SOURCE) == CODE
     if os.geteuid() != 0:
-        pytest.skip("only root can give a link away")
+        pytest.skip("only root can change the owner of a link")
     os.lchown(link, 4321, -1)
     with pytest.raises(CacheError, match="another user"):
         Cache(link, tmp_path / "shipped").find(SOURCE)
 
 
-def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_folder_kernels_are_built_but_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Cache(tmp_path / "file" / "kernels", tmp_path / "shipped")
     with caplog.at_level(logging.WARNING, "lancebill"):
@@ -241,14 +241,14 @@ def test_a_folder_that_cannot_be_made_costs_time_only(tmp_path: Path, caplog: py
         Cache(store.folder, store.shipped, must_keep=True).get(SOURCE, never)
 
 
-def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
-    """No file may grow past 100 bytes: the kernel is used, and nothing of it is left."""
+def test_on_a_full_disk_kernels_are_built_but_not_stored(tmp_path: Path) -> None:
+    """A file size limit of 100 bytes: the kernel is usable and no partial file remains."""
     script = f"""
 import resource
 from pathlib import Path
 from lancebill.errors import CacheError
 from lancebill.jit.cache import Cache
-from lancebill.jit.compile import Binary, Source
+from lancebill.jit.compile import Binary, KernelSource
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for must_keep in (False, True):
     store = Cache(Path({str(tmp_path)!r}) / "kernels", Path({str(tmp_path)!r}) / "shipped", must_keep=must_keep)
@@ -263,13 +263,13 @@ for must_keep in (False, True):
     assert "cannot be stored" in done.stderr
 
 
-# What is shipped, and compiling ---------------------------------------------------------------------------------
+# Shipped kernels and compilation --------------------------------------------------------------------------------
 
 
-def test_shipped_entries_come_first_whatever_compiler_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_kernels_are_found_with_any_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = cache(tmp_path)
     store.get(SOURCE, lambda: CODE)
-    size = ship([SOURCE], store, store.shipped)
+    size = ship_kernels([SOURCE], store, store.shipped)
     assert size == entry(store).stat().st_size
     monkeypatch.setattr(compiler, "version", lambda name: "99.0")
     compiler_version.cache_clear()
@@ -284,20 +284,20 @@ def test_shipped_entries_come_first_whatever_compiler_is_here(tmp_path: Path, mo
         compiler_version.cache_clear()
 
 
-def test_shipping_replaces_the_set_and_keeps_to_its_size(tmp_path: Path) -> None:
+def test_shipping_replaces_all_kernels_and_limits_their_size(tmp_path: Path) -> None:
     store = cache(tmp_path)
     many = [replace(SOURCE, constants=(("CHUNK", i), ("E", 2))) for i in range(MOST_KERNELS + 1)]
     with pytest.raises(CacheError, match="is not compiled"):
-        ship(many[:1], store, store.shipped)
+        ship_kernels(many[:1], store, store.shipped)
     for source in many:
         store.get(source, lambda: CODE)
     for chosen in (many[:3], many[3:4]):
-        ship(chosen, store, store.shipped)
+        ship_kernels(chosen, store, store.shipped)
         expected = {MADE_BY, *(f"{source.key(compiler_version())}{SUFFIX}" for source in chosen)}
         assert names(store.shipped) == expected
     with pytest.raises(CacheError, match="too large"):
-        ship(many, store, store.shipped)
-    assert read(store.shipped, many[3].key(compiler_version())) == CODE  # the set that was there still is
+        ship_kernels(many, store, store.shipped)
+    assert read_entry(store.shipped, many[3].key(compiler_version())) == CODE  # the previous kernels are still there
 
 
 def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,19 +313,19 @@ def test_compiling_can_be_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert store.get(replace(SOURCE, arch=len(value)), lambda: CODE) == CODE
 
 
-def test_compiling_on_first_use_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    builder._announce.cache_clear()
+def test_compiling_on_first_use_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    builder._warn_once.cache_clear()
     for chunk in (1, 2):
         source = replace(SOURCE, module="lancebill.backends.hopper.kernels.none", constants=(("CHUNK", chunk),))
         with caplog.at_level(logging.INFO, "lancebill"), pytest.raises((CompileError, ModuleNotFoundError)):
-            builder.binary(source, cache(tmp_path))
+            builder.get_binary(source, cache(tmp_path))
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 1 and "lancebill kernels build" in warned[0].getMessage()
     assert len(caplog.records) == 3
 
 
-def test_one_compilation_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that need different kernels at once: the compiler's settings and its report are the process's."""
+def test_a_process_compiles_one_kernel_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even for different kernels: the compiler's settings and the redirected stdout are global to the process."""
     inside, most = [0], [0]
 
     def build(source: KernelSource) -> Binary:
@@ -335,9 +335,9 @@ def test_one_compilation_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         inside[0] -= 1
         return CODE
 
-    monkeypatch.setattr(builder, "build", build)
+    monkeypatch.setattr(builder, "compile_kernel", build)
     sources = [replace(SOURCE, constants=(("CHUNK", n), ("E", 2))) for n in range(4)]
-    threads = [threading.Thread(target=builder.binary, args=(source, cache(tmp_path))) for source in sources]
+    threads = [threading.Thread(target=builder.get_binary, args=(source, cache(tmp_path))) for source in sources]
     for thread in threads:
         thread.start()
     for thread in threads:
