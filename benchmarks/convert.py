@@ -1,9 +1,9 @@
-"""How fast and in how little memory `lancebill convert` works.
+"""Speed and peak memory of `lancebill convert`.
 
     python benchmarks/convert.py [--dir FOLDER] [--gigabytes 2]
 
-Makes a bf16 checkpoint with 64 experts a layer in FOLDER (a temporary one unless given), converts
-it, and writes figures and the machine they were measured on to benchmarks/results/convert.json.
+Writes a bf16 checkpoint with 64 experts in each layer to a temporary folder in FOLDER, converts it, and records speed
+and memory in benchmarks/results/convert.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import origin
+from machine import origin, result_path
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, plan_conversion
@@ -27,16 +27,15 @@ from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model
 
-RESULTS = Path(__file__).parent / "results" / "convert.json"
 SPECS = ("mxfp4", "int4-g128")
 HIDDEN, INTERMEDIATE, EXPERTS = 2048, 1024, 64
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
 SLACK = 256 << 20
-RATE = 100e6  # bytes of source a second
+MIN_RATE = 100e6  # bytes of source per second
 
 
 class Peak(threading.Thread):
-    """The most anonymous memory this process held while it ran, sampled."""
+    """Samples the peak anonymous memory of this process."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -44,7 +43,7 @@ class Peak(threading.Thread):
 
     def run(self) -> None:
         while not self._done.wait(0.005):
-            self.peak = max(self.peak, anonymous())
+            self.peak = max(self.peak, anonymous_bytes())
 
     def __enter__(self) -> Peak:
         self.start()
@@ -55,20 +54,20 @@ class Peak(threading.Thread):
         self.join()
 
 
-def anonymous() -> int:
-    """Bytes of memory that is not backed by files."""
+def anonymous_bytes() -> int:
+    """Memory that is not backed by files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise SystemExit("this kernel does not tell RssAnon")
+    raise SystemExit("this kernel does not report RssAnon")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, help="where to put the checkpoints")
+    parser.add_argument("--dir", type=Path, help="folder for the checkpoints")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the source")
     parser.add_argument("--spec", action="append", help=f"target specs (default: {' '.join(SPECS)})")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/convert")
     options = parser.parse_args()
     layers = max(1, round(options.gigabytes * 1e9 / (EXPERTS * EXPERT_BYTES) + 0.5))
     size = Geometry(EXPERTS, HIDDEN, INTERMEDIATE, layers, top_k=8)
@@ -77,20 +76,20 @@ def main() -> None:
         print(f"writing {layers} layers x {EXPERTS} experts of {EXPERT_BYTES / 1e6:.1f} MB", flush=True)
         write_model(source, size)
         results = [measure(source, Path(folder) / spec, spec) for spec in options.spec or SPECS]
-    save(options.out, results, size)
+    save(options.out or result_path("convert"), results, size)
 
 
 def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
-    target, how = choose_target(parse_spec(spec)), ConvertOptions()
+    target, options = choose_target(parse_spec(spec)), ConvertOptions()
     with Checkpoint.open(source) as checkpoint:
         total = sum(info.nbytes for info in checkpoint.tensors.values())
-        baseline = anonymous()
+        baseline = anonymous_bytes()
         with Peak() as memory:
             start = time.perf_counter()
-            report: Report = convert(checkpoint, destination, plan_conversion(checkpoint, target, how), how)
+            report: Report = convert(checkpoint, destination, plan_conversion(checkpoint, target, options), options)
             seconds = time.perf_counter() - start
     bound = 2 * EXPERT_BYTES + SLACK
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "spec": spec,
         "format": report.target.format.name,
         "source_bytes": total,
@@ -100,15 +99,15 @@ def measure(source: Path, destination: Path, spec: str) -> dict[str, Any]:
         "peak_anonymous_bytes": max(0, memory.peak - baseline),
         "bound_anonymous_bytes": bound,
         "rms_error": report.total.rms_error,
-        "within_bounds": total / seconds >= RATE and memory.peak - baseline <= bound,
+        "within_bounds": total / seconds >= MIN_RATE and memory.peak - baseline <= bound,
     }
     print(
-        f"{spec}: {found['megabytes_per_second']} MB/s of source, "
-        f"{found['peak_anonymous_bytes'] / 2**20:.0f} MiB above the process "
-        f"(bound {bound / 2**20:.0f}), {'within' if found['within_bounds'] else 'OUT OF'} bounds",
+        f"{spec}: {result['megabytes_per_second']} MB/s of source, "
+        f"{result['peak_anonymous_bytes'] / 2**20:.0f} MiB above the idle process "
+        f"(bound {bound / 2**20:.0f}), {'within' if result['within_bounds'] else 'OUT OF'} bounds",
         flush=True,
     )
-    return found
+    return result
 
 
 def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
@@ -124,7 +123,6 @@ def save(path: Path, results: list[dict[str, Any]], size: Geometry) -> None:
         },
         "results": results,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {path}")
 

@@ -1,10 +1,10 @@
-"""Tokens a second of `generate`: our experts against transformers' own, in one run on one model.
+"""Tokens per second of `generate`: our experts and those of transformers, in one run on one model.
 
     python benchmarks/generate.py --device cuda [--layers 4] [--batches 1,16,64] [--out FILE]
 
-The model has the shape of Qwen3-30B-A3B, fewer layers and random weights; attention, sampling and cache are
-transformers' for everyone, and `generate` is called as users call it. The first token is timed apart, so that the
-rate is that of decoding: batch x (tokens - 1) over the seconds after the first.
+The model has the shape of Qwen3-30B-A3B with fewer layers and random weights. All runs use the attention, sampling and
+KV cache of transformers, through the public `generate`. The first token is timed separately and subtracted: the rate
+is batch x (tokens - 1) over the seconds after the first token.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from machine import origin, whole_model_machine
+from machine import origin, result_path, whole_model_machine
 
 from lancebill.integrations.transformers.pack_in_memory import pack_experts
 
-RESULTS = Path(__file__).parent / "results" / "generate.json"
 THEIRS = ("eager", "grouped_mm")
 OURS = ("mxfp4:bf16", "int4-g128:bf16")
 SHAPES: dict[str, dict[str, int]] = {
@@ -44,12 +43,12 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", default="1,16,64")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens in each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens for each sequence")
     parser.add_argument("--ours", default=",".join(OURS))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/generate")
     chosen = parser.parse_args()
     batches = [int(batch) for batch in chosen.batches.split(",")]
     if chosen.device.startswith("cuda"):
@@ -59,7 +58,7 @@ def main() -> None:
         prebuild(chosen.ours.split(","), [*batches, *(batch * chosen.prompt for batch in batches)], **sizes)
     rows: list[dict[str, Any]] = []
     for name in (*THEIRS, *chosen.ours.split(",")):
-        model, experts = make(name, chosen)
+        model, experts = make_model(name, chosen)
         for batch in batches:
             rows.append({"experts": name, **experts, "batch": batch, **measure(model, batch, chosen)})
             print(json.dumps(rows[-1]), flush=True)
@@ -68,14 +67,14 @@ def main() -> None:
         if chosen.device.startswith("cuda"):
             torch.cuda.empty_cache()
     for row in rows:
-        same = {r["experts"]: r for r in rows if r["batch"] == row["batch"]}
-        best = max(same[name]["tokens_per_second"] for name in THEIRS)
+        same_batch = {r["experts"]: r for r in rows if r["batch"] == row["batch"]}
+        best = max(same_batch[name]["tokens_per_second"] for name in THEIRS)
         row["over_best_of_transformers"] = round(row["tokens_per_second"] / best, 3)
     save(chosen, rows)
 
 
 def prebuild(specs: Iterable[str], tokens: Iterable[int], **sizes: int) -> None:
-    """Compile what these layers will need, on all cores: no first call pays for it."""
+    """Compile the kernels of these layers on all cores, so that no timed call compiles."""
     from lancebill.backends.hopper.steps import kernels
     from lancebill.jit.build import build_all
     from lancebill.testing.layers import layer_problem
@@ -86,11 +85,11 @@ def prebuild(specs: Iterable[str], tokens: Iterable[int], **sizes: int) -> None:
     failed = build_all(source for p in problems for m in counts for source in kernels(p, m))
     for source, why in failed.items():
         print("does not compile:", source.label, why[-300:])
-    print(f"kernels there after {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"kernels compiled in {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def make(name: str, chosen: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The model, always of the same weights; ours quantised where they stand."""
+def make_model(name: str, chosen: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The model, always with the same weights; ours has them quantised in place."""
     config = transformers.Qwen3MoeConfig(
         **SHAPES[chosen.shape], num_hidden_layers=chosen.layers, intermediate_size=768, norm_topk_prob=True,
         max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=0,
@@ -103,8 +102,8 @@ def make(name: str, chosen: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
             config, dtype=dtype, experts_implementation=implementation
         ).eval()
     if name in THEIRS:
-        held = sum(t.nbytes for n, t in model.named_parameters() if ".experts." in n)
-        return model, {"backend": "transformers", "expert_bytes": held}
+        size = sum(t.nbytes for n, t in model.named_parameters() if ".experts." in n)
+        return model, {"backend": "transformers", "expert_bytes": size}
     probe = torch.arange(1, 1 + chosen.prompt, device=chosen.device).unsqueeze(0)
     with torch.no_grad():
         dense = model(probe).logits.float()
@@ -120,23 +119,23 @@ def make(name: str, chosen: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def measure(model: Any, batch: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Medians over repeats, after one that is not counted."""
+    """Medians over repeats, after one warm-up."""
     generator = torch.Generator().manual_seed(batch)
     vocabulary = SHAPES[chosen.shape]["vocab_size"]
     prompt = torch.randint(1, vocabulary, (batch, chosen.prompt), generator=generator).to(chosen.device)
     seconds = {}
     for count in (1, chosen.tokens):
-        taken = [generate(model, prompt, count) for _ in range(chosen.repeats + 1)][1:]
-        seconds[count] = sorted(taken)[len(taken) // 2]
-    after = seconds[chosen.tokens] - seconds[1]
+        times = [timed_generate(model, prompt, count) for _ in range(chosen.repeats + 1)][1:]
+        seconds[count] = sorted(times)[len(times) // 2]
+    decoding = seconds[chosen.tokens] - seconds[1]
     return {
         "first_token_seconds": round(seconds[1], 5),
         "seconds": round(seconds[chosen.tokens], 5),
-        "tokens_per_second": round(batch * (chosen.tokens - 1) / after, 1),
+        "tokens_per_second": round(batch * (chosen.tokens - 1) / decoding, 1),
     }
 
 
-def generate(model: Any, prompt: torch.Tensor, count: int) -> float:
+def timed_generate(model: Any, prompt: torch.Tensor, count: int) -> float:
     synchronize(prompt)
     start = time.perf_counter()
     with torch.no_grad():
@@ -162,8 +161,9 @@ def save(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "new_tokens": chosen.tokens,
         "rows": rows,
     }
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {chosen.out.name}")
+    path = chosen.out or result_path("generate", chosen.device)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path.name}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Our launches by themselves: the products of a layer against what the card reaches on a dense one."""
+"""Single launches of a layer on a GPU: its GEMMs against a dense GEMM, and each launch alone."""
 
 from __future__ import annotations
 
 import torch
 
 from lancebill.backends.hopper import workspace
-from lancebill.backends.hopper.plan import scratch
+from lancebill.backends.hopper.executor import HopperExecutor
+from lancebill.backends.hopper.plan import HopperPlan, scratch
 from lancebill.backends.hopper.program import Program
 from lancebill.backends.hopper.steps import steps
-from lancebill.bench.report import BenchCase
-from lancebill.bench.sustained import PRODUCT, Windows
+from lancebill.bench.results import BenchCase
+from lancebill.bench.sustained import GEMM_SIZE, Windows
 from lancebill.bench.timing import Call
 from lancebill.bench.workload import Batch
 from lancebill.jit.driver import Launch
@@ -17,68 +18,69 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.testing.layers import SampleLayer
 
 
-def bound(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:
-    """The program of a call that was made."""
+def program_of_call(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:
+    """Call the layer once; return the program that the backend kept for it."""
     with torch.cuda.stream(windows.stream):
         layer(b.x, Indexed(b.ids, b.weights), out)
         torch.cuda.synchronize()
-    mine = [p for key, p in layer.backend._programs.items() if windows.stream.cuda_stream in key]
-    return next(p for p in mine if p.plan.problem is layer.problem and p.tokens == b.x.shape[0])
+        executor, plan = layer.executor, layer.executor.plan(b.x, Indexed(b.ids, b.weights))
+        assert isinstance(executor, HopperExecutor) and isinstance(plan, HopperPlan)
+        return executor.program(plan, b.x.device)
 
 
-def bound_steps(program: Program) -> list[tuple[str, bool, Launch]]:
-    """The launches of a call: what each is, whether it is a product, and the launch."""
-    found = []
-    for step, launch in zip(steps(program.plan), program.launches):
+def labelled_launches(program: Program) -> list[tuple[str, bool, Launch]]:
+    """Label, whether it is a GEMM, and the launch itself."""
+    launches = []
+    for step, launch in zip(steps(program.bindings.plan), program.bindings.launches):
         constants = dict(step.source.constants)
         size = constants.get("TOKENS")
         label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()
-        found.append((label, "KIND" in constants, launch))
-    return found
+        launches.append((label, "KIND" in constants, launch))
+    return launches
 
 
-def untaken(program: Program) -> Call:
-    """Gives all tiles back: the dispatch does in a call, and products that are launched alone find none left."""
-    taken = workspace.views(program.memory, scratch(program.plan))["counts"].view(4, 4)[:, 1:]
-    return lambda: taken.zero_()
+def tile_counter_reset(program: Program) -> Call:
+    """A call that resets the tile counters. In a layer the dispatch does it; a GEMM alone would find no tile left."""
+    counters = workspace.views(program.bindings.scratch, scratch(program.bindings.plan))["counts"].view(4, 4)[:, 1:]
+    return lambda: counters.zero_()
 
 
-def products_beside_dense(
+def gemms_against_dense(
     layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows, dense: dict[str, Call]
 ) -> dict:
-    """Our products alone, launched as the layer launches them, in turns with a dense product of such inputs."""
-    program = bound(layer, b, out, windows)
-    again, launches = untaken(program), [launch for _, product, launch in bound_steps(program) if product]
-    kind = "fp8" if layer.problem.activations.spec.quantized else "bf16"
+    """Our GEMMs alone, launched as the layer launches them, in turns with a dense GEMM of the same input type."""
+    program = program_of_call(layer, b, out, windows)
+    reset_counters = tile_counter_reset(program)
+    launches = [launch for _, is_gemm, launch in labelled_launches(program) if is_gemm]
+    inputs = "fp8" if layer.problem.activations.spec.quantized else "bf16"
 
-    def products() -> None:
-        again()
+    def gemms() -> None:
+        reset_counters()
         stream = torch.cuda.current_stream().cuda_stream
         for launch in launches:
             launch(stream)
 
-    took = windows.measure({"ours": [products], "dense": [dense[kind]]})
-    flops = {"ours": BenchCase.of(layer.problem, [b]).flops, "dense": 2.0 * PRODUCT**3}
-    rates = {name: flops[name] / took[name].median / 1e6 for name in took}
+    times = windows.measure({"ours": [gemms], "dense": [dense[inputs]]})
+    flops = {"ours": BenchCase.of(layer.problem, [b]).flops, "dense": 2.0 * GEMM_SIZE**3}
+    rates = {name: flops[name] / times[name].median / 1e6 for name in times}
     share = round(rates["ours"] / rates["dense"], 4)
-    described = {name: took[name].describe() | {"tflops": round(rate, 1)} for name, rate in rates.items()}
-    return {"of_dense": share, "inputs": kind, **described}
+    described = {name: times[name].describe() | {"tflops": round(rate, 1)} for name, rate in rates.items()}
+    return {"of_dense": share, "inputs": inputs, **described}
 
 
 def launch_times(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows) -> list[tuple[str, float]]:
-    """Each launch of the program alone, in windows of its own; those of products with a small one that gives the tiles
-    back."""
-    program, found = bound(layer, b, out, windows), []
-    again = untaken(program)
-    for label, product, launch in bound_steps(program):
-        dependent, launch.config.count = launch.config.count, 0
+    """Each launch of a call timed alone; a GEMM's time includes the small launch that resets the tile counters."""
+    program, times = program_of_call(layer, b, out, windows), []
+    reset_counters = tile_counter_reset(program)
+    for label, is_gemm, launch in labelled_launches(program):
+        dependencies, launch.config.count = launch.config.count, 0
 
-        def alone(launch: Launch = launch, product: bool = product) -> None:
-            if product and not program.plan.decode:
-                again()
+        def alone(launch: Launch = launch, is_gemm: bool = is_gemm) -> None:
+            if is_gemm and not program.plan.decode:
+                reset_counters()
             launch(torch.cuda.current_stream().cuda_stream)
 
-        took = windows.measure({label: [alone]})
-        launch.config.count = dependent
-        found.append((label, round(took[label].median, 2)))
-    return found
+        measured = windows.measure({label: [alone]})
+        launch.config.count = dependencies
+        times.append((label, round(measured[label].median, 2)))
+    return times

@@ -1,15 +1,15 @@
-"""Whole layers of the Hopper backend beside peers: one process, one window, one JSON.
+"""Whole layers of the Hopper backend and their peers on a GPU, in one process, into one JSON.
 
-    python benchmarks/hopper.py --out results.json [--part deepseek-mxfp4-bf16,...]     peers are what can be imported
-    python benchmarks/hopper.py --list                names of parts
-    python benchmarks/hopper.py --smoke               two sizes of one shape, tracebacks in full: does everything run?
+    python benchmarks/gpu_layer.py [--part deepseek-mxfp4-bf16,...] [--out FILE]      with the peers that are installed
+    python benchmarks/gpu_layer.py --list               the names of parts
+    python benchmarks/gpu_layer.py --smoke              two sizes of one shape, full tracebacks, no file
 
-A layer is timed from `x, topk_ids, topk_weights` to the combined output, our dispatch included. Humming is timed in
-both its GEMM types, after its routing sort and with it; the ratios in `against` are to the faster type. Where batch-
-invariant order launches anything else, with few tokens, it takes its turns too: what it costs. Everyone replays CUDA
-graphs of calls with different routings for about 40 ms, back to back, three times in turn; so are the ceilings
-measured: dense products and reads. For many tokens our products alone take turns with a dense product too.
-Results are compared with the reference first (worst of 16 rows). The file is written again after every cell.
+A layer is timed from `x, topk_ids, topk_weights` to the combined output, with our dispatch. Humming is timed with both
+its GEMM types, with and without its routing sort; `against` has the ratio to the faster type. With few tokens, where
+batch-invariant order launches other kernels, it is timed as well. Every contestant replays CUDA graphs of calls with
+different routings back to back for about 40 ms, in turns, for several rounds. The ceilings, dense GEMMs and reads, are
+measured the same way. With many tokens our GEMMs alone are also timed in turns with a dense GEMM. Every result is first
+compared with the reference (worst of 16 rows). The file is rewritten after every cell.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_launches import launch_times, products_beside_dense
-from machine import clocks, command, commit, gpu_machine, without_local_paths
+from gpu_launches import gemms_against_dense, launch_times
+from machine import clocks, command, commit, gpu_machine, result_path, without_local_paths
 
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.oracle import select
 from lancebill.backends.registry import registry
 from lancebill.bench import peers as others
 from lancebill.bench.ceilings import Ceilings
-from lancebill.bench.check import expected
+from lancebill.bench.check import expected_rows
 from lancebill.bench.compare import best, compare, summarize
 from lancebill.bench.peer import Peer, SortingPeer
-from lancebill.bench.peers import InOrder, TorchGrouped
-from lancebill.bench.report import BenchCase
-from lancebill.bench.sustained import ROUNDS, WINDOW_US, Windows, dense_products, window_rates
+from lancebill.bench.peers import SlotsByExpert, TorchGrouped
+from lancebill.bench.results import BenchCase
+from lancebill.bench.sustained import ROUNDS, WINDOW_US, Windows, dense_gemms, window_rates
 from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
 from lancebill.jit.build import build_all
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
@@ -57,9 +58,9 @@ SHAPES = {
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CHECKED_ROWS = 16
-HUMMING, TRITON, TORCH, PRODUCTS = "humming", "triton_kernels", "torch", "torch products"
+HUMMING, TRITON, TORCH, TORCH_GEMMS = "humming", "triton_kernels", "torch", "torch products"
 AFTER_SORT = ", sorted"
-COMPUTED = 4096  # tokens from which a layer is bound by its products
+COMPUTE_BOUND = 4096  # from this many tokens on the GEMMs decide a layer's time
 DEVICE = torch.device("cuda", 0)
 
 
@@ -72,13 +73,13 @@ class Part:
     peers: tuple[str, ...] = (HUMMING,)
 
 
-SHORT = (1, 16, 64, 256, 4096)
+FEWER_TOKENS = (1, 16, 64, 256, 4096)
 PARTS = {
     "deepseek-mxfp4-bf16": Part("deepseek-v4-flash", "mxfp4", peers=(HUMMING, TRITON)),
     "deepseek-mxfp4-fp8": Part("deepseek-v4-flash", "mxfp4", "fp8"),
     "deepseek-int4-bf16": Part("deepseek-v4-flash", "int4-g128"),
-    "gpt-oss-mxfp4-bf16": Part("gpt-oss-120b", "mxfp4", tokens=SHORT, peers=(HUMMING, TRITON)),
-    "qwen3-mxfp4-bf16": Part("qwen3-30b-a3b", "mxfp4", tokens=SHORT, peers=(HUMMING, TRITON)),
+    "gpt-oss-mxfp4-bf16": Part("gpt-oss-120b", "mxfp4", tokens=FEWER_TOKENS, peers=(HUMMING, TRITON)),
+    "qwen3-mxfp4-bf16": Part("qwen3-30b-a3b", "mxfp4", tokens=FEWER_TOKENS, peers=(HUMMING, TRITON)),
     "deepseek-fp8block-bf16": Part("deepseek-v4-flash", "fp8-block", peers=(TORCH,)),
     "deepseek-int8-bf16": Part("deepseek-v4-flash", "int8", peers=(TORCH,)),
     "qwen3-fp8block-bf16": Part("qwen3-30b-a3b", "fp8-block", peers=(TORCH,)),
@@ -96,69 +97,76 @@ SMOKE = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--part", default="all", help="one or more of --list, or all")
-    parser.add_argument("--peers", default=f"{HUMMING},{TORCH}", help=f"{TRITON} too")
-    parser.add_argument("--tokens", help="instead of a part's own sizes")
-    parser.add_argument("--distinct", type=int, default=16, help="different experts; the rest repeat them")
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/gpu-layer")
+    parser.add_argument("--part", default="all", help="names from --list, or all")
+    parser.add_argument("--peers", default=f"{HUMMING},{TORCH}", help=f"{HUMMING}, {TORCH}, {TRITON}")
+    parser.add_argument("--tokens", help="replaces each part's numbers of tokens")
+    parser.add_argument(
+        "--distinct", type=int, default=16, help="experts with different numbers; the others repeat them"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--window-us", type=float, default=WINDOW_US)
-    parser.add_argument("--pause-ms", type=float, default=0.0, help="rest before every window")
-    parser.add_argument("--limit", type=float, default=560, help="seconds: no new cell is begun after this")
-    parser.add_argument("--launches", action="store_true", help="time each of our launches alone too")
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="pause before every window")
+    parser.add_argument("--limit", type=float, default=560, help="seconds; no new cell is started after that")
+    parser.add_argument("--launches", action="store_true", help="also time each of our launches alone")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(PARTS))
         return
-    faulthandler.dump_traceback_later(arguments.limit + 30, exit=True)  # a peer that hangs takes nothing with it
-    known = SMOKE if arguments.smoke else PARTS
-    chosen = list(known) if arguments.part == "all" or arguments.smoke else arguments.part.split(",")
-    parts = {name: known[name] for name in chosen}
+    faulthandler.dump_traceback_later(arguments.limit + 30, exit=True)  # in case a peer hangs
+    all_parts = SMOKE if arguments.smoke else PARTS
+    names = list(all_parts) if arguments.part == "all" or arguments.smoke else arguments.part.split(",")
+    parts = {name: all_parts[name] for name in names}
+    if arguments.out is None and not arguments.smoke:
+        arguments.out = result_path("gpu-layer", str(DEVICE))
     if arguments.tokens:
         sizes = tuple(int(t) for t in arguments.tokens.split(","))
         parts = {name: replace(part, tokens=sizes) for name, part in parts.items()}
     compile_all(parts.values())
     run = Run(arguments)
     for name, part in parts.items():
-        run.part(name, replace(part, peers=tuple(p for p in part.peers if p in arguments.peers.split(","))))
+        run.measure_part(name, replace(part, peers=tuple(p for p in part.peers if p in arguments.peers.split(","))))
     run.finish()
 
 
-def pose(part: Part) -> Problem:
+def problem_of(part: Part) -> Problem:
     return layer_problem(part.spec, part.activations, **SHAPES[part.shape])
 
 
-def invariant(problem: Problem) -> Problem:
-    """The same layer, whose rows do not know their batch."""
+def batch_invariant(problem: Problem) -> Problem:
+    """The same layer in batch-invariant order."""
     return replace(problem, order=BATCH_INVARIANT)
 
 
 def compile_all(parts: Iterable[Part]) -> None:
-    """Our kernels of all parts at once: more to share among the cores."""
-    began = time.perf_counter()
-    posed = [(pose(part), m) for part in parts for m in part.tokens]
+    """Compile the kernels of all parts together, so that all cores have work."""
+    start = time.perf_counter()
+    problems = [(problem_of(part), m) for part in parts for m in part.tokens]
     sources = [
-        source for problem, m in posed for order in (problem, invariant(problem)) for source in kernels(order, m)
+        source
+        for problem, m in problems
+        for order in (problem, batch_invariant(problem))
+        for source in kernels(order, m)
     ]
     for source, why in build_all(sources).items():
         print("does not compile:", source.label, why[-300:])
-    print(f"{len(set(sources))} kernels in {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"{len(set(sources))} kernels in {time.perf_counter() - start:.1f} s", flush=True)
 
 
 class Run:
-    """One run: its ceilings, its cells, its file."""
+    """One run: ceilings, cells and the file."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.perf_counter()
         self.windows = Windows(DEVICE, arguments.window_us, arguments.rounds, arguments.pause_ms / 1e3)
         rates = window_rates(self.windows, {})
         torch.cuda.empty_cache()
-        self.dense = dense_products(DEVICE)
+        self.dense = dense_gemms(DEVICE)
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
         self.record: dict = {
-            "machine": gpu_machine(), "command": command("hopper.py"), "commit": commit(),
+            "machine": gpu_machine(), "command": command(Path(__file__).name), "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "window_us": arguments.window_us, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms,
             "distinct_experts": arguments.distinct,
@@ -167,85 +175,91 @@ class Run:
         }  # fmt: skip
         print("ceilings", self.record["ceilings"], "clocks", self.record["clocks_before"], flush=True)
 
-    def part(self, name: str, part: Part) -> None:
-        began = time.perf_counter()
+    def measure_part(self, name: str, part: Part) -> None:
+        start = time.perf_counter()
         try:
-            self._part(name, part)
+            self._measure_part(name, part)
         except Exception:
             self._failed(name)
         gc.collect()
         torch.cuda.empty_cache()
-        print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
 
-    def _part(self, name: str, part: Part) -> None:
+    def _measure_part(self, name: str, part: Part) -> None:
         if self.time_is_up():
-            self.record["absent"][name] = "the time was up"
+            self.record["absent"][name] = "time limit reached"
             return
-        problem = pose(part)
+        problem = problem_of(part)
         weights = Weights(problem, DEVICE, distinct=self.arguments.distinct)
         backend = registry()["hopper"]
         ours = SampleLayer(problem, backend, weights.packed(backend.layout(problem)), DEVICE)
-        peers = self._peers(name, part, problem, weights)
+        peers = self._make_peers(name, part, problem, weights)
         for tokens in part.tokens:
             label = f"{name}: {tokens} tokens"
             if self.time_is_up():
-                self.record["absent"][label] = "the time was up"
+                self.record["absent"][label] = "time limit reached"
                 continue
             try:
-                row = self.cell(ours, weights, peers, tokens, label)
+                row = self.measure_cell(ours, weights, peers, tokens, label)
             except Exception:
                 self._failed(label)
                 continue
             row = {"part": name, "shape": part.shape, "spec": part.spec, "activations": part.activations} | row
             self.record["rows"].append(row)
             self.write()
-            print(line(row), flush=True)
+            print(row_text(row), flush=True)
 
     def time_is_up(self) -> bool:
         return time.perf_counter() - self.start > self.arguments.limit
 
-    def _peers(self, part: str, asked: Part, problem: Problem, weights: Weights) -> dict[str, Peer]:
-        """Made one after another, their kernels compiled side by side."""
+    def _make_peers(self, name_of_part: str, part: Part, problem: Problem, weights: Weights) -> dict[str, Peer]:
+        """Make them one after another, then compile their kernels in parallel."""
         made: dict[str, Peer] = {}
-        began = time.perf_counter()
-        for name in [member for peer in asked.peers for member in MEMBERS[peer]]:
+        start = time.perf_counter()
+        for name in [member for peer in part.peers for member in MEMBERS[peer]]:
             try:
                 made[name] = PEERS[name](problem, weights)
             except Exception:
-                self._failed(f"{part}: {name}")
+                self._failed(f"{name_of_part}: {name}")
         with ThreadPoolExecutor(max(1, len(made))) as pool:
-            jobs = {name: pool.submit(peer.ready, asked.tokens) for name, peer in made.items()}
+            jobs = {name: pool.submit(peer.ready, part.tokens) for name, peer in made.items()}
         for name, job in jobs.items():
             try:
                 job.result()
             except Exception:
-                self._failed(f"{part}: {name}")
+                self._failed(f"{name_of_part}: {name}")
                 del made[name]
-        print(f"{part}: {', '.join(made)} made in {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{name_of_part}: {', '.join(made)} made in {time.perf_counter() - start:.1f} s", flush=True)
         return made
 
-    def cell(self, ours: SampleLayer, weights: Weights, peers: dict[str, Peer], tokens: int, label: str) -> dict:
+    def measure_cell(
+        self, ours: SampleLayer, weights: Weights, peers: dict[str, Peer], tokens: int, label: str
+    ) -> dict:
         problem = ours.problem
         batches = [batch(problem, tokens, 31 * tokens + i) for i in range(8 if tokens <= 64 else 2)]
         rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens)).round().long().to(DEVICE)
-        wanted = rows, expected(problem, weights, batches[0], rows)
+        reference = rows, expected_rows(problem, weights, batches[0], rows)
         out = torch.full_like(batches[0].x, float("nan"))
         contestants, worst = {"ours": [partial(our_call, ours, out, b) for b in batches]}, {}
         for name, peer in peers.items():
             try:
-                found = contests(name, peer, batches)
-                if name != PRODUCTS:
-                    worst |= {title: check(calls[0](), wanted) for title, calls in found.items()}
-                contestants |= found
+                of_peer = peer_calls(name, peer, batches)
+                if name != TORCH_GEMMS:
+                    worst |= {title: relative_error(calls[0](), reference) for title, calls in of_peer.items()}
+                contestants |= of_peer
             except Exception:
                 self._failed(f"{label}: {name}")
-        if kernels(invariant(problem), tokens) != kernels(problem, tokens):
-            layer = replace(ours, problem=invariant(problem))
+        if kernels(batch_invariant(problem), tokens) != kernels(problem, tokens):
+            layer = replace(ours, problem=batch_invariant(problem))
             contestants[BATCH_INVARIANT] = [partial(our_call, layer, out, b) for b in batches]
-            worst[BATCH_INVARIANT] = check(contestants[BATCH_INVARIANT][0](), wanted)
+            worst[BATCH_INVARIANT] = relative_error(contestants[BATCH_INVARIANT][0](), reference)
         first = contestants["ours"][0]().clone()
-        again = contestants["ours"][0]()
-        row = {"tokens": tokens, "repeatable": torch.equal(first, again), "worst_row": check(first, wanted)}
+        second = contestants["ours"][0]()
+        row = {
+            "tokens": tokens,
+            "repeatable": torch.equal(first, second),
+            "worst_row": relative_error(first, reference),
+        }
         times = {name: took.describe() for name, took in self.windows.measure(contestants).items()}
         if BATCH_INVARIANT in times:
             row["batch_invariant"] = times.pop(BATCH_INVARIANT) | {"worst_row": worst.pop(BATCH_INVARIANT)}
@@ -253,8 +267,8 @@ class Run:
         row["against"] = against(row["ours"], row["peers"])
         row["host_us"] = round(host_time(eager_calls(ours, out, batches), DEVICE), 1) if tokens <= 256 else None
         row |= floors(self.ceilings, problem, batches, row["ours"]["us"]) | {"clocks": clocks()}
-        if tokens >= COMPUTED:
-            row["products"] = products_beside_dense(ours, batches[0], out, self.windows, self.dense)
+        if tokens >= COMPUTE_BOUND:
+            row["products"] = gemms_against_dense(ours, batches[0], out, self.windows, self.dense)
         if self.arguments.launches:
             row["launches_us"] = launch_times(ours, batches[0], out, self.windows)
         return row
@@ -274,18 +288,18 @@ class Run:
         self.record["clocks_after"] = clocks()
         self.record["seconds"] = round(time.perf_counter() - self.start, 1)
         self.write()
-        for part, found in self.record["summary"].items():
-            for peer, beside in found["against"].items():
-                print(f"{part} against {peer}: geometric mean {beside['geometric_mean']}, slower at {beside['slower']}")
+        for part, of_part in self.record["summary"].items():
+            for peer, ratios in of_part["against"].items():
+                print(f"{part} against {peer}: geometric mean {ratios['geometric_mean']}, slower at {ratios['slower']}")
 
 
 # Peers ---------------------------------------------------------------------------------------------------
 
 
-class TorchProducts(TorchGrouped):
-    """Its two products alone, on rows already in expert order: what is compared is not a layer."""
+class TorchGemms(TorchGrouped):
+    """The two grouped GEMMs alone, on rows already in expert order: not a whole layer."""
 
-    def sort(self, ids: torch.Tensor) -> tuple[InOrder, torch.Tensor]:
+    def sort(self, ids: torch.Tensor) -> tuple[SlotsByExpert, torch.Tensor]:
         hidden = torch.randn(ids.numel(), self.problem.intermediate, device=DEVICE).to(self.dtype)
         return super().sort(ids), hidden
 
@@ -295,20 +309,20 @@ class TorchProducts(TorchGrouped):
         return torch._grouped_mm(hidden, self.w2.transpose(1, 2), offs=order.ends)
 
 
-PEERS = others.PEERS | {PRODUCTS: TorchProducts}
-MEMBERS = others.FAMILIES | {TORCH: (*others.FAMILIES[TORCH], PRODUCTS)}
+PEERS = others.PEERS | {TORCH_GEMMS: TorchGemms}
+MEMBERS = others.FAMILIES | {TORCH: (*others.FAMILIES[TORCH], TORCH_GEMMS)}
 
 
-def contests(name: str, peer: Peer, batches: list[Batch]) -> dict[str, list]:
-    """A peer's calls: whole, and after its routing sort where it has one."""
-    if name == PRODUCTS:
-        wide = [replace(b, x=b.x.repeat_interleave(b.ids.shape[1], 0)) for b in batches]
-        return {name: [partial(peer.compute, b.x, b.ids, b.weights, peer.sort(b.ids)) for b in wide]}
-    found = {name: [partial(peer, b.x, b.ids, b.weights) for b in batches]}
+def peer_calls(name: str, peer: Peer, batches: list[Batch]) -> dict[str, list]:
+    """A peer's calls: whole, and without its routing sort if it has one."""
+    if name == TORCH_GEMMS:
+        expanded = [replace(b, x=b.x.repeat_interleave(b.ids.shape[1], 0)) for b in batches]
+        return {name: [partial(peer.compute, b.x, b.ids, b.weights, peer.sort(b.ids)) for b in expanded]}
+    calls = {name: [partial(peer, b.x, b.ids, b.weights) for b in batches]}
     if isinstance(peer, SortingPeer):
         after = [partial(peer.compute, b.x, b.ids, b.weights, peer.sort(b.ids)) for b in batches]
-        found[f"{name}{AFTER_SORT}"] = after
-    return found
+        calls[f"{name}{AFTER_SORT}"] = after
+    return calls
 
 
 # One cell ------------------------------------------------------------------------------------------------
@@ -326,32 +340,32 @@ def our_call(layer: SampleLayer, out: torch.Tensor, b: Batch) -> torch.Tensor:
 
 
 def eager_calls(ours: SampleLayer, out: torch.Tensor, batches: list[Batch]) -> list[Call]:
-    """What users call, with the same weights."""
-    layer = RoutedExperts()
-    layer.adopt(select(ours.problem, parse_device(str(DEVICE)), ours.backend.name), ours.weights)
+    """Calls of the public layer, with the same weights."""
+    choice = select(ours.problem, parse_device(str(DEVICE)), ours.backend.name)
+    layer = RoutedExperts(LayerParts(choice, ours.weights))
     return [partial(layer, b.x, topk_ids=b.ids, topk_weights=b.weights, out=out) for b in batches]
 
 
-def check(got: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """The worst row's relative error; infinite where anything is not finite, in any row."""
-    rows, want = wanted
+def relative_error(got: torch.Tensor, reference: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Of the worst of the compared rows; infinite if any row of the result is not finite."""
+    rows, want = reference
     return round(worst_row(got[rows], want), 6) if bool(torch.isfinite(got).all()) else float("inf")
 
 
 def against(ours: dict, peers: dict) -> dict[str, dict]:
-    """Ratios to each peer's best variant."""
+    """The ratio to each peer's fastest variant."""
     groups: dict[str, list[str]] = {}
     for family in (HUMMING, TRITON):
-        ways = [name for name in peers if name.startswith(family)]
-        groups[family] = [name for name in ways if name.endswith(AFTER_SORT)]
-        groups[f"{family} with sort"] = [name for name in ways if not name.endswith(AFTER_SORT)]
+        variants = [name for name in peers if name.startswith(family)]
+        groups[family] = [name for name in variants if name.endswith(AFTER_SORT)]
+        groups[f"{family} with sort"] = [name for name in variants if not name.endswith(AFTER_SORT)]
     groups |= {name: [name] for name in peers if not name.startswith((HUMMING, TRITON))}
-    found = {}
+    ratios = {}
     for title, names in groups.items():
         chosen = best(peers, names)
         if chosen is not None:
-            found[title] = {"variant": chosen[0], "us": chosen[1]["us"]} | compare(ours, chosen[1])
-    return found
+            ratios[title] = {"variant": chosen[0], "us": chosen[1]["us"]} | compare(ours, chosen[1])
+    return ratios
 
 
 def floors(ceilings: Ceilings, problem: Problem, batches: list[Batch], us: float) -> dict[str, float]:
@@ -363,15 +377,15 @@ def floors(ceilings: Ceilings, problem: Problem, batches: list[Batch], us: float
     }  # fmt: skip
 
 
-def line(row: dict) -> str:
-    beside = ", ".join(f"{name} {v['us']:.1f} ({v['ratio']:.2f}x)" for name, v in row["against"].items())
+def row_text(row: dict) -> str:
+    ratios = ", ".join(f"{name} {v['us']:.1f} ({v['ratio']:.2f}x)" for name, v in row["against"].items())
     errors = {name: peer["worst_row"] for name, peer in row["peers"].items()}
     return (
         f"{row['part']} M={row['tokens']}: ours {row['ours']['us']:.1f} us +-{row['ours']['noise']:.1%}, "
-        f"{row['of_floor']:.0%} of floor, worst row {row['worst_row']}, repeatable {row['repeatable']}; {beside}; "
+        f"{row['of_floor']:.0%} of floor, worst row {row['worst_row']}, repeatable {row['repeatable']}; {ratios}; "
         f"peers' worst rows {errors}; clocks {row['clocks']}"
         + (f"; batch-invariant {row['batch_invariant']['us']:.1f}" if "batch_invariant" in row else "")
-        + (f"; products {row['products']['of_dense']:.1%} of dense" if "products" in row else "")
+        + (f"; GEMMs {row['products']['of_dense']:.1%} of dense" if "products" in row else "")
     )
 
 

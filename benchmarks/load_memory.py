@@ -1,11 +1,11 @@
-"""The most memory that loading a packed checkpoint takes, ours and stock transformers' beside it.
+"""Peak memory while a quantised checkpoint is loaded, with lancebill and with stock transformers.
 
-    python benchmarks/memory.py [--dir FOLDER] [--layers 2] [--spec int4-g128 --spec mxfp4]
+    python benchmarks/load_memory.py [--dir FOLDER] [--layers 2] [--spec int4-g128 --spec mxfp4]
 
-Makes a checkpoint with the experts of Qwen3-30B-A3B (128 of 2048 x 768 a layer), stored 4-bit by
-compressed-tensors, and loads it in fresh processes. Counted is what is resident above the same process just
-before the load, when torch, transformers and the model's class are imported already: anonymous memory, and
-all of it with the pages of mapped files (the checkpoint's among them, for whoever maps it).
+Writes a checkpoint with the experts of Qwen3-30B-A3B (128 of 2048 x 768 in each layer) as 4-bit compressed-tensors, and
+loads it in fresh processes. The figures are relative to the same process right before the load, when torch,
+transformers and the model's class are already imported: anonymous memory, and resident memory, which includes the pages
+of mapped files.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import origin
+from machine import origin, result_path
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
 SPECS = ("int4-g128", "mxfp4")
 OURS, STOCK = "lancebill", "transformers"
-BOUND = 1.1  # times the checkpoint's bytes, for us
+BOUND = 1.1  # our peak over the checkpoint's bytes
 COUNTED = {"anonymous": "RssAnon", "resident": "VmRSS"}
 
 
 class Peak(threading.Thread):
-    """The most memory this process held while it ran, sampled."""
+    """Samples the peak memory of this process."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.before = self.peak = held()
+        self.before = self.peak = memory_bytes()
         self._done = threading.Event()
 
     def run(self) -> None:
         while not self._done.wait(0.002):
-            self.look()
+            self.sample()
 
-    def look(self) -> None:
-        now = held()
+    def sample(self) -> None:
+        now = memory_bytes()
         self.peak = {name: max(value, now[name]) for name, value in self.peak.items()}
 
     def __enter__(self) -> Peak:
@@ -51,46 +50,46 @@ class Peak(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.look()
+        self.sample()
         self._done.set()
         self.join()
 
-    def above(self) -> dict[str, int]:
+    def growth(self) -> dict[str, int]:
         return {name: self.peak[name] - self.before[name] for name in COUNTED}
 
 
-def held() -> dict[str, int]:
-    """Bytes of this process, by kind."""
+def memory_bytes() -> dict[str, int]:
+    """Memory of this process by kind."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(lines[key].split()[0]) * 1024 for name, key in COUNTED.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, help="where to put the checkpoints")
+    parser.add_argument("--dir", type=Path, help="folder for the checkpoints")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--spec", action="append", help=f"default: {' '.join(SPECS)}")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/memory")
     parser.add_argument(
-        "--load", nargs=2, metavar=("WHO", "FOLDER"), help="only load FOLDER here, and say what it took"
+        "--load", nargs=2, metavar=("WHO", "FOLDER"), help="only load FOLDER in this process and print the figures"
     )
     chosen = parser.parse_args()
     if chosen.load:
-        print(json.dumps(measure(chosen.load[0], Path(chosen.load[1]))))
+        print(json.dumps(measure_load(chosen.load[0], Path(chosen.load[1]))))
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="lancebill-bench-", dir=chosen.dir) as folder:
-        source = write(Path(folder) / "source", chosen.layers, chosen.experts)
+        source = write_source(Path(folder) / "source", chosen.layers, chosen.experts)
         for spec in chosen.spec or SPECS:
-            packed = pack(source, Path(folder) / spec, spec)
-            rows += [{"spec": spec, **in_process(who, packed)} for who in (OURS, STOCK)]
+            packed = convert_to(source, Path(folder) / spec, spec)
+            rows += [{"spec": spec, **measure_in_process(who, packed)} for who in (OURS, STOCK)]
             print(json.dumps(rows[-2:], indent=1), flush=True)
-    save(chosen.out, rows, chosen.layers, chosen.experts)
+    save(chosen.out or result_path("memory"), rows, chosen.layers, chosen.experts)
 
 
-def measure(who: str, folder: Path) -> dict[str, Any]:
-    """Load the model in this process."""
+def measure_load(who: str, folder: Path) -> dict[str, Any]:
+    """Load the model in this process and measure its memory."""
     import torch
     import transformers
 
@@ -99,7 +98,7 @@ def measure(who: str, folder: Path) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     if who == STOCK:
-        import compressed_tensors  # noqa: F401  its import is no part of the load either
+        import compressed_tensors  # noqa: F401  imported before the load, like the others
     ours._class_of(config)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     load = ours.from_pretrained if who == OURS else transformers.AutoModelForCausalLM.from_pretrained
@@ -107,33 +106,33 @@ def measure(who: str, folder: Path) -> dict[str, Any]:
     with Peak() as memory:
         model = load(folder)
         seconds = time.perf_counter() - start
-    with torch.no_grad():  # what was loaded computes
+    with torch.no_grad():  # check that the loaded model computes
         finite = bool(model(torch.arange(8).unsqueeze(0)).logits.isfinite().all())
-    above = memory.above()
+    growth = memory.growth()
     return {
         "who": who,
         "checkpoint_bytes": size,
         "held_bytes": sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
-        **{f"peak_{name}_bytes": value for name, value in above.items()},
-        **{f"peak_{name}_ratio": round(value / size, 3) for name, value in above.items()},
+        **{f"peak_{name}_bytes": value for name, value in growth.items()},
+        **{f"peak_{name}_ratio": round(value / size, 3) for name, value in growth.items()},
         "seconds": round(seconds, 2),
         "computes": finite,
     }
 
 
-def in_process(who: str, folder: Path) -> dict[str, Any]:
-    """`measure` in a fresh process; what went wrong, where it cannot load."""
+def measure_in_process(who: str, folder: Path) -> dict[str, Any]:
+    """`measure_load` in a fresh process; its last line of error output if it cannot load."""
     command = [sys.executable, __file__, "--load", who, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    if done.returncode:
-        return {"who": who, "error": done.stderr.strip().splitlines()[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if process.returncode:
+        return {"who": who, "error": process.stderr.strip().splitlines()[-1]}
+    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     if who == OURS:
-        found["within_bound"] = found["peak_resident_ratio"] <= BOUND
-    return found
+        figures["within_bound"] = figures["peak_resident_ratio"] <= BOUND
+    return figures
 
 
-def write(folder: Path, layers: int, experts: int, hidden: int = 2048, intermediate: int = 768) -> Path:
+def write_source(folder: Path, layers: int, experts: int, hidden: int = 2048, intermediate: int = 768) -> Path:
     from lancebill.testing.checkpoints import Geometry
     from lancebill.testing.models import write_model
 
@@ -141,7 +140,7 @@ def write(folder: Path, layers: int, experts: int, hidden: int = 2048, intermedi
     return folder
 
 
-def pack(source: Path, folder: Path, spec: str) -> Path:
+def convert_to(source: Path, folder: Path, spec: str) -> Path:
     from lancebill.cli.convert import run_conversion, target_of
 
     run_conversion(source, folder, target_of(spec), {})

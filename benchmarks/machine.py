@@ -1,25 +1,57 @@
-"""Where a benchmark ran, and of what: facts for its JSON, without this machine's folders."""
+"""The machine, the sources and the command of a benchmark, for its JSON, and where that JSON is written."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from string import ascii_lowercase
+
+from result_files import RESULTS, ROOT
+
+ARM_PARTS = {"0xd0c": "neoverse-n1"}
+
+
+def result_path(table: str, device: str = "cpu") -> Path:
+    """benchmarks/results/<table>/<machine>/<date>-<commit>.json, with a suffix if there is such a run already."""
+    folder = RESULTS / table / machine_name(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{time.strftime('%Y-%m-%d')}-{commit()[:7]}"
+    names = [stem, *(f"{stem}-{letter}" for letter in ascii_lowercase[1:])]
+    return next(path for path in (folder / f"{name}.json" for name in names) if not path.exists())
+
+
+def machine_name(device: str) -> str:
+    """A short name for the GPU or the CPU, as a folder is called."""
+    if device.startswith("cuda"):
+        return slug(nvidia_smi("name").splitlines()[0].removeprefix("NVIDIA "))
+    from lancebill.cli.env import describe
+
+    cpu = describe()["cpu"]
+    part = re.search(r"part (0x[0-9a-f]+)", cpu["model"])
+    if part:
+        return ARM_PARTS.get(part[1], platform.machine())
+    return "xeon-amx" if "amx_bf16" in cpu["flags"] else slug(cpu["model"])
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def gpu_machine() -> dict[str, str | None]:
     return {
-        "gpu": smi("name,driver_version"),
+        "gpu": nvidia_smi("name,driver_version"),
         "python": platform.python_version(),
-        **{name: installed(name) for name in ("torch", "triton", "humming-kernels", "cuda-core")},
+        **{name: package_version(name) for name in ("torch", "triton", "humming-kernels", "cuda-core")},
     }
 
 
-def installed(name: str) -> str | None:
+def package_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
@@ -27,41 +59,41 @@ def installed(name: str) -> str | None:
 
 
 def clocks() -> str:
-    """SM and memory clocks, power and temperature right now."""
-    return smi("clocks.sm,clocks.mem,power.draw,temperature.gpu")
+    """Current SM and memory clocks, power and temperature."""
+    return nvidia_smi("clocks.sm,clocks.mem,power.draw,temperature.gpu")
 
 
-def smi(what: str) -> str:
-    done = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"], capture_output=True, text=True
+def nvidia_smi(query: str) -> str:
+    process = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
     )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def command(script: str) -> str:
-    """What was run, with file names but no folders of this machine."""
+    """The command line, with file names but without this machine's folders."""
     return " ".join(["python", f"benchmarks/{script}", *(Path(word).name for word in sys.argv[1:])])
 
 
 def without_local_paths(text: str) -> str:
     """A traceback without this machine's folders."""
-    here = str(Path(__file__).resolve().parent.parent)
-    return text.replace(here + "/", "").replace(str(Path(sys.prefix)), "<python>").replace(str(Path.home()), "~")
+    text = text.replace(f"{ROOT}/", "").replace(str(Path(sys.prefix)), "<python>")
+    return text.replace(str(Path.home()), "~")
 
 
 def origin(script: str) -> dict[str, str]:
-    """What was run, of which sources, when."""
+    """Command, commit and date."""
     return {"command": command(script), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
 
 
 def commit() -> str:
-    """The commit of the sources: `LANCEBILL_COMMIT` if set (a copy without history), else what git says."""
-    found = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
-    return os.environ.get("LANCEBILL_COMMIT") or (found.stdout.strip() if found.returncode == 0 else "unknown")
+    """The commit of the sources: `LANCEBILL_COMMIT` if set (for a copy without history), else git's HEAD."""
+    process = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True)
+    return os.environ.get("LANCEBILL_COMMIT") or (process.stdout.strip() if process.returncode == 0 else "unknown")
 
 
 def whole_model_machine(device: str) -> dict[str, str | None]:
-    """The machine of a whole model's run."""
-    gpu = smi("name,driver_version") if device.startswith("cuda") else platform.machine()
-    packages = {name: installed(name) for name in ("torch", "transformers")}
+    """The machine of a run of a whole model."""
+    gpu = nvidia_smi("name,driver_version") if device.startswith("cuda") else platform.machine()
+    packages = {name: package_version(name) for name in ("torch", "transformers")}
     return {"device": gpu, "python": platform.python_version(), **packages}

@@ -1,10 +1,10 @@
-"""Perplexity of a real model: its mixture against the dense model, and kernels against the reference.
+"""Perplexity of a real model: mixture of experts against dense model, and kernels against the reference.
 
     python benchmarks/perplexity.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.txt --device cuda
 
-Three things are measured on one text: the dense model in fp32; the mixture of experts made from it, in fp32, which must
-be the same; and the mixture with its experts quantised, computed by a backend's kernels and by `reference` on the very
-same quantised weights. Windows do not overlap. The text is yours: none is kept in the project.
+Three models are measured on one text: the dense model in fp32; the mixture of experts made from it, in fp32, which must
+give the same result; and the mixture with quantised experts, once with a backend's kernels and once with `reference` on
+the same quantised weights. Windows do not overlap. The project contains no text: pass your own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from generate import prebuild
-from machine import origin, whole_model_machine
+from machine import origin, result_path, whole_model_machine
 
 import lancebill
 from lancebill.checkpoint.read.files import Checkpoint
@@ -30,28 +30,28 @@ from lancebill.evaluate.perplexity import Perplexity, batches, perplexity, windo
 from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
 from lancebill.integrations.transformers.pretrained import refill
 
-RESULTS = Path(__file__).parent / "results"
 PAIRS = "mxfp4:bf16,mxfp4:int8,int4-g32:bf16,int4-g32:int8"
 START = time.perf_counter()
-# Relative: of the mixture to the dense model; of kernels to the reference, by activations.
-SAME, BOUNDS, NARROW = 1e-5, {"bf16": 1e-3}, 1e-2
+# Relative bounds: mixture to dense model; kernels to reference with bf16 activations, and with 8-bit activations.
+MIXTURE_BOUND, KERNEL_BOUNDS, EIGHT_BIT_BOUND = 1e-5, {"bf16": 1e-3}, 1e-2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, required=True, help="the model the demo uses")
+    parser.add_argument("--gguf", type=Path, required=True, help="the demo's model")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--moe", type=Path, help="where the mixture is, or is to be kept")
+    parser.add_argument("--moe", type=Path, help="folder of the mixture of experts; written if missing")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--backend", default="auto", help="whose kernels")
+    parser.add_argument("--backend", default="auto", help="the backend to compare with the reference")
     parser.add_argument("--pairs", default=PAIRS, help="weights:activations, ...")
-    parser.add_argument("--seconds", type=float, default=3600, help="start no further pair after so many")
-    parser.add_argument("--dtype", default="float32", help="of all but the experts, where they are quantised")
-    parser.add_argument("--tokens", type=int, help="only so many of the text")
+    parser.add_argument("--seconds", type=float, default=3600, help="no new pair is started after that")
+    parser.add_argument("--dtype", default="float32", help="of everything but the quantised experts")
+    parser.add_argument("--tokens", type=int, help="use only the first tokens of the text")
     parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=1, help="windows computed together")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--batch", type=int, default=1, help="windows in one batch")
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/perplexity")
     chosen = parser.parse_args()
+    chosen.out = chosen.out or result_path("perplexity", chosen.device)
     transformers.utils.logging.disable_progress_bar()
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory(prefix="lancebill-bench-") as scratch:
@@ -71,28 +71,28 @@ def main() -> None:
         save(chosen, found)
         for row in quantised(chosen, moe, ids):
             found["rows"].append(row)
-            save(chosen, found)  # every time: a run that is cut short leaves what it measured
+            save(chosen, found)  # after every row, so that an interrupted run keeps its results
 
 
 def unquantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> dict[str, Any]:
     """The dense model and the mixture, both in fp32."""
     dense = dense_model(chosen.gguf).to(chosen.device)
-    one = timed(dense, ids, chosen)
+    of_dense = timed(dense, ids, chosen)
     del dense
     mixture = lancebill.from_pretrained(moe, device=chosen.device, dtype=torch.float32)
-    two = timed(mixture, ids, chosen)
-    apart = abs(two[0].value / one[0].value - 1)
+    of_mixture = timed(mixture, ids, chosen)
+    difference = abs(of_mixture[0].value / of_dense[0].value - 1)
     return {
-        "dense": figures(*one),
-        "mixture": {**figures(*two), "backend": backend_of(mixture)},
-        "mixture_differs_by": apart,
-        "largest_difference_of_a_token_nats": float((two[0].losses - one[0].losses).abs().max()),
-        "same": apart <= SAME,
+        "dense": figures(*of_dense),
+        "mixture": {**figures(*of_mixture), "backend": backend_of(mixture)},
+        "mixture_differs_by": difference,
+        "largest_difference_of_a_token_nats": float((of_mixture[0].losses - of_dense[0].losses).abs().max()),
+        "same": difference <= MIXTURE_BOUND,
     }
 
 
 def dense_model(gguf: Path) -> Any:
-    """The model as it was before it became a mixture, from the same file."""
+    """The original dense model, from the same file."""
     metadata = read_metadata(gguf)
     llama = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
     config = transformers.LlamaConfig(
@@ -115,32 +115,35 @@ def dense_model(gguf: Path) -> Any:
 
 
 def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Iterator[dict[str, Any]]:
-    """For each pair of weights and activations: the kernels and the reference, on the same quantised numbers."""
+    """For each pair of weights and activations: kernels and reference on the same quantised weights."""
     dtype = vars(torch)[chosen.dtype]
     ours, judge = (lancebill.from_pretrained(moe, device=chosen.device, dtype=dtype) for _ in range(2))
-    held = None
+    judge_spec = None
     for pair in chosen.pairs.split(","):
         if time.perf_counter() - START > chosen.seconds:
-            print(f"no time left for {pair}")
+            print(f"time limit reached before {pair}")
             continue
         spec, activations = pair.rsplit(":", 1)
         refill(ours, weights=spec, activations=activations, backend=chosen.backend)
-        if spec != held:
+        if spec != judge_spec:
             refill(judge, weights=spec, backend="reference")
-            held = spec
+            judge_spec = spec
         set_activations(judge, activations, dtype)
         assert backend_of(judge) == "reference"
         kernels, reference = (timed(model, ids, chosen) for model in (ours, judge))
-        apart, bound = abs(kernels[0].value / reference[0].value - 1), BOUNDS.get(activations, NARROW)
+        difference, bound = (
+            abs(kernels[0].value / reference[0].value - 1),
+            KERNEL_BOUNDS.get(activations, EIGHT_BIT_BOUND),
+        )
         row = {
             "weights": spec,
             "activations": activations,
             "backend": backend_of(ours),
             "kernels": figures(*kernels),
             "reference": figures(*reference),
-            "differs_by": apart,
+            "differs_by": difference,
             "bound": bound,
-            "within": apart <= bound,
+            "within": difference <= bound,
         }
         print(json.dumps(row), flush=True)
         yield row
@@ -168,9 +171,8 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
         "text": chosen.text.name,
         **found,
     }
-    path = chosen.out or RESULTS / f"perplexity-{'cuda' if chosen.device.startswith('cuda') else 'cpu'}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{path.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
+    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"{chosen.out.name}: mixture differs by {found['mixture_differs_by']:.1e}, ", end="")
     print(f"{sum(row['within'] for row in found['rows'])} of {len(found['rows'])} rows within their bounds", flush=True)
 
 

@@ -6,7 +6,6 @@ python benchmarks/plot_roofline.py results.json ...    one PNG next to each file
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lancebill.bench.roofline import draw_roofline, is_race
 def main() -> None:
     if "--help" in sys.argv[1:]:
         sys.exit(__doc__)
-    plot.require()
+    plot.require_matplotlib()
     files = [Path(word) for word in sys.argv[1:]]
     records: dict[Path, dict[str, Any]] = {file.with_suffix(".png"): read_json(file) for file in files}
     if not files:

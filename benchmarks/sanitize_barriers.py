@@ -1,11 +1,12 @@
-"""How often all threads have met before an instruction: what a proof of order takes, read off the assembler's code.
+"""How many block-wide barriers every thread has passed before an instruction, from the disassembled kernel (SASS).
 
-Warps with work of their own tell one another at barrier 1, where every thread of the block takes part, wherever in the
-kernel it stands. So the n-th meeting of one thread is the n-th of all, and whatever runs after n meetings is ordered
-with whatever runs after any other number of them. Every way through the code is followed. Meetings are counted modulo
-ROUND, what the compiler needs to give its other warps one task; other numbers modulo ROUND are other numbers.
+Warp-specialised kernels synchronise all threads of the block at named barrier 1, from different places in the code. The
+n-th such barrier of one thread is the n-th of every thread, so two instructions that run after different numbers of
+barriers are ordered. Every path through the code is followed. Barriers are counted modulo TASK_BARRIERS, the number
+that the compiler uses to give one task to the other warps; counts that differ modulo TASK_BARRIERS differ.
 
-Inside a task warps tell one another at mbarriers. For that every state of a thread says what it has just waited for.
+Inside a task, warps synchronise at mbarriers. For that, each state of a thread records the mbarrier it has just waited
+for.
 """
 
 from __future__ import annotations
@@ -15,186 +16,188 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-ROUND = 3  # the task is there; it begins; it is done
-LINE = re.compile(r"\s*(?:(?P<label>[.$\w]+):|/\*(?P<place>[0-9a-f]{4,})\*/\s+(?P<text>[^/\s].*?)\s*;)")
-PARTS = re.compile(r"(?:@(?P<no>!?)(?P<guard>U?P\w+) )?(?P<name>[A-Z]\w*)(?P<rest>.*)")
+TASK_BARRIERS = 3  # task posted, task started, task done
+LINE = re.compile(r"\s*(?:(?P<label>[.$\w]+):|/\*(?P<offset>[0-9a-f]{4,})\*/\s+(?P<text>[^/\s].*?)\s*;)")
+PARTS = re.compile(r"(?:@(?P<no>!?)(?P<guard>U?P\w+) )?(?P<opcode>[A-Z]\w*)(?P<operands>.*)")
 BARRIER = re.compile(r"(?P<kind>\S*) (?P<number>0x[0-9a-f]+)(?P<threads>, .*)?$")
 TARGET = re.compile(r"`\((\S+)\)$")
 TARGETS = re.compile(r'BRANCH_TARGETS ([^"]*)"')
-# A wait that may also give up: only the predicate says that it is over. No guard: whoever skips it has not waited.
-TRIES = re.compile(r"SYNCS\.PHASECHK\S*\.TRYWAIT (?P<over>P\d), .*\+(?P<at>0x[0-9a-f]+)\]")
-# What threads do to one another: they touch shared memory, or wait, or tell, or end; or a function does.
+# A wait that may time out: only its predicate says that it succeeded. A guarded one does not match: it may be skipped.
+TRY_WAIT = re.compile(r"SYNCS\.PHASECHK\S*\.TRYWAIT (?P<done>P\d), .*\+(?P<at>0x[0-9a-f]+)\]")
+# Everything that other threads can observe: shared memory accesses, synchronisation, calls and exit.
 EVENT = re.compile(r"\b(LDSM?|STSM?|ATOMS?|LD|ST|LDGSTS|SYNCS|BAR|CALL|EXIT)\b")
 NOT_FOLLOWED = {"JMP", "JMX", "JMXU", "BRXU", "RTT"}
 
 
-class Unclear(Exception):
-    """Code that goes where this cannot follow, or meets in a way that this does not count."""
+class CannotFollow(Exception):
+    """A branch or a barrier that this analysis does not model."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions in order, and where labels stand among them."""
+    """Instructions in order, and the index of the instruction at each label."""
 
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     texts: tuple[str, ...]
     labels: dict[str, int]
 
     def target(self, text: str) -> int:
-        found = TARGET.search(text)
-        if found is None or found[1] not in self.labels:
-            raise Unclear(text)
-        return self.labels[found[1]]
+        label = TARGET.search(text)
+        if label is None or label[1] not in self.labels:
+            raise CannotFollow(text)
+        return self.labels[label[1]]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """At the mbarriers of a displacement; `tried`: what says whether it is over, until a branch has asked."""
+    """A wait at the mbarriers of a displacement; `pending` is its predicate until a branch has tested it."""
 
     at: str = ""
-    tried: str = ""
+    pending: str = ""
 
 
 @dataclass(frozen=True)
 class State:
     """A thread before an instruction.
 
-    `known`: predicates that the guard of an earlier barrier or branch has settled; `joins`: where branches are to join
-    again; `wait`: the wait that is the last thing it did to others.
+    `predicates`: values known from the guard of an earlier barrier or branch; `joins`: convergence points set by BSSY;
+    `wait`: the mbarrier wait, if it was the thread's last event.
     """
 
-    at: int
-    met: int = 0
-    called: bool = False
-    known: frozenset[tuple[str, bool]] = frozenset()
+    index: int
+    barriers: int = 0
+    in_call: bool = False
+    predicates: frozenset[tuple[str, bool]] = frozenset()
     joins: frozenset[tuple[str, int]] = frozenset()
     wait: Wait = Wait()
 
 
 @cache
-def meetings(disassembly: str) -> dict[int, frozenset[int]]:
-    """Places to meetings before them, modulo ROUND; nothing at all where the code cannot be followed."""
-    return {place: frozenset(state.met for state in found) for place, found in states(disassembly).items()}
+def barriers_before(disassembly: str) -> dict[int, frozenset[int]]:
+    """Offset -> possible numbers of barriers before it, modulo TASK_BARRIERS; empty if the code cannot be followed."""
+    return {offset: frozenset(s.barriers for s in reached) for offset, reached in states(disassembly).items()}
 
 
 @cache
 def states(disassembly: str) -> dict[int, list[State]]:
-    """Places to every state in which a thread comes there; nothing at all where the code cannot be followed."""
-    code = read(disassembly)
-    found = dict[int, list[State]]()
+    """Offset -> every state in which a thread can reach it; empty if the code cannot be followed."""
+    code = parse_sass(disassembly)
+    by_offset = dict[int, list[State]]()
     try:
-        for state in walk(code, [State(0)] if code.places else []):
-            found.setdefault(code.places[state.at], []).append(state)
-    except Unclear:
+        for state in walk(code, [State(0)] if code.offsets else []):
+            by_offset.setdefault(code.offsets[state.index], []).append(state)
+    except CannotFollow:
         return {}
-    return found
+    return by_offset
 
 
-def ahead(code: Code, starts: Iterable[State], ends: re.Pattern[str]) -> set[State]:
-    """Every state after these, on every way as far as an instruction that `ends` finds, and before that one."""
-    return walk(code, [after for state in starts for after in following(code, state)], ends)
+def states_until(code: Code, starts: Iterable[State], end: re.Pattern[str]) -> set[State]:
+    """Every state after `starts`, on every path, up to and including the one before an instruction that matches."""
+    return walk(code, [after for state in starts for after in successors(code, state)], end)
 
 
-def walk(code: Code, starts: Iterable[State], ends: re.Pattern[str] | None = None) -> set[State]:
-    seen, open_states = set[State](), list(starts)
-    while open_states:
-        state = open_states.pop()
+def walk(code: Code, starts: Iterable[State], end: re.Pattern[str] | None = None) -> set[State]:
+    seen, queue = set[State](), list(starts)
+    while queue:
+        state = queue.pop()
         if state not in seen:
             seen.add(state)
-            if ends is None or not ends.search(code.texts[state.at]):
-                open_states += following(code, state)
+            if end is None or not end.search(code.texts[state.index]):
+                queue += successors(code, state)
     return seen
 
 
 @cache
-def read(disassembly: str) -> Code:
-    places, texts, labels = list[int](), list[str](), dict[str, int]()
+def parse_sass(disassembly: str) -> Code:
+    offsets, texts, labels = list[int](), list[str](), dict[str, int]()
     for line in disassembly.splitlines():
-        found = LINE.match(line)
-        if found and found["label"]:
-            labels[found["label"]] = len(places)
-        elif found:
-            places.append(int(found["place"], 16))
-            texts.append(" ".join(found["text"].split()))
-    return Code(tuple(places), tuple(texts), labels)
+        match = LINE.match(line)
+        if match and match["label"]:
+            labels[match["label"]] = len(offsets)
+        elif match:
+            offsets.append(int(match["offset"], 16))
+            texts.append(" ".join(match["text"].split()))
+    return Code(tuple(offsets), tuple(texts), labels)
 
 
-def following(code: Code, state: State) -> Iterator[State]:
-    """Where a thread may be next: an instruction that it skips, or one that it executes."""
-    text = code.texts[state.at]
+def successors(code: Code, state: State) -> Iterator[State]:
+    """The states after an instruction: executed, or skipped by its guard."""
+    text = code.texts[state.index]
     parts = PARTS.match(text)
     if parts is None:
-        raise Unclear(text)
-    name, rest, guard = parts["name"], parts["rest"], parts["guard"]
-    meets = name == "BAR" and is_meeting(rest)
-    for execute in (True, False) if guard else (True,):
+        raise CannotFollow(text)
+    opcode, operands, guard = parts["opcode"], parts["operands"], parts["guard"]
+    full_barrier = opcode == "BAR" and is_full_barrier(operands)
+    for executes in (True, False) if guard else (True,):
         now = state
         if guard:
-            holds = execute != bool(parts["no"])
-            if (guard, not holds) in state.known:
+            value = executes != bool(parts["no"])
+            if (guard, not value) in state.predicates:
                 continue
-            if meets or name == "BRA":
-                now = replace(state, known=state.known | {(guard, holds)})
-        # What an instruction names may change.
-        now = replace(now, known=frozenset(k for k in now.known if not names(rest, k[0])))
-        now = replace(now, wait=waiting(now, text, rest))
-        if not execute:
-            yield replace(now, at=state.at + 1)
-        elif meets:
-            if state.called:
-                raise Unclear("threads meet in a function, whose callers are not told apart")
-            yield replace(now, at=state.at + 1, met=(state.met + 1) % ROUND)
+            if full_barrier or opcode == "BRA":
+                now = replace(state, predicates=state.predicates | {(guard, value)})
+        # The instruction may change any predicate that it names.
+        now = replace(now, predicates=frozenset(p for p in now.predicates if not mentions(operands, p[0])))
+        now = replace(now, wait=wait_after(now, text, operands))
+        if not executes:
+            yield replace(now, index=state.index + 1)
+        elif full_barrier:
+            if state.in_call:
+                raise CannotFollow("a barrier in a function: its callers are not distinguished")
+            yield replace(now, index=state.index + 1, barriers=(state.barriers + 1) % TASK_BARRIERS)
         else:
-            yield from executed(code, now, name, text)
+            yield from branch_targets(code, now, opcode, text)
 
 
-def names(rest: str, predicate: str) -> bool:
-    return re.search(rf"\b({predicate}|U?PR)\b", rest) is not None
+def mentions(operands: str, predicate: str) -> bool:
+    return re.search(rf"\b({predicate}|U?PR)\b", operands) is not None
 
 
-def waiting(state: State, text: str, rest: str) -> Wait:
-    """What a thread waits or has waited for after an instruction that settled what it knows."""
-    tries, tried = TRIES.match(text), state.wait.tried
-    if tries:
-        return Wait(tries["at"], tries["over"])
-    if EVENT.search(text) or (tried and names(rest, tried)):
+def wait_after(state: State, text: str, operands: str) -> Wait:
+    """The thread's wait after an instruction; `state` already has the predicates that the instruction settles."""
+    try_wait, pending = TRY_WAIT.match(text), state.wait.pending
+    if try_wait:
+        return Wait(try_wait["at"], try_wait["done"])
+    if EVENT.search(text) or (pending and mentions(operands, pending)):
         return Wait()
-    return Wait(state.wait.at) if (tried, True) in state.known else state.wait
+    return Wait(state.wait.at) if (pending, True) in state.predicates else state.wait
 
 
-def is_meeting(rest: str) -> bool:
-    """Whether a barrier is one for all threads: named, it is not barrier 0, which tools follow by themselves."""
-    found = BARRIER.match(rest)
-    if found is None or (found["number"] == "0x1" and (found["threads"] or not found["kind"].startswith(".SYNC"))):
-        raise Unclear(f"BAR{rest}")
-    return found["number"] == "0x1"
+def is_full_barrier(operands: str) -> bool:
+    """Whether a BAR synchronises all threads at barrier 1. The tools track barrier 0 themselves."""
+    match = BARRIER.match(operands)
+    if match is None or (match["number"] == "0x1" and (match["threads"] or not match["kind"].startswith(".SYNC"))):
+        raise CannotFollow(f"BAR{operands}")
+    return match["number"] == "0x1"
 
 
-def executed(code: Code, state: State, name: str, text: str) -> Iterator[State]:
-    """After an instruction that is no meeting: the next one, or wherever it goes."""
-    after = replace(state, at=state.at + 1)
-    if name in NOT_FOLLOWED:
-        raise Unclear(text)
-    if name == "EXIT" or (name == "RET" and state.called):
+def branch_targets(code: Code, state: State, opcode: str, text: str) -> Iterator[State]:
+    """The states after an executed instruction that is no full barrier: the next one, or its branch targets."""
+    after = replace(state, index=state.index + 1)
+    if opcode in NOT_FOLLOWED:
+        raise CannotFollow(text)
+    if opcode == "EXIT" or (opcode == "RET" and state.in_call):
         return
-    if name == "RET":
-        raise Unclear(text)
-    if name == "CALL":
-        yield replace(state, at=code.target(text), called=True, known=frozenset())
-        yield replace(after, known=frozenset())
-    elif name == "BRX":
-        found = TARGETS.search(text)
-        if found is None:
-            raise Unclear(text)
-        yield from (replace(state, at=code.labels[label]) for label in found[1].split(","))
-    elif name == "BRA":
-        yield replace(state, at=code.target(text))
-        if re.search(r"BRA\S* !?U?P", text):  # on a further condition
+    if opcode == "RET":
+        raise CannotFollow(text)
+    if opcode == "CALL":
+        yield replace(state, index=code.target(text), in_call=True, predicates=frozenset())
+        yield replace(after, predicates=frozenset())
+    elif opcode == "BRX":
+        targets = TARGETS.search(text)
+        if targets is None:
+            raise CannotFollow(text)
+        yield from (replace(state, index=code.labels[label]) for label in targets[1].split(","))
+    elif opcode == "BRA":
+        yield replace(state, index=code.target(text))
+        if re.search(r"BRA\S* !?U?P", text):  # has a second condition
             yield after
-    elif name == "BSSY":
+    elif opcode == "BSSY":
         join = text.split()[-2].rstrip(","), code.target(text)
         yield replace(after, joins=frozenset(j for j in state.joins if j[0] != join[0]) | {join})
     else:
         yield after
-        if name == "BSYNC":
-            yield from (replace(after, at=target) for register, target in state.joins if register == text.split()[-1])
+        if opcode == "BSYNC":
+            yield from (
+                replace(after, index=target) for register, target in state.joins if register == text.split()[-1]
+            )

@@ -1,7 +1,7 @@
-"""What a sanitizer's report says of our kernels: instructions and barriers instead of offsets.
+"""Reads compute-sanitizer's reports: instructions and barriers instead of offsets, and races that are none.
 
-Reports name places as kernel and offset. A case may launch a kernel in more than one form under one name; whoever asks
-brings `forms`, which gives the disassembled forms by case and kernel.
+Reports name places as kernel and offset. A case may launch several variants of a kernel under one name; the caller
+passes `variants`, which returns the disassembled variants by case and kernel.
 """
 
 from __future__ import annotations
@@ -12,43 +12,44 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from sanitize_barriers import EVENT, Code, State, Wait, ahead, meetings, read, states
+from sanitize_barriers import EVENT, Code, State, Wait, barriers_before, parse_sass, states, states_until
 
-# A place in a kernel, as reports of different versions write it: name+0xOFFSET, or access at 0xOFFSET in name.
+# A place in a kernel, as different versions of the tool write it: name+0xOFFSET, or access at 0xOFFSET in name.
 PLACES = (
     re.compile(r"(?:\b(?P<role>Write|Read)\b.*? at )?\b(?P<kernel>\w+)(?:\(.*?\))?\+0x(?P<offset>[0-9a-f]+)"),
     re.compile(r"\b(?P<role>Write|Read) access at 0x(?P<offset>[0-9a-f]+) in (?:\S+:)?(?P<kernel>\w+)"),
 )
-WATCHED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")  # what tools watch
+# Instructions that the tools instrument.
+WATCHED = re.compile(r"\b(LD|ST|ATOM|RED|SUST|UTMA|UBLK|SYNCS|BAR|WARPSYNC|HGMMA|QGMMA|IGMMA)")
 BARRIER = re.compile(r"\b(BAR|SYNCS|WARPSYNC|DEPBAR|WARPGROUP|ACQBULK|MEMBAR|FENCE)\b")
-# What may touch shared memory in a role; whoever waits at an mbarrier only looks at it.
+# Instructions that may access shared memory in a role. Waiting at an mbarrier only reads it.
 SHARED = {
     "Write": re.compile(r"\b(STS|ATOMS|LDGSTS|UTMA|UBLK|SYNCS\.(?!PHASECHK)|(ST|ATOM)\b)"),
     "Read": re.compile(r"\b(LDS|ATOMS|UTMA|UBLK|SYNCS|[HQI]GMMA|(LD|ATOM)\b)"),
 }
-# By a thread, which barriers order, not by the copy engine; EXCH is how a thread makes an mbarrier.
+# Accesses by threads, which barriers order, not by the copy engine. SYNCS.EXCH initialises an mbarrier.
 ACCESS = {"Write": re.compile(r"\b(STSM?|SYNCS\.EXCH)\b"), "Read": re.compile(r"\bLDSM?\b")}
-# Mbarriers, by displacement. One lane arrives for its warp, so whoever skips this by its guard has arrived as well.
+# An arrival at an mbarrier, by displacement. One lane arrives for its warp, so lanes that skip it count as arrived.
 ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64\.A1T0 .*\+(0x[0-9a-f]+)\]")
-FILLING = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64 ")  # with how many bytes the copy engine is to bring to a stage
-# All who multiply (four warps) meet, or all threads; unguarded, because whoever skips it does not meet.
-TOGETHER = re.compile(r"^BAR\.SYNC\S* (0x0, 0x80|0x0|0x1)$")
-ALL_MEET = re.compile(r"^BAR\.SYNC\S* 0x1$")
+FILL = re.compile(r"\bSYNCS\.ARRIVE\.TRANS64 ")  # announces the bytes that the copy engine will write to a stage
+# A barrier of the four consumer warps, or of all threads. Unguarded, because a thread that skips it does not take part.
+CONSUMER_BARRIER = re.compile(r"^BAR\.SYNC\S* (0x0, 0x80|0x0|0x1)$")
+FULL_BARRIER = re.compile(r"^BAR\.SYNC\S* 0x1$")
 
-Forms = Callable[[str, str], dict[str, str]]  # case, kernel -> disassembly by what distinguishes the form
+Variants = Callable[[str, str], dict[str, str]]  # case, kernel -> disassembly by the variant's description
 
 
 @dataclass(frozen=True)
 class Place:
-    role: str  # Write, Read or nothing
+    role: str  # Write, Read or empty
     kernel: str
     offset: int
 
 
-def findings(said: list[str]) -> Iterator[tuple[str, list[Place]]]:
-    """One finding after another: the case it is of, and the places it names."""
+def findings(lines: list[str]) -> Iterator[tuple[str, list[Place]]]:
+    """For each finding of a report: its case and the places it names."""
     label, places = "", list[Place]()
-    for line in said:
+    for line in lines:
         started = re.match(r"case \d+: (.*)", line)
         if (started or "Error:" in line or "Warning:" in line) and places:
             yield label, places
@@ -60,120 +61,125 @@ def findings(said: list[str]) -> Iterator[tuple[str, list[Place]]]:
         yield label, places
 
 
-def explain(said: list[str], forms: Forms) -> list[str]:
-    """Every instruction that a report names, each between the barriers around it."""
-    named = dict.fromkeys((label, p.kernel, p.offset) for label, places in findings(said) for p in places)
-    found = dict[str, None]()
+def explain(lines: list[str], variants: Variants) -> list[str]:
+    """Every instruction that a report names, with the barriers before and after it."""
+    named = dict.fromkeys((label, p.kernel, p.offset) for label, places in findings(lines) for p in places)
+    texts = dict[str, None]()
     for label, kernel, offset in named:
-        for form, disassembly in forms(label, kernel).items():
-            text = surroundings(disassembly, offset)
+        for variant, disassembly in variants(label, kernel).items():
+            text = with_barriers(disassembly, offset)
             if text:
-                found[f"{kernel}+0x{offset:x} ({form}; {label}): {text}"] = None
-    return list(found)
+                texts[f"{kernel}+0x{offset:x} ({variant}; {label}): {text}"] = None
+    return list(texts)
 
 
-def count(said: list[str], forms: Forms) -> tuple[int, int]:
-    """How many findings are of accesses that barriers order as the tool does not see, and how many are not.
+def count_ordered(lines: list[str], variants: Variants) -> tuple[int, int]:
+    """How many findings are accesses that barriers do order, which the tool cannot see, and how many are not.
 
-    Tasks: the first warps write them for the others to shared memory and arrive at barrier 1; those wait there, read
-    and jump. The tool does not see that this orders them, because warps reach the barrier in different places.
-    Turns: the warp that feeds writes which tile is next and arrives at an mbarrier; those that multiply wait there,
-    read, meet, and one of them releases a stage, for which the feeder waits. The tool does not follow order from many
-    that read through a barrier to the one that arrives. tests/unit/backends/test_hopper_tile_order.py proves that the ring has room: that
-    the feeder waits for a release after the read of what it overwrites.
+    Tasks: the first warps write a task for the others to shared memory and arrive at barrier 1; the others wait there,
+    read it and jump. The tool misses this order because warps reach the barrier from different instructions.
+    Tiles: the producer warp writes the number of the next tile and arrives at an mbarrier. The consumer warps wait
+    there, read it, synchronise, and one of them releases a stage, for which the producer waits. The tool does not
+    follow the order from many readers through a barrier to the one thread that arrives.
+    `test_hopper_tile_order.py` proves that the ring is large enough: before the producer overwrites an entry, it waits
+    for a release that comes after the entry was read.
     """
-    known = [handed_over(places, forms(label, places[0].kernel).values()) for label, places in findings(said)]
-    return sum(known), len(known) - sum(known)
+    ordered = [is_ordered(places, variants(label, places[0].kernel).values()) for label, places in findings(lines)]
+    return sum(ordered), len(ordered) - sum(ordered)
 
 
-def handed_over(places: list[Place], texts: Iterable[str]) -> bool:
-    """Whether a finding's writes and reads are in order, in every form of the kernel that it can be of."""
+def is_ordered(places: list[Place], texts: Iterable[str]) -> bool:
+    """Whether a finding's writes and reads are ordered, in every variant of the kernel that the finding can be of."""
     if {place.role for place in places} != {"Write", "Read"} or len({place.kernel for place in places}) > 1:
         return False
-    fitting = [t for t in texts if all(SHARED[p.role].search(instructions(t)[0].get(p.offset, "")) for p in places)]
+    matching = [t for t in texts if all(SHARED[p.role].search(instructions(t)[0].get(p.offset, "")) for p in places)]
     stores, loads = ([place.offset for place in places if place.role == role] for role in ("Write", "Read"))
     pairs = list(product(stores, loads))
-    return bool(fitting) and all(in_order(t, *pair) or in_turn(t, *pair) for t in fitting for pair in pairs)
+    return bool(matching) and all(
+        ordered_by_barrier(t, *pair) or ordered_by_mbarriers(t, *pair) for t in matching for pair in pairs
+    )
 
 
-def in_order(disassembly: str, store: int, load: int) -> bool:
-    """Whether threads store and load shared memory here, and all of them meet between any store and any load."""
+def ordered_by_barrier(disassembly: str, store: int, load: int) -> bool:
+    """Whether threads store and load shared memory here, with a full barrier between any store and any load."""
     code, _ = instructions(disassembly)
     if not ACCESS["Write"].search(code[store]) or not ACCESS["Read"].search(code[load]):
         return False
-    before, after = (meetings(disassembly).get(place, frozenset()) for place in (store, load))
-    return bool(before and after) and not before & after
+    before_store, before_load = (barriers_before(disassembly).get(place, frozenset()) for place in (store, load))
+    return bool(before_store and before_load) and not before_store & before_load
 
 
-def in_turn(disassembly: str, store: int, load: int) -> bool:
-    """Whether threads tell others at mbarriers what they store, and hear that it was loaded.
+def ordered_by_mbarriers(disassembly: str, store: int, load: int) -> bool:
+    """Whether the producer signals its store at an mbarrier, and waits for a release after the load.
 
-    On every way through the code, whoever stored arrives next, where nobody else arrives, and whoever loads from there
-    has just waited for that. Not read off the code, but known of the kernel and its model: which place of a ring and
-    which phase an instruction means, and that the guard of an arrival leaves one lane.
+    On every path, the next event of the storing thread is an arrival at an mbarrier where no other instruction arrives,
+    and the loading thread has just waited for that mbarrier. Not checked here, but known from the kernel and its model:
+    which entry of the ring and which phase an instruction uses, and that the guard of an arrival selects one lane.
     """
-    code, found = read(disassembly), states(disassembly)
-    storing, loading = found.get(store, []), found.get(load, [])
-    if any(state.called for state in (*storing, *loading)):  # callers are not told apart
+    code, by_offset = parse_sass(disassembly), states(disassembly)
+    storing, loading = by_offset.get(store, []), by_offset.get(load, [])
+    if any(state.in_call for state in (*storing, *loading)):  # callers are not distinguished
         return False
-    kinds = {"STS": storing, "LDS": loading}
-    if not all(re.search(rf"\b{name}\b", text) for name, of in kinds.items() for text in texts(code, of)):
+    accesses = {"STS": storing, "LDS": loading}
+    if not all(re.search(rf"\b{opcode}\b", text) for opcode, of in accesses.items() for text in texts_at(code, of)):
         return False
-    memory = {displacement(text) for text in texts(code, (*storing, *loading))}
+    memory = {displacement(text) for text in texts_at(code, (*storing, *loading))}
     if len(memory) != 1 or "" in memory:
         return False
-    told = {state.at for state in ahead(code, storing, EVENT) if EVENT.search(code.texts[state.at])}
-    barriers = {arrived_at(code.texts[at]) for at in told}
-    if len(barriers) != 1 or "" in barriers or {state.wait for state in loading} != {Wait(at) for at in barriers}:
+    signals = {state.index for state in states_until(code, storing, EVENT) if EVENT.search(code.texts[state.index])}
+    mbarriers = {arrived_at(code.texts[index]) for index in signals}
+    if len(mbarriers) != 1 or "" in mbarriers or {state.wait for state in loading} != {Wait(at) for at in mbarriers}:
         return False
-    if told != {at for at, text in enumerate(code.texts) if arrived_at(text) in barriers}:
+    if signals != {index for index, text in enumerate(code.texts) if arrived_at(text) in mbarriers}:
         return False
-    return given_back(code, storing, loading)
+    return waits_for_release(code, storing, loading)
 
 
-def given_back(code: Code, storing: list[State], loading: list[State]) -> bool:
-    """Whether all who load meet before one of them arrives anywhere, and whoever stored waits for that one alone.
+def waits_for_release(code: Code, storing: list[State], loading: list[State]) -> bool:
+    """Whether all consumers synchronise before one of them arrives anywhere, and the producer waits for that arrival.
 
-    It waits for every stage that it fills. There are ways to the next store without: over no stage at all, and over
-    stages that were filled ahead. The former takes a matrix without columns, which the model of the ring leaves out
-    as well; it has room for the latter.
+    The producer waits before it fills a stage. Two paths reach the next store without a wait: a tile without stages,
+    and stages that were filled ahead. The first needs a matrix without columns, which the model of the ring excludes as
+    well; for the second the ring has room.
     """
-    if any("SYNCS.ARRIVE" in text for text in texts(code, ahead(code, loading, TOGETHER))):
+    if any("SYNCS.ARRIVE" in text for text in texts_at(code, states_until(code, loading, CONSUMER_BARRIER))):
         return False
-    fed, done = ahead(code, storing, ALL_MEET), ahead(code, loading, ALL_MEET)
-    all_of_them = {text for text in texts(code, done) if not text.startswith("@")}
-    others = {arrived_at(text) for text in texts(code, fed) | all_of_them}
-    released = {arrived_at(text) for text in texts(code, done)} - others - {""}
-    waits = {state.wait for state in fed if FILLING.search(code.texts[state.at])}
+    producing, consuming = states_until(code, storing, FULL_BARRIER), states_until(code, loading, FULL_BARRIER)
+    unguarded = {text for text in texts_at(code, consuming) if not text.startswith("@")}
+    not_a_release = {arrived_at(text) for text in texts_at(code, producing) | unguarded}
+    released = {arrived_at(text) for text in texts_at(code, consuming)} - not_a_release - {""}
+    waits = {state.wait for state in producing if FILL.search(code.texts[state.index])}
     return bool(waits) and waits <= {Wait(at) for at in released}
 
 
-def texts(code: Code, found: Iterable[State]) -> set[str]:
-    return {code.texts[state.at] for state in found}
+def texts_at(code: Code, reached: Iterable[State]) -> set[str]:
+    return {code.texts[state.index] for state in reached}
 
 
 def displacement(text: str) -> str:
-    """Of an address in shared memory; nothing where it has none."""
-    found = re.search(r"\+(0x[0-9a-f]+)\]", text)
-    return found[1] if found else ""
+    """The displacement of a shared memory address; empty if it has none."""
+    match = re.search(r"\+(0x[0-9a-f]+)\]", text)
+    return match[1] if match else ""
 
 
 def arrived_at(text: str) -> str:
-    """The mbarriers' displacement; nothing where an instruction is no arrival."""
-    found = ARRIVAL.search(text)
-    return found[1] if found else ""
+    """The displacement of the mbarriers that an instruction arrives at; empty if it is no arrival."""
+    match = ARRIVAL.search(text)
+    return match[1] if match else ""
 
 
-def surroundings(disassembly: str, offset: int) -> str | None:
-    """An instruction that tools watch, the last barrier before it and the first one after; None where there is none."""
+def with_barriers(disassembly: str, offset: int) -> str | None:
+    """An instruction with the barrier before and after it; None if the tools do not watch it."""
     code, _ = instructions(disassembly)
     if not WATCHED.search(code.get(offset, "")):
         return None
-    before, after = (f"{code[p]} at 0x{p:x}" if p is not None else "nothing" for p in around(disassembly, offset))
+    before, after = (
+        f"{code[p]} at 0x{p:x}" if p is not None else "nothing" for p in neighbouring_barriers(disassembly, offset)
+    )
     return f"{code[offset]} [before it {before}; after it {after}]"
 
 
-def around(disassembly: str, offset: int) -> tuple[int | None, int | None]:
+def neighbouring_barriers(disassembly: str, offset: int) -> tuple[int | None, int | None]:
     _, barriers = instructions(disassembly)
     before = max((place for place in barriers if place < offset), default=None)
     return before, min((place for place in barriers if place > offset), default=None)
@@ -181,7 +187,7 @@ def around(disassembly: str, offset: int) -> tuple[int | None, int | None]:
 
 @cache
 def instructions(disassembly: str) -> tuple[dict[int, str], list[int]]:
-    """Code by address, and the addresses of barriers."""
-    found = read(disassembly)
-    code = dict(zip(found.places, found.texts))
+    """Instructions by offset, and the offsets of barriers."""
+    parsed = parse_sass(disassembly)
+    code = dict(zip(parsed.offsets, parsed.texts))
     return code, [place for place, text in code.items() if BARRIER.search(text)]

@@ -1,9 +1,9 @@
-"""Many streaming clients on `lancebill serve` for a while: errors, requests that never end, and memory.
+"""Many streaming clients on `lancebill serve`: errors, requests that never end, and memory over time.
 
     python benchmarks/serve_stress.py --model PATH [--clients 16] [--seconds 60] [--weights mxfp4]
 
-Starts the server, speaks to it with the `openai` package as people do, ends it with SIGTERM, and writes what happened
-to benchmarks/results/serve.json. A request is stuck if it is still open two minutes after the last one was sent.
+Starts the server, sends requests with the `openai` package, stops the server with SIGTERM, and records the outcome in
+benchmarks/results/serve. A request is stuck if it is still open two minutes after the last one was sent.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from machine import origin
+from machine import origin, result_path
 
-RESULTS = Path(__file__).parent / "results" / "serve.json"
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 def main() -> None:
@@ -34,37 +33,37 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/serve")
     chosen = parser.parse_args()
-    url, server = start(chosen.model, chosen.weights)
+    url, server = start_server(chosen.model, chosen.weights)
     try:
         found = stress(url, server.pid, chosen)
     finally:
         server.send_signal(signal.SIGTERM)
-    found["exit_code_after_sigterm"] = server.wait(timeout=PATIENCE)
+    found["exit_code_after_sigterm"] = server.wait(timeout=TIMEOUT)
     save(chosen, found)
 
 
-def start(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes]]:
-    """The address of a server that answers, and its process."""
+def start_server(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start a server, wait until it answers; its address and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["serve", str(model), "--weights", weights, "--host", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen([sys.executable, "-m", "lancebill.cli.main", *words, "--dtype", "float32"])
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while True:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
             return f"http://127.0.0.1:{port}/v1", server
         except OSError:
             if server.poll() is not None or time.monotonic() > end:
-                raise SystemExit("the server did not come up") from None
+                raise SystemExit("the server did not start") from None
             time.sleep(0.2)
 
 
 def stress(url: str, pid: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    client = openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0)
+    client = openai.OpenAI(base_url=url, api_key="none", timeout=TIMEOUT, max_retries=0)
     model = client.models.list().data[0].id
     done: list[tuple[float, int]] = []
     errors: list[str] = []
@@ -89,8 +88,8 @@ def stress(url: str, pid: int, chosen: argparse.Namespace) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     memory = []
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < end + PATIENCE:
-        memory.append(resident(pid))
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < end + TIMEOUT:
+        memory.append(resident_megabytes(pid))
         time.sleep(1)
     quarter = max(1, len(memory) // 4)
     return {
@@ -109,7 +108,7 @@ def stress(url: str, pid: int, chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def resident(pid: int) -> float:
+def resident_megabytes(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     return round(kilobytes / 1024, 1)
@@ -131,7 +130,8 @@ def save(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
         "tokens": chosen.tokens,
         **found,
     }
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n")
+    path = chosen.out or result_path("serve")
+    path.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document, indent=1))
 
 

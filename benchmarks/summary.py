@@ -9,6 +9,7 @@ values in `peers` have the unit of the row's own figure.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +24,10 @@ ACTIVATIONS = {"A16": "bf16", "A8": "int8"}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
     text = summary_text()
-    if "--check" in sys.argv[1:]:
+    if parser.parse_args().check:
         same = PATH.exists() and PATH.read_text(encoding="utf-8") == text
         sys.exit(0 if same else f"{PATH.name} is not what the results make it: run benchmarks/summary.py")
     PATH.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ A table whose results are not recorded is left out.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable
@@ -36,12 +37,15 @@ INSTALLATION = ("library", "package", "triton")  # codes of reasons that depend 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check: bool = parser.parse_args().check
     texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
     wanted = {path: fill_blocks(text) for path, text in texts.items()}
     texts[summary.PATH] = summary.PATH.read_text(encoding="utf-8") if summary.PATH.exists() else ""
     wanted[summary.PATH] = summary.summary_text()
     stale = [path for path in wanted if texts[path] != wanted[path]]
-    if "--check" in sys.argv[1:]:
+    if check:
         names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale)
         sys.exit(f"not what benchmarks/results makes it: {names}; run benchmarks/tables.py" if stale else 0)
     for path in stale:

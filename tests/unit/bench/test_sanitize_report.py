@@ -1,4 +1,4 @@
-"""A sanitizer's report, read: places, what stands there, and which findings are hand-overs that barriers order."""
+"""Reading compute-sanitizer's reports: places, instructions, and findings that barriers do order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from project import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from sanitize_report import Place, count, explain, findings
-from sanitize_barriers import meetings
-from sanitize import Case, accepted, clean, judged, problem_of
+from sanitize import clean, verdict_of
+from sanitize_barriers import barriers_before
+from sanitize_cases import Case, problem_of, supported_cases
+from sanitize_report import Place, count_ordered, explain, findings
 
 from lancebill.backends.hopper.plan import make_plan
 
-# What the assembler made of a decode kernel, less what neither branches nor touches shared memory.
+# SASS of a decode kernel, without instructions that neither branch nor access shared memory.
 CODE = """
         /*0070*/              @!P0 BRA `(.L_x_0) ;
 .L_x_1:
@@ -62,10 +63,10 @@ CODE = """
         /*5720*/                   EXIT ;
 $divide:
         /*5790*/                   FADD.FTZ R48, R12, R112 ;
-        /*5e10*/                   RET.REL.NODEC R64 `(slotwise) ;
+        /*5e10*/                   RET.REL.NODEC R64 `(decode_gemm) ;
 """
-# And of a kernel whose blocks take many tiles, less still: one warp feeds, the others multiply.
-TURNS = """
+# SASS of a kernel whose blocks compute many tiles, shortened further: one producer warp, the others consume.
+TILE_RING = """
         /*0070*/              @!P0 BRA `(.L_x_0) ;
         /*0220*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
         /*02b0*/                   LOP3.LUT P0, RZ, R0, 0x1f, RZ, 0xc0, !PT ;
@@ -119,68 +120,68 @@ TURNS = """
         /*39b0*/              @!P0 BRA `(.L_x_21) ;
         /*39c0*/                   BRA `(.L_x_26) ;
 """
-HAND_OVER = [
-    "========= Error: Race reported between Read access at slotwise+0x140",
-    "=========     and Write access at slotwise+0x1360 [367 hazards]",
-    "=========     and Write access at slotwise+0x5700 [463 hazards]",
+TASK_HANDOFF = [
+    "========= Error: Race reported between Read access at decode_gemm+0x140",
+    "=========     and Write access at decode_gemm+0x1360 [367 hazards]",
+    "=========     and Write access at decode_gemm+0x5700 [463 hazards]",
     "========= ",
 ]
-OLDER = [
+OLDER_SPELLING = [
     "========= Error: Potential RAW hazard detected at __shared__ 0x100c9 in block (18,0,0) :",
-    "=========     Write Thread (31,0,0) at slotwise+0x1360",
-    "=========     Read Thread (160,0,0) at slotwise+0x140",
+    "=========     Write Thread (31,0,0) at decode_gemm+0x1360",
+    "=========     Read Thread (160,0,0) at decode_gemm+0x140",
 ]
-# Made up: a row's maximum is written while others still read the one before.
+# Invented: a thread writes a row's maximum while others still read the previous one.
 RACE = [
-    "========= Error: Race reported between Write access at 0x000023b0 in slotwise",
-    "=========     and Read access at 0x00002450 in slotwise [16 hazards]",
+    "========= Error: Race reported between Write access at 0x000023b0 in decode_gemm",
+    "=========     and Read access at 0x00002450 in decode_gemm [16 hazards]",
 ]
 LABEL = "case 3: plain"
 
 
-def forms(label: str, kernel: str) -> dict[str, str]:
-    return {"KIND=gated": CODE} if (label, kernel) == ("plain", "slotwise") else {}
+def variants(label: str, kernel: str) -> dict[str, str]:
+    return {"KIND=gated": CODE} if (label, kernel) == ("plain", "decode_gemm") else {}
 
 
 def race(read: int, *writes: int) -> list[str]:
-    places = [f"and Write access at slotwise+0x{write:x} [2 hazards]" for write in writes]
-    return [LABEL, f"Error: Race reported between Read access at slotwise+0x{read:x}", *places]
+    places = [f"and Write access at decode_gemm+0x{write:x} [2 hazards]" for write in writes]
+    return [LABEL, f"Error: Race reported between Read access at decode_gemm+0x{read:x}", *places]
 
 
-def test_places_are_read_in_all_spellings() -> None:
-    read, first, last = (Place(*p) for p in (("Read", "slotwise", 0x140), ("Write", "slotwise", 0x1360),
-                                             ("Write", "slotwise", 0x5700)))  # fmt: skip
-    assert list(findings([LABEL, *HAND_OVER, *OLDER, *RACE])) == [
+def test_places_are_parsed_in_all_spellings() -> None:
+    read, first, last = (Place(*p) for p in (("Read", "decode_gemm", 0x140), ("Write", "decode_gemm", 0x1360),
+                                             ("Write", "decode_gemm", 0x5700)))  # fmt: skip
+    assert list(findings([LABEL, *TASK_HANDOFF, *OLDER_SPELLING, *RACE])) == [
         ("plain", [read, first, last]),
         ("plain", [first, read]),
-        ("plain", [Place("Write", "slotwise", 0x23B0), Place("Read", "slotwise", 0x2450)]),
+        ("plain", [Place("Write", "decode_gemm", 0x23B0), Place("Read", "decode_gemm", 0x2450)]),
     ]
 
 
-def test_meetings_are_counted_on_every_way_through_a_kernel() -> None:
-    met = meetings(CODE)
-    assert met[0x1360] == met[0x5700] == {0}  # tasks are written
-    assert met[0x140] == {1}  # and read
-    assert met[0xDB0] == met[0x23B0] == met[0x2450] == {2}  # and done
-    assert met[0x5720] == {1}  # the end, for those who read that there is no more, and for those who wrote it
+def test_barriers_are_counted_on_every_path_through_a_kernel() -> None:
+    barriers = barriers_before(CODE)
+    assert barriers[0x1360] == barriers[0x5700] == {0}  # a task is written
+    assert barriers[0x140] == {1}  # it is read
+    assert barriers[0xDB0] == barriers[0x23B0] == barriers[0x2450] == {2}  # it is executed
+    assert barriers[0x5720] == {1}  # the exit: for threads that read the end marker, and for those that wrote it
 
 
-@pytest.mark.parametrize("unclear", ["BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "BAR.SYNC.DEFER_BLOCKING R5", "BRXU UR4"])
-def test_code_that_cannot_be_followed_proves_nothing(unclear: str) -> None:
-    code = CODE.replace("FADD.FTZ R48, R12, R112", unclear)
-    assert not meetings(code)
-    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"": code}) == (0, 1)
+@pytest.mark.parametrize("instruction", ["BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "BAR.SYNC.DEFER_BLOCKING R5", "BRXU UR4"])
+def test_code_that_cannot_be_followed_proves_nothing(instruction: str) -> None:
+    code = CODE.replace("FADD.FTZ R48, R12, R112", instruction)
+    assert not barriers_before(code)
+    assert count_ordered([LABEL, *TASK_HANDOFF], lambda label, kernel: {"": code}) == (0, 1)
 
 
-def test_only_what_a_barrier_for_all_threads_orders_is_a_hand_over() -> None:
-    assert count([LABEL, *HAND_OVER, *OLDER, *RACE], forms) == (2, 1)
-    assert count([LABEL, "Error: Invalid __global__ read", "    at slotwise+0x140"], forms) == (0, 1)
-    assert count(["case 0: another", *HAND_OVER], forms) == (0, 1)
-    assert count(race(0x140, 0x1360, 0xDB0), forms) == (0, 1)  # the copy engine's writes are not a thread's
-    assert count(race(0x2450, 0x1360), forms) == (1, 0)
-    assert count(race(0x140, 0x1350, 0x23B0), forms) == (1, 0)  # an mbarrier is made by a thread
-    assert count(race(0x140, 0xCC0), forms) == (0, 1)  # and waited for in other ways
-    assert count(race(0x2450, 0x1360, 0x23B0), forms) == (0, 1)  # one of two is enough
+def test_only_accesses_between_full_barriers_are_ordered() -> None:
+    assert count_ordered([LABEL, *TASK_HANDOFF, *OLDER_SPELLING, *RACE], variants) == (2, 1)
+    assert count_ordered([LABEL, "Error: Invalid __global__ read", "    at decode_gemm+0x140"], variants) == (0, 1)
+    assert count_ordered(["case 0: another", *TASK_HANDOFF], variants) == (0, 1)
+    assert count_ordered(race(0x140, 0x1360, 0xDB0), variants) == (0, 1)  # the copy engine writes, not a thread
+    assert count_ordered(race(0x2450, 0x1360), variants) == (1, 0)
+    assert count_ordered(race(0x140, 0x1350, 0x23B0), variants) == (1, 0)  # a thread initialises the mbarrier
+    assert count_ordered(race(0x140, 0xCC0), variants) == (0, 1)  # a wait does not write
+    assert count_ordered(race(0x2450, 0x1360, 0x23B0), variants) == (0, 1)  # one unordered pair is enough
 
 
 def without(*barriers: str) -> str:
@@ -190,133 +191,137 @@ def without(*barriers: str) -> str:
 
 
 @pytest.mark.parametrize("barriers", [("0110",), ("0260",), ("0170",), ("13c0", "5670")])
-def test_a_hand_over_without_its_barriers_is_a_race(barriers: tuple[str, ...]) -> None:
-    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"": without(*barriers)}) == (0, 1)
+def test_a_handoff_without_its_barriers_is_a_race(barriers: tuple[str, ...]) -> None:
+    assert count_ordered([LABEL, *TASK_HANDOFF], lambda label, kernel: {"": without(*barriers)}) == (0, 1)
 
 
-def test_a_finding_is_in_order_in_every_form_that_it_can_be_of() -> None:
+def test_a_finding_must_be_ordered_in_every_variant_it_can_be_of() -> None:
     elsewhere = "        /*0140*/                   IADD3 R1, R1, R2, RZ ;"
-    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": elsewhere}) == (1, 0)
-    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": without("0110")}) == (0, 1)
+    assert count_ordered([LABEL, *TASK_HANDOFF], lambda label, kernel: {"one": CODE, "other": elsewhere}) == (1, 0)
+    assert count_ordered([LABEL, *TASK_HANDOFF], lambda *_: {"one": CODE, "other": without("0110")}) == (0, 1)
     waits = without("0110").replace("STS [UR8+0xeca8]", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0xeca8]")
-    # Nothing is written there.
-    assert count([LABEL, *HAND_OVER], lambda label, kernel: {"one": CODE, "other": waits}) == (1, 0)
+    # The second variant has no write there.
+    assert count_ordered([LABEL, *TASK_HANDOFF], lambda label, kernel: {"one": CODE, "other": waits}) == (1, 0)
 
 
-def ordered_with(*edits: tuple[str, str]) -> bool:
-    """Whether what is next is still handed over with other instructions at some places."""
-    code = TURNS
+def still_ordered(*edits: tuple[str, str]) -> bool:
+    """Whether the next tile's store and load are still ordered after replacing some instructions."""
+    code = TILE_RING
     for place, instead in edits:
         code, changed = re.subn(rf"(/\*{place}\*/\s+).*;", lambda found, now=instead: f"{found[1]}{now} ;", code)
         assert changed == 1
-    return count(race(0x3850, 0xD20), lambda label, kernel: {"": code}) == (1, 0)
+    return count_ordered(race(0x3850, 0xD20), lambda label, kernel: {"": code}) == (1, 0)
 
 
-def test_turns_are_handed_over_at_mbarriers() -> None:
-    assert count(race(0x3850, 0xD20), lambda label, kernel: {"": TURNS}) == (1, 0)
-    assert count(race(0x3850, 0xD20, 0x1350), lambda label, kernel: {"": TURNS}) == (1, 0)  # and a task at barrier 1
-    assert ordered_with(("0d30", "WARPSYNC.ALL"))
-    assert ordered_with(("0670", "NOP"))  # no stage is filled ahead
+def test_the_next_tile_is_ordered_by_mbarriers() -> None:
+    assert count_ordered(race(0x3850, 0xD20), lambda label, kernel: {"": TILE_RING}) == (1, 0)
+    # Plus a task, which barrier 1 orders.
+    assert count_ordered(race(0x3850, 0xD20, 0x1350), lambda *_: {"": TILE_RING}) == (1, 0)
+    assert still_ordered(("0d30", "WARPSYNC.ALL"))
+    assert still_ordered(("0670", "NOP"))  # without stages filled ahead
 
 
 @pytest.mark.parametrize(
     ("place", "instead"),
     [
-        ("0d40", "NOP"),  # nobody is told
+        ("0d40", "NOP"),  # no arrival
         ("0d40", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ+0xe8c8], RZ"),
-        ("0d40", "@!P0 SYNCS.ARRIVE.TRANS64 RZ, [R2+URZ+0xe8c0], R2"),  # tells of bytes
+        ("0d40", "@!P0 SYNCS.ARRIVE.TRANS64 RZ, [R2+URZ+0xe8c0], R2"),  # announces bytes
         ("0d30", "@P1 BRA `(.L_x_10)"),
-        ("0d30", "STS [R3+0xe924], R7"),  # one of two
-        ("3820", "NOP"),  # who loads has not waited
+        ("0d30", "STS [R3+0xe924], R7"),  # two stores
+        ("3820", "NOP"),  # the consumer does not wait
         ("3820", "@P1 SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c0], R10"),
         ("3820", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c8], R10"),
         ("39a0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R11+URZ+0xe8c8], R10"),
-        ("3830", "NOP"),  # or not to the end
+        ("3830", "NOP"),  # or does not test that the wait succeeded
         ("3830", "@!P1 BRA `(.L_x_21)"),
         ("39b0", "NOP"),
-        ("3810", "@P1 BRA `(.L_x_26)"),  # or not on this way
-        ("3860", "@P1 BRA `(.L_x_26)"),  # or not again
-        ("2dd0", "NOP"),  # who loads is not waited for by the others
+        ("3810", "@P1 BRA `(.L_x_26)"),  # or one path skips the wait
+        ("3860", "@P1 BRA `(.L_x_26)"),  # or the next iteration skips it
+        ("2dd0", "NOP"),  # the consumers do not synchronise
         ("2dd0", "@P1 BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),
         ("2dd0", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x20"),
         ("2dd0", "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"),
         ("2dd0", "BAR.ARV 0x0, 0x80"),
-        ("2e10", "NOP"),  # nor by who stores
+        ("2e10", "NOP"),  # no release for the producer
         ("2e10", "@P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8c0], RZ"),
         ("06e0", "NOP"),
         ("06e0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR15+0xe900], R2"),
         ("06f0", "NOP"),
         ("0670", "@!P2 BRA `(.L_x_24)"),
-        ("0740", "NOP"),  # nothing is filled
+        ("0740", "NOP"),  # no stage is filled
         ("3840", "BRXU UR4"),
-        ("3850", "LDS R108, [R108+0xe924]"),  # another place
+        ("3850", "LDS R108, [R108+0xe924]"),  # another address
         ("3850", "LDS R108, [R108]"),
         ("3850", "LDSM.16.M88 R108, [R108+0xe920]"),
-        ("0d10", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ+0xe8c0], RZ"),  # told too early
-        ("3810", "@P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R11+URZ+0xe8c0], RZ"),  # by somebody else
-        ("0630", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR15+0xe8e0], RZ"),  # who stores does not wait for who loads
-        ("2e10", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8e0], RZ"),  # nor for one of them
-        ("3828", "ISETP.GE.AND P0, PT, R1, R2, PT"),  # asks something else
-        ("3840", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),  # something in between
+        ("0d10", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+URZ+0xe8c0], RZ"),  # arrives before the store
+        ("3810", "@P3 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R11+URZ+0xe8c0], RZ"),  # another thread arrives
+        ("0630", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR15+0xe8e0], RZ"),  # the producer releases its own stage
+        ("2e10", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR11+0xe8e0], RZ"),  # all lanes release, not one
+        ("3828", "ISETP.GE.AND P0, PT, R1, R2, PT"),  # overwrites the predicate
+        ("3840", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),  # another event in between
         ("3840", "ATOMS.ADD R1, [R3], R2"),
         ("0d30", "ATOMS.ADD R1, [R3], R2"),
         ("0d30", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80"),
     ],
 )
-def test_a_turn_without_one_of_its_mbarriers_is_a_race(place: str, instead: str) -> None:
-    assert not ordered_with((place, instead))
+def test_a_tile_handoff_without_one_of_its_mbarriers_is_a_race(place: str, instead: str) -> None:
+    assert not still_ordered((place, instead))
 
 
-def test_who_tells_nobody_is_not_heard_by_who_never_waits() -> None:
-    assert not ordered_with(("0d40", "NOP"), ("3820", "NOP"), ("3830", "NOP"))
+def test_without_arrival_and_wait_nothing_is_ordered() -> None:
+    assert not still_ordered(("0d40", "NOP"), ("3820", "NOP"), ("3830", "NOP"))
 
 
-def test_instructions_are_shown_between_their_barriers() -> None:
-    lines = explain([LABEL, *OLDER, "    at slotwise+0x5790"], forms)
-    assert lines[0].startswith("slotwise+0x1360 (KIND=gated; plain): STS [UR8+0xeca8], R2 [before it @!UP5 SYNCS.EXCH")
+def test_instructions_are_shown_with_their_barriers() -> None:
+    lines = explain([LABEL, *OLDER_SPELLING, "    at decode_gemm+0x5790"], variants)
+    assert lines[0].startswith(
+        "decode_gemm+0x1360 (KIND=gated; plain): STS [UR8+0xeca8], R2 [before it @!UP5 SYNCS.EXCH"
+    )
     assert lines[1].endswith("after it @P0 BAR.SYNC.DEFER_BLOCKING 0x1 at 0x160]")
-    assert len(lines) == 2  # additions are nothing that tools watch
+    assert len(lines) == 2  # the tools do not watch additions
 
 
-def process(**said: Any) -> dict[str, Any]:
-    """A process that came when every case was taken, as the tool told it, unless said otherwise."""
-    nothing: dict[str, Any] = {"cases": {}, "not_ended": [], "summary": [], "lost": [], "handed_over": 0, "other": 0}
-    return {**nothing, "status": 255, "finished": True, **said}
+def process(**fields: Any) -> dict[str, Any]:
+    """The record of a process that found every case taken, with other `fields`."""
+    empty: dict[str, Any] = {"cases": {}, "not_ended": [], "summary": [], "lost": [], "ordered": 0, "unordered": 0}
+    return {**empty, "status": 255, "finished": True, **fields}
 
 
-def test_a_process_that_got_no_case_does_not_count() -> None:
-    found = ["RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)"]
-    ran = process(cases={"plain": 0.5}, status=9, summary=found, handed_over=1)
+def test_a_process_without_cases_does_not_count() -> None:
+    summary = ["RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)"]
+    ran = process(cases={"plain": 0.5}, status=9, summary=summary, ordered=1)
     late, crashed = process(), process(finished=False, status=1)
-    assert judged("racecheck", [ran, late], [Case()])["verdict"] == "clean"
-    assert judged("racecheck", [late], [Case()])["verdict"] == "NOT FINISHED"
-    assert judged("racecheck", [crashed], [Case()])["verdict"] == "NOT FINISHED"
-    assert judged("racecheck", [{**ran, "handed_over": 0, "other": 1}, late], [Case()])["verdict"] == "FOUND"
-    assert not clean(crashed) and not clean({**ran, "handed_over": 0})
+    assert verdict_of("racecheck", [ran, late], [Case()])["verdict"] == "clean"
+    assert verdict_of("racecheck", [late], [Case()])["verdict"] == "NOT FINISHED"
+    assert verdict_of("racecheck", [crashed], [Case()])["verdict"] == "NOT FINISHED"
+    assert verdict_of("racecheck", [{**ran, "ordered": 0, "unordered": 1}, late], [Case()])["verdict"] == "FOUND"
+    assert not clean(crashed) and not clean({**ran, "ordered": 0})
 
 
-def test_the_matrix_has_blocks_of_more_tiles_than_they_are_told_ahead() -> None:
-    """Tiles are told in a ring: blocks go round it more than twice, with one stage a tile and with more."""
-    found = set()
-    for case in accepted()[0]:
+def test_cases_wrap_the_ring_of_tiles() -> None:
+    """Some blocks go round the ring of tile numbers more than twice, with one stage for each tile and with several."""
+    reached = set()
+    for case in supported_cases()[0]:
         plan = make_plan(problem_of(case), case.rows)
         if not case.processors or plan.decode:
             continue
         for name in ("w13", "w2"):
-            of = plan.product(name)
-            (tile,) = of.tiles  # so that every expert that has rows has tiles in this list
-            if case.experts // 2 * of.units > 2 * (tile.stages + 1) * tile.blocks * case.processors:
-                found.add((name, of.narrow, of.promote, of.slices <= tile.slices))
+            gemm = plan.gemm(name)
+            (tile,) = gemm.tiles  # one size, so every expert with rows has tiles in this list
+            if case.experts // 2 * gemm.units > 2 * (tile.stages + 1) * tile.blocks * case.processors:
+                reached.add((name, gemm.fp8, gemm.promote, gemm.slices <= tile.slices))
     kinds = [(False, False), (True, False), (True, True)]
-    assert found == {(name, *kind, single) for name in ("w13", "w2") for kind in kinds for single in (True, False)}
+    assert reached == {(name, *kind, single) for name in ("w13", "w2") for kind in kinds for single in (True, False)}
 
 
-def test_the_matrix_reaches_whole_sums_and_parts() -> None:
-    """Few tokens: whether K is split depends on sizes and on a rule that may change."""
-    found = set()
-    for case in accepted()[0]:
+def test_cases_reach_split_and_unsplit_k() -> None:
+    """With few tokens; whether K is split depends on sizes and on a rule that may change."""
+    reached = set()
+    for case in supported_cases()[0]:
         plan = make_plan(problem_of(case), case.rows)
         if plan.decode and plan.w2 is not None:
-            found.add((plan.first.narrow, plan.first.split > 1, plan.problem.activation.gated, case.bias))
-    assert {(narrow, parts, gated) for narrow, parts, gated, _ in found} == set(product((True, False), repeat=3))
-    assert {(narrow, parts) for narrow, parts, _, bias in found if bias} == set(product((True, False), repeat=2))
+            gemm = plan.first_gemm
+            reached.add((gemm.fp8, gemm.split > 1, plan.problem.activation.gated, case.bias))
+    assert {(fp8, split, gated) for fp8, split, gated, _ in reached} == set(product((True, False), repeat=3))
+    assert {(fp8, split) for fp8, split, _, bias in reached if bias} == set(product((True, False), repeat=2))
