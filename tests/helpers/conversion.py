@@ -1,4 +1,4 @@
-"""What tests of conversion share: sources of every spelling, and the numbers in a checkpoint."""
+"""Helpers of the conversion tests: source checkpoints, and the matrices of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, prepare
-from lancebill.checkpoint.write.target import choose
+from lancebill.checkpoint.write.convert import ConvertOptions, Report, convert, plan_conversion
+from lancebill.checkpoint.write.target import choose_target
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.numbers.codec import dequantize
@@ -24,27 +24,29 @@ from lancebill.testing.checkpoints import Geometry, generate, save
 SIZE = Geometry(experts=2, hidden=256, intermediate=128, layers=1)
 
 
-def row_of(family: str) -> names.Naming:
+def find_row(family: str) -> names.Naming:
     return next(row for row in names.TABLE if row.family == family)
 
 
-def example_of(fmt: str, name: str) -> Example:
+def find_example(fmt: str, name: str) -> Example:
     return next(e for e in registry()[fmt].examples() if e.name == name)
 
 
 def dense_source(folder: Path, family: str = "qwen3_moe", form: int = 0, size: Geometry = SIZE) -> Path:
-    row = row_of(family)
-    return save(generate(example_of("dense", "bf16"), row, row.forms[form], size), folder / f"{family}-{form}")
+    row = find_row(family)
+    return save(generate(find_example("dense", "bf16"), row, row.forms[form], size), folder / f"{family}-{form}")
 
 
-def run(source: Path, destination: Path, to: str, fmt: str | None = None, **options: Any) -> Report:
+def run_conversion(source: Path, destination: Path, to: str, fmt: str | None = None, **options: Any) -> Report:
     chosen = ConvertOptions(**options)
     with Checkpoint.open(source) as checkpoint:
-        return convert(checkpoint, destination, prepare(checkpoint, choose(parse_spec(to), fmt), chosen), chosen)
+        return convert(
+            checkpoint, destination, plan_conversion(checkpoint, choose_target(parse_spec(to), fmt), chosen), chosen
+        )
 
 
 def matrices(path: Path) -> dict[tuple[int, int, str], Tensor]:
-    """Every expert's matrices, dequantised, with a pre-quantisation scale where there is one."""
+    """All experts' matrices, dequantised and multiplied by their pre-quantisation scale."""
     with Checkpoint.open(path) as checkpoint:
         manifest = manifests.build(checkpoint.config, {n: i.stored for n, i in checkpoint.tensors.items()})
         manifest.check(str(path))
@@ -69,7 +71,7 @@ def biases(path: Path) -> dict[tuple[int, int, str], Tensor | None]:
         }
 
 
-def same(a: dict[tuple[int, int, str], Tensor], b: dict[tuple[int, int, str], Tensor]) -> bool:
+def same_matrices(a: dict[tuple[int, int, str], Tensor], b: dict[tuple[int, int, str], Tensor]) -> bool:
     return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
 
 
@@ -77,5 +79,5 @@ def read_config(path: Path) -> dict[str, Any]:
     return dict(json.loads((path / "config.json").read_text()))
 
 
-def files(path: Path) -> dict[str, bytes]:
+def file_contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}

@@ -1,4 +1,4 @@
-"""Files that lie, and what must come of opening them: shared by the tests of corrupt files."""
+"""Corrupt files for tests, and the check that opening them fails properly."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SLACK = 1 << 20
 
 
 def assert_refused(path: Path, kind: type[e.LancebillError], fragment: str) -> None:
-    """The error, of exactly this kind, saying where; in time; in no more memory than the files have."""
+    """Opening raises exactly this error, with a location, quickly, and in no more memory than the size of the files."""
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
     tracemalloc.start()
-    started = time.process_time()  # of this process alone: a busy machine refuses no later
+    started = time.process_time()  # CPU time, so that a busy machine does not fail the test
     try:
         with pytest.raises(e.LancebillError) as caught:
             Checkpoint.open(path)

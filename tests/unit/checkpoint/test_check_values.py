@@ -1,4 +1,4 @@
-"""Numbers that cannot be right are found by `check_values`, and the tensor they are in is named."""
+"""`check_values` finds invalid values and names the tensor that holds them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ HOME = "model.layers.0.mlp.experts.1"
 PROJECTIONS = {"gate_proj": GATE, "up_proj": UP, "down_proj": DOWN}
 
 
-def example_of(fmt: str, name: str) -> Example:
+def find_example(fmt: str, name: str) -> Example:
     return next(e for e in registry()[fmt].examples() if e.name == name)
 
 
-def made_of(example: Example) -> Generated:
+def generate_for(example: Example) -> Generated:
     row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
     return generate(example, row, row.forms[0], replace(SIZE, hidden=example.k, intermediate=example.k))
 
 
-def look(made: Generated, projection: str = "up_proj", expert: int = 1) -> Findings:
+def check_projection(made: Generated, projection: str = "up_proj", expert: int = 1) -> Findings:
     layer = manifests.build(made.config, made.headers).layers[0]
     return check_values(made.read, layer.projections[expert, PROJECTIONS[projection]])
 
 
 @pytest.mark.parametrize(("fmt", "example"), [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in all_examples()])
-def test_good_values_have_no_problems(fmt: Format, example: Example) -> None:
-    made = made_of(example)
+def test_valid_weights_have_no_problems(fmt: Format, example: Example) -> None:
+    made = generate_for(example)
     layer = manifests.build(made.config, made.headers).layers[0]
     for projection in layer.projections.values():
         assert check_values(made.read, projection).problems == (), fmt.name
@@ -50,21 +50,21 @@ def test_good_values_have_no_problems(fmt: Format, example: Example) -> None:
 
 @pytest.mark.parametrize(("fmt", "example"), [pytest.param(f, e, id=f"{f.name}:{e.name}") for f, e in all_examples()])
 def test_a_nan_in_any_float_tensor_is_found(fmt: Format, example: Example) -> None:
-    """Whatever the format and the role; the expert is named. Codes packed into words of any dtype are exempt."""
-    made = made_of(example)
+    """For every format and role; the error names the expert. Packed codes of quantised weights are skipped."""
+    made = generate_for(example)
     projection = manifests.build(made.config, made.headers).layers[0].projections[1, DOWN]
     for role, source in projection.sources.items():
-        good = made.tensors[source.tensor]
+        original = made.tensors[source.tensor]
         packed = role == "codes" and example.scheme.spec.quantized
-        if not good.is_floating_point() or good.dtype.itemsize == 1 or packed:
+        if not original.is_floating_point() or original.dtype.itemsize == 1 or packed:
             continue
-        bad = good.clone()
-        (bad if source.expert is None else bad[source.expert]).view(-1)[0] = torch.nan
-        made.tensors[source.tensor] = bad
-        found = check_values(made.read, projection).problems
-        assert found, f"{fmt.name}: {role}"
-        assert all("layer 0, expert 1, down" in str(problem.where) for problem in found)
-        made.tensors[source.tensor] = good
+        damaged = original.clone()
+        (damaged if source.expert is None else damaged[source.expert]).view(-1)[0] = torch.nan
+        made.tensors[source.tensor] = damaged
+        problems = check_values(made.read, projection).problems
+        assert problems, f"{fmt.name}: {role}"
+        assert all("layer 0, expert 1, down" in str(problem.where) for problem in problems)
+        made.tensors[source.tensor] = original
 
 
 def set_nan(tensor: Tensor) -> None:
@@ -91,7 +91,7 @@ def set_byte(value: int) -> Callable[[Tensor], None]:
 
 
 PACKED = ("compressed-tensors", "pack-quantized-int4-g64:fp16")
-KINDS = [
+INVALID = [
     (PACKED, ".weight_scale", set_nan, "scale 1: NaN or infinite"),
     (PACKED, ".weight_scale", set_inf, "scale 1: NaN or infinite"),
     (PACKED, ".weight_scale", set_zero, "scale 1: zero over non-zero codes"),
@@ -110,43 +110,43 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("which", "suffix", "change", "text"), KINDS)
-def test_each_kind_is_found_and_named(
+@pytest.mark.parametrize(("which", "suffix", "change", "text"), INVALID)
+def test_each_invalid_value_is_reported_with_its_tensor(
     which: tuple[str, str], suffix: str, change: Callable[[Tensor], None], text: str
 ) -> None:
-    made = made_of(example_of(*which))
+    made = generate_for(find_example(*which))
     change(made.tensors[f"{HOME}.up_proj{suffix}"])
-    found = look(made).problems
-    assert len(found) == 1, found
-    assert text in found[0].what + str(found[0].where)
-    assert "layer 0, expert 1, up" in str(found[0].where)
-    assert f"{HOME}.up_proj" in str(found[0].where)
-    assert look(made, "down_proj").problems == () == look(made, "up_proj", expert=0).problems
+    problems = check_projection(made).problems
+    assert len(problems) == 1, problems
+    assert text in problems[0].what + str(problems[0].where)
+    assert "layer 0, expert 1, up" in str(problems[0].where)
+    assert f"{HOME}.up_proj" in str(problems[0].where)
+    assert check_projection(made, "down_proj").problems == () == check_projection(made, "up_proj", expert=0).problems
 
 
 def test_a_zero_scale_over_zero_codes_is_fine() -> None:
-    made = made_of(example_of("fp8", "channel-dynamic"))
+    made = generate_for(find_example("fp8", "channel-dynamic"))
     made.tensors[f"{HOME}.up_proj.weight_scale"].view(-1)[5] = 0
-    assert [problem.what for problem in look(made).problems] == ["scale 1: zero over non-zero codes"]
+    assert [problem.what for problem in check_projection(made).problems] == ["scale 1: zero over non-zero codes"]
     made.tensors[f"{HOME}.up_proj.weight"].view(torch.uint8)[5] = 0
-    assert look(made).problems == ()
+    assert check_projection(made).problems == ()
 
 
-def test_a_negative_scale_is_only_noted_and_only_for_floats() -> None:
-    floats = made_of(example_of("fp8", "channel-dynamic"))
+def test_a_negative_scale_is_a_note_and_only_for_float_codes() -> None:
+    floats = generate_for(find_example("fp8", "channel-dynamic"))
     set_negative(floats.tensors[f"{HOME}.up_proj.weight_scale"])
-    assert look(floats).problems == ()
-    assert ["negative" in note.what for note in look(floats).notes] == [True]
-    integers = made_of(example_of(*PACKED))
+    assert check_projection(floats).problems == ()
+    assert ["negative" in note.what for note in check_projection(floats).notes] == [True]
+    integers = generate_for(find_example(*PACKED))
     set_negative(integers.tensors[f"{HOME}.up_proj.weight_scale"])
-    assert look(integers) == Findings()
+    assert check_projection(integers) == Findings()
 
 
 def test_memory_is_planned_for_every_rank() -> None:
-    made = made_of(example_of(*PACKED))
+    made = generate_for(find_example(*PACKED))
     manifest = manifests.build(made.config, made.headers)
     alone = next(plan_memory(manifest, PlainLayout()))
-    expert = 3 * 256 * 256  # a byte a code
+    expert = 3 * 256 * 256  # one byte per code
     scales = 3 * 256 * 4 * 2
     assert alone.final == 2 * (expert // 2 + scales)
     assert alone.peak == alone.final + 2 * (expert + scales)

@@ -1,4 +1,4 @@
-"""Which quantisation section wins, and what its method is called."""
+"""Which quantisation section takes precedence, and how its method is normalised."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_detection(tmp_path: Path, name: str) -> None:
+def test_the_quantisation_section_is_detected(tmp_path: Path, name: str) -> None:
     files, method, source, quant = CASES[name]
     for file, content in files.items():
         (tmp_path / file).write_text(json.dumps(content))
@@ -84,7 +84,7 @@ def test_detection(tmp_path: Path, name: str) -> None:
     assert config.model == files.get("config.json", {})
 
 
-def test_a_section_that_fits_nothing_lists_its_keys(tmp_path: Path) -> None:
+def test_an_unrecognised_section_is_reported_with_its_keys(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"group_size": 64, "bits": 4}}))
     with pytest.raises(UnsupportedFormat, match="'bits', 'group_size'"):
         read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Conversion: exact where it can be, measured where it rounds, and nothing lost on the way."""
+"""Conversion: exact where possible, the error measured elsewhere, and no tensor lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion import SIZE, biases, dense_source, example_of, files, matrices, read_config, row_of, run, same
+from conversion import (
+    SIZE,
+    biases,
+    dense_source,
+    file_contents,
+    find_example,
+    find_row,
+    matrices,
+    read_config,
+    run_conversion,
+    same_matrices,
+)
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
@@ -23,7 +34,7 @@ from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.conformance import all_examples
 from lancebill.testing.models import write_model
 
-CONTAINERS = ("gguf",)  # formats with files of their own
+CONTAINERS = ("gguf",)  # formats with their own file type
 ROUND_TRIPS = [
     ("mxfp4", None), ("mxfp8", None), ("nvfp4", None), ("int4-g128", None), ("int4-g32-zp", None), ("int3-g64", None),
     ("int8", None), ("fp8-tensor", None), ("fp8-channel", None), ("fp8-block", None), ("nvfp4", "modelopt"),
@@ -45,22 +56,22 @@ def test_every_format_dequantises_exactly(fmt: Format, example: Example, tmp_pat
     row = names.find_family({"model_type": example.config.model.get("model_type", "qwen3_moe")})
     made = generate(example, row, row.forms[0], replace(SIZE, hidden=example.k, intermediate=example.k))
     source = save(made, tmp_path / "source")
-    report = run(source, tmp_path / "dense", "fp32")
-    assert same(matrices(tmp_path / "dense"), matrices(source))
+    report = run_conversion(source, tmp_path / "dense", "fp32")
+    assert same_matrices(matrices(tmp_path / "dense"), matrices(source))
     assert report.total.max_error == 0
     assert "quantization_config" not in read_config(tmp_path / "dense")
 
 
 @pytest.mark.parametrize(("to", "fmt"), ROUND_TRIPS)
-def test_what_is_written_is_the_rounded_source(to: str, fmt: str | None, tmp_path: Path) -> None:
+def test_the_output_is_the_quantised_source(to: str, fmt: str | None, tmp_path: Path) -> None:
     source = dense_source(tmp_path)
-    report = run(source, tmp_path / "out", to, fmt)
+    report = run_conversion(source, tmp_path / "out", to, fmt)
     got, want = matrices(tmp_path / "out"), matrices(source)
     for key, values in want.items():
         assert same_bits(got[key], dequantize(quantize(values, report.target.spec))), key
     assert report.total.count == sum(values.numel() for values in want.values())
-    run(tmp_path / "out", tmp_path / "back", "fp32")
-    assert same(matrices(tmp_path / "back"), got)
+    run_conversion(tmp_path / "out", tmp_path / "back", "fp32")
+    assert same_matrices(matrices(tmp_path / "back"), got)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +87,18 @@ def test_what_is_written_is_the_rounded_source(to: str, fmt: str | None, tmp_pat
         (("int4-g128", None), ("int4-g64", "gptq")),  # finer groups repeat their scale
     ],
 )
-def test_between_formats_of_one_spec_nothing_changes(
+def test_converting_between_formats_of_one_spec_is_exact(
     first: tuple[str, str | None], second: tuple[str, str | None], tmp_path: Path
 ) -> None:
-    run(dense_source(tmp_path), tmp_path / "first", *first)
-    report = run(tmp_path / "first", tmp_path / "second", *second)
-    assert same(matrices(tmp_path / "first"), matrices(tmp_path / "second"))
+    run_conversion(dense_source(tmp_path), tmp_path / "first", *first)
+    report = run_conversion(tmp_path / "first", tmp_path / "second", *second)
+    assert same_matrices(matrices(tmp_path / "first"), matrices(tmp_path / "second"))
     assert report.total.max_error == report.total.rms_error == 0
 
 
 def test_nvfp4_keeps_its_codes_where_the_global_scale_is_inverted(tmp_path: Path) -> None:
-    run(dense_source(tmp_path), tmp_path / "modelopt", "nvfp4", "modelopt")
-    report = run(tmp_path / "modelopt", tmp_path / "ct", "nvfp4")
+    run_conversion(dense_source(tmp_path), tmp_path / "modelopt", "nvfp4", "modelopt")
+    report = run_conversion(tmp_path / "modelopt", tmp_path / "ct", "nvfp4")
     assert report.target.spec == NVFP4_DIV
     assert 0 < report.total.rms_error < 2**-22
     weight = quantize(torch.randn(32, 64), NVFP4)
@@ -102,28 +113,28 @@ FAMILIES = [(row.family, i) for row in names.TABLE if row.family != "gguf" for i
 @pytest.mark.parametrize(("family", "form"), FAMILIES)
 def test_every_spelling_is_written_and_read_back(family: str, form: int, tmp_path: Path) -> None:
     source = dense_source(tmp_path, family, form, replace(SIZE, layers=2))
-    run(source, tmp_path / "int8", "int8")
+    run_conversion(source, tmp_path / "int8", "int8")
     got = matrices(tmp_path / "int8")
     for key, values in matrices(source).items():
         assert same_bits(got[key], dequantize(quantize(values, parse_spec("int8")))), key
-    run(source, tmp_path / "fp32", "fp32")
-    assert same(matrices(tmp_path / "fp32"), matrices(source))
+    run_conversion(source, tmp_path / "fp32", "fp32")
+    assert same_matrices(matrices(tmp_path / "fp32"), matrices(source))
 
 
 def test_unquantised_output_keeps_the_names_of_the_source(tmp_path: Path) -> None:
     source = dense_source(tmp_path, "gpt_oss", 0)
-    run(source, tmp_path / "out", "bf16")
+    run_conversion(source, tmp_path / "out", "bf16")
     with Checkpoint.open(source) as before, Checkpoint.open(tmp_path / "out") as after:
         assert {n: i.shape for n, i in before.tensors.items()} == {n: i.shape for n, i in after.tensors.items()}
         assert all(same_bits(before.read(name), after.read(name)) for name in before.tensors)
 
 
-def test_gpt_oss_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Stacked, interleaved, with biases: to one set of tensors for each expert and back."""
-    row = row_of("gpt_oss")
-    source = save(generate(example_of("mxfp4", "gpt-oss"), row, row.forms[0], SIZE), tmp_path / "source")
-    run(source, tmp_path / "each", "mxfp4")
-    run(tmp_path / "each", tmp_path / "back", "mxfp4", "gpt-oss")
+def test_gpt_oss_round_trips(tmp_path: Path) -> None:
+    """Stacked and interleaved with biases, to separate tensors per expert, and back."""
+    row = find_row("gpt_oss")
+    source = save(generate(find_example("mxfp4", "gpt-oss"), row, row.forms[0], SIZE), tmp_path / "source")
+    run_conversion(source, tmp_path / "each", "mxfp4")
+    run_conversion(tmp_path / "each", tmp_path / "back", "mxfp4", "gpt-oss")
     with Checkpoint.open(source) as before, Checkpoint.open(tmp_path / "back") as after:
         spelled = {name.replace(".bias", "_bias"): name for name in before.tensors}
         assert spelled.keys() == after.tensors.keys()
@@ -132,9 +143,9 @@ def test_gpt_oss_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_is_read_by_transformers(tmp_path: Path) -> None:
-    """What we write is dequantised by the library that owns the format to the same numbers."""
+    """transformers dequantises our output to the same values."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    run(dense_source(tmp_path, "gpt_oss", 0), tmp_path / "out", "mxfp4", "gpt-oss")
+    run_conversion(dense_source(tmp_path, "gpt_oss", 0), tmp_path / "out", "mxfp4", "gpt-oss")
     ours = matrices(tmp_path / "out")
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         home = "model.layers.0.mlp.experts.gate_up_proj"
@@ -149,20 +160,20 @@ def test_gpt_oss_is_read_by_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["mxfp4", "nvfp4", "int4-g128", "int4-g32-zp", "int8", "fp8-block", "bf16"])
 def test_a_gpu_writes_the_same_bytes(to: str, tmp_path: Path) -> None:
     source = dense_source(tmp_path)
-    reports = [run(source, tmp_path / device, to, device=device) for device in ("cpu", "cuda")]
-    assert files(tmp_path / "cpu") == files(tmp_path / "cuda")
+    reports = [run_conversion(source, tmp_path / device, to, device=device) for device in ("cpu", "cuda")]
+    assert file_contents(tmp_path / "cpu") == file_contents(tmp_path / "cuda")
     assert reports[0].total.saturated == reports[1].total.saturated
 
 
 @pytest.mark.parametrize("to", ["int4-g128", "int8", "fp8-channel", "mxfp4"])
 def test_transformers_loads_the_whole_model(to: str, tmp_path: Path) -> None:
-    """A model converted by us and run by another engine gives the logits of its dequantised weights,
-    to the bit: expert tensors, copied tensors, names and config are all as that engine wants them."""
+    """transformers computes bitwise the same logits from the converted model and from its dequantised weights: expert
+    tensors, copied tensors, names and config are all valid for it."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     write_model(tmp_path / "model", Geometry(experts=4, hidden=256, intermediate=128, layers=2))
-    run(tmp_path / "model", tmp_path / "small", to)
-    run(tmp_path / "small", tmp_path / "dense", "bf16")
+    run_conversion(tmp_path / "model", tmp_path / "small", to)
+    run_conversion(tmp_path / "small", tmp_path / "dense", "bf16")
     logits = []
     for name in ("small", "dense", "model"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)

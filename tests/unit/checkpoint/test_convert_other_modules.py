@@ -1,4 +1,4 @@
-"""What conversion does with everything but the numbers of the experts, and when it fails."""
+"""Conversion of everything but the experts' weights, and conversions that fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import SIZE, dense_source, example_of, files, matrices, read_config, row_of, run, same
+from conversion import (
+    SIZE,
+    dense_source,
+    file_contents,
+    find_example,
+    find_row,
+    matrices,
+    read_config,
+    run_conversion,
+    same_matrices,
+)
 from torch import Tensor
 
 from lancebill.checkpoint.read.files import Checkpoint
@@ -25,12 +35,14 @@ from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.testing.checkpoints import Generated, generate, save
 
-# The rest of the model ------------------------------------------------------------------------------
+# Other tensors and files ------------------------------------------------------------------------------
 
 
-def with_others(folder: Path, example: Example, extra: dict[str, Tensor], model: dict[str, Any] | None = None) -> Path:
-    """A checkpoint of `example` with more tensors and a file beside it."""
-    row = row_of("qwen3_moe")
+def checkpoint_with(
+    folder: Path, example: Example, extra: dict[str, Tensor], model: dict[str, Any] | None = None
+) -> Path:
+    """A checkpoint of `example` with extra tensors and files."""
+    row = find_row("qwen3_moe")
     made = generate(example, row, row.forms[0], replace(SIZE, hidden=256, intermediate=256))
     config = replace(made.config, model={**made.config.model, **(model or {})})
     made = Generated(config, {**made.tensors, **extra}, made.weights)
@@ -52,8 +64,8 @@ def encoded(example: Example, module: str, values: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture
 def fp8_model(tmp_path: Path) -> Path:
-    """FP8 by block all over, but for the embedding, the router and a norm."""
-    example = example_of("fp8", "block-F32")
+    """Block-wise FP8 except for the embedding, the router and a norm."""
+    example = find_example("fp8", "block-F32")
     torch.manual_seed(0)
     extra = {
         "model.embed_tokens.weight": torch.randn(64, 256).bfloat16(),
@@ -63,11 +75,11 @@ def fp8_model(tmp_path: Path) -> Path:
         **encoded(example, "model.layers.0.self_attn.q_proj", torch.randn(192, 256)),
         **encoded(example, "model.layers.0.mlp.shared_expert.down_proj", torch.randn(256, 320)),
     }
-    return with_others(tmp_path / "fp8", example, extra)
+    return checkpoint_with(tmp_path / "fp8", example, extra)
 
 
 def test_plain_tensors_and_files_are_copied(fp8_model: Path, tmp_path: Path) -> None:
-    run(fp8_model, tmp_path / "out", "mxfp4")
+    run_conversion(fp8_model, tmp_path / "out", "mxfp4")
     with Checkpoint.open(fp8_model) as before, Checkpoint.open(tmp_path / "out") as after:
         for name in ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "model.norm.weight"):
             assert same_bits(before.read(name), after.read(name))
@@ -76,8 +88,8 @@ def test_plain_tensors_and_files_are_copied(fp8_model: Path, tmp_path: Path) -> 
     assert read_config(tmp_path / "out")["hidden_size"] == 256
 
 
-def test_other_modules_stay_quantised_where_that_is_exact(fp8_model: Path, tmp_path: Path) -> None:
-    report = run(fp8_model, tmp_path / "out", "fp8-block")
+def test_other_modules_stay_quantised_if_that_is_exact(fp8_model: Path, tmp_path: Path) -> None:
+    report = run_conversion(fp8_model, tmp_path / "out", "fp8-block")
     assert set(report.recast) == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.shared_expert.down_proj"}
     name = "model.layers.0.self_attn.q_proj"
     with Checkpoint.open(fp8_model) as before, Checkpoint.open(tmp_path / "out") as after:
@@ -91,12 +103,12 @@ def test_other_modules_stay_quantised_where_that_is_exact(fp8_model: Path, tmp_p
     assert name not in ignored and "model.embed_tokens" in ignored and "model.layers.0.mlp.gate" in ignored
 
 
-def test_other_modules_are_dequantised_and_ignored_elsewhere(fp8_model: Path, tmp_path: Path) -> None:
-    report = run(fp8_model, tmp_path / "out", "int4-g64", "gptq")
+def test_other_modules_are_otherwise_dequantised_and_listed_as_ignored(fp8_model: Path, tmp_path: Path) -> None:
+    report = run_conversion(fp8_model, tmp_path / "out", "int4-g64", "gptq")
     assert len(report.dequantized) == 2 and not report.recast
     name = "model.layers.0.self_attn.q_proj"
     with Checkpoint.open(fp8_model) as before, Checkpoint.open(tmp_path / "out") as after:
-        example = example_of("fp8", "block-F32")
+        example = find_example("fp8", "block-F32")
         stored = {"codes": before.read(f"{name}.weight"), "scale": before.read(f"{name}.weight_scale_inv")}
         want = dequantize(example.scheme.decode(stored, 192, 256)).bfloat16()
         assert same_bits(after.read(f"{name}.weight"), want)
@@ -106,39 +118,39 @@ def test_other_modules_are_dequantised_and_ignored_elsewhere(fp8_model: Path, tm
     assert scheme.spec == DENSE_BF16
 
 
-def test_a_module_without_its_scale_is_missed_not_copied(tmp_path: Path) -> None:
-    example = example_of("fp8", "block-F32")
+def test_a_module_without_its_scale_is_an_error(tmp_path: Path) -> None:
+    example = find_example("fp8", "block-F32")
     tensors = encoded(example, "model.layers.0.self_attn.q_proj", torch.randn(128, 256))
     tensors.pop("model.layers.0.self_attn.q_proj.weight_scale_inv")
-    source = with_others(tmp_path / "source", example, tensors)
+    source = checkpoint_with(tmp_path / "source", example, tensors)
     with pytest.raises(CheckpointError, match="q_proj"):
-        run(source, tmp_path / "out", "mxfp4")
+        run_conversion(source, tmp_path / "out", "mxfp4")
 
 
-def test_pre_quantisation_scales_are_folded_in_and_others_left_behind(tmp_path: Path) -> None:
+def test_pre_quantisation_scales_are_folded_in_and_other_input_scales_dropped(tmp_path: Path) -> None:
     example = next(e for e in registry()["modelopt"].examples() if e.scheme.part("pre_quant_scale") and e.inputs)
-    row = row_of("qwen3_moe")
+    row = find_row("qwen3_moe")
     made = generate(example, row, row.forms[0], replace(SIZE, intermediate=256))
     for expert in range(SIZE.experts):
         for name in ("gate_proj", "up_proj", "down_proj"):
             made.tensors[f"model.layers.0.mlp.experts.{expert}.{name}.pre_quant_scale"] = torch.rand(256) + 0.5
     source = save(made, tmp_path / "source")
-    report = run(source, tmp_path / "out", "fp32")
-    assert same(matrices(tmp_path / "out"), matrices(source))
+    report = run_conversion(source, tmp_path / "out", "fp32")
+    assert same_matrices(matrices(tmp_path / "out"), matrices(source))
     assert report.dropped == {"pre_quant_scale": 6, **dict.fromkeys(example.inputs, 6)}
 
 
 def test_act_order_is_undone(tmp_path: Path) -> None:
-    row = row_of("qwen3_moe")
+    row = find_row("qwen3_moe")
     example = next(e for e in registry()["gptq"].examples() if e.scheme.act_order)
     source = save(generate(example, row, row.forms[0], SIZE), tmp_path / "source")
-    report = run(source, tmp_path / "out", "int8-g32")
+    report = run_conversion(source, tmp_path / "out", "int8-g32")
     got = matrices(tmp_path / "out")
     for key, values in matrices(source).items():
         assert same_bits(got[key], dequantize(quantize(values, report.target.spec)))
 
 
-def test_a_zero_point_the_target_cannot_hold_is_rounded_anew() -> None:
+def test_a_zero_point_the_target_cannot_store_is_requantised() -> None:
     spec = int_spec(4, group(64), zero_point=True, scale=F16)
     codes = torch.randint(0, 16, (32, 128), dtype=torch.uint8)
     zero = torch.full((32, 2), 16, dtype=torch.int16)
@@ -151,14 +163,14 @@ def test_a_zero_point_the_target_cannot_hold_is_rounded_anew() -> None:
     assert exact.equals(weight) and cost.max_error == 0
 
 
-def test_groups_must_divide_rows(tmp_path: Path) -> None:
+def test_the_group_size_must_divide_the_rows(tmp_path: Path) -> None:
     source = dense_source(tmp_path, size=replace(SIZE, intermediate=96))
     with pytest.raises(CannotEncode, match=r"down.*divides 96: 16, 32"):
-        run(source, tmp_path / "out", "int4-g128")
+        run_conversion(source, tmp_path / "out", "int4-g128")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_format_that_cannot_hold_the_spec_says_which_can() -> None:
+def test_an_error_names_formats_that_can_store_the_spec() -> None:
     with pytest.raises(CannotEncode, match="bitsandbytes"):
         choose_target(parse_spec("nf4"))
     with pytest.raises(UnsupportedFormat, match="compressed-tensors"):
@@ -178,43 +190,43 @@ def damaged(folder: Path) -> Path:
     return source
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
     source = damaged(tmp_path)
     with pytest.raises(BadValue, match="NaN"):
-        run(source, tmp_path / "out", "mxfp4")
+        run_conversion(source, tmp_path / "out", "mxfp4")
     assert sorted(file.name for file in tmp_path.iterdir()) == [source.name]
 
 
-def test_a_failed_conversion_leaves_what_was_there(tmp_path: Path) -> None:
-    run(dense_source(tmp_path / "good"), tmp_path / "out", "int8")
-    before = files(tmp_path / "out")
+def test_a_failed_conversion_keeps_the_existing_destination(tmp_path: Path) -> None:
+    run_conversion(dense_source(tmp_path / "good"), tmp_path / "out", "int8")
+    before = file_contents(tmp_path / "out")
     with pytest.raises(BadValue):
-        run(damaged(tmp_path / "bad"), tmp_path / "out", "mxfp4", overwrite=True)
-    assert files(tmp_path / "out") == before
+        run_conversion(damaged(tmp_path / "bad"), tmp_path / "out", "mxfp4", overwrite=True)
+    assert file_contents(tmp_path / "out") == before
     with pytest.raises(CheckpointError, match="not empty"):
-        run(dense_source(tmp_path / "again"), tmp_path / "out", "mxfp4")
-    assert files(tmp_path / "out") == before
+        run_conversion(dense_source(tmp_path / "again"), tmp_path / "out", "mxfp4")
+    assert file_contents(tmp_path / "out") == before
 
 
-def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
+def test_the_destination_must_not_be_the_source(tmp_path: Path) -> None:
     source = dense_source(tmp_path)
-    before = files(source)
+    before = file_contents(source)
     with pytest.raises(CheckpointError, match="overwrite the source"):
-        run(source, source, "mxfp4", overwrite=True)
-    assert files(source) == before
+        run_conversion(source, source, "mxfp4", overwrite=True)
+    assert file_contents(source) == before
 
 
-def test_a_long_tensor_is_copied_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_is_copied_in_chunks_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lancebill.checkpoint.write.convert.COPY_BYTES", 1000)
-    example = example_of("dense", "bf16")
+    example = find_example("dense", "bf16")
     extra = {"model.embed_tokens.weight": torch.randn(77, 256), "model.empty.weight": torch.randn(0, 256)}
-    source = with_others(tmp_path / "source", example, extra)
-    run(source, tmp_path / "out", "int8")
+    source = checkpoint_with(tmp_path / "source", example, extra)
+    run_conversion(source, tmp_path / "out", "int8")
     with Checkpoint.open(tmp_path / "out") as after:
         assert all(same_bits(after.read(name), tensor) for name, tensor in extra.items())
 
 
-def test_a_weight_that_fits_is_left_alone() -> None:
+def test_a_weight_of_the_target_spec_is_unchanged() -> None:
     weight = LogicalWeight(DENSE_F32, torch.randn(4, 8))
     fitted, cost = fit_to_scheme(weight, choose_target(DENSE_F32).scheme())
     assert fitted.equals(weight)

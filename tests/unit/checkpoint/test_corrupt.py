@@ -1,7 +1,7 @@
-"""Files and configs that lie: the right error, at once, without allocating what they claim.
+"""Corrupt files and configs raise the right error, quickly, without allocating the sizes they claim.
 
-Each row of a table is one kind of corruption. `test_the_twins_are_sound` opens the same files
-without it, so that a row cannot pass for a reason of its own.
+Each row of a table is one kind of corruption. `test_the_uncorrupted_files_open` opens the same files without it, so
+that a row cannot fail to open for another reason.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ SAFETENSORS: dict[str, Row] = {
     "escape codes in a name": (file_bytes({"a\x1b[2J": entry()}), e.MalformedFile, "not printable"),
     "a name of 100 KB": (file_bytes({"a" * 100_000: entry("F9")}), e.WrongDtype, "aaa..."),
     "a layer of 5000 digits": (file_bytes({f"layers.{'9' * 5000}": entry()}), e.MalformedFile, "too long"),
-    "metadata that is no map": (file_bytes({"__metadata__": [], "a": entry()}), e.MalformedFile, "__metadata__"),
-    "metadata that is no text": (file_bytes({"__metadata__": {"a": 1}, "a": entry()}), e.MalformedFile, "__metadata__"),
+    "metadata that is not a map": (file_bytes({"__metadata__": [], "a": entry()}), e.MalformedFile, "__metadata__"),
+    "metadata of a number": (file_bytes({"__metadata__": {"a": 1}, "a": entry()}), e.MalformedFile, "__metadata__"),
     "an entry that is a list": (file_bytes({"a": [1]}), e.MalformedFile, "tensor 'a'"),
     "an entry without offsets": (file_bytes({"a": {"dtype": "F32", "shape": [6]}}), e.MalformedFile, "tensor 'a'"),
     "an entry with strides": (file_bytes({"a": entry(strides=[1])}), e.MalformedFile, "'strides'"),
@@ -89,13 +89,13 @@ SAFETENSORS: dict[str, Row] = {
     "a hundred axes": (file_bytes({"a": entry(shape=[6] + [1] * 100)}), e.MalformedFile, "at most 64"),
     "sizes that wrap to 24 bytes": (file_bytes({"a": entry(shape=[(1 << 61) + 3, 2])}), e.MalformedFile, "disagree"),
     "huge and empty": (file_bytes({"a": entry("U8", [0, HUGE], [0, 0])}, 0), e.MalformedFile, "too large"),
-    "shape against offsets": (file_bytes({"a": entry(shape=[2, 4])}), e.MalformedFile, "expected 32 bytes; got 24"),
+    "shape unlike offsets": (file_bytes({"a": entry(shape=[2, 4])}), e.MalformedFile, "expected 32 bytes; got 24"),
     "offsets that are text": (file_bytes({"a": entry(offsets="0")}), e.MalformedFile, "[start, end]"),
     "three offsets": (file_bytes({"a": entry(offsets=[0, 24, 24])}), e.MalformedFile, "[start, end]"),
     "offsets backwards": (file_bytes({"a": entry(offsets=[24, 0])}), e.MalformedFile, "[start, end]"),
     "negative offset": (file_bytes({"a": entry(offsets=[-24, 0])}), e.MalformedFile, "[start, end]"),
     "tensor past the end": (file_bytes({"a": entry(offsets=[24, 48])}), e.MalformedFile, "past the end"),
-    "a petabyte claimed": (
+    "a tensor of 4 petabytes": (
         file_bytes({"a": entry(shape=[1 << 50], offsets=[0, 1 << 52])}), e.MalformedFile, "past the end",
     ),
     "truncated data": (SOUND[:-1], e.MalformedFile, "tensor 'b'"),
@@ -111,7 +111,7 @@ SAFETENSORS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_safetensors(tmp_path: Path, name: str) -> None:
+def test_corrupt_safetensors(tmp_path: Path, name: str) -> None:
     content, kind, fragment = SAFETENSORS[name]
     (tmp_path / "model.safetensors").write_bytes(content)
     assert_refused(tmp_path, kind, fragment)
@@ -133,8 +133,8 @@ INDEXES: dict[str, Row] = {
     "a backslash": (index(a="..\\x.safetensors"), e.MalformedFile, "plain name"),
     "a NUL": (index(a="x\0.safetensors"), e.MalformedFile, "plain name"),
     "another kind of file": (index(a="config.json"), e.MalformedFile, "plain name"),
-    "a file name no disk takes": (index(a="x" * 5000 + ".safetensors"), e.CheckpointError, "too long"),
-    "a file that is not there": (index(a="z.safetensors"), e.MalformedFile, "z.safetensors"),
+    "a file name too long for the file system": (index(a="x" * 5000 + ".safetensors"), e.CheckpointError, "too long"),
+    "a file that does not exist": (index(a="z.safetensors"), e.MalformedFile, "z.safetensors"),
     "a link out of the folder": (index(a="out.safetensors"), e.MalformedFile, "points outside"),
     "a link that dangles": (index(a="dangling.safetensors"), e.MalformedFile, "does not exist"),
     "a tensor no file has": (index(e="y.safetensors"), e.MissingTensor, "'e'"),
@@ -152,7 +152,7 @@ INDEXES: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_index(tmp_path: Path, name: str) -> None:
+def test_corrupt_index(tmp_path: Path, name: str) -> None:
     content, kind, fragment = INDEXES[name]
     folder = make_folder(tmp_path)
     (folder / INDEX).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
@@ -196,17 +196,17 @@ CONFIGS: dict[str, tuple[str, bytes, type[e.LancebillError], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config(tmp_path: Path, name: str) -> None:
+def test_corrupt_config(tmp_path: Path, name: str) -> None:
     file, content, kind, fragment = CONFIGS[name]
     (tmp_path / "model.safetensors").write_bytes(SOUND)
     (tmp_path / file).write_bytes(content)
     assert_refused(tmp_path, kind, fragment)
 
 
-def test_a_config_too_large_is_not_read(tmp_path: Path) -> None:
+def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(SOUND)
     (tmp_path / "config.json").touch()
-    os.truncate(tmp_path / "config.json", 1 << 40)  # a hole: takes no space
+    os.truncate(tmp_path / "config.json", 1 << 40)  # a sparse file: takes no space
     tracemalloc.start()
     with pytest.raises(e.MalformedFile, match="too large"):
         Checkpoint.open(tmp_path)
@@ -253,7 +253,7 @@ FOLDERS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_folder(tmp_path: Path, name: str) -> None:
+def test_corrupt_folder(tmp_path: Path, name: str) -> None:
     make, kind, fragment = FOLDERS[name]
     folder = tmp_path / "a" / "b" / "c"
     folder.mkdir(parents=True)
@@ -262,18 +262,18 @@ def test_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent", "absent\0", "x" * 5000])
-def test_a_path_that_is_not_there(tmp_path: Path, name: str) -> None:
+def test_a_path_that_does_not_exist(tmp_path: Path, name: str) -> None:
     with pytest.raises(e.CheckpointError):
         Checkpoint.open(tmp_path / name)
 
 
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
+def test_a_file_with_an_unknown_suffix(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(SOUND)
     with pytest.raises(e.CheckpointError, match=r"\.safetensors file"):
         Checkpoint.open(tmp_path / "model.bin")
 
 
-def test_the_twins_are_sound(tmp_path: Path) -> None:
+def test_the_uncorrupted_files_open(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     (folder / INDEX).write_text(json.dumps(index()))
     assert set(Checkpoint.open(folder).tensors) == set(PLACES)
@@ -282,6 +282,6 @@ def test_the_twins_are_sound(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(gguf_bytes())
     assert Checkpoint.open(tmp_path / "x.gguf").read("t").shape == (2, 4)
     assert info() == info_bytes("t", "F32", torch.zeros(2, 4), 0)
-    for twin in (pair("k", nested(3)), pair("k", array(STRING, 2, string_bytes("a") * 2)), pair("k", U32(7) + b"\1")):
-        (tmp_path / "x.gguf").write_bytes(gguf_bytes(twin))
+    for pairs in (pair("k", nested(3)), pair("k", array(STRING, 2, string_bytes("a") * 2)), pair("k", U32(7) + b"\1")):
+        (tmp_path / "x.gguf").write_bytes(gguf_bytes(pairs))
         Checkpoint.open(tmp_path / "x.gguf")

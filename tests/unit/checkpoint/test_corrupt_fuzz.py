@@ -1,4 +1,4 @@
-"""Mutations of parsed headers: the bytes stay well-formed, so that the checks behind the parser are reached."""
+"""Mutate parsed headers: the syntax stays valid, so that the checks behind the parser are reached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ODD = (None, True, -1, 1.5, "", "F32", "U8", "F4", "BOOL", "I64", [], {}, [0], [
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
-    """The same document with one place changed: a value, a key, an entry more or less."""
+    """The document with one change: a value, a key, an added or removed entry."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         copy = dict(value)
@@ -71,7 +71,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
 
 
 def read_everything(path: Path) -> bool:
-    """Whether the file opens; nothing but our own errors may come out, and what opens can be read."""
+    """Whether the file opens. Only our own errors may be raised, and what opens must be readable."""
     try:
         with Checkpoint.open(path) as checkpoint:
             for name, tensor in checkpoint.tensors.items():
@@ -83,7 +83,7 @@ def read_everything(path: Path) -> bool:
 
 
 def rewrite(path: Path, content: bytes) -> None:
-    """Overwrite in place: emptying a file first makes some file systems wait for the disk."""
+    """Overwrite in place: truncating first makes some file systems wait for the disk."""
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(content)
         file.truncate()
@@ -101,12 +101,12 @@ def test_mutated_safetensors_headers(tmp_path: Path) -> None:
         rewrite(path, content)
         if read_everything(path):
             accepted += 1
-            safetensors.deserialize(content)  # what we take, the library takes too
+            safetensors.deserialize(content)  # the library accepts what we accept
     assert 20 < accepted < 2000
 
 
 def test_mutated_gguf_headers(tmp_path: Path) -> None:
-    """Any field of the header replaced by a number that was chosen to hurt, or any byte changed."""
+    """Replace fields of the header by extreme numbers, or single bytes by random ones."""
     rng = random.Random(2)
     path = tmp_path / "x.gguf"
     pairs = (ARCH, PAIR, *pair("k", array(STRING, 2, string_bytes("ab") * 2))[1:], *pair("n", nested(2))[1:])

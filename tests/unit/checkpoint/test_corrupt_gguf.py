@@ -1,4 +1,4 @@
-"""GGUF headers that lie, one kind a row."""
+"""Corrupt GGUF headers, one kind of corruption per row."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ GGUF: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("name", GGUF)
-def test_gguf(tmp_path: Path, name: str) -> None:
+def test_corrupt_gguf(tmp_path: Path, name: str) -> None:
     content, kind, fragment = GGUF[name]
     (tmp_path / "x.gguf").write_bytes(content)
     assert_refused(tmp_path / "x.gguf", kind, fragment)

@@ -1,4 +1,4 @@
-"""Files on disk, judged by the libraries that own the formats: safetensors and gguf."""
+"""Reading files, compared with the safetensors and gguf libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lancebill.testing.gguf import write_gguf
 # Reading
 
 
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     tensors = every_dtype()
     save_file(tensors, tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors"):
@@ -45,11 +45,13 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
                 assert same(got, tensor) and got.is_contiguous(), name
 
 
-@pytest.mark.parametrize("chunk", [slices.CHUNK, 1000])  # one read of scratch, and many
-def test_slices_are_slices_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [slices.CHUNK, 1000])  # one scratch read, and many
+def test_a_slice_equals_the_slice_of_the_whole_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
     monkeypatch.setattr(slices, "CHUNK", chunk)
     tensors = {
-        "wide": random_bytes(torch.float32, (3, 5, 3000)),  # rows farther apart than a page
+        "wide": random_bytes(torch.float32, (3, 5, 3000)),  # row stride larger than a page
         "narrow": random_bytes(torch.uint8, (4, 40, 17)),
         "deep": random_bytes(torch.bfloat16, (2, 3, 65, 8)),
         "e8m0": random_bytes(torch.float8_e8m0fnu, (7, 9)),
@@ -70,8 +72,8 @@ def test_slices_are_slices_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
         assert got.dtype == tensor.dtype and got.shape == whole[tuple(index)].shape[:-1]
 
 
-def test_parts_that_a_tensor_does_not_have_are_refused(tmp_path: Path) -> None:
-    """Also with asserts off: reading past an axis would give another tensor's bytes."""
+def test_an_index_out_of_range_is_an_error(tmp_path: Path) -> None:
+    """Also with asserts disabled: reading past an axis would return bytes of another tensor."""
     save_file({"a": torch.zeros(3, 4)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     for index in ((3,), (-1,), (0, 0, 0), (slice(0, 3, 2),)):
@@ -79,7 +81,7 @@ def test_parts_that_a_tensor_does_not_have_are_refused(tmp_path: Path) -> None:
             checkpoint.read("a", index)
 
 
-def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_bytes_of_the_slice_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": random_bytes(torch.uint8, (8, 16, 10_000))}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     counts: list[int] = []
@@ -95,14 +97,14 @@ def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.M
         ((3, slice(2, 5)), 1, 30_000),
         ((slice(1, 3), 4), 2, 20_000),
         ((3, slice(None), slice(5000, None)), 16, 16 * 5000),
-        ((3, slice(None), slice(None, 9000)), 1, 15 * 10_000 + 9000),  # gaps below a page are not worth a read
+        ((3, slice(None), slice(None, 9000)), 1, 15 * 10_000 + 9000),  # gaps smaller than a page are read through
     ):
         counts.clear()
         checkpoint.read("w", index)
         assert (len(counts), sum(counts)) == (reads, expected), index
 
 
-def test_tensors_off_their_alignment_are_read(tmp_path: Path) -> None:
+def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 2.0, 3.0])
     header = json.dumps(
         {
@@ -136,7 +138,7 @@ def test_shards_with_and_without_an_index(tmp_path: Path) -> None:
         (tmp_path / INDEX).unlink(missing_ok=True)
 
 
-def test_a_tensor_the_index_forgot_is_reported(tmp_path: Path) -> None:
+def test_a_tensor_missing_from_the_index_is_reported(tmp_path: Path) -> None:
     sharded(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     del index["weight_map"]["t4"]
@@ -155,14 +157,14 @@ def test_reading_from_many_threads(tmp_path: Path) -> None:
             assert same(got, tensors[name])
 
 
-def test_a_tensor_is_a_copy(tmp_path: Path) -> None:
+def test_read_returns_a_copy(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.read("w").zero_()
     assert checkpoint.read("w").sum() == 4
 
 
-def test_a_file_cut_after_opening_is_an_error(tmp_path: Path) -> None:
+def test_a_file_truncated_after_opening_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": random_bytes(torch.uint8, (100_000,))}, path)
     checkpoint = Checkpoint.open(tmp_path)
@@ -172,7 +174,7 @@ def test_a_file_cut_after_opening_is_an_error(tmp_path: Path) -> None:
         checkpoint.read("w")
 
 
-def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_an_error(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(MissingTensor, match="'v'"):
         Checkpoint.open(tmp_path).read("v")
@@ -192,7 +194,7 @@ def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
     assert [f.name for f in checkpoint.other_files()] == ["tokenizer.json"]
 
 
-def test_other_files_leave_out_tensors_and_configs(tmp_path: Path) -> None:
+def test_other_files_excludes_tensors_and_configs(tmp_path: Path) -> None:
     sharded(tmp_path)
     for name in (
         "config.json",
@@ -211,7 +213,7 @@ def test_other_files_leave_out_tensors_and_configs(tmp_path: Path) -> None:
 GGUF_META = {"general.architecture": "qwen3moe", "qwen3moe.block_count": 2, "qwen3moe.expert_count": 4}
 
 
-def test_block_sizes_are_the_librarys() -> None:
+def test_block_sizes_equal_those_of_the_gguf_library() -> None:
     assert len(TYPES) >= 30
     for number, kind in TYPES.items():
         theirs = gguf.GGMLQuantizationType(number)
@@ -233,7 +235,7 @@ def gguf_tensors() -> dict[str, tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 256])
-def test_the_library_reads_what_we_write_and_so_do_we(tmp_path: Path, alignment: int | None) -> None:
+def test_written_gguf_files_are_read_by_the_library_and_by_us(tmp_path: Path, alignment: int | None) -> None:
     tensors, path = gguf_tensors(), tmp_path / "x.gguf"
     metadata: dict[str, Any] = {
         **GGUF_META, "a.text": "é", "a.flag": True, "a.minus": -3, "a.big": 1 << 40, "a.float": 2.5,
@@ -258,7 +260,7 @@ def test_the_library_reads_what_we_write_and_so_do_we(tmp_path: Path, alignment:
     }  # fmt: skip
 
 
-def test_reads_what_the_gguf_library_writes(tmp_path: Path) -> None:
+def test_files_of_the_gguf_library_are_read(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((4, 6, 64), dtype=np.float32)
     blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
     writer = gguf.GGUFWriter(str(tmp_path / "w.gguf"), "mixtral")

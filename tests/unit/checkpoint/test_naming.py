@@ -1,4 +1,4 @@
-"""The naming table: every row and form claims what it writes, and loads what it claims."""
+"""The naming table: every form of every row matches the names it generates, and loads those tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_all_families_have_a_row() -> None:
 
 
 @pytest.mark.parametrize(("row", "form"), ROWS)
-def test_every_form_loads_what_it_spells(row: Naming, form: NameForm) -> None:
+def test_every_form_loads_the_tensors_it_names(row: Naming, form: NameForm) -> None:
     made = generate(_dense(), row, form, SIZE)
     manifest = manifests.build(made.config, made.headers, row)
     assert not manifest.problems, [p.render() for p in manifest.problems]
@@ -73,29 +73,29 @@ def test_every_form_loads_what_it_spells(row: Naming, form: NameForm) -> None:
             assert same_bits(dequantize(weights.w2), down.contiguous())
 
 
-def test_names_are_told_apart_and_lora_wrapping_is_seen_through() -> None:
+def test_parse_name_splits_names_and_ignores_lora_wrapping() -> None:
     form = names.find_family({"model_type": "qwen3_moe"}).forms[0]
-    claim = names.parse_name(form, "model.layers.3.mlp.experts.11.up_proj.base_layer.weight_packed")
-    assert claim is not None
-    assert (claim.layer, claim.expert, claim.projection, claim.suffix) == (3, 11, UP, ".weight_packed")
+    parsed = names.parse_name(form, "model.layers.3.mlp.experts.11.up_proj.base_layer.weight_packed")
+    assert parsed is not None
+    assert (parsed.layer, parsed.expert, parsed.projection, parsed.suffix) == (3, 11, UP, ".weight_packed")
     assert names.parse_name(form, "model.layers.3.mlp.experts.1.down_proj.weight").expert == 1  # type: ignore[union-attr]
-    for stranger in (
+    for other in (
         "model.layers.3.mlp.gate.weight",
         "model.layers.3.mlp.shared_experts.up_proj.weight",
         "mtp.layers.0.mlp.experts.0.up_proj.weight",
     ):
-        assert names.parse_name(form, stranger) is None
+        assert names.parse_name(form, other) is None
 
 
-def test_projections_of_moe_families() -> None:
+def test_mixtral_projections_are_recognised() -> None:
     mixtral = names.find_family({"model_type": "mixtral"}).forms[0]
-    claims = [
+    parsed = [
         names.parse_name(mixtral, f"model.layers.0.block_sparse_moe.experts.2.{w}.weight") for w in ("w1", "w3", "w2")
     ]
-    assert [c.projection for c in claims if c is not None] == [GATE, UP, DOWN]
+    assert [c.projection for c in parsed if c is not None] == [GATE, UP, DOWN]
 
 
-def test_an_unknown_family_lists_the_known_ones_and_a_custom_row_serves() -> None:
+def test_an_unknown_family_is_an_error_and_a_custom_row_works() -> None:
     with pytest.raises(UnsupportedFormat, match="qwen3_moe"):
         names.find_family({"model_type": "brand_new"})
     row = Naming(
@@ -107,8 +107,8 @@ def test_an_unknown_family_lists_the_known_ones_and_a_custom_row_serves() -> Non
     assert not manifests.build(made.config, made.headers, row).problems
 
 
-def test_nested_configs_tell_sizes() -> None:
-    found = names.expert_sizes(
+def test_sizes_are_read_from_nested_configs() -> None:
+    sizes = names.expert_sizes(
         {
             "model_type": "llama4",
             "text_config": {
@@ -119,7 +119,7 @@ def test_nested_configs_tell_sizes() -> None:
             },
         }
     )
-    assert (found.experts, found.hidden, found.intermediate, found.top_k) == (16, 8, 4, 1)
+    assert (sizes.experts, sizes.hidden, sizes.intermediate, sizes.top_k) == (16, 8, 4, 1)
 
 
 def test_all_problems_are_reported_together() -> None:

@@ -1,4 +1,4 @@
-"""From configs as published to routings: every family, every refusal."""
+"""Routing from published configs of every family, and configs that are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _V3 = Routing(
 _ONE_GROUP = replace(_V3, n_group=1, topk_group=1)
 _V4 = Routing(6, SQRTSOFTPLUS, renormalize=True, epsilon=1e-20, correction=True, routed_scaling_factor=1.5)
 
-# What the published config.json of each family says of its experts.
+# The keys about experts in each family's published config.json.
 PUBLISHED: list[tuple[dict[str, Any], Routing, Activation]] = [
     (
         {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu"},
@@ -195,12 +195,12 @@ METHODS = {
 }
 
 
-def test_families_have_the_methods_kernels_know_them_by() -> None:
+def test_families_map_to_the_routing_methods_of_kernels() -> None:
     found = {naming.find_family(model).family: routing.method for model, routing, _ in PUBLISHED}
     assert {family: found[family] for family in METHODS} == METHODS
 
 
-def test_deepseek_v4_hashes_its_first_layers() -> None:
+def test_the_first_layers_of_deepseek_v4_route_by_hash() -> None:
     model = {"num_experts_per_tok": 6, "num_hash_layers": 2}
     hashed = [routing_for(model, "deepseek_v4", layer).hashed for layer in range(4)]
     assert hashed == [True, True, False, False]
@@ -212,14 +212,14 @@ def test_deepseek_v4_hashes_its_first_layers() -> None:
 
 def test_limits_come_from_the_config() -> None:
     assert activation_for({}, "gpt_oss") == Activation("swigluoai", limit=7.0)
-    told = {"swiglu_limit": 5.0, "swiglu_alpha": 1.5}
-    assert activation_for(told, "gpt_oss") == Activation("swigluoai", limit=5.0, alpha=1.5)
+    config = {"swiglu_limit": 5.0, "swiglu_alpha": 1.5}
+    assert activation_for(config, "gpt_oss") == Activation("swigluoai", limit=5.0, alpha=1.5)
     assert activation_for({}, "deepseek_v4").limit == 10.0
     for none in (None, 0, 0.0):
         assert activation_for({"swiglu_limit": none}, "deepseek_v4") == Activation("silu")
 
 
-def test_nulls_read_as_absent() -> None:
+def test_null_counts_as_absent() -> None:
     model = {"num_experts_per_tok": 2, "norm_topk_prob": None, "routed_scaling_factor": None, "n_group": None}
     assert routing_for(model, "deepseek_v2", 0) == Routing(2)
     assert routing_for(model, "mixtral", 0) == Routing(2, renormalize=True)
@@ -243,7 +243,7 @@ REFUSED = [
     ("llama4", {}, "llama4"),
     ("phimoe", {"num_experts_per_tok": 4}, "phimoe"),
     ("dbrx", {"moe_normalize_expert_weights": 2.0}, "moe_normalize_expert_weights"),
-    # Keys the family's code does not read, which would mean another model.
+    # Keys that the family's code does not read, with values that would change results.
     ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob"),
     ("mixtral", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
     ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
@@ -253,13 +253,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "settings", "said"), REFUSED)
-def test_values_that_are_not_understood(family: str, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnsupportedFormat, match=said):
+@pytest.mark.parametrize(("family", "settings", "text"), REFUSED)
+def test_unknown_values_are_refused(family: str, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=text):
         routing_for({"num_experts_per_tok": 2, **settings}, family, 0)
 
 
-def test_harmless_keys_of_other_families() -> None:
+def test_keys_of_other_families_are_accepted_if_they_change_nothing() -> None:
     harmless = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
     model = {"num_experts_per_tok": 2, "norm_topk_prob": True, **harmless}
     assert routing_for(model, "mixtral", 0) == Routing(2, renormalize=True)
@@ -277,12 +277,12 @@ def test_harmless_keys_of_other_families() -> None:
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "elu"}}}),
     ],
 )
-def test_activations_that_are_not_understood(family: str, settings: dict[str, Any]) -> None:
+def test_unknown_activations_are_refused(family: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedFormat):
         activation_for(settings, family)
 
 
-def test_a_config_without_top_k() -> None:
+def test_a_config_without_top_k_is_refused() -> None:
     with pytest.raises(UnsupportedFormat, match="how many experts"):
         routing_for({}, "mixtral", 0)
 
@@ -302,7 +302,7 @@ def gguf(architecture: str, **metadata: Any) -> dict[str, Any]:
         (
             gguf("deepseek2", expert_gating_func=2, expert_weights_norm=1, expert_weights_scale=2.5,
                  expert_group_count=8, expert_group_used_count=4),
-            replace(_V3, epsilon=0.0, correction=False),  # set where the file has the tensor
+            replace(_V3, epsilon=0.0, correction=False),  # the loader sets it if the file has the tensor
         ),
         (gguf("deepseek2", expert_weights_norm=0), Routing(8)),
         (gguf("minimax-m2", expert_gating_func=2), Routing(8, SIGMOID, renormalize=True, correction=True)),
@@ -328,7 +328,7 @@ def test_gguf_hash_layers_and_limits() -> None:
         activation_for(gguf("deepseek4"), "gguf")
 
 
-def test_gguf_values_listed_layer_by_layer_count_where_they_are_all_the_same(tmp_path: Path) -> None:
+def test_per_layer_gguf_values_are_used_only_if_all_are_equal(tmp_path: Path) -> None:
     listed = {"deepseek4.hash_layer_count": 3}
     for limits, found in (([10.0, 10.0], 10.0), ([10.0, 7.0], None)):
         file = tmp_path / "model.gguf"
@@ -345,13 +345,13 @@ def test_every_architecture_makes_a_routing(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "text"),
     [
         (gguf("phimoe"), "phimoe"),
         (gguf("llama", expert_gating_func=7), "expert_gating_func"),
         (gguf("llama4"), "only one number of experts"),
     ],
 )
-def test_gguf_that_is_not_understood(model: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnsupportedFormat, match=said):
+def test_unknown_gguf_metadata_is_refused(model: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=text):
         routing_for(model, "gguf", 0)

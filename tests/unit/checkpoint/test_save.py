@@ -1,4 +1,4 @@
-"""Checkpoints we write, judged by the safetensors library."""
+"""Written checkpoints, read back with the safetensors library."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def write_all(destination: Path, tensors: Mapping[str, Tensor], **options: Any) 
             out.write(name, tensors[name])
 
 
-def only(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     tensors = every_dtype() | {"turned": random_bytes(torch.bfloat16, (9, 4)).t()}
     write_all(tmp_path / "out", tensors)
-    assert only(tmp_path / "out") == ["model.safetensors"] and only(tmp_path) == ["out"]
+    assert file_names(tmp_path / "out") == ["model.safetensors"] and file_names(tmp_path) == ["out"]
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert set(loaded) == set(tensors)
     assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
@@ -48,7 +48,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
         assert info.start % TORCH_DTYPES[info.dtype].itemsize == 0
 
 
-def test_shards_keep_to_their_limit(tmp_path: Path) -> None:
+def test_shards_respect_the_size_limit(tmp_path: Path) -> None:
     tensors = {f"t{i}": random_bytes(torch.float16, (i * 10, 8), i) for i in range(12)} | {"large": torch.ones(5000)}
     with CheckpointWriter(tmp_path / "out", stored(tensors), max_shard_bytes=4000) as out:
         with ThreadPoolExecutor(4) as pool:
@@ -73,10 +73,10 @@ def test_an_incomplete_checkpoint_is_never_published(tmp_path: Path) -> None:
         out.write("c", tensors["c"])
     with pytest.raises(CheckpointProblems, match="3 problems"), CheckpointWriter(tmp_path / "out", stored(tensors)):
         pass
-    assert only(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
-def test_a_failure_leaves_the_destination_as_it_was(tmp_path: Path) -> None:
+def test_a_failure_keeps_the_existing_destination(tmp_path: Path) -> None:
     write_all(tmp_path / "out", {"a": torch.ones(2)})
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     with (
@@ -85,11 +85,11 @@ def test_a_failure_leaves_the_destination_as_it_was(tmp_path: Path) -> None:
     ):
         out.write("a", torch.zeros(3))
         raise KeyboardInterrupt
-    assert only(tmp_path) == ["out"]
+    assert file_names(tmp_path) == ["out"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-def test_a_failed_swap_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_restores_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all(tmp_path / "out", {"a": torch.ones(2)})
     rename = Path.rename
 
@@ -101,16 +101,16 @@ def test_a_failed_swap_brings_the_old_one_back(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(CheckpointError, match="No space left"):
         write_all(tmp_path / "out", {"a": torch.zeros(2)}, overwrite=True)
-    assert only(tmp_path) == ["out"] and Checkpoint.open(tmp_path / "out").read("a").sum() == 2
+    assert file_names(tmp_path) == ["out"] and Checkpoint.open(tmp_path / "out").read("a").sum() == 2
 
 
-def test_overwriting_is_asked_for_and_meant_for_checkpoints(tmp_path: Path) -> None:
+def test_overwriting_needs_the_option_and_a_checkpoint(tmp_path: Path) -> None:
     write_all(tmp_path / "out", {"a": torch.ones(2)})
     (tmp_path / "out" / "stale.txt").write_text("x")
     with pytest.raises(CheckpointError, match="not empty"):
         write_all(tmp_path / "out", {"a": torch.zeros(2)})
     write_all(tmp_path / "out", {"a": torch.zeros(2)}, overwrite=True)
-    assert only(tmp_path) == ["out"] and only(tmp_path / "out") == ["model.safetensors"]
+    assert file_names(tmp_path) == ["out"] and file_names(tmp_path / "out") == ["model.safetensors"]
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("x")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
@@ -123,7 +123,7 @@ def test_overwriting_is_asked_for_and_meant_for_checkpoints(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("destination", ["source", "source/inside", ".", "link"])
-def test_the_source_is_never_written_over(tmp_path: Path, destination: str) -> None:
+def test_the_source_is_never_overwritten(tmp_path: Path, destination: str) -> None:
     write_all(tmp_path / "source", {"a": torch.ones(2)})
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to("source")
@@ -132,7 +132,7 @@ def test_the_source_is_never_written_over(tmp_path: Path, destination: str) -> N
     assert Checkpoint.open(tmp_path / "source").read("a").sum() == 2
 
 
-def test_only_what_was_declared_is_written(tmp_path: Path) -> None:
+def test_only_declared_tensors_are_written(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "out", {"a": Stored("F32", (2,))}) as out:
         for name, tensor, error in (
             ("b", torch.ones(2), CheckpointError),
@@ -150,7 +150,7 @@ def test_only_what_was_declared_is_written(tmp_path: Path) -> None:
             out.write_json("model.safetensors", {})
 
 
-def test_a_tensor_may_come_by_rows(tmp_path: Path) -> None:
+def test_a_tensor_can_be_written_in_parts(tmp_path: Path) -> None:
     tensors = {
         "a": random_bytes(torch.float16, (6, 3, 2)),
         "b": random_bytes(torch.float16, (5, 2)),
@@ -175,7 +175,7 @@ def test_a_tensor_may_come_by_rows(tmp_path: Path) -> None:
     assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_rows_that_are_missing_are_missed(tmp_path: Path) -> None:
+def test_missing_rows_are_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(MissingTensor, match="'a'"),
         CheckpointWriter(tmp_path / "out", {"a": Stored("F32", (4,))}) as out,
@@ -183,22 +183,22 @@ def test_rows_that_are_missing_are_missed(tmp_path: Path) -> None:
         out.write("a", torch.ones(3), 0)
         with pytest.raises(DuplicateTensor):
             out.write("a", torch.ones(1), 2)
-    assert only(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
-def test_files_are_copied_beside_the_tensors(tmp_path: Path) -> None:
+def test_other_files_are_copied(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with CheckpointWriter(tmp_path / "out", {}) as out:
         out.copy_file(tmp_path / "tokenizer.json")
         with pytest.raises(CheckpointError, match="No such file"):
             out.copy_file(tmp_path / "absent.json")
-    assert only(tmp_path / "out") == ["model.safetensors", "tokenizer.json"]
+    assert file_names(tmp_path / "out") == ["model.safetensors", "tokenizer.json"]
 
 
-def test_too_little_space_is_said_before_writing(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match="not enough space"),
         CheckpointWriter(tmp_path / "out", {"a": Stored("U8", (1 << 60,))}),
     ):
         pass
-    assert only(tmp_path) == []
+    assert file_names(tmp_path) == []
