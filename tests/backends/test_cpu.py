@@ -19,6 +19,7 @@ from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights, batches
 from lancebill.errors import LaunchError
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Contiguous, Indexed
@@ -222,9 +223,7 @@ def test_the_largest_sums_fit(spec: str, activations: str, level: IsaLevel) -> N
 
 
 def module(made: Work) -> RoutedExperts:
-    layer = RoutedExperts()
-    layer.adopt(oracle.select(made.problem, CPU, "cpu"), made.packed)
-    return layer
+    return RoutedExperts(LayerParts(oracle.select(made.problem, CPU, "cpu"), made.packed))
 
 
 @pytest.fixture

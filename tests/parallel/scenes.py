@@ -1,4 +1,4 @@
-"""Small layers and batches that every worker makes alike, and the single rank they are judged by."""
+"""Small layers and batches, identical on every worker, and the single-rank result to compare with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 Batch = tuple[Tensor, Tensor, Tensor]
 ROWS = {row.family: row for row in TABLE}
-TOP_K = 3  # more than two: the order of the sum shows
+TOP_K = 3  # more than two, so that the order of a sum matters
 
 
 @cache
 def checkpoint(fmt: str, variant: str = "", family: str = "qwen3_moe", experts: int = 8, seed: int = 0) -> Generated:
-    """A model of one layer; `variant` is part of the name of one of the format's examples."""
+    """A model of one layer; `variant` is a part of an example's name."""
     example = next(e for e in registry()[fmt].examples() if variant in e.name)
     top_k = 1 if family == "llama4" else TOP_K
     size = Geometry(experts=experts, hidden=128, intermediate=128, top_k=top_k)
@@ -40,8 +40,8 @@ def load(made: Generated, placement: Placement | None = None, **options: Any) ->
     return RoutedExperts(pull(recipe, made.read))
 
 
-def pushed(made: Generated, placement: Placement, **options: Any) -> RoutedExperts:
-    """The same layer by pushes of this rank's own tensors, headers unknown until they come."""
+def load_by_pushing(made: Generated, placement: Placement, **options: Any) -> RoutedExperts:
+    """The same layer, loaded by pushing this rank's own tensors without headers."""
     layer = RoutedExperts.from_config(made.config, 0, placement=placement, **options)
     experts = {expert for _, expert, _ in made.weights}
     mine = placement.experts(len(experts))
@@ -49,10 +49,10 @@ def pushed(made: Generated, placement: Placement, **options: Any) -> RoutedExper
     return layer.finish()
 
 
-def spread(
+def load_parallel(
     made: Generated, mesh: Mesh, *, redundant: int = 0, strategy: str = "linear", **options: Any
 ) -> ExpertParallel:
-    """The layer over a mesh; `form`, `max_tokens` and `wire` go to it, other options to the load."""
+    """The layer on a mesh; `form`, `max_tokens` and `wire` are options of `ExpertParallel`, all others of the load."""
     ours = {name: options.pop(name) for name in ("form", "max_tokens", "wire") if name in options}
     placement = mesh.placement(redundant=redundant, strategy=strategy)
     make = options.pop("make", load)
@@ -60,7 +60,7 @@ def spread(
 
 
 def batch(layer: RoutedExperts, tokens: int, seed: int, experts: range) -> Batch:
-    """Tokens routed to `experts`, one slot of them to nowhere."""
+    """Tokens routed to `experts`, with one padding slot."""
     g = torch.Generator().manual_seed(seed)
     top_k = layer.problem.top_k
     x = torch.randn(tokens, layer.problem.hidden, generator=g).to(torch.bfloat16)
@@ -71,30 +71,30 @@ def batch(layer: RoutedExperts, tokens: int, seed: int, experts: range) -> Batch
 
 
 def batches(layer: RoutedExperts, counts: tuple[int, ...], experts: range, seed: int = 0) -> list[Batch]:
-    """One for each rank."""
+    """One batch per rank."""
     return [batch(layer, count, 100 * seed + rank, experts) for rank, count in enumerate(counts)]
 
 
-def run(layer: torch.nn.Module, given: Batch) -> Tensor:
+def run_layer(layer: torch.nn.Module, given: Batch) -> Tensor:
     x, ids, weights = given
     out: Tensor = layer(x, topk_ids=ids, topk_weights=weights)
     return out
 
 
-def alone(single: RoutedExperts, given: list[Batch], rank: int) -> Tensor:
-    """What one rank that has everything gives for all batches at once: `rank`'s rows of it."""
+def single_rank_result(single: RoutedExperts, given: list[Batch], rank: int) -> Tensor:
+    """The rows of `rank` in the result of a single rank for all batches together."""
     whole = (torch.cat(parts) for parts in zip(*given))
     lengths = [len(x) for x, _, _ in given]
     x, ids, weights = whole
-    return run(single, (x, ids, weights)).split(lengths)[rank]
+    return run_layer(single, (x, ids, weights)).split(lengths)[rank]
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-2) -> bool:
-    """Within bf16 rounding of the output."""
+    """Equal up to bf16 rounding of the output."""
     return bool((a.float() - b.float()).norm() <= tolerance * b.float().norm())
 
 
-def must(condition: bool, what: str = "") -> None:
-    """`assert` for workers: they import plainly, and `python -O` would leave asserts out."""
+def require(condition: bool, what: str = "") -> None:
+    """An assert for workers, which pytest does not rewrite and `python -O` would strip."""
     if not condition:
         raise AssertionError(what)

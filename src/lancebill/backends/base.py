@@ -1,23 +1,23 @@
-"""What a backend is: checks that give reasons, a layout, a plan, and a run.
+"""What a backend is: `check` gives reasons, `layout` arranges weights, `plan` decides how, `run` computes.
 
-Backends see finished work: local experts, sorted or indexed rows, packed weights. They never learn
-which checkpoint the weights came from.
+Backends see local experts, dispatched rows and packed weights. They never learn which checkpoint the weights
+came from. A backend object has no state: what a layer keeps between calls is in its `Executor`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import ClassVar
 
-import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 
-from lancebill.moe.dispatch import Dispatch
+from lancebill.errors import MissingTensor
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,11 @@ class Reason:
 
 
 class NoForm(Exception):
-    """Why a matrix has no form that a backend's kernels read: raised deep inside, caught by its `check`."""
+    """A backend's kernels cannot read a matrix. Raised deep inside, caught by the backend's `check`."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
         self.reason = reason
-
-
-# x [M, H], ids and weights [M, k], out [M, H]: whether it computed.
-Shortcut = Callable[[Tensor, Tensor, Tensor, Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -55,45 +51,8 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: object) -> Plan:
-        """A value: a copied layer computes by the same one."""
+        """A frozen value: copies of a layer share it."""
         return self
-
-
-class Fitting:
-    """Whether a call by ids comes just as kernels take it: rows of this shape and type, 32-bit ids and weights for the
-    slots, all dense and on one device.
-
-    This is the way of every layer's every call, so it says nothing of what is wrong. Tensors like the last that
-    fitted (their type, device, shape and strides) are recognised by torch's own guards, in a third of the time.
-    """
-
-    def __init__(self, rows: tuple[int, int], slots: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.asked = (rows, dtype, device), (slots, torch.int32, device), (slots, torch.float32, device)
-        self.alike: Callable[..., bool] = _unlike
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        if self.alike(x, ids, weights, out):
-            return True
-        rows, first, second = self.asked
-        for tensor, wanted in ((x, rows), (ids, first), (weights, second), (out, rows)):
-            if (tensor.shape, tensor.dtype, tensor.device) != wanted or not tensor.is_contiguous():
-                return False
-        if out is not x:  # they tell tensors apart
-            self.alike = _like(x, ids, weights, out)
-        return True
-
-
-def _like(*tensors: Tensor) -> Callable[..., bool]:
-    """Whether others are just like these."""
-    made: Any = vars(guards).get("TensorGuards")  # private: without them every call is looked at in full
-    if made is None:
-        return _unlike
-    check: Callable[..., bool] = made(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
-
-
-def _unlike(*tensors: Tensor) -> bool:
-    return False
 
 
 class Backend(ABC):
@@ -101,10 +60,10 @@ class Backend(ABC):
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False  # never chosen automatically
-    drops_wild_ids: ClassVar[bool] = False  # takes any 32-bit ids: those that are no expert's contribute nothing
+    drops_wild_ids: ClassVar[bool] = False  # takes any int32 ids; those of no local expert contribute nothing
 
     def __deepcopy__(self, memo: object) -> Backend:
-        """There is one of each, however often a model that uses it is copied: what it keeps is not the model's."""
+        """Copies of a model share the backend: it has no state."""
         return self
 
     @abstractmethod
@@ -117,21 +76,112 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
-        """Pure: the same arguments give the same plan on any machine. `tokens`: all rows x has room for."""
+        """Pure: equal arguments give equal plans on any machine. `tokens` counts all rows x has room for."""
 
     @abstractmethod
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-        """Compute into `out`.
+        """Compute one call into `out`; keeps nothing for the next one.
 
-        Indexed: x [M, H] to out [M, H], weighted and summed over slots. Contiguous: rows to rows.
-        Batched: [E, T, H] to [E, T, H], rows past the counts untouched. Weighting is then the
-        caller's.
+        Indexed: x [M, H] to out [M, H], weighted and summed over slots. Contiguous: rows to rows. Batched:
+        [E, T, H] to [E, T, H], rows past the counts untouched; weighting is then the caller's.
         """
 
-    def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
-        """After a `run` by ids: a way to make further calls like it that asks less of the host; None: there is none.
+    def executor(self, problem: Problem, device: Device, tensors: TensorTable) -> Executor:
+        """The object that runs a layer's calls and keeps what they share."""
+        return Executor(self, problem, device, tensors)
 
-        It looks at all that it is given. Where anything is not as the kernels take it or as it was (a dtype, a
-        shape, the stream, the weights' memory), it returns False and has done nothing: the caller goes the long way.
-        """
+
+class TensorTable:
+    """A layer's weights by matrix and name, looked up in the layer's live dictionary on every call.
+
+    The dictionary may change under us: a parameter may be replaced, moved or deleted, and `p.data = ...` changes
+    its address without changing any version counter. So whoever holds addresses compares all of them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor | None], names: Mapping[str, tuple[str, ...]]) -> None:
+        self.tensors = tensors
+        self.names = {matrix: {name: f"{matrix}_{name}" for name in held} for matrix, held in names.items()}
+        keys = [key for held in self.names.values() for key in held.values()]
+        # Of a single key, itemgetter would give the tensor instead of a tuple.
+        self._all = itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
+
+    @classmethod
+    def of(cls, packed: Mapping[str, Packed]) -> TensorTable:
+        """The table of weights that no module holds."""
+        flat = {f"{matrix}_{name}": tensor for matrix, held in packed.items() for name, tensor in held.items()}
+        return cls(flat, {matrix: tuple(held) for matrix, held in packed.items()})
+
+    def packed(self) -> dict[str, Packed]:
+        """The tensors as they are now."""
+        return {matrix: {name: self._get(key) for name, key in held.items()} for matrix, held in self.names.items()}
+
+    def addresses(self) -> list[int]:
+        """Where the tensors are now; empty when one is gone. Runs on every forward."""
+        try:
+            return list(map(Tensor.data_ptr, self._all(self.tensors)))
+        except (KeyError, TypeError):  # a key is missing, or None
+            return []
+
+    def _get(self, key: str) -> Tensor:
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            raise MissingTensor("a weight of this layer was deleted", where=key)
+        return tensor
+
+
+# x [M, H], ids and weights [M, k], out [M, H]; returns whether it computed.
+FastCall = Callable[[Tensor, Tensor, Tensor, Tensor], bool]
+
+_DISPATCH: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
+MOST_PLANS = 1024  # a server sees batches of every size
+
+
+class Executor:
+    """Runs the calls of one layer. Everything that is kept between them is here and dies with the layer.
+
+    `fast_calls`, by the number of elements of x, holds functions for calls by ids that repeat an earlier one. Such a
+    function compares all that it depends on (shapes, dtypes, stream, every address of the weights). Where anything
+    changed it returns False and has done nothing, and the caller uses `run`.
+    """
+
+    def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
+        self.backend, self.device, self.tensors = backend, device, tensors
+        self.fast_calls: dict[int, FastCall] = {}
+        self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}
+        self._plans: dict[tuple[str, int], Plan] = {}
+
+    def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        """One call, with every check."""
+        return self.backend.run(self.plan(x, dispatch), x, dispatch, self.tensors.packed(), out)
+
+    def plan(self, x: Tensor, dispatch: Dispatch) -> Plan:
+        form, tokens = _DISPATCH[type(dispatch)], x.shape[:-1].numel()  # a batched x counts all rows it has room for
+        key = form, self.plan_key(tokens)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= MOST_PLANS:
+                self.forget()
+            found = self._plans[key] = self.backend.plan(self._problems[form], tokens, self.device)
+        return found
+
+    def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
+        """A function for further calls by ids with an x like this one; None: the backend has none."""
         return None
+
+    def prepare_fast_call(self, x: Tensor) -> None:
+        """After a `run` by ids: let the next call like it go straight to the kernels."""
+        plan = self._plans.get((INDEXED, self.plan_key(x.shape[0])))
+        found = None if plan is None else self.fast_call(x, plan)
+        if found is not None:
+            if len(self.fast_calls) >= MOST_PLANS:
+                self.fast_calls.clear()
+            self.fast_calls[x.numel()] = found
+
+    def plan_key(self, tokens: int) -> int:
+        """Numbers of tokens with the same key share a plan."""
+        return tokens
+
+    def forget(self) -> None:
+        """Drop everything that is kept; the next call makes it again."""
+        self._plans.clear()
+        self.fast_calls.clear()

@@ -1,31 +1,36 @@
 """The layer as one opaque operator, used only while torch.compile traces.
 
-The live tensors are arguments, so that a graph sees what it reads; which layer they belong to
-travels as a number into a table of weak references.
+The live tensors are arguments, so that a graph sees what it reads. Which layer they belong to is an integer handle
+into a table of weak references.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lancebill.errors import LaunchError
-from lancebill.layer.routed_experts import RoutedExperts
 
-_LAYERS: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
-_HANDLES: weakref.WeakKeyDictionary[RoutedExperts, int] = weakref.WeakKeyDictionary()
+
+class Computes(Protocol):
+    """A layer, as far as the operator needs it."""
+
+    def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor: ...
+
+
+_LAYERS: weakref.WeakValueDictionary[int, Computes] = weakref.WeakValueDictionary()
 _NEXT = itertools.count()
 
 
-def handle_of(layer: RoutedExperts) -> int:
-    """The number a layer goes by, the same for its whole life."""
-    if layer not in _HANDLES:
-        _HANDLES[layer] = next(_NEXT)
-        _LAYERS[_HANDLES[layer]] = layer
-    return _HANDLES[layer]
+def new_handle(layer: Computes) -> int:
+    """A handle for this layer; it becomes invalid with the layer."""
+    handle = next(_NEXT)
+    _LAYERS[handle] = layer
+    return handle
 
 
 @torch.library.custom_op("lancebill::routed_experts", mutates_args=())

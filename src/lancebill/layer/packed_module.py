@@ -1,72 +1,57 @@
-"""Parameters in a backend's layout, and the plans they are computed by: what layers and linears have in common.
+"""Weights in a backend's layout as parameters of a module, and the executor that runs calls on them.
 
-Weights are registered parameters in integer storage, expert dimension first, laid out as the chosen backend wants
-them. A plan is made once for a form of work and a number of tokens.
+Parameters are stored as integers with the expert dimension first. `RoutedExperts` and `QuantizedLinear` share this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
-from lancebill.backends.base import Plan, Shortcut
-from lancebill.errors import LaunchError, MissingTensor
-from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.backends.base import Executor, TensorTable
+from lancebill.errors import LaunchError
 from lancebill.moe.layout import Layout, Packed
-from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem, parse_device
+from lancebill.moe.problem import Device, Problem, parse_device
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FORMS: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
-_MOST_PLANS = 1024  # kept at a time: a server meets batches of every size
 
 
 class PackedModule(nn.Module):
-    """Parameters of one problem in one backend's layout; moves between devices without harm."""
+    """Parameters of one problem in one backend's layout. Moving it to another device repacks them if needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
         super().__init__()
-        self._choice: oracle.Choice | None = None
+        self.choice = choice  # the backend and why
         self._names: dict[str, tuple[str, ...]] = {}
-        self._posed: dict[str, Problem] = {}  # by form; one object each, by which backends know their plans
-        self._plans: dict[tuple[type[Dispatch], int], Plan] = {}  # by form and how many numbers come in
-        self._shortcuts: dict[int, Shortcut] = {}  # of calls by ids, by how many numbers come in
-        self._live: dict[str, Packed] = {}  # parameters by matrix and name
-        self._flat: list[tuple[str, Tensor]] = []  # the same by their own names
+        self._executor: Executor | None = None  # all that is kept between calls
+        self.adopt(choice, packed)
 
-    def adopt(self, choice: oracle.Choice, weights: Mapping[str, Packed]) -> None:
-        """Take the packed weights of a problem; replaces what was there."""
-        self._choice = choice
-        self._forget_plans()
+    def adopt(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
+        """Replace the weights, and with them the backend."""
+        self.choice = choice
         for matrix in list(self._names):
-            self._drop(matrix)
-        for matrix, tensors in weights.items():
+            self._unregister(matrix)
+        for matrix, tensors in packed.items():
             self._register(matrix, tensors)
 
-    def _forget_plans(self) -> None:
-        self._posed.clear()
-        self._plans.clear()
-        self._shortcuts.clear()
+    @property
+    def executor(self) -> Executor:
+        if self._executor is None:
+            table = TensorTable(self._parameters, self._names)
+            self._executor = self.choice.backend.executor(self.problem, self.choice.device, table)
+        return self._executor
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Whoever sets one: shortcuts know those that were there."""
-        self._shortcuts.clear()
+        self._executor = None
         super().register_parameter(name, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has weights of its own, and finds its own shortcuts."""
-        return {**self.__dict__, "_shortcuts": {}}
-
-    @property
-    def choice(self) -> oracle.Choice:
-        """The backend and why; raises while nothing is loaded."""
-        if self._choice is None:
-            raise MissingTensor("the layer is not loaded yet", hint="call finish() after the last load_weights()")
-        return self._choice
+        """A copy has weights of its own, so it starts without an executor."""
+        return {**self.__dict__, "_executor": None}
 
     @property
     def problem(self) -> Problem:
@@ -78,43 +63,27 @@ class PackedModule(nn.Module):
 
     @property
     def packed(self) -> dict[str, Packed]:
-        """The live tensors, by matrix and name."""
+        """The current tensors, by matrix and name."""
         held = dict(self.named_parameters(recurse=False))
         return {m: {name: held[f"{m}_{name}"].data for name in names} for m, names in self._names.items()}
 
-    def _weights(self) -> dict[str, Packed]:
-        """`packed` for every call: gathered once, and again when a parameter is another object."""
-        held = self._parameters
-        for name, tensor in self._flat:
-            if held.get(name) is not tensor:
-                self._flat.clear()
-                break
-        if not self._flat:
-            known = dict(self.named_parameters(recurse=False))
-            self._live = {m: {name: known[f"{m}_{name}"] for name in names} for m, names in self._names.items()}
-            self._flat.extend(known.items())
-        return self._live
-
     def _register(self, matrix: str, tensors: Packed) -> None:
         self._names[matrix] = tuple(tensors)
-        self._flat.clear()
         for name, tensor in tensors.items():
             self.register_parameter(f"{matrix}_{name}", nn.Parameter(tensor, requires_grad=False))
 
-    def _drop(self, matrix: str) -> None:
-        self._flat.clear()
+    def _unregister(self, matrix: str) -> None:
+        self._executor = None
         for name in self._names.pop(matrix):
             self._parameters.pop(f"{matrix}_{name}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         """Move, then ask the oracle again: another device may want another layout."""
-        before = self._choice
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        here = _device_of(self) if before is not None else None
-        if before is None or here is None or here == before.device:
+        before, here = self.choice, _device_of(self)
+        if here is None or here == before.device:
             return self
-        self._choice = oracle.select(before.problem, here, before.requested)
-        self._forget_plans()
+        self.choice, self._executor = oracle.select(before.problem, here, before.requested), None
         old = before.backend.layout(before.problem)
         if self.layout != old:
             self._repack(old)
@@ -131,7 +100,7 @@ class PackedModule(nn.Module):
                 rows = {name: t[expert] for name, t in source.items()}
                 new.pack(shape, old.unpack(shape, rows), {name: t[expert] for name, t in fresh.items()})
             fresh |= {name: t for name, t in source.items() if name not in old.storage(shape)}
-            self._drop(matrix)
+            self._unregister(matrix)
             self._register(matrix, fresh)
 
     def _check_input(self, x: Tensor) -> None:
@@ -142,25 +111,12 @@ class PackedModule(nn.Module):
                 expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",
                 got=f"{list(shape)} in {x.dtype}",
             )
-        held = next(iter(self._parameters.values()))
-        here = x.device if held is None else held.device
-        if x.device != here:
-            raise LaunchError("the input is on another device than the layer", expected=here, got=x.device)
-
-    def _run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        key = (type(dispatch), x.numel())
-        plan, choice = self._plans.get(key), self.choice
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-                self._shortcuts.clear()
-            form, tokens = _FORMS[type(dispatch)], x.shape[:-1].numel()  # of a batched input: all rows it has room for
-            problem = self._posed.setdefault(form, replace(choice.problem, dispatch=form))
-            plan = self._plans[key] = choice.backend.plan(problem, tokens, choice.device)
-        return choice.backend.run(plan, x, dispatch, self._weights(), out)
+        weight = next(iter(self._parameters.values()))
+        if weight is not None and x.device != weight.device:
+            raise LaunchError("the input is on another device than the layer", expected=weight.device, got=x.device)
 
 
 def _device_of(module: nn.Module) -> Device | None:
-    """The device parameters ended up on; None for meta tensors, which compute nothing."""
+    """The device of the parameters; None for meta tensors, which compute nothing."""
     where = next(module.parameters()).device
     return None if where.type == "meta" else parse_device(str(where))

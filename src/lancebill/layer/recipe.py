@@ -5,7 +5,6 @@ manifest -> plan of the rank's share -> problem -> oracle -> layout -> experts p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,13 +12,12 @@ import torch
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
-from lancebill.checkpoint.load.load_experts import LayerPlan, Reader, load_layer, plan_layer
+from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.manifest import Manifest, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming
 from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
 from lancebill.errors import MissingTensor, SpecError
 from lancebill.layer.report import LoadReport
-from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.layout import Packed
 from lancebill.moe.placement import Placement
@@ -88,34 +86,6 @@ class Recipe:
             packed[matrix] = {**layout.allocate(shape, count, device), **inputs}
         return packed
 
-    def pull(self, read: Reader) -> RoutedExperts:
-        """Load every local expert and make the layer."""
-        start = time.perf_counter()
-        losses = Losses()
-        layout = self.choice.backend.layout(self.choice.problem)
-        packed = self.allocate()
-        load_layer(read, self.plan, layout, out=packed, losses=losses.add, progress=self.options.progress)
-        layer = RoutedExperts()
-        self.fill(layer, packed, read)
-        layer.report = self.report(packed, time.perf_counter() - start, losses.held, layout.notes())
-        return layer
-
-    def fill(self, layer: RoutedExperts, packed: dict[str, Packed], read: Reader | None) -> None:
-        """Give `layer` its weights, and what it needs to route."""
-        source, device, placement = self.plan.layer, self.choice.device.torch, self.options.placement
-        layer.adopt(self.choice, packed)
-        layer.enable_compile()
-        layer.routing = self.options.routing or routing_for(
-            self.manifest.config.model, self.manifest.naming.family, source.index
-        )
-        if placement.ep_size > 1 or placement.redundant:
-            slots = placement.expert_map(source.experts)
-            layer.expert_map = torch.tensor(slots, dtype=torch.int32, device=device)
-        if read is not None:
-            for name, role in self.manifest.naming.router.names(source.index).items():
-                if name in self.manifest.tensors:
-                    layer.take_router(role, read(name, ()).to(device))
-
     def report(
         self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]
     ) -> LoadReport:
@@ -153,7 +123,7 @@ def pose(manifest: Manifest, index: int, options: LoadOptions) -> tuple[LayerPla
     """A rank's share of a layer, the activations its checkpoint declares, and what is to be computed:
     all that is known before any backend is asked."""
     if index not in manifest.layers:
-        legal = ", ".join(map(str, manifest.found)) or "none"
+        legal = ", ".join(map(str, manifest.layer_indices)) or "none"
         raise MissingTensor(f"layer {index} has no routed experts", expected=f"one of {legal}")
     layer = manifest.layers[index]
     targets = weight_targets(options.weights, index)

@@ -1,7 +1,7 @@
-"""`RoutedExperts`: the layer users hold, and `QuantizedLinear`, its one-matrix sibling.
+"""`RoutedExperts`: the routed experts of one layer, as users hold them.
 
-A layer that exists is complete: loading happens before it is made, or through `load_weights` and
-`finish`, which refuse to let an incomplete one compute.
+A layer that exists is complete: it is built once, from `LayerParts`. Later only whole experts are replaced, by pushing
+tensors and calling `finish` (a refit); until then it refuses to compute.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.errors import LaunchError, MissingTensor
+from lancebill.formats.stored import Config, Stored
+from lancebill.layer.compiled_op import new_handle, routed_experts_op
 from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
-from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed, localize
+from lancebill.layer.parts import LayerParts, pull
+from lancebill.layer.push import ExpertCollector, PushedLayer
+from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
-from lancebill.moe.routing import Routed, Routing, route
-
-if TYPE_CHECKING:
-    from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.layer.push import Pusher
-    from lancebill.layer.report import LoadReport
+from lancebill.moe.routing import Routed, route
 
 NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
+ROUTER_ROLES = ("bias", "correction", "table")
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -39,15 +42,17 @@ class RoutedExperts(PackedModule):
     router_correction: Tensor | None
     router_table: Tensor | None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.routing: Routing | None = None
-        self.report: LoadReport | None = None
-        self.pusher: Pusher | None = None
+    def __init__(self, parts: LayerParts) -> None:
+        super().__init__(parts.choice, parts.packed)
+        self.routing, self.report = parts.routing, parts.report
+        self.refit = None if parts.recipe is None else ExpertCollector(parts.recipe)
         self.shared_experts: nn.Module | None = None
-        self.handle = -1
-        for name in ("expert_map", "router_bias", "router_correction", "router_table"):
-            self.register_buffer(name, None, persistent=False)
+        self.handle = new_handle(self)  # by which a compiled graph finds this layer
+        self.register_buffer("expert_map", parts.expert_map, persistent=False)
+        for role in ROUTER_ROLES:
+            self.register_buffer(f"router_{role}", None, persistent=False)
+        for role, tensor in parts.router.items():
+            self.take_router(role, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
         """Moves; but `.to(bfloat16)` does not round what selects experts."""
@@ -60,18 +65,34 @@ class RoutedExperts(PackedModule):
 
     @classmethod
     def from_checkpoint(cls, path: str | Path | Checkpoint, layer: int, **options: Any) -> RoutedExperts:
-        """The experts of `layer` from files, opened once for all layers where `path` is a `Checkpoint`; see
-        `loading.from_checkpoint` for the options."""
-        from lancebill.layer.loading import from_checkpoint
+        """The routed experts of `layer`, with the router's bias, correction bias and hash table.
 
-        return from_checkpoint(path, layer, **options)
+        Give an open `Checkpoint` to read the headers once for all layers. Options are the fields of `LoadOptions`:
+        device, placement, backend, weights, activations, dtype (of the inputs), order, naming, routing, progress.
+        `weights` and `activations` take a spec, a spec for each matrix, or rules by layer; activations="checkpoint"
+        follows what the checkpoint declares.
+        """
+        wanted = LoadOptions(**options)
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+        manifest = manifests.build(checkpoint.config, checkpoint.headers, wanted.naming, layers=(layer,))
+        manifest.check(where=str(checkpoint.path))
+        return cls(pull(Recipe.make(manifest, layer, wanted), checkpoint.read))
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], layer: int, **options: Any) -> RoutedExperts:
-        """An empty layer to be filled by `load_weights`; see `push.from_config`."""
-        from lancebill.layer.push import from_config
+    def from_config(
+        cls,
+        config: Mapping[str, Any] | Config,
+        layer: int,
+        *,
+        tensors: Mapping[str, Stored] | None = None,
+        **options: Any,
+    ) -> PushedLayer[RoutedExperts]:
+        """For engines that own the files: push tensors into what this returns; its `finish()` gives the layer.
 
-        return from_config(config, layer, **options)
+        `config` is the model's config.json as a dict; `tensors` are names and headers of the checkpoint, if known.
+        Options as in `from_checkpoint`.
+        """
+        return PushedLayer(cls, config, layer, LoadOptions(**options), tensors)
 
     def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
@@ -79,31 +100,25 @@ class RoutedExperts(PackedModule):
         Ids are global; those of other ranks, and -1, contribute nothing.
         """
         compiling = torch.compiler.is_compiling()
-        if not compiling and (self.pusher is None or self.pusher.settled) and self._buffers["expert_map"] is None:
-            shortcut = self._shortcuts.get(x.numel())
-            if shortcut is not None:
-                made = torch.empty_like(x) if out is None else out
-                if shortcut(x, topk_ids, topk_weights, made):
-                    return made
+        settled = self.refit is None or self.refit.settled
+        if not compiling and settled and self._executor is not None and self._buffers["expert_map"] is None:
+            fast_call = self._executor.fast_calls.get(x.numel())
+            if fast_call is not None:
+                result = torch.empty_like(x) if out is None else out
+                if fast_call(x, topk_ids, topk_weights, result):
+                    return result
         self.check(x, topk_ids, topk_weights)
         if out is not None and (out.shape != x.shape or out.device != x.device):
             got = f"{list(out.shape)} on {out.device}"
             raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
         if compiling:
-            live = list(self.parameters(recurse=False))
-            result: Tensor = torch.ops.lancebill.routed_experts(x, topk_ids, topk_weights, live, self.handle)
-            return result if out is None else out.copy_(result)
+            weights = list(self.parameters(recurse=False))
+            made: Tensor = routed_experts_op(x, topk_ids, topk_weights, weights, self.handle)
+            return made if out is None else out.copy_(made)
         result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
-        self._shorten(x)
+        if self._buffers["expert_map"] is None and self.choice.backend.drops_wild_ids:
+            self.executor.prepare_fast_call(x)
         return result
-
-    def _shorten(self, x: Tensor) -> None:
-        """The next call like this one may go straight to the kernels."""
-        plan, backend = self._plans.get((Indexed, x.numel())), self.choice.backend
-        if plan is not None and backend.drops_wild_ids:
-            found = backend.shortcut(plan, x, self._weights())
-            if found is not None:
-                self._shortcuts[x.numel()] = found
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
         """`forward` once everything is checked."""
@@ -113,11 +128,11 @@ class RoutedExperts(PackedModule):
         if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.drops_wild_ids:
             local = localize(topk_ids, places, self.problem.global_experts)
         weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.float()
-        return self._run(x, Indexed(local.contiguous(), weights.contiguous()), out)
+        return self.executor.run(x, Indexed(local.contiguous(), weights.contiguous()), out)
 
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Work already dispatched, in local ids: for callers that bring rows to experts themselves."""
-        return self._run(x, dispatch, out)
+        return self.executor.run(x, dispatch, out)
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
         """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
@@ -149,18 +164,10 @@ class RoutedExperts(PackedModule):
             out = out * self.routing.routed_scaling_factor
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
-    def enable_compile(self) -> RoutedExperts:
-        """Register this layer as an operator that torch.compile leaves whole; done by the loaders."""
-        from lancebill.layer.compiled_op import handle_of
-
-        self.handle = handle_of(self)
-        return self
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another layer to torch.compile: under the number of its original it would compute with that."""
+        """A copy is another layer to torch.compile: with the handle of its original it would compute with that."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.handle >= 0:
-            self.enable_compile()
+        self.handle = new_handle(self)
 
     def take_router(self, role: str, tensor: Tensor) -> None:
         """A copy of the router's bias or correction bias (kept in fp32: rounding would change selections),
@@ -169,15 +176,24 @@ class RoutedExperts(PackedModule):
         self.register_buffer(f"router_{role}", held, persistent=False)
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Push checkpoint tensors in any order; gives the names that were this layer's.
+        """Refit: push checkpoint tensors in any order; returns the names that belong to this layer.
 
-        Tensors are held, not copied, until all of their expert have come: do not overwrite them before.
+        Tensors are held, not copied, until all tensors of their expert have come: do not overwrite them before.
         """
-        return self._require_pusher().push(pairs)
+        refit, taken = self._require_refit(), set()
+        packed, layout = self.packed, self.layout
+        for name, tensor in pairs:
+            role = refit.filter.router_roles.get(name)
+            if role is not None:
+                self.take_router(role, tensor.to(next(self.parameters()).device))
+            if refit.push(name, tensor, packed, layout) or role is not None:
+                taken.add(name)
+        return taken
 
     def finish(self) -> RoutedExperts:
-        """Everything pushed is packed; raises naming whatever never came."""
-        self._require_pusher().finish()
+        """End a refit: everything pushed is packed; raises naming whatever never came."""
+        report = self._require_refit().finish(self.packed, self.layout)
+        self.report = report or self.report
         return self
 
     def expert_weights(self) -> list[Tensor]:
@@ -197,8 +213,8 @@ class RoutedExperts(PackedModule):
 
     def hold(self, experts: Sequence[int]) -> None:
         """Say which logical experts the rows are now, after someone moved them: pushes follow."""
-        if self.pusher is not None:
-            self.pusher.hold(tuple(experts))
+        if self.refit is not None:
+            self.refit.hold(tuple(experts))
 
     def rehome(self, weights: Mapping[str, Packed], experts: Sequence[int], expert_map: Sequence[int]) -> None:
         """Take other buffers of the same layout for another number of experts on this rank.
@@ -218,15 +234,16 @@ class RoutedExperts(PackedModule):
         shapes = {m: {n: (tuple(t.shape[1:]), str(t.dtype)) for n, t in ts.items()} for m, ts in self.packed.items()}
         return self.choice.backend.name, tuple((m, tuple(sorted(ts.items()))) for m, ts in sorted(shapes.items()))
 
-    def _require_pusher(self) -> Pusher:
-        if self.pusher is None:
+    def _require_refit(self) -> ExpertCollector:
+        if self.refit is None:
             raise LaunchError(
-                "this layer was made without a config to push into", hint="use from_checkpoint or from_config"
+                "this layer was made without a checkpoint's config, so tensors cannot be pushed into it",
+                hint="use from_checkpoint or from_config",
             )
-        return self.pusher
+        return self.refit
 
     def _check_ready(self) -> None:
-        if self.pusher is not None and not self.pusher.settled:
+        if self.refit is not None and not self.refit.settled:
             raise MissingTensor("tensors were pushed but not finished", hint="call finish() after load_weights()")
 
     def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -254,23 +271,3 @@ class RoutedExperts(PackedModule):
                     expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {device}",
                     got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
                 )
-
-
-class QuantizedLinear(PackedModule):
-    """One matrix through the same backends: y = x @ W.T + b."""
-
-    @classmethod
-    def from_checkpoint(cls, path: str | Path | Checkpoint, module: str, **options: Any) -> QuantizedLinear:
-        """The module called `module` from files; see `loading.linear_from_checkpoint`."""
-        from lancebill.layer.loading import linear_from_checkpoint
-
-        return linear_from_checkpoint(path, module, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        self._check_input(rows)
-        out = rows.new_empty(rows.shape[0], self.problem.w13.n)
-        if rows.shape[0]:
-            offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)  # [0, rows], made there
-            self._run(rows, Contiguous(offsets), out)
-        return out.view(*x.shape[:-1], -1)

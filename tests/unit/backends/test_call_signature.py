@@ -1,4 +1,4 @@
-"""What a shortcut asks of a call's tensors: the answer never depends on the calls before."""
+"""Which tensors a fast call accepts: the answer never depends on earlier calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from lancebill.backends.base import Fitting
+from lancebill.backends.call_signature import CallSignature
 
 ROWS, SLOTS = (6, 8), (6, 2)
 GOOD = {
@@ -39,8 +39,8 @@ def call(name: str, way: str) -> tuple[Tensor, ...]:
     return tuple(changed(tensor, way) if name == own else tensor for own, tensor in GOOD.items())
 
 
-def fresh() -> Fitting:
-    return Fitting(ROWS, SLOTS, torch.bfloat16, torch.device("cpu"))
+def fresh() -> CallSignature:
+    return CallSignature(ROWS, SLOTS, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -49,8 +49,8 @@ def test_only_what_kernels_take_fits(name: str, guarded: bool, monkeypatch: pyte
     """Also where torch has no guards."""
     if not guarded:
         monkeypatch.delattr(guards, "TensorGuards")
-    fitting = {way for way in WAYS if fresh()(*call(name, way))}
-    assert fitting == {"as it is", "a copy", "a parameter"}
+    accepted = {way for way in WAYS if fresh()(*call(name, way))}
+    assert accepted == {"as it is", "a copy", "a parameter"}
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -65,8 +65,8 @@ def test_what_came_before_does_not_matter(name: str, inference: bool) -> None:
 
 
 def test_a_single_row_fits_whatever_its_stride() -> None:
-    fitting = Fitting((1, 8), (1, 2), torch.bfloat16, torch.device("cpu"))
+    signature = CallSignature((1, 8), (1, 2), torch.bfloat16, torch.device("cpu"))
     x, ids, weights, out = (tensor[:1] for tensor in GOOD.values())
     wide = torch.zeros(3, 16, dtype=torch.bfloat16)[:1, :8]
     for rows in (x, wide, x, wide):
-        assert fitting(rows, ids, weights, out)
+        assert signature(rows, ids, weights, out)

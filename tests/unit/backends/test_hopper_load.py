@@ -1,4 +1,4 @@
-"""Loading for Hopper without one: what the layout could not hold as stored is told, pulled or pushed."""
+"""Loading for Hopper without a GPU: reports count the groups that the layout had to round again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lancebill.testing.layers import layer_problem
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An sm_90 whose memory is this machine's."""
+    """A fake sm_90 device with CPU memory."""
     monkeypatch.setattr(Device, "torch", property(lambda device: torch.device("cpu")))
     monkeypatch.setattr(compat, "triton_version", lambda: "3.6.0")
 
@@ -41,9 +41,9 @@ def test_rounding_again_is_reported_at_load(tmp_path: Path) -> None:
     rows = 3 * (256 + 128)
     assert note.startswith(f"{rows} of {4 * rows} groups") and note in str(pulled.report)
     config = Checkpoint.open(folder).config.model
-    pushed = RoutedExperts.from_config(config, 0, tensors=made.headers, device="sm_90", activations="fp8")
-    pushed.load_weights(made.tensors.items())
-    pushed.finish()
+    coming = RoutedExperts.from_config(config, 0, tensors=made.headers, device="sm_90", activations="fp8")
+    coming.load_weights(made.tensors.items())
+    pushed = coming.finish()
     assert pushed.report is not None and pushed.report.notes == (note,)
     plain = RoutedExperts.from_checkpoint(folder, layer=0, device="sm_90")
     assert plain.report is not None and plain.report.notes == ()
@@ -51,7 +51,7 @@ def test_rounding_again_is_reported_at_load(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_explain_tells_before_the_load(activations: str) -> None:
+def test_explain_warns_before_loading(activations: str) -> None:
     problem = layer_problem("mxfp4", activations, hidden=256, intermediate=128, experts=4, top_k=2)
     chosen = oracle.explain(problem, Device("cuda", 90)).chosen
     assert chosen is not None and chosen.plan is not None

@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lancebill.backends.hopper import program as bound
+from lancebill.backends.hopper.bindings import Bindings
+from lancebill.backends.hopper.executor import run_program
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.step import CALL, Ref
 from lancebill.backends.hopper.steps import steps
@@ -25,10 +27,11 @@ from lancebill.backends.oracle import Choice, Verdict
 from lancebill.errors import ContextError, DriverError, LaunchError
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, KernelSource
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from lancebill.testing.layers import layer_problem, make_layer, routing
+from lancebill.testing.layers import SampleLayer, layer_problem, make_layer, routing
 
 FUNCTION, READY, NODE = 1 << 33, 1 << 34, 1 << 35  # handles, all of whose bits must arrive
 
@@ -107,8 +110,8 @@ def fake_function(source: KernelSource, device: int) -> tuple[int, Binary]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "library", lambda: fake)
-    monkeypatch.setattr(load, "function", fake_function)
-    monkeypatch.setattr(load, "_tensor_map", lambda matrix, facts: bytes(driver.MAP_BYTES))
+    monkeypatch.setattr(load, "load_kernel", fake_function)
+    monkeypatch.setattr(load, "_encode", lambda matrix, facts: bytes(driver.MAP_BYTES))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeProperties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -126,7 +129,7 @@ def stored(program: bound.Program, number: int) -> set[int]:
     """Where launches find the caller's tensor of this number: x, out, ids or edges, weights."""
     names = ({"x"}, {"out"}, {"ids", "edges"}, {"weights"})[number]
     found = set()
-    for step, launch in zip(steps(program.plan), program.launches):
+    for step, launch in zip(steps(program.bindings.plan), program.bindings.launches):
         for argument, value in step.values.items():
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is None and value.name in names:
                 found.add(read(launch, argument))
@@ -140,11 +143,15 @@ def read(launch: driver.Launch, argument: str) -> int:
     return ctypes.c_uint64.from_address(launch.address(argument)).value
 
 
+def bind(problem: Problem, tokens: int, layer: SampleLayer) -> bound.Program:
+    return bound.Program(Bindings.bind(make_plan(problem, tokens), layer.weights, torch.device("cpu"), 0))
+
+
 def run(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.Program:
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(problem, tokens), layer.weights, torch.device("cpu"), 0)
+    program = bind(problem, tokens, layer)
     program.run(tokens, addresses(call))
-    assert all(launch.config.gx > 0 for launch in program.launches)
+    assert all(launch.config.gx > 0 for launch in program.bindings.launches)
     for number, pointer in enumerate(addresses(call)):
         assert stored(program, number) <= {pointer}
     return program
@@ -175,12 +182,14 @@ def test_finished_dispatches(gpu: FakeDriver, dispatch: str, activations: str, l
     call = {"x": x, "out": torch.empty_like(x), "edges": torch.zeros(5, dtype=torch.int64)}
     program = run(small(activations, dispatch), 400, call)
     assert gpu.launched == launches
-    assert bool(program.mapped) == (activations == "bf16")
+    assert bool(program.bindings.mapped) == (activations == "bf16")
 
 
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (400, 5)])
 def test_single_linears(gpu: FakeDriver, tokens: int, launches: int) -> None:
-    problem = replace(small(), w13=replace(small().matrices["w2"], name="w13"), w2=None, experts=1, global_experts=1, top_k=1)
+    problem = replace(
+        small(), w13=replace(small().matrices["w2"], name="w13"), w2=None, experts=1, global_experts=1, top_k=1
+    )
     x, out = torch.zeros(tokens, 128, dtype=torch.bfloat16), torch.zeros(tokens, 256, dtype=torch.bfloat16)
     run(problem, tokens, {"x": x, "out": out, "edges": torch.tensor([0, tokens])})
     assert gpu.launched == launches
@@ -191,8 +200,8 @@ def test_inputs_with_facts_of_their_experts(gpu: FakeDriver) -> None:
     x, routed = torch.zeros(4, 256, dtype=torch.bfloat16), routing(small(), 4, 0, "cpu")
     call = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
     program = run(replace(small(), pre_scale=True), 4, call)
-    assert [tensor.unique().tolist() for tensor in program.factors] == [[1.0], [1.0]]
-    assert any(step.source.kernel == "prepare_rows" for step in steps(program.plan))
+    assert [tensor.unique().tolist() for tensor in program.bindings.unit_factors] == [[1.0], [1.0]]
+    assert any(step.source.kernel == "prepare_rows" for step in steps(program.bindings.plan))
 
 
 def test_arguments_keep_their_place(gpu: FakeDriver) -> None:
@@ -232,8 +241,7 @@ def held(tokens: int) -> tuple[RoutedExperts, torch.Tensor, dict[str, torch.Tens
     made = make_layer(small(), "hopper", "cpu", distinct=1)
     device = Device("cuda", 90)
     verdict = Verdict(made.backend, (), made.backend.plan(small(), tokens, device))
-    layer = RoutedExperts()
-    layer.adopt(Choice(small(), device, "hopper", (verdict,), verdict), made.weights)
+    layer = RoutedExperts(LayerParts(Choice(small(), device, "hopper", (verdict,), verdict), made.weights))
     x, routed = torch.zeros(tokens, 256, dtype=torch.bfloat16), routing(small(), tokens, 0, "cpu")
     return layer, x, {"topk_ids": routed.ids, "topk_weights": routed.weights, "out": torch.empty_like(x)}
 
@@ -341,12 +349,11 @@ def test_calls_of_two_threads_do_not_mix(gpu: FakeDriver, monkeypatch: pytest.Mo
     slow = Slow()
     monkeypatch.setattr(driver, "library", lambda: slow)
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    plan = layer.backend.plan(small(), 300, Device("cuda", 90))
     x, routed = torch.zeros(300, 256, dtype=torch.bfloat16), routing(small(), 300, 0, "cpu")
     outs = [torch.empty_like(x) for _ in range(2)]
-    layer.backend.run(plan, x, routed, layer.weights, outs[0])
+    layer(x, routed, outs[0])
     launches, slow.whose = len(slow.whose), []
-    threads = [Thread(target=layer.backend.run, args=(plan, x, routed, layer.weights, out)) for out in outs * 2]
+    threads = [Thread(target=layer, args=(x, routed, out)) for out in outs * 2]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -370,35 +377,36 @@ def test_what_does_not_fit_is_named_and_not_launched(
 ) -> None:
     """Also once a call has bound the program, from when on calls take the short way."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    plan = layer.backend.plan(small(), 100, Device("cuda", 90))
+    program = bind(small(), 100, layer)
     x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
     good = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
     for call in (good, good):
-        layer.backend.run(plan, call["x"], Indexed(call["ids"], call["weights"]), layer.weights, call["out"])
+        run_program(program, call["x"], Indexed(call["ids"], call["weights"]), call["out"])
     gpu.launched, call = 0, {**good, **changed}
     with pytest.raises(LaunchError, match=why):
-        layer.backend.run(plan, call["x"], Indexed(call["ids"], call["weights"]), layer.weights, call["out"])
+        run_program(program, call["x"], Indexed(call["ids"], call["weights"]), call["out"])
     assert gpu.launched == 0
 
 
 def test_an_interrupted_call_leaves_nothing_behind(gpu: FakeDriver) -> None:
     """Neither its sizes nor its addresses are taken for those of the call before."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
+    program = bind(small(), 100, layer)
     call = (16, 32, 48, 64)
     program.run(100, call)
-    grids = [(launch.config.gx, launch.config.gy) for launch in program.launches]
+    grids = [(launch.config.gx, launch.config.gy) for launch in program.bindings.launches]
 
     def interrupt(tokens: int) -> None:
         raise KeyboardInterrupt
 
-    for place in range(len(program.resizers) + 1):
-        program.resizers.insert(place, interrupt)
+    whole = program.bindings
+    for place in range(len(whole.resizers) + 1):
+        program.bindings = replace(whole, resizers=(*whole.resizers[:place], interrupt, *whole.resizers[place:]))
         with pytest.raises(KeyboardInterrupt):
             program.run(90, call)
-        del program.resizers[place]
+        program.bindings = whole
         program.run(100, call)
-        assert [(launch.config.gx, launch.config.gy) for launch in program.launches] == grids
+        assert [(launch.config.gx, launch.config.gy) for launch in program.bindings.launches] == grids
 
 
 @pytest.mark.parametrize("what", ["stale", "graph"])
@@ -406,7 +414,7 @@ def test_an_interrupted_call_leaves_no_other_grids_in_the_graph(
     gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
+    program = bind(small(), 100, layer)
     program.run(100, (16, 32, 48, 64))
     program.run(100, (16, 80, 48, 64))
     assert program.graph is not None
@@ -417,26 +425,26 @@ def test_an_interrupted_call_leaves_no_other_grids_in_the_graph(
 
     with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
         if what == "stale":
-            during.setattr(program, "stale", Interrupted())
+            during.setattr(program, "outdated", Interrupted())
         else:
-            during.setattr(program.graph, "resize", Interrupted().update)
+            during.setattr(program.graph, "copy_grids", Interrupted().update)
         program.run(90, (16, 32, 48, 64))
     program.run(90, (16, 32, 48, 64))
     program.run(90, (16, 80, 48, 64))
-    assert [told[-1][0] for told in gpu.nodes] == [launch.config.gx for launch in program.launches]
+    assert [told[-1][0] for told in gpu.nodes] == [launch.config.gx for launch in program.bindings.launches]
 
 
 def test_a_graph_of_work_that_lies_by_expert_follows_its_input(gpu: FakeDriver) -> None:
     """The first product may have x through a tensor map alone: its launch is renewed all the same."""
     problem = small(dispatch=CONTIGUOUS)
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(problem, 100), layer.weights, torch.device("cpu"), 0)
+    program = bind(problem, 100, layer)
     for _ in range(2):
         program.run(100, (16, 32, 48))
-    assert program.graph is not None and program.mapped
+    assert program.graph is not None and program.bindings.mapped
     for _ in range(2):
         program.run(100, (1 << 20, 32, 48))
-    reading = {program.launches.index(launch) for launch, _ in program.mapped}
+    reading = {program.bindings.launches.index(launch) for launch, _ in program.bindings.mapped}
     assert gpu.repeated > 1 and all(len(gpu.nodes[number]) == 2 for number in reading)
 
 
@@ -444,12 +452,12 @@ def test_ids_are_no_edges(gpu: FakeDriver) -> None:
     """A plan of work that lies by expert does not take another's tensors for its own, however well they fit."""
     problem = small(dispatch=CONTIGUOUS)
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
-    plan = layer.backend.plan(problem, 100, Device("cuda", 90))
+    program = bind(problem, 100, layer)
     x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
-    layer.backend.run(plan, x, Contiguous(torch.tensor([0, 100, 100, 100, 100])), layer.weights, torch.empty_like(x))
+    run_program(program, x, Contiguous(torch.tensor([0, 100, 100, 100, 100])), torch.empty_like(x))
     gpu.launched = 0
     with pytest.raises(LaunchError, match="contiguous work"):
-        layer.backend.run(plan, x, Indexed(routed.ids, routed.weights), layer.weights, torch.empty_like(x))
+        run_program(program, x, Indexed(routed.ids, routed.weights), torch.empty_like(x))
     assert gpu.launched == 0
 
 
@@ -458,7 +466,7 @@ def test_ids_are_no_edges(gpu: FakeDriver) -> None:
 def test_views_are_copied_to_where_kernels_can_read_them(gpu: FakeDriver, name: str, gaps: bool) -> None:
     """Rows of a larger batch: with gaps between them, or starting anywhere."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    plan = layer.backend.plan(small(), 100, Device("cuda", 90))
+    program = bind(small(), 100, layer)
     x, routed = torch.zeros(100, 256, dtype=torch.bfloat16), routing(small(), 100, 0, "cpu")
     call = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
     given = call[name]
@@ -467,43 +475,48 @@ def test_views_are_copied_to_where_kernels_can_read_them(gpu: FakeDriver, name: 
     else:
         call[name] = torch.zeros(given.numel() + 1, dtype=given.dtype)[1:].view(given.shape)
     for _ in range(2):
-        layer.backend.run(plan, call["x"], Indexed(call["ids"], call["weights"]), layer.weights, call["out"])
-    program = list(layer.backend._programs.values())[-1]
+        run_program(program, call["x"], Indexed(call["ids"], call["weights"]), call["out"])
     at = stored(program, list(call).index(name))
-    assert gpu.launched == 2 * len(program.launches) and at != {call[name].data_ptr()}
+    assert gpu.launched == 2 * len(program.bindings.launches) and at != {call[name].data_ptr()}
     assert all(pointer % bound.ALIGNMENT == 0 for pointer in at)
 
 
 def test_tensor_maps_of_known_inputs_are_not_made_again(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's call costs as much as a launch; allocators give the same addresses again and again."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), 1), layer.weights, torch.device("cpu"), 0)
+    program = bind(small(), 1, layer)
     made: list[int] = []
-    monkeypatch.setattr(load, "_tensor_map", lambda matrix, facts: made.append(matrix.pointer) or bytes([9]) * 128)
+    monkeypatch.setattr(load, "_encode", lambda matrix, facts: made.append(matrix.pointer) or bytes([9]) * 128)
     for x in (16, 160, 16, 160, 16):
         program.run(1, (x, 32, 48, 64))
-    launch, name = program.mapped[0]
+    launch, name = program.bindings.mapped[0]
     assert made == [16, 160] and ctypes.string_at(launch.address(name), 128) == bytes([9]) * 128
 
 
 def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
     """In order; told again only of what changed; one by one where all did, and while the caller captures a graph."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), 100), layer.weights, torch.device("cpu"), 0)
-    call, count = (16, 32, 48, 64), len(program.launches)
+    program = bind(small(), 100, layer)
+    call, count = (16, 32, 48, 64), len(program.bindings.launches)
     program.run(100, call)
     assert gpu.repeated == 0 and gpu.launched == count
     program.run(100, (16, 80, 48, 64))
     assert gpu.repeated == 1 and gpu.order == [(i, i + 1) for i in range(1, count)]
-    assert all(told == [(launch.config.gx, launch.parameters)] for told, launch in zip(gpu.nodes, program.launches))
+    assert all(
+        told == [(launch.config.gx, launch.parameters)] for told, launch in zip(gpu.nodes, program.bindings.launches)
+    )
     program.run(100, (16, 160, 48, 64))
-    assert [len(told) for told in gpu.nodes] == [1 + (i in program.called) for i in range(count)]
-    assert 0 in program.called and count - 1 in program.called and len(program.called) < count
+    assert [len(told) for told in gpu.nodes] == [1 + (i in program.bindings.calling) for i in range(count)]
+    assert (
+        0 in program.bindings.calling
+        and count - 1 in program.bindings.calling
+        and len(program.bindings.calling) < count
+    )
     program.run(90, call)
     assert gpu.repeated == 2
     program.run(90, call)
     assert gpu.repeated == 3
-    assert all(told[-1][0] == launch.config.gx for told, launch in zip(gpu.nodes, program.launches))
+    assert all(told[-1][0] == launch.config.gx for told, launch in zip(gpu.nodes, program.bindings.launches))
     assert gpu.nodes[0][-1][0] == 91  # a block for each token, and one that makes the lists
     gpu.capturing, gpu.launched = True, 0
     program.run(80, call)
@@ -523,8 +536,8 @@ def test_a_thread_that_has_not_used_the_gpu_gets_its_context(
 ) -> None:
     """Whichever way launches go; nothing is launched twice, and what else fails is said."""
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), tokens), layer.weights, torch.device("cpu"), 0)
-    call, count, used = (16, 32, 48, 64), len(program.launches), list[int]()
+    program = bind(small(), tokens, layer)
+    call, count, used = (16, 32, 48, 64), len(program.bindings.launches), list[int]()
     monkeypatch.setattr(bound, "use_context", used.append)
     for name, whole in (("cuLaunchKernelEx", gpu.cuLaunchKernelEx), ("cuGraphLaunch", gpu.cuGraphLaunch)):
 
@@ -554,6 +567,6 @@ def test_other_calls_are_launched_one_by_one(
     if old:
         monkeypatch.delattr(FakeDriver, "cuGraphAddDependencies_v2")
     layer = make_layer(small(), "hopper", "cpu", distinct=1)
-    program = bound.Program(make_plan(small(), tokens), layer.weights, torch.device("cpu"), 0)
+    program = bind(small(), tokens, layer)
     program.run(tokens, (16, 32, 48, 64))
-    assert gpu.repeated == 0 and gpu.launched == len(program.launches)
+    assert gpu.repeated == 0 and gpu.launched == len(program.bindings.launches)

@@ -14,11 +14,10 @@ from lancebill.checkpoint.load.load_experts import plan_layer
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.errors import MissingTensor, SpecError, UnsupportedProblem
+from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.stored import Config
 from lancebill.layer.recipe import wide_inputs
-from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
@@ -143,11 +142,6 @@ def test_rules_for_activations() -> None:
     assert activation_specs([("2", "fp8")], 0) == {}
     with pytest.raises(SpecError):
         activation_specs(8, 0)  # type: ignore[arg-type]
-
-
-def test_calling_an_unloaded_layer_raises() -> None:
-    with pytest.raises(MissingTensor, match="not loaded yet"):
-        RoutedExperts()(torch.zeros(1, 4), topk_ids=torch.zeros(1, 1), topk_weights=torch.zeros(1, 1))
 
 
 def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`ExpertParallel` on one process: no torch.distributed at all, and what it refuses."""
+"""`ExpertParallel` on one process without torch.distributed, and the errors it raises."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.errors import LaunchError, RanksDisagree, ShardError, SpecError
 from lancebill.formats import registry
+from lancebill.layer.parts import pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.placement import Placement
@@ -27,7 +28,8 @@ def _load(placement: Placement | None = None, **options: Any) -> RoutedExperts:
     example = next(iter(registry()["gptq"].examples()))
     made = generate(example, ROW, ROW.forms[0], Geometry(experts=6, hidden=128, intermediate=128, top_k=2))
     manifest = manifests.build(made.config, made.headers)
-    return Recipe.make(manifest, 0, LoadOptions(placement=placement or Placement(), **options)).pull(made.read)
+    recipe = Recipe.make(manifest, 0, LoadOptions(placement=placement or Placement(), **options))
+    return RoutedExperts(pull(recipe, made.read))
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +39,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", [{}, {"form": GATHER, "max_tokens": 9}])
-def test_one_process_is_the_layer_itself(form: dict[str, Any]) -> None:
+def test_one_process_gives_the_result_of_the_layer(form: dict[str, Any]) -> None:
     x, ids, weights = _inputs()
     experts = ExpertParallel(_load(), Mesh.make(), **form)
     want = _load()(x, topk_ids=ids, topk_weights=weights)
@@ -45,7 +47,7 @@ def test_one_process_is_the_layer_itself(form: dict[str, Any]) -> None:
     assert experts.logical_load() == torch.bincount(ids.flatten(), minlength=6).tolist()
 
 
-def test_copies_on_one_process_change_nothing_and_may_be_balanced() -> None:
+def test_copies_and_moves_on_one_process_do_not_change_results() -> None:
     placement = Placement(redundant=2)
     layer = _load(placement, order=BATCH_INVARIANT)
     experts = ExpertParallel(layer, Mesh(), placement)
@@ -59,13 +61,13 @@ def test_copies_on_one_process_change_nothing_and_may_be_balanced() -> None:
     assert torch.equal(experts(x, topk_ids=ids, topk_weights=weights), want)
 
 
-def test_tables_follow_the_module() -> None:
+def test_replica_tables_move_with_the_module() -> None:
     experts = ExpertParallel(_load(), Mesh()).to("meta")
     assert {buffer.device.type for buffer in experts.buffers()} == {"meta"}
     assert not any("replicas" in name or "load" in name for name in experts.state_dict())
 
 
-def test_a_placement_that_is_not_the_layers_is_refused() -> None:
+def test_a_placement_other_than_the_layers_is_refused() -> None:
     with pytest.raises(ShardError, match="another placement"):
         ExpertParallel(_load(Placement(ep_size=2)), Mesh())
     with pytest.raises(ShardError, match="not this rank's"):
@@ -73,7 +75,7 @@ def test_a_placement_that_is_not_the_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("logical", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 9], [0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4, -1]])
-def test_a_saved_placement_has_every_expert(logical: list[int]) -> None:
+def test_a_saved_placement_must_contain_every_expert(logical: list[int]) -> None:
     with pytest.raises(ShardError, match="another placement"):
         ExpertParallel(_load(), Mesh()).set_extra_state(torch.tensor(logical))
 
@@ -89,27 +91,27 @@ def test_more_ranks_than_processes_are_refused() -> None:
         Mesh.make(tp=2)
 
 
-def test_wrong_inputs_are_refused_before_anything_is_sent() -> None:
+def test_invalid_inputs_are_refused_before_anything_is_sent() -> None:
     x, ids, weights = _inputs()
     experts = ExpertParallel(_load(), Mesh())
     with pytest.raises(LaunchError, match="topk_ids"):
         experts(x, topk_ids=ids[:, :1], topk_weights=weights)
     outside = RankGroup(OUTSIDE, 2, ())
-    stranger = ExpertParallel(_load(), Mesh(outside, outside, outside))
+    not_a_member = ExpertParallel(_load(), Mesh(outside, outside, outside))
     with pytest.raises(LaunchError, match="outside"):
-        stranger(x, topk_ids=ids, topk_weights=weights)
+        not_a_member(x, topk_ids=ids, topk_weights=weights)
     with pytest.raises(LaunchError, match="outside"):
         outside.all_reduce(x)
 
 
-def test_places_cannot_be_added_by_arranging() -> None:
+def test_arrange_cannot_add_slots() -> None:
     experts = ExpertParallel(_load(), Mesh())
     other = ExpertParallel(_load(Placement(redundant=2)), Mesh(), Placement(redundant=2)).assignment
     with pytest.raises(ShardError, match="resize"):
         experts.arrange(other)
 
 
-def test_the_odd_rank_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disagreement_names_the_rank_and_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     group = RankGroup(0, 3, (4, 5, 6))
     monkeypatch.setattr(RankGroup, "gather_text", lambda *_: ["a: 1\nb: 2", "a: 1\nb: 3", "a: 1\nb: 2"])
     with pytest.raises(RanksDisagree, match=r"rank 5: no; expected b: 2; got b: 3"):

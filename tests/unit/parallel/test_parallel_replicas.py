@@ -1,4 +1,4 @@
-"""Which copy of an expert a token goes to, and which copies move where."""
+"""Which replica of an expert a token uses, and how experts move between ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CPU = torch.device("cpu")
 
 
 def _with_copies(count: int) -> Assignment:
-    """Two experts, the first of them `count` times, each place on a rank of its own."""
+    """Two experts, `count` copies of the first, every copy on its own rank."""
     slots = tuple((p,) for p in range(count + 1))
     return Assignment(2, slots, (*[0] * count, 1))
 
 
-def test_tokens_take_turns_among_replicas() -> None:
+def test_tokens_alternate_among_replicas() -> None:
     ids = torch.zeros(8, 1, dtype=torch.int64)
     three = ReplicaTables(_with_copies(3), CPU).choose(ids).flatten().tolist()
     assert three == [0, 0, 2, 2, 1, 0, 0, 2]
@@ -32,16 +32,16 @@ def test_tokens_take_turns_among_replicas() -> None:
     assert one == [0] * 8
 
 
-def test_the_choice_is_unsigned_arithmetic_at_any_index() -> None:
+def test_the_replica_hash_is_unsigned_at_any_token_index() -> None:
     tables = ReplicaTables(_with_copies(3), CPU)
     tokens = 100_000
     chosen = tables.choose(torch.zeros(tokens, 1, dtype=torch.int64)).flatten().tolist()
     assert chosen[-3:] == [((t * 2654435769) & 0xFFFFFFFF) % 3 for t in range(tokens - 3, tokens)]
     counts = torch.bincount(torch.tensor(chosen))
-    assert int(counts.max() - counts.min()) < tokens // 100, "copies share the work"
+    assert int(counts.max() - counts.min()) < tokens // 100, "copies get equal load"
 
 
-def test_ids_that_name_no_expert_stay_nowhere() -> None:
+def test_invalid_ids_become_minus_one() -> None:
     ids = torch.tensor([[0, -1], [1, 2], [-7, 1]])
     chosen = ReplicaTables(_with_copies(2), CPU).choose(ids)
     assert chosen.dtype == torch.int32
@@ -56,7 +56,7 @@ def test_initial_copies_repeat_the_first_experts() -> None:
     assert assignment.expert_map(1) == (-1, -1, 0, 1, -1, -1, -1, -1)
 
 
-def test_maps_equal_the_placements() -> None:
+def test_expert_maps_equal_those_of_the_placement() -> None:
     for strategy in ("linear", "round_robin"):
         assignment = Assignment.of(Placement(ep_size=4, strategy=strategy), 10)
         for rank in range(4):
@@ -65,19 +65,19 @@ def test_maps_equal_the_placements() -> None:
             assert assignment.experts_by_rank[rank] == placement.experts(10)
 
 
-def test_an_expert_without_a_place_is_refused() -> None:
+def test_an_expert_without_a_slot_is_refused() -> None:
     with pytest.raises(ShardError, match="every expert"):
         Assignment.of(Placement(ep_size=2), 4).arranged([[0, 1], [2, 2]])
 
 
-def test_load_counts_real_slots_only() -> None:
+def test_load_excludes_padding() -> None:
     load = torch.zeros(4, dtype=torch.int64)
     count_load(load, torch.tensor([[0, 2], [2, -1], [-1, -1]], dtype=torch.int32))
     count_load(load, torch.empty(0, 2, dtype=torch.int32))
     assert load[:3].tolist() == [1, 0, 2]
 
 
-def test_moves_prefer_what_a_rank_has_and_take_turns() -> None:
+def test_moves_prefer_local_copies_and_alternate_among_senders() -> None:
     before = [[0, 1], [2, 3], [0, 1]]
     moves = plan_moves(before, [[1, 0], [0, 0], [2, 1]])
     assert [(m.source, m.source_slot, m.target, m.target_slot) for m in moves] == [
@@ -91,14 +91,14 @@ def test_moves_prefer_what_a_rank_has_and_take_turns() -> None:
     assert [m.stays for m in moves] == [False] * 5 + [True]
 
 
-held = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5)
+arrangements = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
 @settings(max_examples=100, deadline=None)
-@given(held, st.data())
-def test_following_the_moves_gives_what_is_wanted(before: list[list[int]], data: st.DataObject) -> None:
-    known = sorted({e for slots in before for e in slots})
-    after = data.draw(st.lists(st.lists(st.sampled_from(known), max_size=5), min_size=1, max_size=6))
+@given(arrangements, st.data())
+def test_moves_produce_the_new_arrangement(before: list[list[int]], data: st.DataObject) -> None:
+    experts = sorted({e for slots in before for e in slots})
+    after = data.draw(st.lists(st.lists(st.sampled_from(experts), max_size=5), min_size=1, max_size=6))
     moves = plan_moves(before, after)
     places = {(m.target, m.target_slot): before[m.source][m.source_slot] for m in moves}
     assert places == {(r, s): e for r, slots in enumerate(after) for s, e in enumerate(slots)}
@@ -106,7 +106,7 @@ def test_following_the_moves_gives_what_is_wanted(before: list[list[int]], data:
 
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(5)))
-def test_rows_may_be_permuted_in_place(order: list[int]) -> None:
+def test_rows_can_be_permuted_in_place(order: list[int]) -> None:
     rows = [torch.arange(15, dtype=torch.int16).view(5, 3), torch.arange(5, dtype=torch.uint8).view(5, 1)]
     want = [t[order].clone() for t in rows]
     run_moves(plan_moves([list(range(5))], [order]), rows, rows, RankGroup())

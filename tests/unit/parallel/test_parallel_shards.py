@@ -1,16 +1,17 @@
-"""Ranks together compute what one rank computes: every format with its families, in one process."""
+"""The sum over ranks equals the result of one rank: every format with its families, in one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from covering import GATE_SCALE, LAYOUTS, SIZES, Case, cases, is_tame, spellings, tame
+from covering import GATE_SCALE, LAYOUTS, SIZES, Case, cases, families_and_forms, is_tame, tame
 from torch import Tensor
 
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.naming import DOWN
 from lancebill.formats import registry
+from lancebill.layer.parts import pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
@@ -22,16 +23,16 @@ from lancebill.testing.checkpoints import Generated, Geometry, generate
 
 CASES = cases()
 TOKENS = 5
-EXACT = (Activation("silu"), Activation("relu2_no_mul"))  # on tame numbers; limits are not
+EXACT = (Activation("silu"), Activation("relu2_no_mul"))  # on tame weights; activations with limits are not
 
 
 def _load(made: Generated, manifest: Manifest, placement: Placement) -> RoutedExperts:
     options = LoadOptions(placement=placement, dtype=torch.float32, order=BATCH_INVARIANT)
-    return Recipe.make(manifest, 0, options).pull(made.read)
+    return RoutedExperts(pull(Recipe.make(manifest, 0, options), made.read))
 
 
 def _checkpoint(case: Case) -> Generated:
-    """Few experts: five deal out unevenly, two and two copies make four places."""
+    """Few experts: five do not divide evenly over ranks; two with two copies fill four slots."""
     size = Geometry(
         experts=2 if case.redundant else 5,
         hidden=128 if case.example.k == 256 else 256,
@@ -42,7 +43,7 @@ def _checkpoint(case: Case) -> Generated:
 
 
 def _inputs(layer: RoutedExperts, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sparse signs for tokens and halves for weights: nothing to round."""
+    """Sparse +-1 tokens and power-of-two weights: nothing is rounded."""
     g = torch.Generator().manual_seed(1)
     x = torch.zeros(TOKENS, layer.problem.hidden)
     for row in x:
@@ -53,7 +54,7 @@ def _inputs(layer: RoutedExperts, experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _part(layer: RoutedExperts, placement: Placement, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """One rank's share of the output, before any rounding."""
+    """One rank's part of the output, in fp32."""
     experts = layer.problem.global_experts - placement.redundant
     tables = ReplicaTables(Assignment.of(placement, experts), torch.device("cpu"))
     return layer(x, topk_ids=tables.choose(ids), topk_weights=weights, out=torch.empty(x.shape))
@@ -68,15 +69,15 @@ def _tame_checkpoint(made: Generated) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_sum_of_ranks_is_the_single_rank(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_over_ranks_equals_the_single_rank(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.tp > 1:
         monkeypatch.setattr(checkpoints, "random_example", tame)
     made = _checkpoint(case)
     manifest = manifests.build(made.config, made.headers, case.row)
     manifest.check(where=str(case))
     plain = _load(made, manifest, Placement())
-    # Of whole experts' sums every bit is compared: then they are padded alike, as torch may add up a longer row in
-    # another order.
+    # Without tensor parallelism results are compared bitwise. The single rank is then padded in the same way, because
+    # torch may sum a longer row in another order.
     single = _load(made, manifest, Placement(pad_to=case.pad_to)) if case.tp == 1 else plain
     x, ids, weights = _inputs(single, single.problem.experts)
     want = single(x, topk_ids=ids, topk_weights=weights)
@@ -92,14 +93,19 @@ def test_the_sum_of_ranks_is_the_single_rank(case: Case, monkeypatch: pytest.Mon
 
 def test_every_pair_is_covered() -> None:
     formats = registry().values()
-    forms = {(row.family, row.forms.index(form)) for fmt in formats for row, held in spellings(fmt) for form in held}
-    wanted: set[tuple[object, ...]] = {(f.name, row.family) for f in formats for row, _ in spellings(f)}
-    wanted |= {("example", f.name, e.name) for f in formats for e in f.examples()}
-    wanted |= {(f.name, *layout) for f in formats for layout in LAYOUTS}
-    wanted |= {(form, kind, size) for form in forms for kind, sizes in SIZES.items() for size in sizes}
-    shown: set[tuple[object, ...]] = set()
+    forms = {
+        (row.family, row.forms.index(form))
+        for fmt in formats
+        for row, row_forms in families_and_forms(fmt)
+        for form in row_forms
+    }
+    required: set[tuple[object, ...]] = {(f.name, row.family) for f in formats for row, _ in families_and_forms(f)}
+    required |= {("example", f.name, e.name) for f in formats for e in f.examples()}
+    required |= {(f.name, *layout) for f in formats for layout in LAYOUTS}
+    required |= {(form, kind, size) for form in forms for kind, sizes in SIZES.items() for size in sizes}
+    covered: set[tuple[object, ...]] = set()
     for case in CASES:
-        shown |= {(case.format.name, case.row.family), ("example", case.format.name, case.example.name)}
-        shown |= {(case.format.name, case.tp, case.ep, case.redundant)}
-        shown |= {((case.row.family, case.number), kind, vars(case)[kind]) for kind in SIZES}
-    assert not wanted - shown
+        covered |= {(case.format.name, case.row.family), ("example", case.format.name, case.example.name)}
+        covered |= {(case.format.name, case.tp, case.ep, case.redundant)}
+        covered |= {((case.row.family, case.number), kind, getattr(case, kind)) for kind in SIZES}
+    assert not required - covered

@@ -1,7 +1,7 @@
-"""CPUs, at the speed of memory: our own kernels (`lancebill.backends.cpu.native`), every spec of up to 8 bits in one pass.
+"""CPUs, at memory speed: our own kernels (`native`) take every spec of up to 8 bits in one pass over the weights.
 
-Codes are looked up in registers and multiplied as integers, or as tiles where the CPU has them; 16-bit inputs
-keep 16 bits, int8 and fp8 ones are rounded only where the problem says so.
+Codes are looked up in registers and multiplied as integers, or as AMX tiles where the CPU has them. 16-bit inputs
+keep 16 bits; inputs are rounded to int8 or fp8 only where the problem says so.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from lancebill.backends.base import Backend, NoForm, Plan, Reason, Shortcut
+from lancebill.backends.base import Backend, Executor, NoForm, Plan, Reason, TensorTable
 from lancebill.backends.cpu import call, native
+from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.form import matrix_form
 from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.native.abi import IsaLevel
@@ -58,12 +59,11 @@ class Cpu(Backend):
         assert isinstance(plan, CpuPlan)
         if x.numel() == 0:
             return out
-        call.run(_library(), plan, x, dispatch, weights, out)
+        call.run(_library(), plan, call.LayerStructs.make(plan, weights), x, dispatch, out)
         return out
 
-    def shortcut(self, plan: Plan, x: Tensor, weights: Mapping[str, Packed]) -> Shortcut | None:
-        assert isinstance(plan, CpuPlan)
-        return call.Again(_library(), plan, x, weights) if x.numel() and x.dtype in call.FLOAT else None
+    def executor(self, problem: Problem, device: Device, tensors: TensorTable) -> Executor:
+        return CpuExecutor(self, problem, device, tensors, _library())
 
 
 def _library() -> native.Library:

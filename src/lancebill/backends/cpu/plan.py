@@ -6,11 +6,10 @@ benchmarks/results). Few tokens take as long as reading the experts they go to, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lancebill.backends.base import Plan
 from lancebill.backends.cpu.form import CpuForm, matrix_form
-from lancebill.backends.cpu.native import abi
 from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.moe.problem import FAST, Problem
 
@@ -28,16 +27,6 @@ _GFLOPS = {
 }
 
 
-class Structs(dict[tuple[int, ...], tuple[abi.LayerStruct, list[abi.MatrixStruct]]]):
-    """Structs of calls, by the addresses they hold. A copy of them would point to another layer: it starts empty."""
-
-    def __deepcopy__(self, memo: object) -> Structs:
-        return Structs()
-
-    def __reduce__(self) -> tuple[type[Structs], tuple[()]]:
-        return Structs, ()
-
-
 @dataclass(frozen=True)
 class CpuPlan(Plan):
     """A plan serves any number of tokens: the library shares out the work in each call."""
@@ -45,7 +34,6 @@ class CpuPlan(Plan):
     level: IsaLevel = IsaLevel.PORTABLE
     forms: tuple[CpuForm, ...] = ()
     tiles: bool = False  # experts with enough rows are multiplied as bf16 tiles, where the CPU has them
-    layers: Structs = field(default_factory=Structs, compare=False, repr=False)
 
 
 def make_plan(problem: Problem, tokens: int, level: IsaLevel) -> CpuPlan:

@@ -18,6 +18,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
 from lancebill.integrations.transformers.packed_experts import forward_only
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.recipe import WIDE
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed, PlainLayout, as_integer
@@ -123,19 +124,17 @@ def _layer(module: nn.Module, source: ModelExperts, top_k: int) -> RoutedExperts
 
 def _make(source: ModelExperts, top_k: int) -> RoutedExperts:
     problem = pose(source, top_k)
-    layer = RoutedExperts()
     choice = oracle.select(problem, parse_device(str(source.up.device)))
     layout = choice.backend.layout(problem)
     plain = isinstance(layout, PlainLayout) and not source.transposed and not source.interleaved
-    layer.adopt(choice, _shared(source) if plain else pack(choice, source.weights))
-    return layer
+    return RoutedExperts(LayerParts(choice, _shared(source) if plain else pack(choice, source.weights)))
 
 
 def pose(source: ModelExperts, top_k: int) -> Problem:
     """What a module's experts compute, on its weights as they are."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
     shapes, wide, experts = source.shapes(), WIDE[source.up.dtype], int(source.up.shape[0])
-    activation = activation_for(model, names.find(model).family)
+    activation = activation_for(model, names.find_family(model).family)
     if activation.gated != source.gated:
         raise UnsupportedProblem("the model's experts are not as its config says", got=f"gated: {source.gated}")
     return Problem(

@@ -18,6 +18,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
 from lancebill.integrations.transformers.experts_interface import ModelExperts, pack, pose
 from lancebill.integrations.transformers.packed_experts import PackedExperts, places
+from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
 from lancebill.moe.problem import parse_device
@@ -45,7 +46,7 @@ def _packed(
 ) -> RoutedExperts:
     targets, said = weight_targets(weights, index), activation_specs(activations, index)
     model = source.config.to_dict()  # type: ignore[attr-defined]
-    problem = pose(source, routing_for(model, names.find(model).family, index).top_k)
+    problem = pose(source, routing_for(model, names.find_family(model).family, index).top_k)
     assert problem.w2 is not None
     halves = 2 if source.gated else 1
     first = targets.get("w13", problem.w13.spec)
@@ -65,10 +66,7 @@ def _packed(
             "w2": _quantised(dense["w2"], targets.get("w2"), 1),
         }
 
-    layer = RoutedExperts()
-    layer.adopt(choice, pack(choice, quantised))
-    layer.enable_compile()
-    return layer
+    return RoutedExperts(LayerParts(choice, pack(choice, quantised)))
 
 
 def _quantised(weight: LogicalWeight, target: QuantSpec | None, parts: int) -> LogicalWeight:

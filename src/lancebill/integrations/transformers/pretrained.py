@@ -36,8 +36,10 @@ from lancebill.integrations.transformers.experts_interface import register
 from lancebill.integrations.transformers.other_tensors import rest_of
 from lancebill.integrations.transformers.packed_experts import packed_experts, swap
 from lancebill.integrations.transformers.save_pretrained import Origin, save
+from lancebill.layer.parts import pull
 from lancebill.layer.recipe import WIDE, LoadOptions, Recipe
 from lancebill.layer.report import LoadReport
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
@@ -139,7 +141,7 @@ def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: 
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
     for place in places.values():
-        place.experts = Recipe.make(manifest, place.index, options).pull(checkpoint.read)
+        place.experts = RoutedExperts(pull(Recipe.make(manifest, place.index, options), checkpoint.read))
 
 
 def packed_class(base: type[PreTrainedModel]) -> Any:

@@ -15,9 +15,9 @@ from torch import nn
 
 from lancebill.checkpoint.read.config import CONFIG_FILES
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.write.convert import ConvertOptions, convert, prepare
+from lancebill.checkpoint.write.convert import ConvertOptions, convert, plan_conversion
 from lancebill.checkpoint.write.save import CheckpointWriter
-from lancebill.checkpoint.write.target import choose
+from lancebill.checkpoint.write.target import choose_target
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.transformers.gguf_models import check_savable
 from lancebill.layer.recipe import LoadOptions
@@ -96,7 +96,7 @@ def save(
         _copy(origin.checkpoint, folder, overwrite)
         return
     options = ConvertOptions(overwrite=overwrite)
-    convert(origin.checkpoint, folder, prepare(origin.checkpoint, choose(spec, format), options), options)
+    convert(origin.checkpoint, folder, plan_conversion(origin.checkpoint, choose_target(spec, format), options), options)
 
 
 def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:

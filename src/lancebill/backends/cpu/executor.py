@@ -1,0 +1,80 @@
+"""What a layer on the CPU keeps between calls: the structs of its weights, and a prepared call for each batch size.
+
+A decode step takes less than a millisecond, and between two layers of a model the weights evict the interpreter's own
+data from the caches. So a repeated call touches few objects: it copies one struct, sets addresses, calls the library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTable
+from lancebill.backends.call_signature import CallSignature
+from lancebill.backends.cpu import call
+from lancebill.backends.cpu.call import FLOAT, LayerStructs
+from lancebill.backends.cpu.native import Library, abi
+from lancebill.backends.cpu.plan import CpuPlan
+from lancebill.moe.dispatch import Dispatch
+from lancebill.moe.problem import Device, Problem
+
+
+class CpuExecutor(Executor):
+    """Keeps the structs of the weights as long as every address in them is still right."""
+
+    def __init__(
+        self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable, native: Library
+    ) -> None:
+        super().__init__(backend, problem, device, tensors)
+        self.native = native
+        self._structs: tuple[list[int], LayerStructs] | None = None  # and the addresses they hold
+
+    def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        plan = self.plan(x, dispatch)
+        assert isinstance(plan, CpuPlan)
+        if x.numel() == 0:
+            return out
+        _, structs = self._bound(plan)
+        call.run(self.native, plan, structs, x, dispatch, out)
+        return out
+
+    def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
+        assert isinstance(plan, CpuPlan)
+        if x.numel() == 0 or x.dtype not in FLOAT:
+            return None
+        addresses, structs = self._bound(plan)
+        return _fast_call(self.native, plan, structs, addresses, self.tensors, x)
+
+    def forget(self) -> None:
+        super().forget()
+        self._structs = None
+
+    def _bound(self, plan: CpuPlan) -> tuple[list[int], LayerStructs]:
+        addresses = self.tensors.addresses()
+        if self._structs is None or self._structs[0] != addresses:
+            self._structs = addresses, LayerStructs.make(plan, self.tensors.packed())
+        return self._structs
+
+
+def _fast_call(
+    native: Library, plan: CpuPlan, structs: LayerStructs, addresses: list[int], tensors: TensorTable, x: Tensor
+) -> FastCall:
+    """Further calls with as many rows of the same dtype, as long as the weights have not moved."""
+    problem, tokens = plan.problem, x.numel() // plan.problem.hidden
+    fits = CallSignature((tokens, problem.hidden), (tokens, problem.top_k), x.dtype, torch.device("cpu"))
+    template = call.indexed_work(plan, tokens, x.dtype)
+    scratch: dict[int, int] = {}  # bytes, by number of threads
+
+    def fast_call(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        if not fits(x, ids, weights, out) or tensors.addresses() != addresses:
+            return False
+        work, threads = abi.WorkStruct.from_buffer_copy(template), torch.get_num_threads()
+        work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), threads
+        work.ids, work.weights = ids.data_ptr(), weights.data_ptr()
+        size = scratch.get(threads)
+        if size is None:
+            size = scratch[threads] = native.scratch_bytes(structs.layer, work)
+        native.run(structs.layer, work, size)
+        return True
+
+    return fast_call

@@ -1,0 +1,148 @@
+"""The launches of a plan, bound to one layer's weights and one stream's scratch memory.
+
+Every argument that no call changes is written once. The caller's addresses go into one array that all launches
+read; functions that follow the number of tokens (grids, counts) are collected in `resizers`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.hopper import workspace
+from lancebill.backends.hopper.plan import GemmPlan, HopperPlan, scratch
+from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value
+from lancebill.backends.hopper.steps import steps
+from lancebill.jit.driver import Launch, use_context
+from lancebill.jit.load import MappedMatrix, prepare_launch
+from lancebill.jit.load import Value as Bound
+from lancebill.moe.layout import Packed
+from lancebill.moe.problem import INDEXED
+
+Resize = Callable[[int], None]
+_PLACES = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3}  # of the caller's tensors in the array
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """Launches ready to go, but for the caller's addresses and the number of tokens."""
+
+    plan: HopperPlan
+    device: int
+    stream: int
+    lock: Lock  # calls of several threads on one stream take turns: they share scratch memory
+    launches: tuple[Launch, ...]
+    caller: ctypes.Array[ctypes.c_uint64]  # addresses of the caller's tensors
+    mapped: tuple[tuple[Launch, str], ...]  # launches that read x through a tensor map, and the argument's name
+    resizers: tuple[Resize, ...]
+    calling: frozenset[int]  # launches that read a tensor of the caller's
+    scratch: Tensor
+    unit_factors: tuple[Tensor, ...]  # ones, where only the other matrix has stored input factors
+
+    @classmethod
+    def bind(cls, plan: HopperPlan, weights: Mapping[str, Packed], device: torch.device, stream: int) -> Bindings:
+        """Keeps addresses of the weights, not the tensors: a program does not keep a layer's weights alive."""
+        index = device.index or 0
+        if device.type == "cuda":
+            use_context(index)
+        sizes = scratch(plan)
+        memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
+        packed = {name: _with_factors(plan.gemm(name), held) for name, held in weights.items()}
+        tensors: dict[str, Mapping[str, Tensor]] = {
+            SCRATCH: workspace.views(memory, sizes),
+            COUNTERS: {"all": workspace.counters(device, stream)},
+            **packed,
+        }
+        planned, binder = steps(plan), _Binder(plan, device, stream, tensors)
+        return cls(
+            plan,
+            index,
+            stream,
+            workspace.lock(device, stream),
+            tuple(binder.bind(step) for step in planned),
+            binder.caller,
+            tuple(binder.mapped),
+            tuple(binder.resizers),
+            frozenset(i for i, step in enumerate(planned) if any(map(_is_callers, step.values.values()))),
+            memory,
+            tuple(held["pre_scale"] for name, held in packed.items() if held is not weights[name]),
+        )
+
+
+class _Binder:
+    """Binds one step after the other and collects what they have in common."""
+
+    def __init__(
+        self, plan: HopperPlan, device: torch.device, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        assert plan.rule is not None
+        self.device, self.stream, self.tensors, self.overlap = device.index or 0, stream, tensors, plan.rule.overlap
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.caller = (ctypes.c_uint64 * (4 if plan.work == INDEXED else 3))()
+        self.mapped: list[tuple[Launch, str]] = []
+        self.resizers: list[Resize] = []
+
+    def bind(self, step: Step) -> Launch:
+        """One launch. It may start before its predecessor ends, whoever launched that: kernels wait for their
+        predecessor themselves before they touch what it wrote."""
+        values: dict[str, Bound] = {}
+        for name, value in step.values.items():
+            if isinstance(value, Ref):
+                values[name] = _address(value, self.tensors)
+            else:
+                values[name] = 0 if callable(value) else value
+        launch = prepare_launch(step.source, self.device, self.stream, values, dependent=self.overlap)
+        for name, value in step.values.items():
+            if isinstance(value, Ref) and value.owner == CALL and value.mapped is not None:
+                self.mapped.append((launch, name))
+            elif isinstance(value, Ref) and value.owner == CALL:
+                launch.share(name, ctypes.c_uint64.from_buffer(self.caller, 8 * _PLACES[value.name]))
+            elif callable(value):
+                self.resizers.append(_set_integer(launch.integer_slot(name), value))
+        self.resizers.append(self._set_grid(launch, step))
+        return launch
+
+    def _set_grid(self, launch: Launch, step: Step) -> Resize:
+        resident = self.processors * step.persistent
+
+        def resize(tokens: int) -> None:
+            x, y = step.grid(tokens)
+            launch.grid(min(x, resident) if resident else x, y)
+
+        return resize
+
+
+def _is_callers(value: Value) -> bool:
+    return isinstance(value, Ref) and value.owner == CALL
+
+
+def _with_factors(product: GemmPlan, packed: Packed) -> Packed:
+    """Where only the other matrix has stored input factors, this one gets ones."""
+    if not product.scaled or "pre_scale" in packed:
+        return packed
+    codes = packed["codes"]
+    k = product.slices * product.form.slice_columns  # padded: at least as wide as the input
+    return {**packed, "pre_scale": torch.ones(codes.shape[0], k, device=codes.device)}
+
+
+def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
+    """A pointer, or the matrix behind a tensor map; 0 for tensors of the caller."""
+    if ref.owner == CALL:
+        return 0
+    tensor = tensors[ref.owner][ref.name]
+    if ref.mapped is None:
+        return tensor.data_ptr() + ref.offset
+    count = tensor.numel()
+    return MappedMatrix(tensor.data_ptr(), (count // ref.mapped, ref.mapped) if ref.mapped else (count,))
+
+
+def _set_integer(slot: ctypes.c_int32, value: Callable[[int], int]) -> Resize:
+    def resize(tokens: int) -> None:
+        slot.value = value(tokens)
+
+    return resize

@@ -1,0 +1,72 @@
+"""The caller's tensors: checked, copied where kernels cannot read them, and turned into addresses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.hopper.plan import SINGLE, HopperPlan
+from lancebill.backends.hopper.program import ALIGNMENT
+from lancebill.errors import LaunchError
+from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether kernels can read it as it is: contiguous, and aligned for their widest loads."""
+    return tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that kernels can read."""
+    return tensor if is_dense(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def write_back(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+    """Copy rows from a temporary into an output of any dtype and stride; rows of no expert stay untouched."""
+    if isinstance(dispatch, Indexed):
+        return out.copy_(result)
+    places = torch.arange(out.shape[-2], device=out.device)
+    if isinstance(dispatch, Contiguous):
+        owned = (places >= dispatch.offsets[:1]) & (places < dispatch.offsets[-1:])
+    else:
+        owned = places < dispatch.counts.unsqueeze(1)
+    return out.copy_(torch.where(owned.unsqueeze(-1), result.to(out.dtype), out))
+
+
+def caller_addresses(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> tuple[int, ...]:
+    """Addresses of x, out, and ids and weights, or edges. Raises where a tensor is not what the kernels assume."""
+    problem, stored = plan.problem, plan.problem.input.storage
+    columns = problem.w13.n if problem.w2 is None else problem.w2.n
+    for name, tensor, shape in (("x", x, (*x.shape[:-1], problem.hidden)), ("out", out, (*x.shape[:-1], columns))):
+        if tensor.shape != shape:
+            raise LaunchError(f"{name} does not fit", expected=list(shape), got=list(tensor.shape))
+    addresses = []
+    for name, tensor, dtype in (("x", x, stored), ("out", out, stored), *_dispatched(plan, x, dispatch)):
+        addresses.append(tensor.data_ptr())
+        if tensor.dtype != dtype:
+            raise LaunchError(f"{name} has another dtype", expected=dtype, got=tensor.dtype)
+        if tensor.device != x.device:
+            raise LaunchError(f"{name} is on another device", expected=x.device, got=tensor.device)
+        if not tensor.is_contiguous():
+            raise LaunchError("the kernels take contiguous tensors", got=name)
+    return tuple(addresses)
+
+
+def _dispatched(plan: HopperPlan, x: Tensor, dispatch: Dispatch) -> tuple[tuple[str, Tensor, torch.dtype], ...]:
+    """The tensors that say which expert a row belongs to, and the dtype each must have."""
+    experts = plan.problem.experts
+    if isinstance(dispatch, Indexed) and plan.work == INDEXED:
+        ids, weights = dispatch.ids, dispatch.weights
+        if ids.shape != (x.shape[0], plan.problem.top_k) or weights.shape != ids.shape:
+            raise LaunchError("ids and weights do not fit the rows", got=f"{list(ids.shape)}")
+        return ("ids", ids, torch.int32), ("weights", weights, torch.float32)
+    if isinstance(dispatch, Contiguous) and plan.work in (CONTIGUOUS, SINGLE):
+        if dispatch.offsets.shape != (experts + 1,):
+            raise LaunchError("offsets do not fit", expected=f"{experts + 1} of them", got=list(dispatch.offsets.shape))
+        return (("edges", dispatch.offsets, torch.int64),)
+    if isinstance(dispatch, Batched) and plan.work == BATCHED:
+        if dispatch.counts.shape != (experts,) or x.shape[0] != experts:
+            raise LaunchError("counts do not fit", expected=f"{experts} of them", got=list(dispatch.counts.shape))
+        return (("edges", dispatch.counts, torch.int32),)
+    raise LaunchError(f"this plan is for {plan.work} work", got=type(dispatch))

@@ -1,0 +1,64 @@
+"""Everything a layer is made of, as one value: loaders fill it in, the layer is built from it once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.oracle import Choice
+from lancebill.checkpoint.load.load_experts import load_layer
+from lancebill.checkpoint.read.slices import Reader
+from lancebill.checkpoint.resolve.routing_config import routing_for
+from lancebill.layer.recipe import Losses, Recipe
+from lancebill.layer.report import LoadReport
+from lancebill.moe.layout import Packed
+from lancebill.moe.routing import Routing
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Weights in the layout of the chosen backend, and what is known of routing and of where they came from."""
+
+    choice: Choice
+    packed: Mapping[str, Packed]
+    routing: Routing | None = None
+    expert_map: Tensor | None = None  # slot of every global expert, -1 on other ranks; None: all are here, in order
+    router: Mapping[str, Tensor] = field(default_factory=dict)  # by role: bias, correction, table
+    report: LoadReport | None = None
+    recipe: Recipe | None = None  # how tensors of the checkpoint become `packed`: needed to refit the layer
+
+
+def pull(recipe: Recipe, read: Reader) -> LayerParts:
+    """Load every local expert from files, with the router's tensors."""
+    start, losses, packed = time.perf_counter(), Losses(), recipe.allocate()
+    layout = recipe.choice.backend.layout(recipe.choice.problem)
+    load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.options.progress)
+    manifest, index = recipe.manifest, recipe.plan.layer.index
+    roles = manifest.naming.router.names(index)
+    router = {role: read(name, ()) for name, role in roles.items() if name in manifest.tensors}
+    report = recipe.report(packed, time.perf_counter() - start, losses.held, layout.notes())
+    return assemble(recipe, packed, router, report)
+
+
+def assemble(
+    recipe: Recipe, packed: Mapping[str, Packed], router: Mapping[str, Tensor], report: LoadReport | None
+) -> LayerParts:
+    """Packed weights of a recipe with all that follows from its metadata."""
+    manifest, stored, placement = recipe.manifest, recipe.plan.layer, recipe.options.placement
+    device = recipe.choice.device.torch
+    expert_map = None
+    if placement.ep_size > 1 or placement.redundant:
+        expert_map = torch.tensor(placement.expert_map(stored.experts), dtype=torch.int32, device=device)
+    return LayerParts(
+        recipe.choice,
+        packed,
+        recipe.options.routing or routing_for(manifest.config.model, manifest.naming.family, stored.index),
+        expert_map,
+        {role: tensor.to(device) for role, tensor in router.items()},
+        report,
+        recipe,
+    )

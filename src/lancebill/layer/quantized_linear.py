@@ -1,0 +1,81 @@
+"""`QuantizedLinear`: one matrix through the same backends as the experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lancebill.backends import oracle
+from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, combine_input_scales
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve.other_modules import find_module
+from lancebill.formats import detect
+from lancebill.layer.packed_module import PackedModule
+from lancebill.layer.recipe import wide_inputs
+from lancebill.layer.rules import activation_specs, weight_targets
+from lancebill.moe.dispatch import Contiguous
+from lancebill.moe.layout import W13, MatrixShape
+from lancebill.moe.problem import Problem
+from lancebill.numbers.codec import requantize
+from lancebill.numbers.spec import QuantSpec
+
+
+class QuantizedLinear(PackedModule):
+    """y = x @ W.T + b."""
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path | Checkpoint,
+        module: str,
+        *,
+        device: str = "cpu",
+        backend: str = oracle.AUTO,
+        weights: str | QuantSpec | None = None,
+        activations: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedLinear:
+        """Any linear module of a checkpoint, by its name."""
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+        stored = find_module(checkpoint.config, checkpoint.headers, checkpoint.read, module)
+        weight = load_projection(checkpoint.read, stored)
+        target = weight_targets(weights, 0).get(W13)
+        if target is not None:
+            weight, _ = requantize(weight, target)
+        shape = MatrixShape(W13, weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
+        wide = wide_inputs(dtype)
+        spec = activation_specs(activations, 0).get(W13, wide)
+        if spec is None:
+            header = stored.as_module(checkpoint.headers)
+            spec = detect(checkpoint.config).activations(checkpoint.config, header) or wide
+        problem = Problem(
+            shape,
+            None,
+            experts=1,
+            global_experts=1,
+            top_k=1,
+            input=wide.spec.dtype,
+            activations=spec,
+            pre_scale=FACTORS in stored.sources,
+        )
+        choice = oracle.select(problem, device, backend)
+        layout = choice.backend.layout(problem)
+        inputs = allocate_inputs(stored.sources, spec, shape.k, 1, choice.device.torch, module)
+        packed = {**layout.allocate(shape, 1, choice.device.torch), **inputs}
+        rows = {name: t[0] for name, t in packed.items()}
+        layout.pack(shape, weight, rows)
+        combine_input_scales([weight.inputs]).write(rows)
+        return cls(choice, {W13: packed})
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        self._check_input(rows)
+        out = rows.new_empty(rows.shape[0], self.problem.w13.n)
+        if rows.shape[0]:
+            # [0, rows], made on the device without a copy from the host.
+            offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)
+            self.executor.run(rows, Contiguous(offsets), out)
+        return out.view(*x.shape[:-1], -1)

@@ -1,0 +1,173 @@
+"""A layer computes with the weights it has now, whatever was done to them between two calls.
+
+Fast calls hold addresses, and no version counter sees `parameter.data = ...`. So for every tensor a layer holds, and
+every way to replace it, the call after must equal that of a fresh layer with the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lancebill.backends import oracle
+from lancebill.backends.registry import registry
+from lancebill.checkpoint.resolve.naming import TABLE
+from lancebill.errors import MissingTensor
+from lancebill.layer.parts import LayerParts
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.problem import Device
+from lancebill.testing.checkpoints import Geometry, generate, save
+from lancebill.testing.conformance import all_examples
+from lancebill.testing.layers import layer_problem, make_layer, routing
+
+CPU = Device("cpu")
+PROBLEM = layer_problem("int4-g32-zp", "int8", hidden=128, intermediate=64, experts=4, top_k=2, bias=True)
+BACKEND = "cpu" if not list(registry()["cpu"].check(PROBLEM, CPU)) else "torch-cpu"
+
+
+def fresh() -> RoutedExperts:
+    return RoutedExperts(LayerParts(oracle.select(PROBLEM, CPU, BACKEND), make_layer(PROBLEM, BACKEND, "cpu").weights))
+
+
+def compute(layer: RoutedExperts, tokens: int = 3) -> Tensor:
+    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
+    routed = routing(PROBLEM, tokens, 0, "cpu")
+    return layer(x, topk_ids=routed.ids, topk_weights=routed.weights)
+
+
+def warm(layer: RoutedExperts) -> Tensor:
+    """Two calls: the second is a fast one, where the backend has such."""
+    compute(layer)
+    return compute(layer)
+
+
+def changed(tensor: Tensor) -> Tensor:
+    """Other bits that are valid weights: the rows of the experts in another order."""
+    return tensor.flip(0).clone()
+
+
+def by_data(layer: RoutedExperts, name: str, value: Tensor) -> None:
+    layer.get_parameter(name).data = value
+
+
+def by_parameter(layer: RoutedExperts, name: str, value: Tensor) -> None:
+    layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def by_dictionary(layer: RoutedExperts, name: str, value: Tensor) -> None:
+    """As torch.func.functional_call and parametrizations do it."""
+    layer._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+
+def in_place(layer: RoutedExperts, name: str, value: Tensor) -> None:
+    layer.get_parameter(name).data.copy_(value)
+
+
+def by_adopting(layer: RoutedExperts, name: str, value: Tensor) -> None:
+    packed = layer.packed
+    matrix, _, own = name.partition("_")
+    packed[matrix][own] = value
+    layer.adopt(layer.choice, packed)
+
+
+WAYS = (by_data, by_parameter, by_dictionary, in_place, by_adopting)
+NAMES = [name for name, _ in fresh().named_parameters()]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_may_be_replaced(name: str, way: Callable[[RoutedExperts, str, Tensor], None]) -> None:
+    layer, expected = fresh(), fresh()
+    before = warm(layer)
+    value = changed(layer.get_parameter(name).data)
+    way(layer, name, value.clone())
+    in_place(expected, name, value)
+    want = compute(expected)
+    assert torch.equal(compute(layer), want) and torch.equal(compute(layer), want)
+    assert torch.equal(value, layer.get_parameter(name).data)
+    if not torch.equal(value, fresh().get_parameter(name).data):
+        assert not torch.equal(before, want), "the test must notice a stale tensor"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deleted_tensor_is_missed(name: str) -> None:
+    layer = fresh()
+    warm(layer)
+    del layer._parameters[name]
+    with pytest.raises(MissingTensor, match=name):
+        compute(layer)
+
+
+def test_moves_and_copies() -> None:
+    layer = fresh()
+    want = warm(layer)
+    layer.to(torch.float16)  # integer storage: nothing is rounded
+    assert torch.equal(compute(layer), want)
+    twin = copy.deepcopy(layer)
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    assert torch.equal(warm(twin), want) and not torch.equal(compute(layer), want)
+
+
+def test_rehoming_takes_other_buffers() -> None:
+    layer, other = fresh(), fresh()
+    warm(layer)
+    for parameter in other.parameters():
+        parameter.data = changed(parameter.data)
+    want = warm(other)
+    layer.rehome(other.packed, range(4), range(4))
+    assert torch.equal(compute(layer), want)
+
+
+def test_a_refit_is_computed_with(tmp_path: Path) -> None:
+    example = next(example for fmt, example in all_examples() if fmt.name == "gptq")
+    row = next(row for row in TABLE if row.family == "qwen3_moe")
+    size = Geometry(experts=4, hidden=128, intermediate=128, top_k=2)
+    old, new = (generate(example, row, row.forms[0], size, seed=seed) for seed in (1, 2))
+    layer = RoutedExperts.from_checkpoint(save(old, tmp_path / "old"), layer=0)
+    fresh_layer = RoutedExperts.from_checkpoint(save(new, tmp_path / "new"), layer=0)
+    x = torch.randn(3, 128).bfloat16()
+    ids, weights = torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32), torch.full((3, 2), 0.5)
+    for _ in range(2):
+        layer(x, topk_ids=ids, topk_weights=weights)
+    layer.load_weights(new.tensors.items())
+    layer.finish()
+    want = fresh_layer(x, topk_ids=ids, topk_weights=weights)
+    assert torch.equal(layer(x, topk_ids=ids, topk_weights=weights), want)
+
+
+def test_comparing_all_addresses_is_cheap() -> None:
+    table = fresh().executor.tensors
+    best = min(_seconds(table.addresses, 1000) for _ in range(20))
+    assert best < 4e-6  # 2 us on an idle core; other tests may share its caches
+
+
+def _seconds(call: Callable[[], object], times: int) -> float:
+    start = time.process_time()
+    for _ in range(times):
+        call()
+    return (time.process_time() - start) / times
+
+
+def test_dropped_layers_leave_nothing_behind() -> None:
+    """200 layers, loaded, called and dropped: nothing of ours grows."""
+    warm(fresh())
+    gc.collect()
+    before, executors = len(gc.get_objects()), []
+    for _ in range(200):
+        layer = fresh()
+        warm(layer)
+        executors.append(weakref.ref(layer.executor))
+    del layer
+    gc.collect()
+    assert not [ref for ref in executors if ref() is not None]
+    executors.clear()
+    assert len(gc.get_objects()) - before < 200
