@@ -1,7 +1,7 @@
-"""Formats with their families over parallel layouts: which cases to run, and data that is exact.
+"""Covering cases of formats, families and parallel layouts, and weights whose results are exact.
 
-Every format meets each of its families, each of its examples and all 18 layouts; every form of a
-family meets every size of each kind. `test_every_pair_is_covered` holds that.
+Every format is combined with each of its families, each of its examples and all 18 layouts; every naming form is
+combined with every tp, ep and redundancy. `test_every_pair_is_covered` checks this.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lancebill.testing.weights import random_example
 SIZES = {"tp": (1, 2, 4), "ep": (1, 2, 4), "redundant": (0, 2)}
 Layout = tuple[int, int, int]
 LAYOUTS = tuple(itertools.product(*SIZES.values()))
-PAD_TO = 384  # every size below is padded by it to more than it is
-# Pairs that no checkpoint can be: DBRX's flat stack has no place for one state a matrix, and
-# DeepSeek-V4 spells fp8 in a format of its own.
+PAD_TO = 384  # pads every intermediate size used here
+# Combinations that cannot exist: DBRX's flat stack cannot store one quant state per matrix, and DeepSeek-V4 has its own
+# fp8 format.
 IMPOSSIBLE = {("bitsandbytes", "dbrx", 0), *(("fp8", "deepseek_v4", form) for form in range(3))}
-GATE_SCALE = 128.0  # silu(128 n) is 128 n or 0, exactly
+GATE_SCALE = 128.0  # silu(128 n) is exactly 128 n or 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A format's example in a family's form, cut and dealt out."""
+    """A format's example in a family's naming form, under a parallel layout."""
 
     format: Format
     example: Example
@@ -63,19 +63,21 @@ class Case:
             yield Placement(tp, self.tp, ep, self.ep, self.strategy, self.redundant, self.pad_to)
 
 
-def spellings(fmt: Format) -> list[tuple[Naming, list[NameForm]]]:
-    """The families a format's checkpoints come in, with the forms it can be spelled in."""
-    own = {e.config.model.get("model_type") for e in fmt.examples()} - {None}
-    rows = [row for row in TABLE if (own & set(row.model_types) if own else row.family != "gguf")]
-    held = [(row, [f for i, f in enumerate(row.forms) if (fmt.name, row.family, i) not in IMPOSSIBLE]) for row in rows]
-    return [(row, forms) for row, forms in held if forms]
+def families_and_forms(fmt: Format) -> list[tuple[Naming, list[NameForm]]]:
+    """The families that a format is used with, and their possible naming forms."""
+    model_types = {e.config.model.get("model_type") for e in fmt.examples()} - {None}
+    rows = [row for row in TABLE if (model_types & set(row.model_types) if model_types else row.family != "gguf")]
+    possible = [
+        (row, [f for i, f in enumerate(row.forms) if (fmt.name, row.family, i) not in IMPOSSIBLE]) for row in rows
+    ]
+    return [(row, forms) for row, forms in possible if forms]
 
 
 def cases() -> list[Case]:
-    """The selection, the same every time."""
+    """The cases; deterministic."""
     chosen, chance = [], random.Random(0)
     for number, fmt in enumerate(registry().values()):
-        examples, rows = list(fmt.examples()), spellings(fmt)
+        examples, rows = list(fmt.examples()), families_and_forms(fmt)
         layouts = chance.sample(LAYOUTS, len(LAYOUTS))
         for i in range(max(len(examples), len(rows), len(LAYOUTS))):
             row, forms = rows[i % len(rows)]
@@ -91,38 +93,38 @@ def _case(chance: random.Random, fmt: Format, example: Example, row: Naming, for
 
 
 def _completed(chance: random.Random, chosen: list[Case]) -> Iterator[Case]:
-    """For every form the sizes it has not met yet, as many at a time as there are."""
+    """More cases, so that every form is combined with every size."""
     by_form: dict[tuple[str, int], list[Case]] = {}
     for case in chosen:
         by_form.setdefault((case.row.family, case.number), []).append(case)
-    for met in by_form.values():
+    for covered in by_form.values():
         tp, ep, redundant = (
-            [v for v in values if v not in {vars(c)[kind] for c in met}] for kind, values in SIZES.items()
+            [v for v in values if v not in {getattr(c, kind) for c in covered}] for kind, values in SIZES.items()
         )
         for layout in itertools.zip_longest(tp, ep, redundant):
-            case = met[0]
+            case = covered[0]
             filled = [given if given is not None else chance.choice(v) for given, v in zip(layout, SIZES.values())]
             yield _case(chance, case.format, case.example, case.row, case.form, (filled[0], filled[1], filled[2]))
 
 
 def tame(example: Example, n: int, k: int, seed: int, order_seed: int = 0) -> LogicalWeight:
-    """Like `random_example`, with small integers for values wherever the scheme can hold them.
+    """Like `random_example`, but with small integer weights where the scheme can store them.
 
-    Gate and up come in multiples of 128: then silu is exact, every product and sum is, and the order
-    of sums does not matter. Seeds follow `checkpoints.generate` with its default seed.
+    Gate and up are multiples of 128. Then silu and all products and sums are exact, and the order of sums does not
+    matter. Seeds follow `checkpoints.generate` with its default seed.
     """
     weight = random_example(example, n, k, seed, order_seed)
     factor = 1.0 if is_down(seed) else GATE_SCALE
     generator = torch.Generator().manual_seed(seed)
-    made = replace(weight, **_small_values(weight, factor, generator))
+    exact = replace(weight, **_small_values(weight, factor, generator))
     if weight.bias is not None:
-        whole = torch.randint(-2, 3, (n,), generator=generator) * (GATE_SCALE**2 if is_down(seed) else GATE_SCALE)
-        made = replace(made, bias=whole.to(weight.bias.dtype))
+        bias = torch.randint(-2, 3, (n,), generator=generator) * (GATE_SCALE**2 if is_down(seed) else GATE_SCALE)
+        exact = replace(exact, bias=bias.to(weight.bias.dtype))
     try:
-        example.scheme.encode(made)
+        example.scheme.encode(exact)
     except CannotEncode:
         return weight
-    return made
+    return exact
 
 
 def is_down(seed: int) -> bool:
@@ -143,14 +145,14 @@ def _small_values(weight: LogicalWeight, factor: float, generator: torch.Generat
     if zero is not None and spec.zero is not None:
         middle = float(spec.zero.dtype.decode(zero.flatten()[:1]))
         zero = torch.full_like(zero, zero.flatten()[0].item())
-    legal = [c for c in spec.dtype.valid_codes if abs(spec.dtype.table[c] - middle) in (0, 0.5, 1, 2)]
-    codes = torch.tensor(legal or [0], dtype=torch.uint8)
+    small = [c for c in spec.dtype.valid_codes if abs(spec.dtype.table[c] - middle) in (0, 0.5, 1, 2)]
+    codes = torch.tensor(small or [0], dtype=torch.uint8)
     scales, left = [], factor
     for level, tensor in zip(spec.scales, weight.scales):
-        wanted = 1 / left if level.op == DIV else left
-        taken = _exactly(level.dtype, wanted)
-        scales.append(_filled(level, tensor, wanted if taken else 1.0))
-        left = 1.0 if taken else left
+        scale = 1 / left if level.op == DIV else left
+        exact = _is_exact(level.dtype, scale)
+        scales.append(_filled(level, tensor, scale if exact else 1.0))
+        left = 1.0 if exact else left
     return {
         "codes": codes[torch.randint(len(codes), weight.codes.shape, generator=generator)],
         "scales": tuple(scales),
@@ -159,7 +161,7 @@ def _small_values(weight: LogicalWeight, factor: float, generator: torch.Generat
     }
 
 
-def _exactly(dtype: DType, value: float) -> bool:
+def _is_exact(dtype: DType, value: float) -> bool:
     return float(dtype.decode(dtype.encode(torch.tensor([value])))) == value
 
 

@@ -1,4 +1,4 @@
-"""The same over NCCL, on one GPU: a world of one, with real collectives, and in a CUDA graph."""
+"""Expert parallelism with NCCL on one GPU: a group of one rank with real collectives, and a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from scenes import batches, checkpoint, close, load, run
+from scenes import batches, checkpoint, close, load, run_layer
 from torch import Tensor
 
 from lancebill.backends.base import Plan
@@ -40,11 +40,11 @@ def _on_gpu(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
     return x, ids, weights
 
 
-def test_both_forms_over_nccl(mesh: Mesh) -> None:
+def test_both_forms_with_nccl(mesh: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp")
     layer = load(made, device="cuda:0", backend="reference")
     x, ids, weights = _on_gpu(batches(layer, (9,), range(8))[0])
-    want = run(layer, (x, ids, weights))
+    want = run_layer(layer, (x, ids, weights))
     tables = ReplicaTables(Assignment.of(Placement(), 8), GPU)
     indexed = Indexed(tables.choose(ids), weights)
     out = all_to_all.forward(layer, mesh.ep, tables, x, indexed, torch.empty_like(x), torch.float32)
@@ -55,21 +55,21 @@ def test_both_forms_over_nccl(mesh: Mesh) -> None:
     assert empty.shape == (0, 128)
 
 
-def test_moves_over_nccl(mesh: Mesh) -> None:
+def test_moves_with_nccl(mesh: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp", experts=6)
     placement = mesh.placement(redundant=2)
     layer = load(made, placement, device="cuda:0", backend="reference", order="batch-invariant")
     experts = ExpertParallel(layer, mesh, placement)
     given = _on_gpu(batches(layer, (9,), range(6))[0])
-    before = run(experts, given)
+    before = run_layer(experts, given)
     experts.arrange(experts.assignment.arranged([[5, 4, 3, 2, 1, 0, 3, 3]]))
-    assert torch.equal(run(experts, given), before)
+    assert torch.equal(run_layer(experts, given), before)
     experts.resize(mesh, redundant=0)
-    assert torch.equal(run(experts, given), before)
+    assert torch.equal(run_layer(experts, given), before)
 
 
 class Unbranched(Reference):
-    """Every expert on every row, masked: slow, but nothing is read back by the host."""
+    """Computes every expert on every row and masks: slow, but the host reads nothing back."""
 
     name = "unbranched"
 
@@ -82,16 +82,16 @@ class Unbranched(Reference):
         return out.copy_(total)
 
 
-def test_the_gather_form_is_captured_in_a_graph(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gather_form_can_be_captured_in_a_graph(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     made = checkpoint("dense")
     layer = load(made, device="cuda:0", backend="reference")
     monkeypatch.setattr(type(layer.choice), "backend", property(lambda choice: Unbranched()))
     tables = ReplicaTables(Assignment.of(Placement(), 8), GPU)
     first, second = (_on_gpu(given) for given in batches(layer, (9, 9), range(8)))
-    held = tuple(tensor.clone() for tensor in first)
+    static_inputs = tuple(tensor.clone() for tensor in first)
 
     def step() -> Tensor:
-        x, ids, weights = held
+        x, ids, weights = static_inputs
         return gather.forward(layer, mesh.ep, 16, x, Indexed(tables.choose(ids), weights), torch.float32)
 
     stream = torch.cuda.Stream()
@@ -102,8 +102,8 @@ def test_the_gather_form_is_captured_in_a_graph(mesh: Mesh, monkeypatch: pytest.
     with torch.cuda.graph(graph):
         out = step()
     for given in (first, second):
-        for target, tensor in zip(held, given):
+        for target, tensor in zip(static_inputs, given):
             target.copy_(tensor)
         graph.replay()
         torch.cuda.synchronize()
-        assert close(out, run(layer, given))
+        assert close(out, run_layer(layer, given))

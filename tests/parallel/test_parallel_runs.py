@@ -1,10 +1,21 @@
-"""Experts over processes give what one process gives: real worlds of two and four, over gloo."""
+"""Results of two and four processes with gloo equal those of one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from scenes import TOP_K, alone, batches, checkpoint, close, load, must, pushed, run, spread
+from scenes import (
+    TOP_K,
+    batches,
+    checkpoint,
+    close,
+    load,
+    load_by_pushing,
+    load_parallel,
+    require,
+    run_layer,
+    single_rank_result,
+)
 from torch import Tensor, nn
 from worlds import run_world
 
@@ -18,7 +29,7 @@ from lancebill.parallel import GATHER, ExpertParallel, Mesh
 UNEQUAL = ((5, 3, 0, 7), (1, 0, 0, 0), (4, 4, 4, 4), (0, 0, 0, 0))
 
 
-def test_four_ranks_of_experts() -> None:
+def test_expert_parallel_on_four_ranks() -> None:
     run_world(4, _four_ranks)
 
 
@@ -28,14 +39,14 @@ def _four_ranks(rank: int) -> None:
         made = checkpoint(fmt, variant, family)
         single = load(made)
         for strategy in ("linear", "round_robin"):
-            experts = spread(made, mesh, strategy=strategy)
+            experts = load_parallel(made, mesh, strategy=strategy)
             for counts in UNEQUAL:
                 _check_bitwise(experts, single, counts, rank, range(8))
-            _check_bitwise(experts, single, (6, 2, 0, 1), rank, range(1, 1 + TOP_K))  # five experts get nothing
-        gathered = spread(made, mesh, strategy="round_robin", form=GATHER, max_tokens=7)
+            _check_bitwise(experts, single, (6, 2, 0, 1), rank, range(1, 1 + TOP_K))  # five experts get no tokens
+        gathered = load_parallel(made, mesh, strategy="round_robin", form=GATHER, max_tokens=7)
         for counts in UNEQUAL:
             given = batches(single, counts, range(8))
-            must(close(run(gathered, given[rank]), alone(single, given, rank)))
+            require(close(run_layer(gathered, given[rank]), single_rank_result(single, given, rank)))
     _uneven_and_redundant(rank, mesh)
     _disagreement(rank, mesh)
 
@@ -44,59 +55,65 @@ def _check_bitwise(
     experts: nn.Module, single: RoutedExperts, counts: tuple[int, ...], rank: int, routed: range
 ) -> None:
     given = batches(single, counts, routed)
-    must(torch.equal(run(experts, given[rank]), alone(single, given, rank)), f"{counts}, rank {rank}")
+    require(
+        torch.equal(run_layer(experts, given[rank]), single_rank_result(single, given, rank)), f"{counts}, rank {rank}"
+    )
 
 
 def _uneven_and_redundant(rank: int, mesh: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp", experts=6)
-    _check_bitwise(spread(made, mesh), load(made), (5, 3, 0, 7), rank, range(6))
-    copied = spread(made, mesh, redundant=2, order=BATCH_INVARIANT)
-    must(copied.assignment.experts_by_rank == ((0, 1), (2, 3), (4, 5), (0, 1)))
+    _check_bitwise(load_parallel(made, mesh), load(made), (5, 3, 0, 7), rank, range(6))
+    copied = load_parallel(made, mesh, redundant=2, order=BATCH_INVARIANT)
+    require(copied.assignment.experts_by_rank == ((0, 1), (2, 3), (4, 5), (0, 1)))
     single = load(made, order=BATCH_INVARIANT)
     _check_bitwise(copied, single, (5, 3, 0, 7), rank, range(6))
     real = sum(int((ids >= 0).sum()) for _, ids, _ in batches(single, (5, 3, 0, 7), range(6)))
-    must(sum(copied.logical_load()) == real, "padding is not counted, everything else is, once")
+    require(sum(copied.logical_load()) == real, "every slot but padding is counted once")
 
 
 def _disagreement(rank: int, mesh: Mesh) -> None:
     made = checkpoint("gptq", "int8" if rank == 2 else "int4")
     with pytest.raises(RanksDisagree, match="rank 2: "):
-        spread(made, mesh)
+        load_parallel(made, mesh)
 
 
-def test_two_ranks() -> None:
+def test_expert_or_tensor_parallel_on_two_ranks() -> None:
     run_world(2, _two_ranks)
 
 
 def _two_ranks(rank: int) -> None:
     experts, tensors = Mesh.make(ep=2), Mesh.make(tp=2)
-    _check_bitwise(spread(checkpoint("dense"), experts), load(checkpoint("dense")), (4, 9), rank, range(8))
+    _check_bitwise(load_parallel(checkpoint("dense"), experts), load(checkpoint("dense")), (4, 9), rank, range(8))
     weighted = checkpoint("dense", family="llama4")
-    for form in ({}, {"form": GATHER, "max_tokens": 9}):  # one slot a token: both forms are exact
-        _check_bitwise(spread(weighted, experts, **form), load(weighted), (4, 9), rank, range(8))
+    for form in ({}, {"form": GATHER, "max_tokens": 9}):  # one slot per token: both forms are exact
+        _check_bitwise(load_parallel(weighted, experts, **form), load(weighted), (4, 9), rank, range(8))
     static = checkpoint("modelopt", "FP8")
     options = {"activations": "checkpoint"}
-    _check_bitwise(spread(static, experts, **options), load(static, **options), (4, 9), rank, range(8))
+    _check_bitwise(load_parallel(static, experts, **options), load(static, **options), (4, 9), rank, range(8))
     for made in (
         checkpoint("gptq", "int4-g64:fp16-zp"),
         checkpoint("mxfp4", family="gpt_oss"),
     ):  # the second has biases
         single = load(made, activations="fp32")
         given = batches(single, (7,), range(8))
-        must(close(run(spread(made, tensors, activations="fp32"), given[0]), run(single, given[0]), 4e-3))
+        require(
+            close(
+                run_layer(load_parallel(made, tensors, activations="fp32"), given[0]), run_layer(single, given[0]), 4e-3
+            )
+        )
     _routed(rank, experts, tensors)
 
 
 def _routed(rank: int, experts: Mesh, tensors: Mesh) -> None:
-    """Routing inside; zero experts and shared experts count once, whatever is summed."""
+    """`forward_routed`: zero experts and shared experts are added once, not once per rank."""
     made, routing = checkpoint("gptq", "int4-g64:fp16-zp"), Routing(TOP_K, zero_experts=2, renormalize=True)
     for mesh, tokens in ((experts, 3 + 4 * rank), (tensors, 5)):
-        single, parallel = load(made, routing=routing), spread(made, mesh, routing=routing)
+        single, parallel = load(made, routing=routing), load_parallel(made, mesh, routing=routing)
         single.shared_experts = parallel.layer.shared_experts = _Double()
         x, _, _ = batches(single, (tokens,), range(8))[0]
         logits = torch.randn(tokens, 10, generator=torch.Generator().manual_seed(rank if mesh is experts else 0))
         want = single.forward_routed(x, logits)
-        must(close(parallel.forward_routed(x, logits), want))
+        require(close(parallel.forward_routed(x, logits), want))
 
 
 class _Double(nn.Module):
@@ -104,37 +121,41 @@ class _Double(nn.Module):
         return 2 * x
 
 
-def test_both_kinds_at_once() -> None:
+def test_expert_and_tensor_parallel_together() -> None:
     run_world(4, _both_kinds)
 
 
 def _both_kinds(rank: int) -> None:
     mesh = Mesh.make(tp=2, ep=2)
-    must((mesh.tp.rank, mesh.ep.rank, mesh.tp.ranks[0]) == (rank % 2, rank // 2, rank // 2 * 2))
+    require((mesh.tp.rank, mesh.ep.rank, mesh.tp.ranks[0]) == (rank % 2, rank // 2, rank // 2 * 2))
     for fmt, family in (("gptq", "qwen3_moe"), ("mxfp4", "gpt_oss")):
         made = checkpoint(fmt, family=family)
         single = load(made, activations="fp32")
         for form in ({}, {"form": GATHER, "max_tokens": 8}):
-            experts = spread(made, mesh, activations="fp32", **form)
+            experts = load_parallel(made, mesh, activations="fp32", **form)
             for counts in ((6, 8), (0, 3)):
                 given = batches(single, counts, range(8))
-                must(close(run(experts, given[mesh.ep.rank]), alone(single, given, mesh.ep.rank), 4e-3))
+                require(
+                    close(
+                        run_layer(experts, given[mesh.ep.rank]), single_rank_result(single, given, mesh.ep.rank), 4e-3
+                    )
+                )
 
     _fewer_expert_ranks(rank, mesh, Mesh.make(tp=2, ep=1, ranks=(0, 1)))
 
 
 def _fewer_expert_ranks(rank: int, mesh: Mesh, half: Mesh) -> None:
-    """Each slice of an expert moves between ranks that hold the same slice."""
+    """Each slice of an expert moves between ranks that hold the same slice index."""
     made = checkpoint("gptq", "int4-g64:fp16-zp")
-    experts = spread(made, mesh, order=BATCH_INVARIANT)
+    experts = load_parallel(made, mesh, order=BATCH_INVARIANT)
     given = batches(experts.layer, (6, 6), range(8))[0]
-    before = run(experts, given)
+    before = run_layer(experts, given)
     experts.resize(half)
     if rank < 2:
-        must(torch.equal(run(experts, given), before))
+        require(torch.equal(run_layer(experts, given), before))
 
 
-def test_moves() -> None:
+def test_moving_experts_between_ranks() -> None:
     run_world(4, _moves)
 
 
@@ -149,77 +170,79 @@ def _moves(rank: int) -> None:
 def _rebalance(rank: int, mesh: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp", experts=6)
     single = load(made, order=BATCH_INVARIANT)
-    experts = spread(made, mesh, redundant=2, order=BATCH_INVARIANT)
+    experts = load_parallel(made, mesh, redundant=2, order=BATCH_INVARIANT)
     given = batches(single, (9, 5, 0, 7), range(6))
-    before = run(experts, given[rank])
-    run(experts, batches(single, (20, 20, 20, 20), range(TOP_K), seed=1)[rank])  # three experts do most
+    before = run_layer(experts, given[rank])
+    run_layer(
+        experts, batches(single, (20, 20, 20, 20), range(TOP_K), seed=1)[rank]
+    )  # three experts get most of the load
     old = experts.assignment
     experts.rebalance()
-    must(experts.assignment.logical != old.logical)
-    must(sum(experts.logical_load()) == 0)
-    must(torch.equal(run(experts, given[rank]), before))
-    must(torch.equal(before, alone(single, given, rank)))
+    require(experts.assignment.logical != old.logical)
+    require(sum(experts.logical_load()) == 0)
+    require(torch.equal(run_layer(experts, given[rank]), before))
+    require(torch.equal(before, single_rank_result(single, given, rank)))
     _check_rows(experts, single)
     saved = experts.state_dict()
-    fresh = spread(made, mesh, redundant=2, order=BATCH_INVARIANT)
+    fresh = load_parallel(made, mesh, redundant=2, order=BATCH_INVARIANT)
     fresh.load_state_dict(saved)
-    must(fresh.assignment == experts.assignment)
-    must(torch.equal(run(fresh, given[rank]), before))
+    require(fresh.assignment == experts.assignment)
+    require(torch.equal(run_layer(fresh, given[rank]), before))
 
 
 def _check_rows(experts: ExpertParallel, single: RoutedExperts) -> None:
-    """Every slot holds, bit for bit, the expert the assignment says."""
+    """Every slot holds bitwise the weights of its assigned expert."""
     held = experts.assignment.experts_by_rank[experts.mesh.ep.rank]
     for mine, whole in zip(experts.layer.expert_weights(), single.expert_weights()):
-        must(torch.equal(mine, whole[list(held)]))
+        require(torch.equal(mine, whole[list(held)]))
 
 
 def _refit(rank: int, mesh: Mesh) -> None:
-    """Weights pushed after a move land where their experts now are, also those of newcomers whose
-    headers this rank never saw."""
+    """Weights pushed after a move go to the new slots of their experts, also on a rank that never saw the headers of an
+    expert that moved to it."""
     made, other = checkpoint("gptq", "int4-g64:fp16-zp"), checkpoint("gptq", "int4-g64:fp16-zp", seed=1)
     single = load(other)
     given = batches(single, (5, 3, 0, 7), range(8))
-    for make in (load, pushed):
-        experts = spread(made, mesh, make=make)
+    for make in (load, load_by_pushing):
+        experts = load_parallel(made, mesh, make=make)
         experts.arrange(
             experts.assignment.arranged([[(e + 3) % 8 for e in slots] for slots in experts.assignment.experts_by_rank])
         )
-        must(experts.layer.load_weights(other.tensors.items()) == set(other.tensors))
+        require(experts.layer.load_weights(other.tensors.items()) == set(other.tensors))
         experts.layer.finish()
-        must(torch.equal(run(experts, given[rank]), alone(single, given, rank)))
+        require(torch.equal(run_layer(experts, given[rank]), single_rank_result(single, given, rank)))
 
 
 def _moved_inputs(rank: int, mesh: Mesh) -> None:
-    """An expert's static input scales go with it."""
+    """An expert's static input scales move with it."""
     made = checkpoint("modelopt", "FP8", experts=8)
     options = {"activations": "checkpoint", "order": BATCH_INVARIANT}
-    single, experts = load(made, **options), spread(made, mesh, **options)
+    single, experts = load(made, **options), load_parallel(made, mesh, **options)
     given = batches(single, (5, 3, 0, 7), range(8))
-    before = run(experts, given[rank])
+    before = run_layer(experts, given[rank])
     turned = [[(e + 3) % 8 for e in slots] for slots in experts.assignment.experts_by_rank]
     experts.arrange(experts.assignment.arranged(turned))
-    must(torch.equal(run(experts, given[rank]), before))
-    must(torch.equal(before, alone(single, given, rank)))
+    require(torch.equal(run_layer(experts, given[rank]), before))
+    require(torch.equal(before, single_rank_result(single, given, rank)))
 
 
 def _elastic(rank: int, mesh: Mesh, half: Mesh) -> None:
     made = checkpoint("gptq", "int4-g64:fp16-zp", experts=6)
-    single, experts = load(made), spread(made, mesh)
+    single, experts = load(made), load_parallel(made, mesh)
     all_given = batches(single, (5, 3, 0, 7), range(6))
-    before = run(experts, all_given[rank])
-    must(torch.equal(before, alone(single, all_given, rank)))
+    before = run_layer(experts, all_given[rank])
+    require(torch.equal(before, single_rank_result(single, all_given, rank)))
     experts.resize(half)
     if rank < 2:
         given = batches(single, (8, 6), range(6), seed=2)
-        must(torch.equal(run(experts, given[rank]), alone(single, given, rank)))
-        must(experts.layer.problem.experts == 3)
+        require(torch.equal(run_layer(experts, given[rank]), single_rank_result(single, given, rank)))
+        require(experts.layer.problem.experts == 3)
         _check_rows(experts, single)
     else:
-        must(all(t.shape[0] == 0 for t in experts.layer.expert_weights()))
+        require(all(t.shape[0] == 0 for t in experts.layer.expert_weights()))
         with pytest.raises(LaunchError, match="outside"):
-            run(experts, all_given[rank])
-        if rank == 3:  # the place is taken by a process that starts empty
+            run_layer(experts, all_given[rank])
+        if rank == 3:  # simulate a new process, which starts without experts
             experts = ExpertParallel(load(made, Placement(ep_size=6)), half)
     experts.resize(mesh)
-    must(torch.equal(run(experts, all_given[rank]), before))
+    require(torch.equal(run_layer(experts, all_given[rank]), before))

@@ -1,7 +1,7 @@
-"""Real processes that talk through gloo on this machine.
+"""Start groups of processes that communicate with gloo on this machine.
 
-Workers come from a fork server that has imported everything once and computed nothing: a world
-starts in a moment, and no thread pool is ever copied.
+Workers are forked from a server process that has imported everything but has started no thread pools: they start fast,
+and no thread pool is copied by a fork.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ multiprocessing.set_forkserver_preload(
 
 
 def run_world(size: int, worker: Callable[..., None], *args: Any, seconds: float = 100) -> None:
-    """worker(rank, *args) in `size` processes; raises the first failure, or when time is up."""
+    """Run worker(rank, *args) in `size` processes; raises the first failure, or `TimeoutError`."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         world = mp.start_processes(
-            _enter, (size, store, worker, args), nprocs=size, join=False, start_method="forkserver"
+            _start_worker, (size, store, worker, args), nprocs=size, join=False, start_method="forkserver"
         )
         end = time.monotonic() + seconds
         while not world.join(timeout=1):
@@ -38,7 +38,7 @@ def run_world(size: int, worker: Callable[..., None], *args: Any, seconds: float
                 raise TimeoutError(f"{worker.__name__} took more than {seconds} s")
 
 
-def _enter(rank: int, size: int, store: str, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _start_worker(rank: int, size: int, store: str, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
