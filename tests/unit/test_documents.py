@@ -17,7 +17,7 @@ from lancebill.testing import tables
 
 PACKAGE = Path(lancebill.__file__).parent
 ROOT = PACKAGE.parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 FOREIGN = {"AssertionError"}
 

@@ -43,7 +43,7 @@ def bench(
         int | None, typer.Option("--distinct", min=1, help="Generate only this many different experts and repeat them.")
     ] = None,
     host: Annotated[bool, typer.Option("--host", help="Also measure the host time of eager calls on a GPU.")] = False,
-    first: Annotated[
+    time_first_forward: Annotated[
         bool,
         typer.Option("--first-forward", help="Time from a fresh process to its first result; count compiled kernels."),
     ] = False,
@@ -71,7 +71,7 @@ def bench(
         )  # fmt: skip
         if plot_file is not None:
             plot.require_matplotlib()
-        if first:
+        if time_first_forward:
             show_first_forwards(_first_forwards(setup, shape), json_file, ui.console())
             return
         notes = ui.console(error=True)
@@ -127,11 +127,11 @@ def show_first_forwards(rows: list[dict[str, Any]], json_file: Path | None, out:
 
 def show(figures: Mapping[str, Any], out: Console) -> None:
     meta, rows = figures["meta"], figures["rows"]
-    first, problem = rows[0], meta["problem"]
+    row, problem = rows[0], meta["problem"]
     out.print(
-        f"[bold]{first['shape']}[/]: {problem['experts']} experts, hidden {problem['hidden']}, intermediate "
-        f"{problem['intermediate']}, top {problem['top_k']}; {first['weights']} x {first['activations']}, "
-        f"{first['routing']} routing",
+        f"[bold]{row['shape']}[/]: {problem['experts']} experts, hidden {problem['hidden']}, intermediate "
+        f"{problem['intermediate']}, top {problem['top_k']}; {row['weights']} x {row['activations']}, "
+        f"{row['routing']} routing",
         soft_wrap=True,
     )
     out.print(_machine_line(meta), soft_wrap=True)

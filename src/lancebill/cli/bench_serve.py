@@ -23,11 +23,11 @@ def bench_serve(
 ) -> None:
     """Throughput, time to first token and inter-token latency of streaming requests."""
     with ui.reported(as_json):
-        from lancebill.evaluate.load import Load, run
+        from lancebill.evaluate.load import Load, run_load
 
         load = Load(input_len, output_len, num_prompts, concurrency)
         with ui.progress("requests", num_prompts) as advance:
-            summary = run(url, load, timeout=timeout, progress=advance)
+            summary = run_load(url, load, timeout=timeout, progress=advance)
     if as_json:
         ui.print_json(summary)
     else:

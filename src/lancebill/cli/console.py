@@ -109,10 +109,10 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
 
 def table(*columns: str) -> Table:
     """A table without borders; columns whose title starts with '>' are aligned right."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
+    grid = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
-        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    return made
+        grid.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return grid
 
 
 def size(count: int) -> str:

@@ -62,7 +62,7 @@ def evaluate(
         with _answer_log(answers) as log:
             options: dict[str, Any] = {
                 "window": window, "stride": stride, "max_text_tokens": max_tokens, "answer_tokens": answer_tokens,
-                "batch": batch, "heard": log,
+                "batch": batch, "on_answer": log,
             }  # fmt: skip
             chosen = variants or ["stored"]
             rows = _evaluate_variants(path, chosen, text, questions, examples, shots, limit, device, dtype, options)

@@ -65,7 +65,7 @@ def build(
 
         sources = _shipped()
         failed = _compile(sources, folder, jobs)
-        shipped = shipping.ship(sources, Cache(folder)) if ship and not failed else None
+        shipped = shipping.ship_kernels(sources, Cache(folder)) if ship and not failed else None
     summary = {
         "folder": str(Cache(folder).folder),
         "kernels": len(sources) - len(failed),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ class Misjudged(AssertionError):
     """A backend's results are wrong; the text says where."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A problem with weights, inputs and routing."""
+    """A problem with weights, inputs and routing; hashed by identity, so that results can be cached."""
 
     name: str
     tier: str
@@ -62,8 +63,13 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 
-def cases(seed: int = 0) -> Iterator[Case]:
+@cache
+def cases(seed: int = 0) -> tuple[Case, ...]:
     """Cases that cover specs, activations, biases, act-order, sizes, quantised inputs and routings."""
+    return tuple(_generate_cases(seed))
+
+
+def _generate_cases(seed: int) -> Iterator[Case]:
     for index, name in enumerate(_SPECS):
         spec = parse_spec(name)
         yield _exact(f"exact {name}", spec, seed + index)
@@ -95,8 +101,9 @@ def check_backend(backend: Backend, device: Device) -> int:
     return ran
 
 
+@cache
 def in_form(case: Case, form: str) -> Case:
-    """The same case in another dispatch form."""
+    """The same case in another dispatch form; cached, as is `expected`."""
     return replace(case, problem=replace(case.problem, dispatch=form))
 
 
@@ -181,6 +188,7 @@ def _combine(out: Tensor, groups: SlotGroups, routed: Indexed, problem: Problem)
     return total.index_add_(0, groups.rows(problem.top_k), rows.double() * weights.unsqueeze(1))
 
 
+@cache
 def expected(case: Case, *, rounded: bool = False) -> Tensor:
     """The result in float64, token by token and slot by slot, with inputs quantised as the problem says.
 

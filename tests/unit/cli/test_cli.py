@@ -59,20 +59,20 @@ def parsed(result: Result) -> dict[str, Any]:
 
 def test_inspect_describes_a_checkpoint(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, "compressed-tensors", "mxfp4-pack-quantized-mxfp4")
-    result_json = parsed(call("inspect", source, "--json"))
-    assert (result_json["format"], result_json["family"]) == ("compressed-tensors", "qwen3_moe")
-    assert (result_json["layers"], result_json["experts"], result_json["hidden"], result_json["intermediate"]) == (
+    summary = parsed(call("inspect", source, "--json"))
+    assert (summary["format"], summary["family"]) == ("compressed-tensors", "qwen3_moe")
+    assert (summary["layers"], summary["experts"], summary["hidden"], summary["intermediate"]) == (
         2,
         4,
         256,
         256,
     )
-    (group,) = result_json["groups"]
+    (group,) = summary["groups"]
     assert group["layers"] == "0-1"
     assert group["w13"]["spec"] == group["w2"]["spec"] == "mxfp4"
-    assert group["w13"]["bits_per_weight"] == result_json["bits_per_weight"] == 4.25
-    assert result_json["bytes"]["experts"] == 2 * 4 * 3 * 256 * 256 * 17 // 32
-    assert result_json["problems"] == 0
+    assert group["w13"]["bits_per_weight"] == summary["bits_per_weight"] == 4.25
+    assert summary["bytes"]["experts"] == 2 * 4 * 3 * 256 * 256 * 17 // 32
+    assert summary["problems"] == 0
     text = call("inspect", source)
     assert text.exit_code == FINE
     for word in ("compressed-tensors", "2 layers x 4 experts", "mxfp4", "4.250", "835.58 kB"):
@@ -82,23 +82,25 @@ def test_inspect_describes_a_checkpoint(tmp_path: Path) -> None:
 def test_inspect_groups_layers_by_spec(tmp_path: Path) -> None:
     row = names.TABLE[1]
     example = example_of("gptq", "int4-g64:fp16-gptq")
-    made = generate(example, row, row.forms[0], replace(SIZE, layers=3))
+    generated = generate(example, row, row.forms[0], replace(SIZE, layers=3))
     other = generate(example_of("dense", "bf16"), row, row.forms[0], replace(SIZE, layers=3))
-    tensors = {n: t for n, t in made.tensors.items() if ".layers.1." not in n}
+    tensors = {n: t for n, t in generated.tensors.items() if ".layers.1." not in n}
     tensors |= {n: t for n, t in other.tensors.items() if ".layers.1." in n}
-    quant = {**made.config.quant, "dynamic": {r"-:model\.layers\.1\.": {}}}
-    source = save(replace(made, tensors=tensors, config=replace(made.config, quant=quant)), tmp_path / "mixed")
+    quant = {**generated.config.quant, "dynamic": {r"-:model\.layers\.1\.": {}}}
+    source = save(
+        replace(generated, tensors=tensors, config=replace(generated.config, quant=quant)), tmp_path / "mixed"
+    )
     groups = parsed(call("inspect", source, "--json"))["groups"]
     assert [(g["layers"], g["w2"]["spec"]) for g in groups] == [("0, 2", "int4-g64:fp16"), ("1", "bf16")]
 
 
 def test_inspect_plans_memory_and_lists_a_layer(model: Path) -> None:
-    result_json = parsed(call("inspect", model, "--memory", "--tp", 2, "--ep", 4, "--layer", 1, "--json"))
-    assert [(r["tp_rank"], r["ep_rank"]) for r in result_json["memory"]["ranks"]] == [
+    summary = parsed(call("inspect", model, "--memory", "--tp", 2, "--ep", 4, "--layer", 1, "--json"))
+    assert [(r["tp_rank"], r["ep_rank"]) for r in summary["memory"]["ranks"]] == [
         (t, e) for e in range(4) for t in (0, 1)
     ]
-    assert sum(rank["final"] for rank in result_json["memory"]["ranks"]) == result_json["bytes"]["experts"]
-    assert result_json["layer"]["tensors"][0]["tensor"] == "model.layers.1.mlp.experts.0.gate_proj.weight"
+    assert sum(rank["final"] for rank in summary["memory"]["ranks"]) == summary["bytes"]["experts"]
+    assert summary["layer"]["tensors"][0]["tensor"] == "model.layers.1.mlp.experts.0.gate_proj.weight"
     text = call("inspect", model, "--tp", 2, "--layer", 0).stdout
     assert "peak while loading" in text and "model.layers.0.mlp.experts.0.down_proj.weight" in text
 
@@ -118,20 +120,20 @@ def test_inspect_rejects_impossible_shards_and_layers(model: Path) -> None:
 def test_verify_passes_an_intact_checkpoint(model: Path) -> None:
     result = call("verify", model, "--values", "--json")
     assert result.exit_code == FINE
-    result_json = parsed(result)
-    assert result_json["ok"] and not result_json["problems"] and not result_json["warnings"]
-    assert result_json["checked"] == {"layers": 2, "tensors": 24, "matrices": 24}
+    summary = parsed(result)
+    assert summary["ok"] and not summary["problems"] and not summary["warnings"]
+    assert summary["checked"] == {"layers": 2, "tensors": 24, "matrices": 24}
     assert "fine" in call("verify", model).stdout
 
 
 def test_verify_lists_all_problems(tmp_path: Path) -> None:
     row = names.TABLE[1]
-    made = generate(example_of("fp8", "block-F32"), row, row.forms[0], SIZE)
+    generated = generate(example_of("fp8", "block-F32"), row, row.forms[0], SIZE)
     home = "model.layers.1.mlp.experts"
-    del made.tensors[f"{home}.0.up_proj.weight"]
-    made.tensors[f"{home}.2.down_proj.weight"] = torch.zeros(3, 4).to(torch.float8_e4m3fn)
-    made.tensors[f"{home}.7.extra"] = torch.zeros(1)
-    result = call("verify", save(made, tmp_path / "bad"), "--values", "--json")
+    del generated.tensors[f"{home}.0.up_proj.weight"]
+    generated.tensors[f"{home}.2.down_proj.weight"] = torch.zeros(3, 4).to(torch.float8_e4m3fn)
+    generated.tensors[f"{home}.7.extra"] = torch.zeros(1)
+    result = call("verify", save(generated, tmp_path / "bad"), "--values", "--json")
     assert result.exit_code == PROBLEM
     kinds = {problem["error"] for problem in parsed(result)["problems"]}
     assert {"MissingTensor", "WrongShape", "UnexpectedTensor"} <= kinds
@@ -183,8 +185,8 @@ def test_every_command_reports_a_broken_file(kind: str, model: Path, tmp_path: P
     for words in (("verify", model), ("inspect", model), ("convert", model, tmp_path / "out", "--to", "mxfp4")):
         result = call(*words, "--json")
         assert result.exit_code == PROBLEM, words
-        result_json = parsed(result)
-        assert result_json["problems"] if words[0] == "verify" else result_json["error"]
+        summary = parsed(result)
+        assert summary["problems"] if words[0] == "verify" else summary["error"]
         text = call(*words)
         assert text.exit_code == PROBLEM
         assert "problem" in text.output or "error" in text.output
@@ -197,10 +199,10 @@ def test_every_command_reports_a_broken_file(kind: str, model: Path, tmp_path: P
 def test_convert_reports_format_and_loss(model: Path, tmp_path: Path) -> None:
     result = call("convert", model, tmp_path / "out", "--to", "nvfp4", "--json")
     assert result.exit_code == FINE
-    result_json = parsed(result)
-    assert (result_json["spec"], result_json["format"]) == ("nvfp4-div", "compressed-tensors")
-    assert [row["layer"] for row in result_json["loss"]["layers"]] == [0, 1]
-    assert 0 < result_json["loss"]["total"]["rms_error"] < 0.2
+    summary = parsed(result)
+    assert (summary["spec"], summary["format"]) == ("nvfp4-div", "compressed-tensors")
+    assert [row["layer"] for row in summary["loss"]["layers"]] == [0, 1]
+    assert 0 < summary["loss"]["total"]["rms_error"] < 0.2
     assert call("verify", tmp_path / "out", "--values", "--strict").exit_code == FINE
     back = call("convert", tmp_path / "out", tmp_path / "back", "--to", "bf16")
     assert back.exit_code == FINE
@@ -238,8 +240,8 @@ def test_convert_suggests_valid_targets(to: str, fmt: str | None, hint: str, mod
 def test_the_mx_rule_changes_saturation(model: Path, tmp_path: Path) -> None:
     losses = {}
     for rule in ("floor", "ceil"):
-        result_json = parsed(call("convert", model, tmp_path / rule, "--to", "mxfp4", "--mx-rule", rule, "--json"))
-        losses[rule] = result_json["loss"]["total"]
+        summary = parsed(call("convert", model, tmp_path / rule, "--to", "mxfp4", "--mx-rule", rule, "--json"))
+        losses[rule] = summary["loss"]["total"]
     assert losses["floor"]["saturated"] > 0 == losses["ceil"]["saturated"]
 
 
@@ -276,10 +278,10 @@ def test_gguf_converts_only_with_experts_only(tmp_path: Path) -> None:
 
 
 def test_env_describes_this_machine() -> None:
-    result_json = parsed(call("env", "--json"))
-    assert result_json["packages"]["torch"] == torch.__version__
-    assert {"gptq", "compressed-tensors", "dense"} <= set(result_json["formats"])
-    assert result_json["cpu"]["cores"] >= 1
+    summary = parsed(call("env", "--json"))
+    assert summary["packages"]["torch"] == torch.__version__
+    assert {"gptq", "compressed-tensors", "dense"} <= set(summary["formats"])
+    assert summary["cpu"]["cores"] >= 1
     assert "formats" in call("env").stdout
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lancebill.layer.loading import from_checkpoint
 from project import ROOT
 from typer.testing import CliRunner, Result
 
@@ -24,6 +23,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import StoredLayer
 from lancebill.cli.main import app
 from lancebill.errors import ShardError, SpecError
+from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.model_shapes import NAMED, parse_shape
 from lancebill.moe.problem import Device, Problem
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
@@ -51,9 +51,9 @@ class Shy(Reference):
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {backend.name: backend for backend in (Picky(), Reference(), Shy())}
+    backends_by_name = {backend.name: backend for backend in (Picky(), Reference(), Shy())}
     for module in (registry_module, oracle):
-        monkeypatch.setattr(module, "registry", lambda: found)
+        monkeypatch.setattr(module, "registry", lambda: backends_by_name)
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def call(*words: object) -> Result:
 def parsed(*words: object, code: int = FINE) -> dict[str, Any]:
     result = call("explain", *words, "--json")
     assert result.exit_code == code, result.output
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, dict)
+    return answer
 
 
 # shapes ----------------------------------------------------------------------------------------------
@@ -126,15 +126,15 @@ def test_impossible_shards_are_rejected() -> None:
 @pytest.mark.parametrize("device", ["sm_90", "sm_80", "cpu"])
 @pytest.mark.parametrize("shape", NAMED)
 def test_explain_works_for_absent_devices(shape: str, device: str) -> None:
-    found = parsed("--shape", shape, "--weights", "mxfp4", "--device", device)
-    assert found["device"] == device
-    assert found["problem"]["experts"] == NAMED[shape].experts
-    assert [backend["name"] for backend in found["backends"]] == list(registry())
-    by_name = {backend["name"]: backend for backend in found["backends"]}
-    assert by_name[found["choice"]]["supported"]
+    answer = parsed("--shape", shape, "--weights", "mxfp4", "--device", device)
+    assert answer["device"] == device
+    assert answer["problem"]["experts"] == NAMED[shape].experts
+    assert [backend["name"] for backend in answer["backends"]] == list(registry())
+    by_name = {backend["name"]: backend for backend in answer["backends"]}
+    assert by_name[answer["choice"]]["supported"]
     problem = NAMED[shape].problem(parse_spec("mxfp4"), ACTIVATIONS["bf16"])
-    assert lancebill_explain(problem, device).describe()["backends"] == found["backends"]
-    for backend in found["backends"]:
+    assert lancebill_explain(problem, device).describe()["backends"] == answer["backends"]
+    for backend in answer["backends"]:
         assert backend["supported"] == (not backend["reasons"])
         assert (backend["estimate_us"] is not None) == backend["supported"]
         assert all(reason["code"] and reason["text"] for reason in backend["reasons"])
@@ -143,9 +143,9 @@ def test_explain_works_for_absent_devices(shape: str, device: str) -> None:
 @pytest.mark.usefixtures("three")
 def test_every_reason_is_listed() -> None:
     words = ("--shape", "8,64,64,2", "--weights", "int4-g32", "--device", "sm_90")
-    found = parsed(*words)
-    assert found["choice"] == "reference"
-    picky = next(backend for backend in found["backends"] if backend["name"] == "picky")
+    answer = parsed(*words)
+    assert answer["choice"] == "reference"
+    picky = next(backend for backend in answer["backends"] if backend["name"] == "picky")
     assert picky == {
         "name": "picky",
         "supported": False,
@@ -186,11 +186,11 @@ def test_tokens_and_activations_change_the_answer() -> None:
 
 
 def test_explaining_a_checkpoint_matches_loading_it(model: Path) -> None:
-    found = parsed(model, "--layer", 1, "--device", "cpu")
-    assert (found["source"], found["layer"]) == (str(model), 1)
+    answer = parsed(model, "--layer", 1, "--device", "cpu")
+    assert (answer["source"], answer["layer"]) == (str(model), 1)
     with Checkpoint.open(model) as checkpoint:
-        layer = from_checkpoint(checkpoint, 1)
-    assert layer.choice.describe() == {key: found[key] for key in layer.choice.describe()}
+        layer = RoutedExperts.from_checkpoint(checkpoint, 1)
+    assert layer.choice.describe() == {key: answer[key] for key in layer.choice.describe()}
     assert "layer 0" in call("explain", model).stdout
 
 

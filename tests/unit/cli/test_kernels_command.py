@@ -30,13 +30,13 @@ def test_list_shows_which_kernels_are_compiled(tmp_path: Path) -> None:
     some = list(shipped())[:2]
     for source in some:
         Cache(tmp_path / "kernels", tmp_path).get(source, lambda: CODE)
-    found = call("list", "--folder", tmp_path / "kernels", "--json")
-    assert len(found["kernels"]) == len(list(shipped()))
-    by_key = {row["key"]: row for row in found["kernels"]}
+    summary = call("list", "--folder", tmp_path / "kernels", "--json")
+    assert len(summary["kernels"]) == len(list(shipped()))
+    by_key = {row["key"]: row for row in summary["kernels"]}
     for source in some:
         row = by_key[source.key(compiler_version())]
         assert row["bytes"] is not None and row["registers"] is not None and row["label"] == source.label
-    compiled = sum(row["bytes"] is not None for row in found["kernels"])
+    compiled = sum(row["bytes"] is not None for row in summary["kernels"])
     assert f"{compiled} of {len(by_key)} kernels are compiled" in call("list", "--folder", tmp_path / "kernels")
 
 
@@ -56,16 +56,16 @@ def test_verify_finds_damaged_kernels(tmp_path: Path) -> None:
 def test_build_reports_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = next(shipped())
     monkeypatch.setattr(builder, "build_all", lambda *words: {failed: "it spills"})
-    found = call("build", "--folder", tmp_path, "--json", code=1)
-    assert found["failed"] == {failed.label: "it spills"} and found["kernels"] == len(list(shipped())) - 1
+    summary = call("build", "--folder", tmp_path, "--json", code=1)
+    assert summary["failed"] == {failed.label: "it spills"} and summary["kernels"] == len(list(shipped())) - 1
     assert "it spills" in call("build", "--folder", tmp_path, "--ship", code=1)
 
 
 def test_usage_errors_have_no_traceback(tmp_path: Path) -> None:
     assert call("build", "--arch", "sm_80", "--json", code=2)["error"]["expected"] == "sm_90"
     (tmp_path / "file").write_text("in the way")
-    found = call("build", "--folder", tmp_path / "file" / "kernels", "--json", code=1)
-    assert found["error"]["error"] == "CacheError"
+    summary = call("build", "--folder", tmp_path / "file" / "kernels", "--json", code=1)
+    assert summary["error"]["error"] == "CacheError"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
