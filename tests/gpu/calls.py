@@ -1,4 +1,4 @@
-"""Calls of a backend on the GPU, with everything around them poisoned."""
+"""Calls of a backend on the GPU with poisoned scratch memory and guarded outputs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lancebill.moe.problem import Device, Problem
 from lancebill.testing.layers import plausible_weight, worst_row
 
 GPU = Device("cuda", 90)
-_GUARD, _MARK = 4096, 0x5A  # bytes on each side of an output, and what they hold
+_GUARD, _MARK = 4096, 0x5A  # guard bytes on each side of an output, and their value
 
 
 def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[KernelSource]:
-    """Every kernel that these problems launch for so many tokens."""
+    """Every kernel that these (problem, tokens) pairs launch."""
     return list(dict.fromkeys(source for problem, tokens in planned for source in kernels(problem, tokens)))
 
 
 def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, Packed]:
-    """The same weights for every backend, and what experts say of their inputs where the problem has such."""
+    """The same weights for every backend, and the experts' input scales if the problem has them."""
     layout = registry()[backend].layout(problem)
-    found: dict[str, Packed] = {}
+    matrices: dict[str, Packed] = {}
     for number, (name, shape) in enumerate(problem.matrices.items()):
         held = layout.allocate(shape, problem.experts, "cuda")
         for expert in range(problem.experts):
@@ -42,30 +42,30 @@ def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, 
         if problem.activations.static:
             scales = torch.rand(problem.experts, generator=generator) * 0.01 + 0.01
             held["input_scale"] = as_integer(scales).cuda()
-        found[name] = held
-    return found
+        matrices[name] = held
+    return matrices
 
 
-def check_error(got: Tensor, want: Tensor, wide: Tensor, rows: Tensor) -> None:
-    """Rows `rows` of `want`, computed as `got`: within four times what the reference's own rounding costs.
+def check_error(got: Tensor, want: Tensor, unquantised: Tensor, rows: Tensor) -> None:
+    """Check `got` against rows `rows` of `want`: within four times the rounding error of the reference itself.
 
-    Weights that are exact in the activations' type come to about 1.5, those that a group's scale makes round to 3 or
-    3.7. `wide` is the reference with inputs as they come. Where it differs from `want`, inputs are quantised. A hidden
-    number that is a little off may then become the neighbouring fp8 number, as good a rounding as the other: so results
-    are nearer to the reference than it is to `wide`, and hardly further from `wide` than it is.
+    Weights that are exact in the activations' type reach about 1.5 times it, weights that group scales round 3 to 3.7.
+    `unquantised` is the reference with unquantised inputs. If it differs from `want`, inputs are quantised, and a hidden
+    number may round to the neighbouring fp8 number, which is as accurate. Then results must be nearer to the reference
+    than it is to `unquantised`, and hardly further from `unquantised` than it is.
     """
-    quantised = worst_row(want, wide)
+    quantised = worst_row(want, unquantised)
     if quantised == 0:
-        usual = torch.finfo(got.dtype).eps / 4.3  # the worst of 64 rows; of fewer it may be less
+        usual = torch.finfo(got.dtype).eps / 4.3  # typical worst of 64 rows; fewer rows may have less
         own = max(worst_row(want.to(got.dtype), want), usual)
         assert worst_row(got, want[rows]) < 4 * own, (worst_row(got, want[rows]), own)
     else:
         assert worst_row(got, want[rows]) < quantised, (worst_row(got, want[rows]), quantised)
-        assert worst_row(got, wide[rows]) < 1.5 * quantised, (worst_row(got, wide[rows]), quantised)
+        assert worst_row(got, unquantised[rows]) < 1.5 * quantised, (worst_row(got, unquantised[rows]), quantised)
 
 
 class Guarded:
-    """An output full of NaN between two runs of marked bytes."""
+    """An output full of NaN between two guard regions."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -75,11 +75,11 @@ class Guarded:
 
     def check(self) -> None:
         for side in (self._memory[:_GUARD], self._memory[-_GUARD:]):
-            assert bool((side == _MARK).all()), "a kernel wrote beside its output"
+            assert bool((side == _MARK).all()), "a kernel wrote outside its output"
 
 
 def poison_scratch() -> None:
-    """What a launch before did not write must not be read: all scratch memory becomes NaN."""
+    """Fill all scratch memory with NaN, so that reads of unwritten scratch show up."""
     for held in workspace._buffers.values():
         held.fill_(0xFF)
 
@@ -87,7 +87,7 @@ def poison_scratch() -> None:
 def call(
     backend: Backend, problem: Problem, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], columns: int
 ) -> Tensor:
-    """One guarded call; rows nobody asked for are NaN."""
+    """One guarded call; rows that the kernels do not write are NaN."""
     out = Guarded((*x.shape[:-1], columns), x.dtype)
     plan = backend.plan(problem, x.shape[:-1].numel(), GPU)
     backend.run(plan, x, dispatch, weights, out.tensor)

@@ -1,8 +1,8 @@
-"""Layers whose every step is exact or rounded at one known place, and their results in float64.
+"""Layers whose every step is exact or rounded at one known point, and their expected results in float64.
 
-Inputs are a few equal numbers among zeros, scales are powers of two, and only a few gates open: so sums need fewer bits
-than the tensor cores keep even for fp8, and a gate is so large or so small that its sigmoid is one or zero. What the
-layer rounds (hidden rows, results of experts, the sum) it rounds to nearest, and so does the judge.
+Inputs are a few equal numbers among zeros, scales are powers of two, and only a few gates are open. So sums need fewer
+bits than the tensor cores keep even for fp8, and every gate is so large or so small that its sigmoid is one or zero.
+The layer rounds hidden rows, expert results and the sum to nearest; `expected_result` does the same.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from lancebill.testing.layers import plausible_weight
 
 OPEN = 6  # hidden features that are not zero
 SPARSE = 24  # inputs of a row that are not zero
-LARGEST = 448.0  # of e4m3: rows of such numbers have the scale 1
-AT_ONCE = 4096  # rows that are judged together: several processes may share a GPU
+LARGEST = 448.0  # largest e4m3 number: rows of it have the scale 1
+AT_ONCE = 4096  # rows computed at a time, since several processes may share a GPU
 
 
 @dataclass(frozen=True)
 class ExactLayer:
-    """Packed weights of all experts; `distinct` of them differ, their numbers are kept beside."""
+    """Packed weights of all experts, and the values of the distinct ones; the other experts repeat them."""
 
     problem: Problem
     weights: dict[str, Packed]
     numbers: list[tuple[Tensor, Tensor]]  # w13, w2 in float64
 
     @property
-    def narrow(self) -> bool:
+    def fp8(self) -> bool:
         return self.problem.activations.spec == FP8_CHANNEL
 
 
-def make(problem: Problem, distinct: int = 3, device: str = "cuda", backend: str = "hopper") -> ExactLayer:
+def make_exact_layer(problem: Problem, distinct: int = 3, device: str = "cuda", backend: str = "hopper") -> ExactLayer:
     layout = registry()[backend].layout(problem)
     assert problem.w2 is not None and problem.activation.name == "silu"
     numbers = []
@@ -63,17 +63,17 @@ def make(problem: Problem, distinct: int = 3, device: str = "cuda", backend: str
 def exact_weight(
     shape: MatrixShape, seed: int, device: str, *, gated: bool = False, tame: bool = False
 ) -> LogicalWeight:
-    """Any codes; scales 1 and 2. Gates: all rows but a few are zero, and scales are 2**8 times as large.
+    """Random codes with scales 1 and 2. Of gate rows all but a few are zero, and their scales are 2**8 times larger.
 
-    `tame`: the rows of open features are 2, 3 and 4, so that hidden numbers lie within a factor of 16 of each other
-    and are e4m3 numbers of which a few still add exactly in 14 bits.
+    `tame`: rows of open features are 2, 3 and 4, so that hidden numbers are within a factor of 16 of each other, and a
+    few of them as e4m3 add exactly in 14 bits.
     """
     weight = plausible_weight(shape, seed, device)
     generator = torch.Generator(device).manual_seed(seed)
     level = shape.spec.scales[0]
     power = torch.randint(0, 2, level.shape(shape.n, shape.k), generator=generator, device=device).float()
     codes, outer = weight.codes.clone(), [torch.ones_like(scale) for scale in weight.scales[1:]]
-    if shape.spec.dtype.bits == 8:  # of all numbers only small integers
+    if shape.spec.dtype.bits == 8:  # small integers only
         small = torch.randint(-4, 5, codes.shape, generator=generator, device=device)
         codes = shape.spec.dtype.encode(small.float())
     if gated:
@@ -96,12 +96,12 @@ def exact_weight(
 
 
 def exact_inputs(layer: ExactLayer, tokens: int, seed: int, device: str = "cuda") -> Tensor:
-    """Rows of zeros and a few equal numbers, of either sign where that leaves sums exact."""
+    """Rows of zeros and a few equal numbers, with random signs unless fp8."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.zeros(tokens, layer.problem.hidden, device=device)
     where = torch.randint(layer.problem.hidden, (tokens, SPARSE), generator=generator, device=device)
     signs = torch.randint(0, 2, (tokens, SPARSE), generator=generator, device=device) * 2.0 - 1
-    x.scatter_(1, where, torch.full_like(signs, LARGEST) if layer.narrow else signs)
+    x.scatter_(1, where, torch.full_like(signs, LARGEST) if layer.fp8 else signs)
     return x.to(layer.problem.input.storage)
 
 
@@ -112,8 +112,8 @@ def exact_weights_of_slots(routed: Indexed, seed: int) -> Indexed:
     return Indexed(routed.ids, torch.exp2(power.float()))
 
 
-def judge(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Tensor:
-    """What every bit of the result must be."""
+def expected_result(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Tensor:
+    """The expected result, bit for bit."""
     kind, (tokens, top_k) = x.dtype, routed.ids.shape
     y = torch.zeros(tokens * top_k, layer.problem.hidden, device=x.device)
     flat = routed.ids.reshape(-1)
@@ -122,7 +122,7 @@ def judge(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Te
         for slots in ours.split(AT_ONCE):
             gate, up = (x[slots // top_k].double() @ w13.t()).chunk(2, 1)
             h = (gate * torch.sigmoid(gate) * up).to(kind)
-            y[slots] = _second(h, w2, layer.narrow)
+            y[slots] = _second(h, w2, layer.fp8)
     if not plan.decode:
         y = y.to(kind).float()
     weights = torch.where(routed.ids >= 0, routed.weights, torch.zeros_like(routed.weights))
@@ -132,12 +132,14 @@ def judge(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Te
     return total.to(kind)
 
 
-def _second(h: Tensor, w2: Tensor, narrow: bool) -> Tensor:
-    """The second product, fp32; fp8 rows have a scale of their own, as the kernels make it."""
-    if not narrow:
+def _second(h: Tensor, w2: Tensor, fp8: bool) -> Tensor:
+    """The second GEMM in fp32; fp8 rows are quantised as in the kernels."""
+    if not fp8:
         return (h.double() @ w2.t()).float()
     largest = h.float().abs().amax(1, keepdim=True)
-    scale = largest / torch.full_like(largest, LARGEST)  # by a number torch would multiply with its reciprocal on a GPU
+    scale = largest / torch.full_like(
+        largest, LARGEST
+    )  # dividing by a scalar, torch on a GPU would multiply by its reciprocal
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = (h.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return (codes.double() @ w2.t()).float() * scale

@@ -1,4 +1,4 @@
-"""The codec on a GPU gives the bits it gives on a CPU."""
+"""The codec gives the same bits on a GPU as on a CPU."""
 
 from __future__ import annotations
 
@@ -37,13 +37,17 @@ def test_same_bits_as_on_a_cpu(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(300, 520, generator=generator) * torch.exp2(torch.randn(300, 520, generator=generator) * 3)
     spec = parse_spec(name)
-    here, there = (quantize(values.to(device), spec, mx_rule=CEIL) for device in ("cpu", DEVICE))
-    assert to(there, "cpu").equals(here)
-    assert torch.equal(dequantize(there).cpu(), dequantize(here))
-    one, other = loss(values, here), loss(values.to(DEVICE), there)
-    assert (one.saturated, one.flushed, one.count) == (other.saturated, other.flushed, other.count)
-    assert other.rms_error == pytest.approx(one.rms_error, rel=1e-6)
-    result, cost = requantize(there, parse_spec("mxfp4"))
-    again, price = requantize(here, parse_spec("mxfp4"))
-    assert to(result, "cpu").equals(again)
-    assert cost.rms_error == pytest.approx(price.rms_error, rel=1e-6)
+    on_cpu, on_gpu = (quantize(values.to(device), spec, mx_rule=CEIL) for device in ("cpu", DEVICE))
+    assert to(on_gpu, "cpu").equals(on_cpu)
+    assert torch.equal(dequantize(on_gpu).cpu(), dequantize(on_cpu))
+    cpu_loss, gpu_loss = loss(values, on_cpu), loss(values.to(DEVICE), on_gpu)
+    assert (cpu_loss.saturated, cpu_loss.flushed, cpu_loss.count) == (
+        gpu_loss.saturated,
+        gpu_loss.flushed,
+        gpu_loss.count,
+    )
+    assert gpu_loss.rms_error == pytest.approx(cpu_loss.rms_error, rel=1e-6)
+    gpu_result, gpu_cost = requantize(on_gpu, parse_spec("mxfp4"))
+    cpu_result, cpu_cost = requantize(on_cpu, parse_spec("mxfp4"))
+    assert to(gpu_result, "cpu").equals(cpu_result)
+    assert gpu_cost.rms_error == pytest.approx(cpu_cost.rms_error, rel=1e-6)

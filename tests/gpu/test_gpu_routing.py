@@ -1,4 +1,4 @@
-"""Routing on the GPU: the CPU's experts, no stall of the stream, the same bits alone and in a batch."""
+"""Routing on the GPU: the same experts as on the CPU, no host synchronisation, bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTINGS = [
 
 
 @contextmanager
-def no_stalls() -> Iterator[None]:
+def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -47,10 +47,10 @@ def inputs_of(routing: Routing, tokens: int, device: str) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_the_gpu_chooses_what_the_cpu_chooses_without_a_stall(routing: Routing) -> None:
+def test_gpu_and_cpu_choose_the_same_experts_without_synchronisation(routing: Routing) -> None:
     expected = route(routing, **inputs_of(routing, 300, "cpu"))
     inputs = inputs_of(routing, 300, "cuda")
-    with no_stalls():
+    with no_synchronisation():
         routed = route(routing, **inputs)
     assert torch.equal(routed.ids.cpu(), expected.ids)
     torch.testing.assert_close(routed.weights.cpu(), expected.weights, rtol=3e-7, atol=0)
@@ -69,7 +69,7 @@ def test_routing_is_captured_and_replayed(routing: Routing) -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_a_row_alone_has_the_bits_it_has_in_a_batch(routing: Routing) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_batch(routing: Routing) -> None:
     inputs = inputs_of(routing, 300, "cuda")
     batch = route(routing, **inputs)
     for row in (0, 1, 299):
@@ -79,7 +79,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(routing: Routing) -> None:
         assert torch.equal(alone.weights[0], batch.weights[row])
 
 
-def test_ties_and_the_two_zeros() -> None:
+def test_ties_and_signed_zeros() -> None:
     values = torch.zeros(5, 512, device="cuda")
     values[:, ::2] = -0.0
     values[3, 400] = 1.0

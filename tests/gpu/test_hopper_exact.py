@@ -1,4 +1,4 @@
-"""The exact tier: every shipped configuration gives the bits of float64, poisoned and guarded; and bits never move."""
+"""Every shipped configuration gives exactly the float64 result, and repeated calls give the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 from calls import call, poison_scratch
-from exact import ExactLayer, exact_inputs, exact_weights_of_slots, judge, make
+from exact import ExactLayer, exact_inputs, exact_weights_of_slots, expected_result, make_exact_layer
 from torch import Tensor
 
 from lancebill.backends.hopper.plan import make_plan
@@ -27,53 +27,55 @@ SHIPPED = list(problems())
 KINDS = {1: "uniform", 4: "holes", 16: "uniform", 64: "zipf", 256: "one", 1024: "zipf", 4096: "uniform", 16384: "zipf"}
 
 
-def named(problem: Problem) -> str:
+def problem_id(problem: Problem) -> str:
     return f"{problem.w13.spec}-{problem.activations}-{problem.hidden}"
 
 
 @lru_cache(maxsize=1)
 def layer_of(number: int) -> ExactLayer:
-    return make(SHIPPED[number])
+    return make_exact_layer(SHIPPED[number])
 
 
-def lonely(routed: Indexed, experts: int) -> Indexed:
-    """The last expert has one row, the one before it none."""
+def with_sparse_experts(routed: Indexed, experts: int) -> Indexed:
+    """Give the last expert one row and the one before it none."""
     ids = torch.where(routed.ids >= experts - 2, routed.ids - (experts // 2), routed.ids)
     ids[-1, -1] = experts - 1
     return Indexed(ids.to(torch.int32).contiguous(), routed.weights)
 
 
 def plans() -> Iterator[tuple[Problem, int]]:
-    """What most of these tests launch, to be compiled together."""
+    """What most of these tests launch; compiled together before the tests."""
     yield from ((problem, tokens) for problem in SHIPPED for tokens in TOKENS)
-    yield from ((other(*form), tokens) for form in OTHERS for tokens in FEW)
+    yield from ((other_problem(*form), tokens) for form in OTHER_FORMS for tokens in OTHER_BATCHES)
     for order in ("fast", BATCH_INVARIANT):
-        yield from ((small(*form, order), tokens) for form in FORMS for tokens in (1, 4, 48, 100, 300, 2000, 4096))
+        yield from (
+            (small_problem(*form, order), tokens) for form in FORMS for tokens in (1, 4, 48, 100, 300, 2000, 4096)
+        )
 
 
-WIDE = (
+BF16_SPECS = (
     "nvfp4", "int4", "int4-g32", "int4-g64:fp16", "int4-zp", "int4-g128-zp", "int8", "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
 
 
-OTHERS = [*((spec, "bf16") for spec in WIDE), ("int4-g128", "fp8")]
-FEW = (2, 50, 700)
+OTHER_FORMS = [*((spec, "bf16") for spec in BF16_SPECS), ("int4-g128", "fp8")]
+OTHER_BATCHES = (2, 50, 700)
 
 
-def other(spec: str, activations: str) -> Problem:
+def other_problem(spec: str, activations: str) -> Problem:
     return layer_problem(spec, activations, hidden=512, intermediate=256, experts=5, top_k=2)
 
 
-@pytest.mark.parametrize(("spec", "activations"), OTHERS)
+@pytest.mark.parametrize(("spec", "activations"), OTHER_FORMS)
 def test_every_other_form(spec: str, activations: str) -> None:
-    """But fp16 inputs, whose range is too small for gates that are wholly open."""
-    problem = other(spec, activations)
-    check(problem, make(problem), FEW)
+    """Except fp16 inputs, whose range is too small for fully open gates."""
+    problem = other_problem(spec, activations)
+    check(problem, make_exact_layer(problem), OTHER_BATCHES)
 
 
-@pytest.mark.parametrize("number", range(len(SHIPPED)), ids=lambda number: named(SHIPPED[number]))
+@pytest.mark.parametrize("number", range(len(SHIPPED)), ids=lambda number: problem_id(SHIPPED[number]))
 def test_every_shipped_configuration(number: int) -> None:
-    """Problems and batches are those the set is made from, so every kernel of it runs here."""
+    """Uses the problems and batches that define the shipped set, so every shipped kernel runs here."""
     check(SHIPPED[number], layer_of(number), TOKENS)
 
 
@@ -82,23 +84,25 @@ def check(problem: Problem, layer: ExactLayer, batches: Sequence[int]) -> None:
     for tokens in batches:
         x = exact_inputs(layer, tokens, tokens)
         routed = exact_weights_of_slots(
-            lonely(routing(problem, tokens, 1, kind=KINDS.get(tokens, "uniform")), problem.experts), 2
+            with_sparse_experts(routing(problem, tokens, 1, kind=KINDS.get(tokens, "uniform")), problem.experts), 2
         )
         plan = make_plan(problem, tokens)
         call(backend, problem, x, routed, layer.weights, problem.hidden)
         poison_scratch()
         got = call(backend, problem, x, routed, layer.weights, problem.hidden)
-        want = judge(layer, plan, x, routed)
+        want = expected_result(layer, plan, x, routed)
         wrong = (got != want).sum(1)
-        assert not wrong.any(), f"{tokens} tokens: {int((wrong > 0).sum())} rows differ, first {first(got, want)}"
+        assert not wrong.any(), (
+            f"{tokens} tokens: {int((wrong > 0).sum())} rows differ, first {first_difference(got, want)}"
+        )
 
 
-def first(got: Tensor, want: Tensor) -> tuple[int, int, float, float]:
+def first_difference(got: Tensor, want: Tensor) -> tuple[int, int, float, float]:
     row, column = (got != want).nonzero()[0].tolist()
     return row, column, float(got[row, column]), float(want[row, column])
 
 
-def small(spec: str, activations: str, order: str) -> Problem:
+def small_problem(spec: str, activations: str, order: str) -> Problem:
     made = layer_problem(spec, activations, hidden=1024, intermediate=512, experts=16, top_k=4)
     return replace(made, order=order)
 
@@ -108,8 +112,8 @@ FORMS = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"), ("int4-g128
 
 @pytest.mark.parametrize(("spec", "activations"), FORMS)
 @pytest.mark.parametrize("tokens", [1, 4, 48, 300, 2000])
-def test_fast_repeats_its_bits(spec: str, activations: str, tokens: int) -> None:
-    problem = small(spec, activations, "fast")
+def test_fast_order_repeats_its_bits(spec: str, activations: str, tokens: int) -> None:
+    problem = small_problem(spec, activations, "fast")
     layer = make_layer(problem, "hopper")
     x, routed = torch.randn(tokens, 1024, device="cuda").bfloat16(), routing(problem, tokens, 3)
     want, same = layer(x, routed), torch.ones((), dtype=torch.bool, device="cuda")
@@ -119,9 +123,9 @@ def test_fast_repeats_its_bits(spec: str, activations: str, tokens: int) -> None
 
 
 @pytest.mark.parametrize(("spec", "activations"), FORMS)
-def test_a_row_does_not_know_its_batch(spec: str, activations: str) -> None:
-    """Every batch up to 256, some up to 4096; rows alone, and all of them in another order."""
-    problem = small(spec, activations, BATCH_INVARIANT)
+def test_batch_invariant_rows_do_not_depend_on_the_batch(spec: str, activations: str) -> None:
+    """Every batch size up to 256, some up to 4096, single rows, and permuted rows."""
+    problem = small_problem(spec, activations, BATCH_INVARIANT)
     layer = make_layer(problem, "hopper")
     x, routed = torch.randn(4096, 1024, device="cuda").bfloat16(), routing(problem, 4096, 5)
     whole, same = layer(x, routed), torch.ones((), dtype=torch.bool, device="cuda")

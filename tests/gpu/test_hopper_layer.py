@@ -1,4 +1,4 @@
-"""The Hopper backend against the reference, by its worst row: every form, size, routing and activation."""
+"""The Hopper backend against the reference by the worst row, for all forms, sizes, routings and activations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECS = [
 
 BATCHES = [3, 70, 600]
 TILES = [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000]
-# Thousands of tiles of one stage: of the first product, and of the second.
+# Thousands of tiles with one stage each: in the first GEMM, and in the second.
 FLAT = [{"hidden": 128, "intermediate": 4096, "experts": 64}, {"hidden": 4096, "intermediate": 128, "experts": 64}]
 TAKEN = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")]
 SIZES = [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)]
@@ -52,40 +52,44 @@ FUNCTIONS = [
 ]
 
 
-def pose(spec: str, activations: str, **sizes: Any) -> Problem:
+def make_problem(spec: str, activations: str, **sizes: Any) -> Problem:
     return layer_problem(spec, activations, **{"hidden": 512, "intermediate": 256, "experts": 8, "top_k": 2, **sizes})
 
 
 def large_enough(spec: str) -> dict[str, int]:
-    """The sizes at which a spec's worst row says something.
+    """Sizes at which the error of a spec's worst row is meaningful.
 
-    Zero points anywhere from 0 to 16 give the weights of a group a mean as large as their spread. Two such groups make
-    a second matrix of nearly rank two: of some hidden rows it leaves little more than their rounding errors.
+    Random zero points from 0 to 16 give the weights of a group a mean as large as their spread. With only two groups the
+    second matrix then has nearly rank two, and maps some hidden rows to little more than their rounding errors.
     """
     return {"hidden": 4096, "intermediate": 2048} if spec.endswith("-zp") else {}
 
 
 def plans() -> Iterator[tuple[Problem, int]]:
-    """What most of these tests launch, to be compiled together."""
-    yield from ((pose(spec, inputs, **large_enough(spec)), tokens) for spec, inputs in SPECS for tokens in BATCHES)
+    """What most of these tests launch; compiled together before the tests."""
+    yield from (
+        (make_problem(spec, inputs, **large_enough(spec)), tokens) for spec, inputs in SPECS for tokens in BATCHES
+    )
     for inputs in ("bf16", "fp8"):
-        yield from ((pose("mxfp4", inputs), tokens) for tokens in TILES)
+        yield from ((make_problem("mxfp4", inputs), tokens) for tokens in TILES)
         for hidden, intermediate in SIZES:
             sizes = {"hidden": hidden, "intermediate": intermediate}
-            yield from ((pose("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
-    yield from ((pose(*kind, **sizes), tokens) for kind in TAKEN for sizes in FLAT for tokens in (100, 1000))
-    yield from ((pose("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
+            yield from ((make_problem("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
+    yield from ((make_problem(*kind, **sizes), tokens) for kind in TAKEN for sizes in FLAT for tokens in (100, 1000))
+    yield from ((make_problem("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
     for bias in (False, True):
         for tokens in (3, 90):
-            yield from ((pose("mxfp4", "bf16", activation=function, bias=bias), tokens) for function in FUNCTIONS)
+            yield from (
+                (make_problem("mxfp4", "bf16", activation=function, bias=bias), tokens) for function in FUNCTIONS
+            )
 
 
 def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **sizes: Any) -> None:
-    """`tokens` rows by us against the reference, twice the same.
+    """Compare `tokens` rows with the reference; two runs must agree bit for bit.
 
-    The reference has at least 64 rows: the worst of three says little.
+    The reference computes at least 64 rows, since the worst of three rows says little.
     """
-    problem = pose(spec, activations, **sizes)
+    problem = make_problem(spec, activations, **sizes)
     ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
     count = max(tokens, 64)
     generator = torch.Generator("cuda").manual_seed(tokens)
@@ -95,19 +99,19 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **s
     ids, weights = routed.ids[:tokens].contiguous(), routed.weights[:tokens].contiguous()
     got = ours(x[:tokens], Indexed(ids, weights))
     assert torch.equal(got, ours(x[:tokens], Indexed(ids, weights))), "two runs differ"
-    mine = (routed.ids >= 0).any(1)
-    assert not got[~mine[:tokens]].any()
-    wide = want
+    routed_rows = (routed.ids >= 0).any(1)
+    assert not got[~routed_rows[:tokens]].any()
+    unquantised = want
     if activations == "fp8":
         plain = make_layer(replace(problem, activations=ACTIVATIONS["bf16"]), "reference")
-        wide = plain(x, routed, torch.empty_like(want))
-    rows = torch.arange(tokens, device="cuda")[mine[:tokens]]
-    check_error(got[rows], want[mine], wide[mine], rows_among(rows, mine))
+        unquantised = plain(x, routed, torch.empty_like(want))
+    rows = torch.arange(tokens, device="cuda")[routed_rows[:tokens]]
+    check_error(got[rows], want[routed_rows], unquantised[routed_rows], rows_among(rows, routed_rows))
 
 
-def rows_among(rows: Tensor, mine: Tensor) -> Tensor:
-    """Where rows are once only those of `mine` are left."""
-    return (mine.cumsum(0) - 1)[rows]
+def rows_among(rows: Tensor, routed_rows: Tensor) -> Tensor:
+    """The indices of `rows` among the rows of the mask `routed_rows`."""
+    return (routed_rows.cumsum(0) - 1)[rows]
 
 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
@@ -126,7 +130,7 @@ def test_every_tile_class(tokens: int, activations: str) -> None:
 @pytest.mark.parametrize("sizes", FLAT)
 @pytest.mark.parametrize("tokens", [100, 1000])
 def test_many_tiles_for_a_block(tokens: int, sizes: dict[str, int], spec: str, activations: str) -> None:
-    """One that loads is then as many tiles ahead of those that multiply as it has stages."""
+    """With one stage per tile, the producer is as many tiles ahead of the consumer as there are stages."""
     compare(spec, activations, tokens, **sizes)
 
 
@@ -152,8 +156,8 @@ def test_activations(activation: Activation, bias: bool, tokens: int) -> None:
 
 @pytest.mark.parametrize("inputs", ["bf16", "fp8"])
 @pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
-def test_activations_of_whole_sums(activation: Activation, inputs: str) -> None:
-    """So many tiles that K is not split."""
+def test_activations_without_a_split_of_k(activation: Activation, inputs: str) -> None:
+    """Decoding with so many tiles that K is not split."""
     intermediate = 2048 if activation.gated else 4096
     compare("mxfp4", inputs, 5, activation=activation, bias=True, intermediate=intermediate)
 
@@ -177,7 +181,7 @@ def test_graph_capture_and_streams() -> None:
     want = layer(x, routed)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        layer(x, routed, out)  # the workspace of this stream
+        layer(x, routed, out)  # allocates this stream's workspace
         stream.synchronize()
         out.fill_(float("nan"))
         graph = torch.cuda.CUDAGraph()
@@ -190,21 +194,21 @@ def test_graph_capture_and_streams() -> None:
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [4, 100, 3000])
-def test_ids_of_no_expert_contribute_nothing(tokens: int, activations: str) -> None:
-    """-1, other negative numbers, the number of experts (a common mark for padding) and beyond: all the same."""
+def test_ids_without_an_expert_contribute_nothing(tokens: int, activations: str) -> None:
+    """-1, other negative numbers, the number of experts (a common padding id) and larger ids are all ignored."""
     problem = layer_problem("mxfp4", activations, hidden=512, intermediate=256, experts=8, top_k=2)
     layer = make_layer(problem, "hopper")
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     routed = routing(problem, tokens, 7, kind="holes")
-    wild = torch.tensor([8, -9, 255, 256, 1 << 20], device="cuda").repeat(tokens)[: routed.ids.numel()]
-    ids = torch.where(routed.ids < 0, wild.view_as(routed.ids), routed.ids).to(torch.int32)
+    invalid = torch.tensor([8, -9, 255, 256, 1 << 20], device="cuda").repeat(tokens)[: routed.ids.numel()]
+    ids = torch.where(routed.ids < 0, invalid.view_as(routed.ids), routed.ids).to(torch.int32)
     assert not torch.equal(ids, routed.ids)
     assert torch.equal(layer(x, type(routed)(ids, routed.weights)), layer(x, routed))
 
 
 @pytest.mark.parametrize("tokens", [1, 60])
-def test_views(tokens: int) -> None:
-    """Rows of a larger batch, with gaps between them or starting anywhere, into rows of a larger output."""
+def test_strided_views(tokens: int) -> None:
+    """Inputs are strided or offset rows of a larger batch, and outputs strided rows of a larger tensor."""
     problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=6)
     layer = make_layer(problem, "hopper")
     x, routed = torch.randn(2 * tokens + 1, 512, device="cuda").bfloat16(), routing(problem, 2 * tokens + 1, 1)

@@ -1,4 +1,4 @@
-"""Work that comes otherwise than by ids: contiguous rows, batches by expert, single linears; and inputs of experts."""
+"""Other dispatches than by ids (contiguous rows, batches per expert, single linears), and input scales of experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMS = [
 ]
 
 
-def make(spec: str, activations: str, options: dict[str, object], **further: object) -> Problem:
+def make_problem(spec: str, activations: str, options: dict[str, object], **further: object) -> Problem:
     own = {name: value for name, value in options.items() if name != "pre_scale"}
     sizes = {"hidden": 512, "intermediate": 256, "experts": 12, "top_k": 3, **own}
     layer = layer_problem(spec, "bf16", **sizes)  # type: ignore[arg-type]
@@ -47,45 +47,49 @@ DISPATCHED, SINGLE = [1, 60, 900], [1, 2, 9, 33, 500, 3000]
 
 
 def linear(spec: str, activations: str, options: dict[str, object]) -> Problem:
-    problem = make(spec, activations, {**options, "activation": Activation("relu2_no_mul")}, dispatch=CONTIGUOUS)
+    problem = make_problem(
+        spec, activations, {**options, "activation": Activation("relu2_no_mul")}, dispatch=CONTIGUOUS
+    )
     return replace(problem, w2=None, experts=1, global_experts=1, top_k=1)
 
 
 def plans() -> Iterator[tuple[Problem, int]]:
-    """What most of these tests launch, to be compiled together."""
+    """What most of these tests launch; compiled together before the tests."""
     for form in FORMS:
         for tokens in DISPATCHED:
-            yield make(*form, dispatch=CONTIGUOUS), 2 * tokens + 7
-            yield make(*form, dispatch=BATCHED), 12 * (tokens + 3)
+            yield make_problem(*form, dispatch=CONTIGUOUS), 2 * tokens + 7
+            yield make_problem(*form, dispatch=BATCHED), 12 * (tokens + 3)
         yield from ((linear(*form), tokens) for tokens in SINGLE)
 
 
-def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, mine: Tensor) -> None:
-    """Rows of `mine` as the reference has them, twice the same; the others untouched."""
+def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, valid: Tensor) -> None:
+    """Compare the rows of the mask `valid` with the reference; runs must agree, other rows stay untouched."""
     ours, reference = registry()["hopper"], registry()["reference"]
     weights = packed(problem, "hopper")
     call(ours, problem, x, dispatch, weights, columns)
     poison_scratch()
     got = call(ours, problem, x, dispatch, weights, columns)
-    assert torch.equal(got[mine], call(ours, problem, x, dispatch, weights, columns)[mine])
+    assert torch.equal(got[valid], call(ours, problem, x, dispatch, weights, columns)[valid])
     wide = torch.full((*x.shape[:-1], columns), float("nan"), device="cuda")
     plan = reference.plan(problem, x.shape[:-1].numel(), GPU)
     want = reference.run(plan, x, dispatch, packed(problem, "reference"), wide)
-    assert bool(got[~mine].isnan().all()), "a row that is nobody's was written"
+    assert bool(got[~valid].isnan().all()), "a row without an expert was written"
     plain = replace(problem, activations=parse_activation("bf16"))
     truth = want
     if problem.activations != plain.activations:
         weights = packed(plain, "reference")
         truth = reference.run(reference.plan(plain, 1, GPU), x, dispatch, weights, torch.full_like(wide, float("nan")))
-    check_error(got[mine], want[mine], truth[mine], torch.arange(int(mine.sum()), device="cuda"))
+    check_error(got[valid], want[valid], truth[valid], torch.arange(int(valid.sum()), device="cuda"))
 
 
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
 @pytest.mark.parametrize("tokens", DISPATCHED)
 @pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
-def test_finished_dispatch(spec: str, activations: str, options: dict[str, object], tokens: int, form: str) -> None:
-    """Experts of no row, one and all; NaN in the rows between."""
-    problem = make(spec, activations, options, dispatch=form)
+def test_rows_grouped_by_the_caller(
+    spec: str, activations: str, options: dict[str, object], tokens: int, form: str
+) -> None:
+    """Experts with no row, one row and all rows; padding rows are NaN."""
+    problem = make_problem(spec, activations, options, dispatch=form)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     routed = routing(problem, tokens, 3, kind="one")
     ids = torch.where(routed.ids == 2, -1, routed.ids)
@@ -93,13 +97,13 @@ def test_finished_dispatch(spec: str, activations: str, options: dict[str, objec
     routed = Indexed(ids.contiguous(), routed.weights)
     if form == CONTIGUOUS:
         rows, dispatch, _ = to_contiguous(x, routed, problem.experts)
-        mine = torch.arange(len(rows) + 7, device="cuda") < len(rows)
+        valid = torch.arange(len(rows) + 7, device="cuda") < len(rows)
         rows = torch.cat([rows, torch.full((7, 512), float("nan"), device="cuda").bfloat16()])
-        compare(problem, rows, dispatch, 512, mine)
+        compare(problem, rows, dispatch, 512, valid)
         return
     rows, batched, _ = to_batched(x, routed, problem.experts, tokens + 3)
-    mine = torch.arange(tokens + 3, device="cuda").unsqueeze(0) < batched.counts.unsqueeze(1)
-    compare(problem, rows, Batched(batched.counts), 512, mine)
+    valid = torch.arange(tokens + 3, device="cuda").unsqueeze(0) < batched.counts.unsqueeze(1)
+    compare(problem, rows, Batched(batched.counts), 512, valid)
 
 
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
@@ -107,13 +111,13 @@ def test_finished_dispatch(spec: str, activations: str, options: dict[str, objec
 def test_single_linear(spec: str, activations: str, options: dict[str, object], tokens: int) -> None:
     problem = linear(spec, activations, options)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
-    mine = torch.ones(tokens, dtype=torch.bool, device="cuda")
-    compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, mine)
+    valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, valid)
 
 
 @pytest.mark.parametrize("exponent", [-90, -61, -20, 0, 20, 61, 90])
-def test_rows_are_quantised_as_torch_divides(exponent: int) -> None:
-    """Code for code: a kernel multiplies by the reciprocal of a row's scale and puts that right."""
+def test_rows_are_quantised_as_by_division(exponent: int) -> None:
+    """Code for code, although the kernel multiplies by a corrected reciprocal of the row's scale."""
     problem, tokens = linear("mxfp4", "fp8", {}), 3000
     backend, device = registry()["hopper"], torch.device("cuda", 0)
     plan = backend.plan(problem, tokens, GPU)
@@ -124,7 +128,7 @@ def test_rows_are_quantised_as_torch_divides(exponent: int) -> None:
     held = workspace.buffer(device, torch.cuda.current_stream().cuda_stream, plan.workspace_bytes)
     found = workspace.views(held, scratch(plan))
     codes, scales = found["x"][:tokens].cpu().float(), found["x_scales"][:tokens].cpu()
-    codes = codes.view(tokens, -1, 8, 4, 4).transpose(2, 3).reshape(tokens, -1)  # columns in their own order
+    codes = codes.view(tokens, -1, 8, 4, 4).transpose(2, 3).reshape(tokens, -1)  # undo the column order of fp8 rows
     largest = x.float().abs().amax(1)
     assert torch.equal(scales, largest / torch.full_like(largest, 448.0))
     assert torch.equal(codes, (x.float() / scales.unsqueeze(1)).to(torch.float8_e4m3fn).float())
@@ -133,35 +137,35 @@ def test_rows_are_quantised_as_torch_divides(exponent: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"pre_scale": True}, {"top_k": 1, "weight_on_input": True}])
 @pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8-static"])
 @pytest.mark.parametrize("tokens", [2, 60, 1500])
-def test_inputs_of_experts(options: dict[str, object], activations: str, tokens: int) -> None:
-    """Static scales and stored factors, one for each expert, while rows are sent."""
-    problem = make("mxfp4", activations, options)
+def test_input_scales_of_experts(options: dict[str, object], activations: str, tokens: int) -> None:
+    """Static scales and stored factors per expert, applied while rows are dispatched."""
+    problem = make_problem("mxfp4", activations, options)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
-    mine = torch.ones(tokens, dtype=torch.bool, device="cuda")
-    compare(problem, x, routing(problem, tokens, 5), 512, mine)
+    valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    compare(problem, x, routing(problem, tokens, 5), 512, valid)
 
 
 @pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
-def test_other_dtypes_go_through_the_kernels_own(form: str) -> None:
-    """Parallel layers sum in fp32: rows that are nobody's keep their bits."""
-    problem, backend = make("mxfp4", "bf16", {}, dispatch=form), registry()["hopper"]
+def test_other_dtypes_are_converted(form: str) -> None:
+    """Parallel layers pass fp32 tensors; rows without an expert keep their bits."""
+    problem, backend = make_problem("mxfp4", "bf16", {}, dispatch=form), registry()["hopper"]
     weights = packed(problem, "hopper")
     x = torch.randn(12, 40, 512, device="cuda").bfloat16()
     counts = torch.arange(12, dtype=torch.int32, device="cuda") * 3
     dispatch: Dispatch = Batched(counts)
-    mine = torch.arange(40, device="cuda").unsqueeze(0) < counts.unsqueeze(1)
+    valid = torch.arange(40, device="cuda").unsqueeze(0) < counts.unsqueeze(1)
     if form == CONTIGUOUS:
-        x, mine = x.flatten(0, 1), torch.arange(480, device="cuda") < int(counts.sum())
+        x, valid = x.flatten(0, 1), torch.arange(480, device="cuda") < int(counts.sum())
         dispatch = Contiguous(torch.cat([counts.new_zeros(1), counts]).cumsum(0))
     plan, out = backend.plan(problem, 480, GPU), torch.full(x.shape, 0.1, device="cuda")
-    narrow = backend.run(plan, x, dispatch, weights, torch.zeros_like(x))
-    wide = backend.run(plan, x.float(), dispatch, weights, out)
-    assert torch.equal(wide[mine], narrow[mine].float()) and bool((wide[~mine] == 0.1).all())
+    bf16 = backend.run(plan, x, dispatch, weights, torch.zeros_like(x))
+    fp32 = backend.run(plan, x.float(), dispatch, weights, out)
+    assert torch.equal(fp32[valid], bf16[valid].float()) and bool((fp32[~valid] == 0.1).all())
 
 
-def test_no_host_waits_for_a_finished_dispatch() -> None:
-    """Captured once, replayed with other counts: the tile lists are made on the device."""
-    problem = make("mxfp4", "bf16", {}, dispatch=BATCHED)
+def test_tile_lists_need_no_host_synchronisation() -> None:
+    """A captured graph replayed with other counts gives correct results: tile lists are made on the device."""
+    problem = make_problem("mxfp4", "bf16", {}, dispatch=BATCHED)
     backend, weights = registry()["hopper"], packed(problem, "hopper")
     x = torch.randn(12, 40, 512, device="cuda").bfloat16()
     counts, out = torch.full((12,), 40, dtype=torch.int32, device="cuda"), torch.empty_like(x)
@@ -177,5 +181,5 @@ def test_no_host_waits_for_a_finished_dispatch() -> None:
         out.fill_(float("nan"))
         graph.replay()
     torch.cuda.synchronize()
-    mine = torch.arange(40, device="cuda").unsqueeze(0) < counts.unsqueeze(1)
-    assert torch.equal(out[mine], want[mine]) and bool(out[~mine].isnan().all())
+    valid = torch.arange(40, device="cuda").unsqueeze(0) < counts.unsqueeze(1)
+    assert torch.equal(out[valid], want[valid]) and bool(out[~valid].isnan().all())

@@ -19,13 +19,13 @@ pytest.importorskip("humming")
 
 DEVICE = Device("cuda", 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1])
 SPECS = ["mxfp4", "int4-g128", "int4-g32", "int8", "fp8-block"]
-BOUND = 1.2e-2  # h is stored in 16 bits, and exponentials are the fast ones
+BOUND = 1.2e-2  # hidden rows are stored in 16 bits, and exponentials are approximate
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("n", "k"), [(512, 256), (192, 384)])
-def test_the_layout_is_the_package_s(spec: str, n: int, k: int) -> None:
-    """Bit for bit: weights and scales of three experts."""
+def test_the_layout_equals_the_package_conversion(spec: str, n: int, k: int) -> None:
+    """Bit for bit, for weights and scales of three experts."""
     from lancebill.backends.humming.package import make_matrix
 
     if spec == "fp8-block" and n % 128:

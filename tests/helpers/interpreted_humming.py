@@ -1,7 +1,7 @@
-"""Sorting and summing rows around the package's products, and the kernel that only reads, in Triton's interpreter.
+"""Humming's slot grouping and row sums, and the bandwidth kernel of the benchmarks, in Triton's interpreter.
 
-Not collected by itself: `test_humming.py` runs it in a process of its own, where TRITON_INTERPRET is set before
-Triton is imported.
+Not collected by pytest: `test_humming.py` runs it in a separate process, where TRITON_INTERPRET is set before Triton is
+imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lancebill.bench import read_kernel as reading
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loop bounds as the newest numpy wants them."""
+    """Convert loop bounds for newer numpy."""
     torch.manual_seed(0)
     for module in (rows, reading):
         monkeypatch.setattr(module, "range", scalars, raising=False)
@@ -26,15 +26,15 @@ CASES = [(1, 6, 256, 16), (5, 2, 8, 1), (100, 8, 32, 64), (130, 6, 20, 48), (7, 
 
 
 def routing(tokens: int, top_k: int, experts: int) -> torch.Tensor:
-    """A fifth of the slots are nobody's."""
+    """Random ids; a fifth of the slots have no expert."""
     ids = torch.rand(tokens, experts).topk(top_k, 1).indices.to(torch.int32)
     return torch.where(torch.rand(ids.shape) < 0.2, -1, ids)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "align"), CASES)
-def test_slots_of_an_expert_lie_together(tokens: int, top_k: int, experts: int, align: int) -> None:
+def test_slots_of_an_expert_are_contiguous(tokens: int, top_k: int, experts: int, align: int) -> None:
     ids = routing(tokens, top_k, experts)
-    groups, flat, start = rows.group(ids, experts, align), ids.flatten(), 0
+    groups, flat, start = rows.group_slots(ids, experts, align), ids.flatten(), 0
     for expert in range(experts):
         mine = (flat == expert).nonzero().flatten()
         blocks = -(-len(mine) // align)
@@ -54,21 +54,21 @@ def test_slots_of_an_expert_lie_together(tokens: int, top_k: int, experts: int, 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_rows_are_weighted_and_summed(in_order: bool) -> None:
     ids = routing(9, 3, 8)
-    places = ids if in_order else rows.group(ids, 8, 4).places
+    places = ids if in_order else rows.group_slots(ids, 8, 4).places
     y, weights = torch.randn(64, 40), torch.rand(9, 3)
     y[27:] = y[27:] if not in_order else torch.nan
     where = torch.arange(27).view(9, 3) if in_order else places.long()
-    wanted = torch.where((ids >= 0)[..., None], y[where.clamp(min=0)] * weights[..., None], 0).sum(1)
+    expected = torch.where((ids >= 0)[..., None], y[where.clamp(min=0)] * weights[..., None], 0).sum(1)
     got = rows.weighted_sum(y, places, weights, torch.full((9, 40), torch.nan), in_order=in_order)
-    assert torch.allclose(got, wanted, atol=1e-5)
+    assert torch.allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [5, 4096, 3 * 4096 + 7])
-def test_everything_is_read(count: int) -> None:
+def test_the_bandwidth_kernel_reads_every_word(count: int) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
-    sink = reading.read(words, torch.empty(2, reading.BLOCK, dtype=torch.int32))
+    sink = reading.read_words(words, torch.empty(2, reading.BLOCK, dtype=torch.int32))
     padded = torch.nn.functional.pad(words, (0, -count % reading.BLOCK)).view(-1, reading.BLOCK)
-    wanted = padded[0]
+    expected = padded[0]
     for row in padded[1:]:
-        wanted = wanted ^ row
-    assert torch.equal(sink[0] ^ sink[1], wanted)
+        expected = expected ^ row
+    assert torch.equal(sink[0] ^ sink[1], expected)

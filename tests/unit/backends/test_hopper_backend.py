@@ -1,4 +1,4 @@
-"""Layout, plans and reasons of the Hopper backend, without Triton and without a GPU."""
+"""Layout, plans and refusals of the Hopper backend, without Triton and without a GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_packing_pads(hidden: int, intermediate: int, activations: str) -> None:
 @pytest.mark.parametrize("activations", ["bf16", "fp16"])
 @pytest.mark.parametrize("size", [2.0**-12, 1.0, 2.0**10])
 def test_scales_of_any_size_survive_packing(spec: str, activations: str, size: float) -> None:
-    """They are moved by powers of two: up by a code's unit, down by what a row has too much."""
+    """Packing moves scales by powers of two: up by the code's unit, down by the excess of the row."""
     layer = problem(spec, activations)
     weight = plausible_weight(layer.w13, 1)
     grown = replace(weight, scales=((weight.scales[0].float() * size).to(weight.scales[0].dtype),))
@@ -92,15 +92,15 @@ def test_act_order_survives_packing() -> None:
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp16", "fp8"])
-def test_large_exponents_leave_the_loop(activations: str) -> None:
-    """Rows whose scales are far above one keep their numbers: the excess goes to the row's factor."""
+def test_large_exponents_move_to_the_row_factor(activations: str) -> None:
+    """Rows with scales far above one stay exact."""
     layer = problem("mxfp4", activations)
     weight = plausible_weight(layer.w2, 1)
     weight = replace(weight, scales=((weight.scales[0].int() + 60).to(torch.uint8),))
     assert round_trip(HopperLayout(layer), layer.w2, weight).equals(weight)
 
 
-def test_exponents_out_of_reach_are_rounded_and_counted() -> None:
+def test_exponents_out_of_range_are_rounded_and_counted() -> None:
     layer = problem("mxfp4", "fp8")
     layout, weight = HopperLayout(layer), plausible_weight(layer.w2, 1)
     scales = weight.scales[0].clone()
@@ -109,11 +109,11 @@ def test_exponents_out_of_reach_are_rounded_and_counted() -> None:
     back = round_trip(layout, layer.w2, weight)
     assert layout.rerounded.groups == 1
     error = (dequantize(back) - dequantize(weight)).abs()
-    step = 2.0 ** (float(scales[3].max()) - 127 - 11)  # a step of e2m1 at the lowest scale in reach
+    step = 2.0 ** (float(scales[3].max()) - 127 - 11)  # an ulp of e2m1 at the lowest exponent in range
     assert error.max() <= step / 2 and error[3].any()
 
 
-def test_reasons() -> None:
+def test_unsupported_problems_have_reasons() -> None:
     backend = registry()["hopper"]
 
     def codes(layer: Problem, device: Device = HOPPER) -> set[str]:
@@ -142,7 +142,7 @@ def test_reasons() -> None:
     assert codes(replace(layer, w2=replace(layer.w2, act_order=True))) == {"act-order"}
 
 
-def test_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_old_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "triton_version", lambda: None)
     assert "triton" in {reason.code for reason in registry()["hopper"].check(problem(), HOPPER)}
     monkeypatch.setattr(compat, "triton_version", lambda: "3.5.1")
@@ -164,40 +164,40 @@ def test_plans_are_consistent(tokens: int, activations: str, work: str) -> None:
     plan = make_plan(layer, tokens)
     assert plan.tokens >= tokens and plan.workspace_bytes > 0 and plan == make_plan(layer, tokens)
     assert plan.work == work and plan.slots == plan.tokens * (4 if work == INDEXED else 1)
-    held = scratch(plan)
-    brought = {"x", "out"} | ({"ids", "weights"} if work == INDEXED else {"edges"})
+    scratch_tensors = scratch(plan)
+    caller_tensors = {"x", "out"} | ({"ids", "weights"} if work == INDEXED else {"edges"})
     for step in steps(plan):
         assert list(step.values) == [name for name, _ in step.source.arguments]
         assert min(step.grid(tokens)) > 0
         for value in step.values.values():
             if isinstance(value, Ref) and value.owner == SCRATCH:
-                assert value.name in held
+                assert value.name in scratch_tensors
             elif isinstance(value, Ref) and value.owner == CALL:
-                assert value.name in brought
+                assert value.name in caller_tensors
 
 
-def test_rows_that_come_dispatched_are_read_in_place() -> None:
+def test_rows_grouped_by_the_caller_are_read_in_place() -> None:
     for work in (CONTIGUOUS, BATCHED):
         plan = make_plan(replace(problem(), dispatch=work), 500)
         assert "x" not in scratch(plan) and "y" not in scratch(plan)
-        first = next(step for step in steps(plan) if step.source.kernel == "grouped")
+        first = next(step for step in steps(plan) if step.source.kernel == "grouped_gemm")
         assert first.values["x_desc"] == Ref(CALL, "x", mapped=256)
-        narrow = make_plan(replace(problem(activations="fp8"), dispatch=work), 500)
-        assert [step.source.kernel for step in steps(narrow)].count("prepare_rows") == 2
+        fp8 = make_plan(replace(problem(activations="fp8"), dispatch=work), 500)
+        assert [step.source.kernel for step in steps(fp8)].count("prepare_rows") == 2
 
 
-def test_carried_sums_have_tiles_they_fit() -> None:
+def test_promoted_sums_have_tiles_that_fit_in_registers() -> None:
     plan = make_plan(problem("int4-g128", "fp8"), 20000)
-    assert plan.first.promote and plan.rule is not None and max(plan.rule.sizes) <= tune.MOST_PROMOTED
+    assert plan.first_gemm.promote and plan.rule is not None and max(plan.rule.sizes) <= tune.MOST_PROMOTED
     assert not make_plan(problem("mxfp4", "fp8"), 20000).first.promote
 
 
-def test_small_layers_do_not_take_two_units_at_once() -> None:
+def test_small_layers_do_not_pair_units() -> None:
     sizes = {"hidden": 1024, "intermediate": 1024, "top_k": 4}
-    for experts, many in ((16, False), (512, True)):  # 256 and 8,192 units, as many rows for each expert
+    for experts, many in ((16, False), (512, True)):  # 256 and 8,192 units, with equal rows per expert
         plan = make_plan(problem(**sizes, experts=experts), 4 * experts)
         assert plan.rule is not None and plan.rule.paired == many
-        assert (2 in {tile.units for tile in plan.first.tiles}) == many
+        assert (2 in {tile.units for tile in plan.first_gemm.tiles}) == many
 
 
 def test_batch_invariant_plans_never_split_k() -> None:
@@ -206,8 +206,8 @@ def test_batch_invariant_plans_never_split_k() -> None:
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_batch_invariant_order_is_free_beyond_few_tokens(activations: str) -> None:
-    """It launches the same kernels once slots are no tiles of their own: nothing there can cost more."""
+def test_batch_invariant_order_is_free_except_when_decoding(activations: str) -> None:
+    """Above the decode limit it launches the same kernels as the fast order."""
     layer = problem(activations=activations)
     for tokens in tune.buckets(8192):
         fast, invariant = (kernels(order, tokens) for order in (layer, replace(layer, order=BATCH_INVARIANT)))
@@ -219,7 +219,7 @@ def test_decoding_needs_a_counter_for_every_tile() -> None:
         layer = problem(hidden=hidden, intermediate=intermediate, experts=32, top_k=8)
         assert make_plan(layer, 1).decode
         many = make_plan(layer, 4)
-        assert many.decode == (32 * max(many.first.units, many.product("w2").units) <= SECOND)
+        assert many.decode == (32 * max(many.first_gemm.units, many.gemm("w2").units) <= SECOND)
 
 
 def test_arguments_the_kernels_cannot_take_are_refused() -> None:
@@ -238,7 +238,7 @@ def test_arguments_the_kernels_cannot_take_are_refused() -> None:
 
 
 def test_programs_are_found_by_every_address_they_hold() -> None:
-    """An allocator gives memory again: codes may lie where others lay, and their scales elsewhere."""
+    """Allocators reuse memory: new codes may have the address of old ones while their scales have another."""
     backend, plan, codes = Hopper(), make_plan(problem(), 3), torch.zeros(4)
     before, after = ({"w13": {"codes": codes, "scales": torch.zeros(4)}} for _ in range(2))
     assert backend._key(plan, 0, before) == backend._key(plan, 0, before)
@@ -247,7 +247,7 @@ def test_programs_are_found_by_every_address_they_hold() -> None:
 
 
 def test_rows_into_another_dtype() -> None:
-    """Only rows that are somebody's are written."""
+    """Only rows with an expert are written."""
     result = torch.ones(2, 3, 4, dtype=torch.bfloat16)
     out = _copy(result, Batched(torch.tensor([1, 3], dtype=torch.int32)), torch.zeros(2, 3, 4))
     assert out[:, :, 0].tolist() == [[1, 0, 0], [1, 1, 1]]
@@ -259,18 +259,18 @@ def test_rows_into_another_dtype() -> None:
     assert bool((_copy(result.flatten(0, 1), Indexed(ids, ids.float()), torch.zeros(6, 4)) == 1).all())
 
 
-def test_buckets() -> None:
+def test_buckets_are_at_most_a_quarter_larger() -> None:
     for tokens in range(1, 3000):
         bucket = tune.bucket(tokens)
         assert tokens <= bucket <= max(tokens + 1, tokens * 1.25) and tune.bucket(bucket) == bucket
 
 
-def test_stages_fit() -> None:
+def test_stages_fit_in_shared_memory() -> None:
     for activations in ("bf16", "fp16", "fp8"):
         for spec in SPECS:
             try:
                 plan = make_plan(problem(spec, activations), 64)
-            except Exception as error:  # a spec without this form
+            except Exception as error:  # no kernel for this spec
                 assert type(error).__name__ == "NoForm"
                 continue
             assert plan.w13 is not None

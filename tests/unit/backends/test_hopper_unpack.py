@@ -1,4 +1,4 @@
-"""Packed words run through the kernels' own PTX give the canonical numbers, bit for bit, for every form."""
+"""Packed words run through the kernels' PTX in an emulator give the canonical numbers, bit for bit, for every form."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_codes_round_trip(form: WeightForm) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_statements_give_the_numbers(form: WeightForm) -> None:
+def test_ptx_gives_the_canonical_numbers(form: WeightForm) -> None:
     got, want = _unpacked(form)
     if form.activations == f.E4M3:
         assert torch.equal(got.float(), want)
-    elif form.two_part_scale:  # a part of the scale in 16 bits, and what is left in 16 more: half a step and a little
+    elif form.two_part_scale:  # the scale is a sum of two 16-bit numbers: slightly more than half an ulp
         kind = torch.finfo(got.dtype)
         steps = kind.eps * torch.exp2(torch.frexp(want)[1].double() - 1)
         assert ((got.double() - want).abs() <= 0.51 * steps + kind.smallest_normal * kind.eps).all()
@@ -78,7 +78,7 @@ def test_statements_give_the_numbers(form: WeightForm) -> None:
 
 
 def _unpacked(form: WeightForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes and scales through the statements, and what they mean."""
+    """Random codes and scales through the PTX, and the numbers they stand for."""
     torch.manual_seed(0)
     codes = torch.randint(0, 1 << form.bits, (N, K), dtype=torch.uint8)
     if form.code == f.E4M3_CODE:
@@ -87,11 +87,11 @@ def _unpacked(form: WeightForm) -> tuple[torch.Tensor, torch.Tensor]:
     metas, value = _scales(form, value)
     want = fragments._fragment_view(form, value)
     words = fragments._from_rows(form, fragments.pack_codes(form, codes), N, K).numpy().view(np.uint32)
-    return _run(form, words, metas, want.shape), want
+    return _run_ptx(form, words, metas, want.shape), want
 
 
 def _scales(form: WeightForm, value: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Random scales: [unit, slice, half, 4, 4, 2, words] for the emulator, and the numbers they give, exactly."""
+    """Random scale words [unit, slice, half, 4, 4, 2, words] for the emulator, and the exact scaled values."""
     groups = K // form.group if form.group else 1
     spread = lambda t: t.repeat_interleave(form.group or K, 1)  # noqa: E731
     if form.scale == f.E8M0_G32:
@@ -111,9 +111,9 @@ def _scales(form: WeightForm, value: torch.Tensor) -> tuple[torch.Tensor | None,
     scale = torch.ones(N, groups)
     if form.scale != f.NO_SCALE:
         scale = ((torch.rand(N, groups) + 0.01) * (2.0**-9 if form.subnormal else 1)).to(TYPES[form.scale])
-        lifted = as_integer((scale.double() * _units(form, N, scale.device)).to(scale.dtype))
+        stored = as_integer((scale.double() * _units(form, N, scale.device)).to(scale.dtype))
         pack = fragments.pack_floats if form.scale == f.F32_GROUP else fragments.pack_halves
-        parts.append(pack(form, lifted))
+        parts.append(pack(form, stored))
     if form.zero:
         zero = torch.randint(0, 17, (N, groups))
         parts.append(fragments.pack_halves(form, (zero + INT4_MAGIC[form.activations]).to(torch.int16)))
@@ -124,7 +124,7 @@ def _scales(form: WeightForm, value: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 def _promoted_scales(form: WeightForm, value: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales that the sums are multiplied by, zero points in their lowest bits: numbers are codes less zeros."""
+    """Scales that multiply the sums, with zero points in their lowest bits; the numbers are codes minus zero points."""
     words = (torch.rand(N, groups) + 0.01).bfloat16().float().view(torch.int32)
     if form.zero:
         zero = torch.randint(0, 17, (N, groups), dtype=torch.int32)
@@ -139,8 +139,8 @@ def _per_slice(form: WeightForm, words: torch.Tensor, n: int = N) -> torch.Tenso
     return blocks.repeat_interleave(slices // blocks.shape[1], 1)
 
 
-def _run(form: WeightForm, words: np.ndarray, metas: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
-    """Every thread's registers, element by element of `_fragment_view`."""
+def _run_ptx(form: WeightForm, words: np.ndarray, metas: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Run the PTX for every thread; the registers in the order of `_fragment_view`."""
     statements = Unpack(form)
     pack = statements.pack
     out = torch.empty(shape, dtype=TYPES.get(form.activations, torch.float8_e4m3fn))
@@ -168,7 +168,7 @@ def _run(form: WeightForm, words: np.ndarray, metas: torch.Tensor | None, shape:
 
 
 def _meta(form: WeightForm, metas: torch.Tensor, number: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Scale words as threads load them: a lane its own two bytes, or the four lanes of a row the same word."""
+    """Scale words as threads load them: two bytes per lane, or one word for the four lanes of a row."""
     if form.scale == f.E8M0_G32 and form.activations == f.E4M3:
         return np.ascontiguousarray(metas.numpy()).view(np.uint16).astype(np.uint32)
     return np.broadcast_to(metas[..., number : number + 1].numpy().view(np.uint32), shape)
@@ -177,8 +177,8 @@ def _meta(form: WeightForm, metas: torch.Tensor, number: int, shape: tuple[int, 
 @pytest.mark.parametrize("activations", SIXTEEN)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**8])
-def test_packed_numbers_are_the_weights(spec: str, activations: str, size: float) -> None:
-    """As packed, through the statements, times the row's factor: exactly, or rounded once, however large the scales."""
+def test_packed_weights_unpack_to_the_weights(spec: str, activations: str, size: float) -> None:
+    """Packed, unpacked by the PTX and multiplied by the row's factor: exact or rounded once, for scales of any size."""
     problem = layer_problem(spec, activations, hidden=K, intermediate=N, experts=1, top_k=1)
     layout, shape = HopperLayout(problem), problem.w13
     weight = plausible_weight(shape, 1)
@@ -190,7 +190,7 @@ def test_packed_numbers_are_the_weights(spec: str, activations: str, size: float
     form, numbers = layout.form(shape), torch.empty(layout.padded(shape))
     view = fragments._fragment_view(form, numbers)
     words = fragments._from_rows(form, held["codes"], *numbers.shape).numpy().view(np.uint32)
-    view.copy_(_run(form, words, _per_slice(form, held["scales"], 2 * N) if form.scale_words else None, view.shape))
+    view.copy_(_run_ptx(form, words, _per_slice(form, held["scales"], 2 * N) if form.scale_words else None, view.shape))
     factors = layout._take(shape, held["factors"].view(torch.float32)).double().unsqueeze(1)
     got, want = layout._take(shape, numbers).double(), dequantize(weight) / factors
     kind = torch.finfo(TYPES[activations])
@@ -200,6 +200,6 @@ def test_packed_numbers_are_the_weights(spec: str, activations: str, size: float
 
 
 def test_shifts_are_consistent() -> None:
-    """An exponent a placement lacks is put back exactly once."""
+    """The row's factor corrects at most the shift of the code."""
     for form in FORMS:
         assert code_shift(form) >= row_shift(form) >= 0

@@ -1,4 +1,4 @@
-"""The Humming backend without its package and without a GPU: reasons, layout, sorting, the sum of rows."""
+"""The Humming backend without its package and without a GPU: refusals, layout, grouping of slots, sums of rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HOPPER = Device("cuda", 90)
 SIZES = {"hidden": 256, "intermediate": 128, "experts": 4, "top_k": 2}
 
 
-def problem_of(spec: str = "mxfp4", activations: str = "bf16", **others: object) -> Problem:
-    return layer_problem(spec, activations, **SIZES, **others)  # type: ignore[arg-type]
+def problem_of(spec: str = "mxfp4", activations: str = "bf16", **options: object) -> Problem:
+    return layer_problem(spec, activations, **SIZES, **options)  # type: ignore[arg-type]
 
 
 def codes(problem: Problem, device: Device = HOPPER) -> set[str]:
@@ -40,12 +40,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "version", lambda name: "0.1.19")
 
 
-def test_it_is_taken_by_name_only() -> None:
+def test_it_is_selected_by_name_only() -> None:
     assert registry()["humming"] is BACKEND
     assert BACKEND.on_request
 
 
-def test_without_the_package_that_is_the_reason() -> None:
+def test_a_missing_package_is_the_reason() -> None:
     (reason,) = BACKEND.check(problem_of(), HOPPER)
     assert reason.code == "package"
     assert reason.text == "humming-kernels is not installed" and reason.hint == "pip install humming-kernels"
@@ -56,18 +56,18 @@ def test_without_the_package_that_is_the_reason() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("spec", ["mxfp4", "int4-g128", "int4-g32", "int8", "fp8-block"])
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
-def test_what_it_computes(spec: str, arch: int) -> None:
+def test_supported_weights(spec: str, arch: int) -> None:
     assert not codes(problem_of(spec), Device("cuda", arch))
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("spec", ["nvfp4", "int4-g32-zp", "nf4", "bf16", "fp8", "int8-g128"])
-def test_weights_it_has_no_schema_for(spec: str) -> None:
+def test_unsupported_weights(spec: str) -> None:
     assert "spec" in codes(problem_of(spec))
 
 
 @pytest.mark.usefixtures("installed")
-def test_every_reason_is_given() -> None:
+def test_all_reasons_are_given() -> None:
     fine = problem_of()
     assert (
         codes(fine, Device("cpu")) == codes(fine, Device("cuda", 100)) == codes(fine, Device("cuda", 75)) == {"device"}
@@ -89,7 +89,7 @@ def test_every_reason_is_given() -> None:
     ("spec", "n", "k"),
     [("mxfp4", 96, 64), ("int4-g32", 100, 160), ("int4-g128", 512, 256), ("int8", 72, 96), ("fp8-block", 128, 384)],
 )
-def test_the_layout_keeps_every_number(spec: str, n: int, k: int) -> None:
+def test_the_layout_is_lossless(spec: str, n: int, k: int) -> None:
     shape, layout = MatrixShape("w13", n, k, parse_spec(spec)), HummingLayout()
     held = layout.allocate(shape, 3)
     for expert in range(3):
@@ -102,8 +102,8 @@ def test_the_layout_keeps_every_number(spec: str, n: int, k: int) -> None:
     assert padded(shape) == (-(-n // 256) * 256, -(-k // 128) * 128)
 
 
-def test_codes_lie_where_the_kernels_look() -> None:
-    """Thread t of a block of 64 rows and 16 columns has, in its first word, rows t // 4 and 8 + t // 4."""
+def test_codes_are_in_the_order_of_the_kernels() -> None:
+    """In a block of 64 rows and 16 columns, the first word of thread t has rows t // 4 and 8 + t // 4."""
     shape, layout = MatrixShape("w13", 256, 128, parse_spec("mxfp4")), HummingLayout()
     weight = plausible_weight(shape, 0)
     held = layout.allocate(shape, 1)
@@ -112,26 +112,26 @@ def test_codes_lie_where_the_kernels_look() -> None:
     for block, band, thread, word in ((0, 0, 0, 0), (3, 1, 13, 2), (7, 3, 31, 3)):
         row, column = 64 * band + 16 * word + thread // 4, 16 * block + 2 * (thread % 4)
         places = [(r, c) for r in (0, 8) for c in (0, 8)]
-        wanted = [weight.codes[row + r, column + c + odd] for odd in (0, 1) for r, c in places]
+        expected = [weight.codes[row + r, column + c + odd] for odd in (0, 1) for r, c in places]
         found = [(int(words[block, band, thread, word]) >> (4 * i)) & 15 for i in range(8)]
-        assert found == [int(code) for code in wanted]
+        assert found == [int(code) for code in expected]
 
 
-def test_a_plan_is_pure_and_says_that_it_compiles() -> None:
+def test_plans_are_pure_and_note_compilation() -> None:
     problem = problem_of()
     assert BACKEND.plan(problem, 16, HOPPER) == BACKEND.plan(problem, 16, HOPPER)
     assert BACKEND.plan(problem, 4096, HOPPER).estimate_us > BACKEND.plan(problem, 1, HOPPER).estimate_us
     assert "compiles" in BACKEND.plan(problem, 1, HOPPER).notes[0]
 
 
-def test_other_dispatch_is_refused_when_run() -> None:
+def test_run_refuses_other_dispatches() -> None:
     problem = problem_of()
     x = torch.zeros(2, 256, dtype=torch.bfloat16)
     with pytest.raises(LaunchError, match="by token ids"):
         BACKEND.run(BACKEND.plan(problem, 2, HOPPER), x, Contiguous(torch.zeros(5, dtype=torch.int64)), {}, x.clone())
 
 
-def test_rows_are_sorted_and_summed() -> None:
+def test_slots_are_grouped_and_rows_summed() -> None:
     pytest.importorskip("triton")
     script = HELPERS / "interpreted_humming.py"
     done = subprocess.run(

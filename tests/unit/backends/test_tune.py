@@ -1,4 +1,4 @@
-"""Tuning without a GPU: candidates, winners and the rules made of them, plans of candidates, the journal."""
+"""Tuning without a GPU: candidates, winners, rules made of winners, plans of candidates, the journal."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ FLAGS = Rule((16, 8), True)
 SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6}
 
 
-def cell(tokens: int, layer: str = "a", kind: str = search.WIDE) -> Cell:
+def cell(tokens: int, layer: str = "a", kind: str = search.SIXTEEN_BIT) -> Cell:
     return Cell(layer, kind, tokens, 6 * tokens, 256)
 
 
 def test_candidates_fit_the_rows() -> None:
     few, many = search.first_round(cell(16), FLAGS), search.first_round(cell(16384), FLAGS)
-    assert Candidate() in few and Candidate() not in many  # a tile for each slot: only for few
+    assert Candidate() in few and Candidate() not in many  # decoding is tried for few slots only
     assert max(c.rule.sizes[0] for c in few if c.rule) <= 24
     assert min(c.rule.sizes[0] for c in many if c.rule) == 128
     assert all(c.rule.overlap for c in few if c.rule)
@@ -51,48 +51,48 @@ def test_candidates_fit_the_rows() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 256, 4096, 16384])
-def test_there_is_always_something_to_try(tokens: int) -> None:
+def test_every_batch_has_candidates(tokens: int) -> None:
     found = search.first_round(cell(tokens), FLAGS)
     assert len(found) >= 3
-    assert [search.parse(c.name) for c in found] == found
+    assert [search.parse_candidate(c.name) for c in found] == found
 
 
-def test_the_winner_is_good_for_all_layers() -> None:
-    """Best of neither, but never far behind."""
+def test_the_winner_has_the_best_mean_over_layers() -> None:
+    """Not the best of any layer, but never far behind."""
     first, second, third = (Candidate(Rule(sizes, True)).name for sizes in ((16,), (32, 16), (48, 32, 16)))
     cells = [cell(64, "a"), cell(64, "b")]
     times = {
         cells[0].name: {first: 100.0, second: 103.0, third: 150.0},
         cells[1].name: {first: 150.0, second: 103.0, third: 100.0},
     }
-    assert search.winners(cells, times)[search.WIDE] == {1.5: Rule((32, 16), True)}
+    assert search.winners(cells, times)[search.SIXTEEN_BIT] == {1.5: Rule((32, 16), True)}
     del times[cells[1].name][second]  # it did not run there
-    assert search.winners(cells, times)[search.WIDE][1.5].sizes == (16,)
+    assert search.winners(cells, times)[search.SIXTEEN_BIT][1.5].sizes == (16,)
 
 
-def test_rules_have_edges_midway_and_no_repetition() -> None:
+def test_rules_have_limits_between_winners_and_no_duplicates() -> None:
     small, large = Rule((16, 8), True), Rule((128, 96, 64), True, True)
-    found = search.rules({1.0: small, 4.0: small, 64.0: large})
+    found = search.rules_from_winners({1.0: small, 4.0: small, 64.0: large})
     assert found == [
         {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "paired": False},
         {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "paired": True},
     ]
 
 
-def test_decoding_ends_where_tiles_win() -> None:
-    tiles, slotwise = Candidate(FLAGS).name, Candidate().name
+def test_decode_limit_is_where_tiles_win() -> None:
+    tiles, decode = Candidate(FLAGS).name, Candidate().name
     cells = [cell(tokens) for tokens in (1, 4, 8, 16)]
     us = {1: (30, 20), 4: (90, 80), 8: (120, 130), 16: (200, 190)}
-    times = {c.name: {tiles: us[c.tokens][0], slotwise: us[c.tokens][1]} for c in cells}
-    assert search.decode_slots(cells, times, search.WIDE) == 24
-    assert search.decode_slots(cells, times, search.NARROW) is None
+    times = {c.name: {tiles: us[c.tokens][0], decode: us[c.tokens][1]} for c in cells}
+    assert search.decode_slots(cells, times, search.SIXTEEN_BIT) == 24
+    assert search.decode_slots(cells, times, search.EIGHT_BIT) is None
 
 
-def test_what_was_not_measured_stays() -> None:
+def test_data_that_was_not_measured_stays() -> None:
     data = hopper.data()
     only = cell(4096)
     times = {only.name: {Candidate(Rule((64, 32, 16), False, True)).name: 9.0}}
-    found = search.merge(data, [only], times, "a GPU", "today")
+    found = search.merge_into_data(data, [only], times, "a GPU", "today")
     (entry,) = found["16-bit"]
     assert entry == {
         "rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "paired": True
@@ -103,51 +103,52 @@ def test_what_was_not_measured_stays() -> None:
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
-def test_a_candidate_s_plan_is_the_backend_s(activations: str) -> None:
-    """The rule in use gives the plan in use; another one other tiles, and scratch memory for them."""
+def test_candidates_use_the_plans_of_the_backend(activations: str) -> None:
+    """The rule in use gives the plan in use; another rule gives other tiles and other kernels."""
     problem = layer_problem("mxfp4", activations, **SIZES)
     used = make_plan(problem, 1024)
     assert used.rule is not None
     same = plan_of(problem, 1024, Candidate(used.rule))
     assert [step.source for step in steps(same)] == [step.source for step in steps(used)]
     other = plan_of(problem, 1024, Candidate(Rule((64, 32), True)))
-    assert [tile.tokens for tile in other.product("w13").tiles] == [64, 32]
+    assert [tile.tokens for tile in other.gemm("w13").tiles] == [64, 32]
     assert not {s.source for s in steps(other)} <= {s.source for s in steps(used)}
     few = plan_of(problem, 4, Candidate())
     assert few.decode and few.workspace_bytes > 0
-    assert TuningLayer("it", problem).cell(4).kind == (search.WIDE if activations == "bf16" else search.NARROW)
+    assert TuningLayer("it", problem).cell(4).kind == (
+        search.SIXTEEN_BIT if activations == "bf16" else search.EIGHT_BIT
+    )
 
 
-def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_search_can_be_resumed(tmp_path: Path) -> None:
     path, where = tmp_path / "x.cells.json", cell(64)
     journal = Journal(path)
     journal.note(where, {"16+8 overlap": 12.5}, {"decode": "does not compile"})
-    again = Journal(path)
-    assert again.knows(where, Candidate(FLAGS)) and again.knows(where, Candidate())
-    assert not again.knows(cell(256), Candidate(FLAGS))
-    again.note(where, {"8": 11.0}, {})
+    reopened = Journal(path)
+    assert reopened.knows(where, Candidate(FLAGS)) and reopened.knows(where, Candidate())
+    assert not reopened.knows(cell(256), Candidate(FLAGS))
+    reopened.note(where, {"8": 11.0}, {})
     assert json.loads(path.read_text())["times"][where.name] == {"16+8 overlap": 12.5, "8": 11.0}
     assert [file.name for file in tmp_path.iterdir()] == ["x.cells.json"]
 
 
 @pytest.mark.parametrize(
-    ("words", "why"), [(("--device", "cpu"), "nothing to tune"), (("--out", "nowhere/x.json"), "no such folder")]
+    ("words", "why"), [(("--device", "cpu"), "cannot be tuned"), (("--out", "nowhere/x.json"), "no such folder")]
 )
-def test_not_used_right(words: tuple[str, str], why: str) -> None:
+def test_usage_errors(words: tuple[str, str], why: str) -> None:
     done = CliRunner().invoke(app, ["tune", "--shape", "4,256,256,2", *words])
     assert done.exit_code == 2 and why in done.output
 
 
 class Stopwatch:
-    """Times a plan by the size of its first tile: 32 is the fastest, with 16 alone after it; overlapping saves a tenth,
-    pairs a little."""
+    """Fake times by the first tile: 32 is the fastest, best followed by 16 alone. Overlap saves a tenth, pairing 1 us."""
 
     def __init__(self, device: torch.device) -> None:
-        self.asked: list[str] = []
+        self.measured: list[str] = []
 
     def measure(self, contestants: Mapping[str, object]) -> dict[str, Steady]:
-        self.asked += contestants
-        return {name: Steady((self._us(search.parse(name)),)) for name in contestants}
+        self.measured += contestants
+        return {name: Steady((self._us(search.parse_candidate(name)),)) for name in contestants}
 
     def _us(self, candidate: Candidate) -> float:
         rule = candidate.rule
@@ -157,61 +158,63 @@ class Stopwatch:
 
 
 def wrong_with_24(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
-    return torch.ones_like(out) * (1 + (plan.product("w13").tiles[0].tokens == 24))
+    return torch.ones_like(out) * (1 + (plan.gemm("w13").tiles[0].tokens == 24))
 
 
-def test_a_search_tries_every_list_of_the_data() -> None:
-    rules = [entry for kind in (search.WIDE, search.NARROW) for entry in hopper.data()[kind]]
+def test_the_search_covers_every_tile_list_of_the_data() -> None:
+    rules = [entry for kind in (search.SIXTEEN_BIT, search.EIGHT_BIT) for entry in hopper.data()[kind]]
     assert rules and {tuple(entry["tiles"]) for entry in rules} <= set(search.TILES)
 
 
 def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels, launches and clocks need a GPU; what is asked of them, and what becomes of the answers, does not."""
+    """Compiling, launching and timing are faked; the test checks what is measured and which results are kept."""
     problem = layer_problem("mxfp4", "bf16", hidden=256, intermediate=128, experts=8, top_k=2)
     monkeypatch.setattr(tuning, "Windows", Stopwatch)
     monkeypatch.setattr(tuning, "build_all", lambda sources: {})
     monkeypatch.setattr(tuning, "_run", wrong_with_24)
-    path, said = tmp_path / "it.cells.json", list[str]()
+    path, printed = tmp_path / "it.cells.json", list[str]()
     hunt = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
-    hunt.run(said.append)
+    hunt.run(printed.append)
     (where,) = hunt.cells
     times, failed = hunt.journal.times[where.name], hunt.journal.failed[where.name]
     assert search.best_of(times) == "32+16 overlap paired" and "32+16" in times and "32+16 overlap" in times
-    assert {why for name, why in failed.items() if name.startswith("24")} == {"another result"}
-    assert search.winners(hunt.cells, hunt.journal.times)[search.WIDE] == {12.0: Rule((32, 16), True, paired=True)}
-    again = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
-    again.run(said.append)
-    assert again.windows.asked == []  # type: ignore[attr-defined]
+    assert {why for name, why in failed.items() if name.startswith("24")} == {"wrong result"}
+    assert search.winners(hunt.cells, hunt.journal.times)[search.SIXTEEN_BIT] == {
+        12.0: Rule((32, 16), True, paired=True)
+    }
+    resumed = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
+    resumed.run(printed.append)
+    assert resumed.windows.measured == []  # type: ignore[attr-defined]
 
 
-def test_k_is_split_where_blocks_would_have_nothing_to_do() -> None:
-    wide, narrow = (WeightForm(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
-    for form in (wide, narrow):
+def test_k_is_split_if_blocks_would_be_idle() -> None:
+    bf16, fp8 = (WeightForm(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
+    for form in (bf16, fp8):
         assert {hopper.split(form, tiles, 32) for tiles in (1, 198, 397, 594)} == {2}
         assert {hopper.split(form, tiles, 32) for tiles in (199, 396, 595, 4000)} == {1}
-    assert hopper.split(narrow, 4000, 256) == 2 and hopper.split(wide, 4000, 512) == 1  # rows too wide to keep
+    assert hopper.split(fp8, 4000, 256) == 2 and hopper.split(bf16, 4000, 512) == 1  # rows too wide for shared memory
 
 
 @pytest.mark.parametrize("slices", [1, 16, 56, 128, 256])
-def test_rows_that_are_kept_fit_beside_the_stages(slices: int) -> None:
-    """With slices one over the other as many blocks as planned find room on an SM; with newer Tritons one does."""
+def test_decode_rows_and_stages_fit_in_shared_memory(slices: int) -> None:
+    """The planned number of blocks fits if slices overlap; at least one block fits if they cannot (Triton >= 3.8)."""
     for code, scale, group in ((E2M1_CODE, E8M0_G32, 32), (E4M3_CODE, NO_SCALE, 0)):
         form = WeightForm(code, scale, group, E4M3)
         parts = hopper.split(form, 4000, slices)
         tile = hopper.decode_tile(form, slices, parts)
         stages = tile.stages * hopper.stage_bytes(form, 0, tile.slices) + hopper.RESERVED
-        assert tile.held * parts >= slices and tile.stages >= 2
-        assert tile.blocks * (stages + 128 * (tile.held + 8)) <= hopper.SHARED_PER_SM
-        assert stages + 8 * 128 * tile.held <= hopper.SHARED_PER_SM
+        assert tile.row_slices * parts >= slices and tile.stages >= 2
+        assert tile.blocks * (stages + 128 * (tile.row_slices + 8)) <= hopper.SHARED_PER_SM
+        assert stages + 8 * 128 * tile.row_slices <= hopper.SHARED_PER_SM
 
 
-def test_buckets_are_all_there_are() -> None:
+def test_buckets_lists_every_bucket() -> None:
     assert hopper.buckets(5000) == tuple(sorted({hopper.bucket(n) for n in range(1, 4097)} | {5120}))
 
 
-def test_a_journal_is_read_without_what_no_rule_says_any_more(tmp_path: Path) -> None:
+def test_journals_drop_candidates_with_unknown_flags(tmp_path: Path) -> None:
     path, where = tmp_path / "it.cells.json", cell(64).name
-    told = {"16+8 overlap": 2.0, "16+8 overlap tokens_inner": 1.0, "decode": 3.0}
-    path.write_text(json.dumps({"times": {where: told}, "failed": {where: {"8 tokens_inner": "wrong", "8": "wrong"}}}))
+    times = {"16+8 overlap": 2.0, "16+8 overlap tokens_inner": 1.0, "decode": 3.0}
+    path.write_text(json.dumps({"times": {where: times}, "failed": {where: {"8 tokens_inner": "wrong", "8": "wrong"}}}))
     journal = Journal(path)
     assert journal.times == {where: {"16+8 overlap": 2.0, "decode": 3.0}} and journal.failed == {where: {"8": "wrong"}}

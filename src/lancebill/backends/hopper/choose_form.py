@@ -1,4 +1,4 @@
-"""Which kernel form a matrix takes, or the reasons why none does."""
+"""The kernel form of a matrix, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ from lancebill.numbers.spec import (
 )
 
 _ACTIVATIONS = {DENSE_BF16: f.BF16, DENSE_F16: f.F16, FP8_CHANNEL: f.E4M3}
-_STATIC = {FP8_TENSOR: f.E4M3}  # one scale for all of an expert's input, from the checkpoint
+_STATIC = {FP8_TENSOR: f.E4M3}  # one input scale per expert, from the checkpoint
 _GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
 
 
 def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> WeightForm:
-    """The form of a matrix; raises NoForm with the reason."""
+    """The form of a matrix. Raises NoForm with a reason if no kernel supports it."""
     spec = shape.spec
     act = (_STATIC if activations.static else _ACTIVATIONS).get(activations.spec)
     if act is None:
-        raise _no("activations", f"{activations} activations have no Hopper kernel", "bf16, fp16 and fp8 have one")
+        raise _no_form("activations", f"{activations} activations have no Hopper kernel", "use bf16, fp16 or fp8")
     form = _form(spec, act)
     if shape.k % 32 or shape.n % 16:
-        raise _no("sizes", f"a matrix of {shape.n} x {shape.k}", "K must be a multiple of 32, N of 16")
+        raise _no_form("sizes", f"the matrix is {shape.n} x {shape.k}", "K must be a multiple of 32, N of 16")
     if form.group and shape.k % form.group:
-        raise _no("group", f"K = {shape.k} is no multiple of the group of {form.group}", None)
-    return _narrow_form(spec, form) if act == f.E4M3 else form
+        raise _no_form("group", f"K = {shape.k} is not a multiple of the group size {form.group}", None)
+    return _fp8_form(spec, form) if act == f.E4M3 else form
 
 
-def _narrow_form(spec: QuantSpec, form: WeightForm) -> WeightForm:
-    """With fp8 activations: group scales are applied to the sums of 128 columns, in fp32."""
+def _fp8_form(spec: QuantSpec, form: WeightForm) -> WeightForm:
+    """The form with fp8 activations: group scales multiply the fp32 sums of 128 columns."""
     if form.code == f.INT8_CODE or form.scale == f.E4M3_G16:
-        raise _no("spec", f"{spec} x fp8 has no Hopper kernel yet", "x bf16 has one")
+        raise _no_form("spec", f"{spec} x fp8 has no Hopper kernel yet", "use bf16 activations")
     if form.zero and form.scale == f.NO_SCALE:
-        raise _no("spec", f"{spec} x fp8: a zero point for all of a row has no Hopper kernel", "in groups it has one")
+        raise _no_form("spec", f"{spec} x fp8: zero points per row have no Hopper kernel", "use zero points per group")
     if form.scale in (f.NO_SCALE, f.E8M0_G32):
         return form
     if form.group % 128:
-        raise _no("group", f"groups of {form.group} columns x fp8", "multiples of 128 have a kernel")
+        raise _no_form("group", f"groups of {form.group} columns x fp8", "use multiples of 128")
     if form.zero and form.scale == f.F32_GROUP:
-        raise _no("spec", f"{spec} x fp8: fp32 scales leave no room for zero points", "bf16 and fp16 ones do")
+        raise _no_form("spec", f"{spec} x fp8: fp32 scales leave no room for zero points", "use bf16 or fp16 scales")
     return replace(form, scale=f.F32_GROUP)
 
 
 def _form(spec: QuantSpec, act: str) -> WeightForm:
     if spec.minimum or not spec.scales:
-        raise _no("spec", f"{spec} has no Hopper kernel", None)
+        raise _no_form("spec", f"{spec} has no Hopper kernel", None)
     inner, outer = spec.scales[0], spec.scales[1:]
     if any(level.block[1] != ALL for level in outer) or (inner.op != MUL and inner.block[1] != ALL):
-        raise _no("spec", f"{spec}: only one level of scales may vary along K", None)
+        raise _no_form("spec", f"{spec}: only one level of scales may vary along K", None)
     code = _code(spec)
     group = inner.block[1]
     if code == f.E2M1_CODE and inner.dtype == E8M0 and inner.block == (1, 32) and not outer:
@@ -69,19 +69,19 @@ def _form(spec: QuantSpec, act: str) -> WeightForm:
     if code == f.E2M1_CODE and inner.dtype == E4M3 and inner.block == (1, 16) and outer:
         return WeightForm(code, f.E4M3_G16, 16, act)
     if code == f.E2M1_CODE:
-        raise _no("spec", f"{spec}: e2m1 takes e8m0 scales for 32 columns, or e4m3 for 16", None)
+        raise _no_form("spec", f"{spec}: e2m1 needs e8m0 scales per 32 columns, or e4m3 scales per 16", None)
     zero = spec.zero is not None
     if group == ALL:
         return WeightForm(code, f.NO_SCALE, 0, act, zero)
     if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1 and code == f.INT4_CODE)):
-        raise _no("group", f"groups of {group} columns", "multiples of 64, and 32 of 4 bits, have a kernel")
+        raise _no_form("group", f"groups of {group} columns", "use multiples of 64, or 32 with int4")
     scale = _GROUP_SCALES.get(inner.dtype)
     if (
         scale is None
         or (scale == f.F32_GROUP and (zero or group == 32))
         or (code == f.E4M3_CODE and scale != f.F32_GROUP)
     ):
-        raise _no("spec", f"{spec}: scales of {inner.dtype} for this code have no Hopper kernel", None)
+        raise _no_form("spec", f"{spec}: {inner.dtype} scales for this code have no Hopper kernel", None)
     return WeightForm(code, scale, group, act, zero)
 
 
@@ -97,13 +97,13 @@ def _code(spec: QuantSpec) -> str:
             return f.INT8_CODE
         if spec.zero is not None and spec.dtype == uint_type(4) and spec.zero == Zero(ZERO16, spec.scales[0].block):
             return f.INT4_CODE
-    raise _no("spec", f"{spec} has no Hopper kernel yet", "e2m1, int4, int8 and e4m3 codes have one")
+    raise _no_form("spec", f"{spec} has no Hopper kernel yet", "use e2m1, int4, int8 or e4m3 codes")
 
 
-def _no(code: str, text: str, hint: str | None) -> NoForm:
+def _no_form(code: str, text: str, hint: str | None) -> NoForm:
     return NoForm(Reason(code, text, hint))
 
 
 def outer_levels(spec: QuantSpec) -> tuple[Scale, ...]:
-    """Levels that cover all of K: they become one factor a row."""
+    """Scale levels that cover all of K. They become one factor per row."""
     return tuple(level for level in spec.scales if level.block[1] == ALL)

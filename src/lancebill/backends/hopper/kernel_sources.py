@@ -1,4 +1,4 @@
-"""The kernels of a plan as compile-time values: what `lancebill kernels build` compiles and a run loads."""
+"""Kernel sources: the compile-time values of each kernel, for `lancebill kernels build` and for loading."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ GEMM, DECODE, ROWS_MODULE = (
     "lancebill.backends.hopper.kernels.dispatch_combine",
 )
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
-GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what a product's rows become
-ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for the one before it
-_REGISTERS = 65536  # of an SM
+GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what the epilogue writes
+ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
+_REGISTERS = 65536  # per SM
 
 
-def product(
+def grouped_gemm(
     form: WeightForm, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int, prefetch: bool,
     promote: bool,
 ) -> KernelSource:  # fmt: skip
-    """One product over one class of tiles."""
+    """One GEMM over one tile class."""
     element = ELEMENT[form.activations]
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc(element, (tile.box, form.slice_columns), 128)),
@@ -43,34 +43,34 @@ def product(
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))
-    return KernelSource(GEMM, "grouped", tuple(arguments), tuple(constants.items()), aligned, options)
+    return KernelSource(GEMM, "grouped_gemm", tuple(arguments), tuple(constants.items()), aligned, options)
 
 
 def _scale_box(form: WeightForm, tile: Tile) -> int:
-    """Words that one copy of scales brings; a form that has none is never asked for any."""
+    """32-bit words in one copy of scales. Forms without scales need a valid descriptor, which is never used."""
     return min(form.stage_scale_words(tile.slices), BOX) or BOX
 
 
 def rows_kernel(
     name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int, blocks: int = 1
 ) -> KernelSource:
-    """One of the small kernels. Pointers but a caller's edges, and row widths, are multiples of 16.
+    """A kernel of `dispatch_combine`. Row widths and all pointers but the caller's edges are multiples of 16.
 
-    `blocks`: programs that an SM has registers for.
+    `blocks`: programs per SM that must fit in its registers.
     """
     aligned = tuple(
         a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
     )
-    # With no number the assembler may spill for occupancy's sake; with one it does not look how many threads there are.
+    # Without maxnreg the assembler may spill to raise occupancy. With it, the assembler ignores the number of threads.
     options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
     return KernelSource(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
-def slotwise(
+def decode_gemm(
     form: WeightForm, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
     weighted: bool, depend: bool, prefetch: bool, promote: bool,
 ) -> KernelSource:  # fmt: skip
-    """One product of a layer of few tokens: a slot a tile, K split over `split` blocks, `slots` a token."""
+    """One GEMM for few tokens: one tile per slot, K split over `split` blocks, `slots` per token."""
     integers = ("experts", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row")
     pointers = {
         "x": out, "out": out, "scales": "fp32", "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32",
@@ -86,9 +86,9 @@ def slotwise(
     ]
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "STAGES": tile.stages, "SLICES": tile.slices, "HELD": tile.held, "SPLIT": split, "SLOTS": slots, "KIND": kind,
+        "STAGES": tile.stages, "SLICES": tile.slices, "ROW_SLICES": tile.row_slices, "SPLIT": split, "SLOTS": slots, "KIND": kind,
         "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
         "PROMOTE": promote,
     }  # fmt: skip
     options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "width", "columns")
-    return KernelSource(DECODE, "slotwise", tuple(arguments), tuple(constants.items()), aligned, options)
+    return KernelSource(DECODE, "decode_gemm", tuple(arguments), tuple(constants.items()), aligned, options)

@@ -1,11 +1,11 @@
 """Weights as the Hopper kernels read them: units of 128 features in fragment order.
 
-Of a gated w13, a unit is 64 gate rows over the 64 up rows of the same features, so that both meet in one
-thread. Sizes are padded to whole units and slices with zeros, whose factor is zero too.
+A unit of a gated w13 is 64 gate rows followed by the 64 up rows of the same features, so that one thread has both.
+Sizes are padded with zeros to whole units and slices; the factors of padding rows are zero too.
 
-What the kernel reads: `codes`, `scales` (inside the loop), `factors` (fp32, one a row: all scales that
-cover K, and powers of two the loop's scales leave out), `bias`, `perm`. `outer` keeps scales that a factor
-cannot give back, for `unpack` alone.
+The kernels read `codes`, `scales` (in the main loop), `factors` (fp32, one per row: all scales that cover K, and powers
+of two moved out of the loop's scales), `bias` and `perm`. `outer*` stores scales that cannot be recovered from the
+factors; only `unpack` reads them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from lancebill.numbers.weight import LogicalWeight, expand
 
 _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# e8m0 exponents relative to the row's: the largest and the smallest that a form multiplies exactly, and
-# what is added to make the stored byte (the exponent field of the factor).
-_REACH = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, LEAST_EXPONENT, -LEAST_EXPONENT)}
+# e8m0 exponents relative to the row's base: the largest and the smallest that the kernel applies exactly, and the offset
+# of the stored byte (the exponent field of the factor).
+_EXPONENT_RANGE = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, LEAST_EXPONENT, -LEAST_EXPONENT)}
 
 
 @dataclass
 class Rerounded:
-    """Codes whose group lies so far below its row's largest scale that they were rounded again."""
+    """How many groups were rounded again, because their scale is too far below their row's largest scale."""
 
     groups: int = 0
-    of: int = 0
+    total: int = 0
 
-    def add(self, groups: int, of: int) -> None:
-        """Loaders pack experts side by side."""
+    def add(self, groups: int, total: int) -> None:
+        """Thread-safe: loaders pack experts in parallel."""
         with _COUNTING:
-            self.groups, self.of = self.groups + groups, self.of + of
+            self.groups, self.total = self.groups + groups, self.total + total
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,34 @@ class HopperLayout(Layout):
         if not self.rerounded.groups:
             return ()
         return (
-            f"{self.rerounded.groups} of {self.rerounded.of} groups lie too far below their row's largest scale "
-            "for fp8 arithmetic and were rounded again",
+            f"{self.rerounded.groups} of {self.rerounded.total} groups have scales too far below their row's largest "
+            "for fp8 arithmetic; their codes were rounded again",
         )
 
     def form(self, shape: MatrixShape) -> WeightForm:
         return kernel_form(shape, self.problem.inputs_of(shape.name))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
-        """Rows in whole units, columns in whole slices."""
+        """Rows and columns, padded to whole units and slices."""
         columns = self.form(shape).slice_columns
-        rows = 2 * _up(shape.n // 2, HALF) if self.problem.is_gated(shape.name) else _up(shape.n, ROWS)
-        return rows, _up(shape.k, columns)
+        rows = 2 * _round_up(shape.n // 2, HALF) if self.problem.is_gated(shape.name) else _round_up(shape.n, ROWS)
+        return rows, _round_up(shape.k, columns)
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         form, (n, k) = self.form(shape), self.padded(shape)
-        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "codes": ((fragments.code_words(form, n, k),), torch.int32),
             "factors": ((n,), torch.int32),
         }
         if form.scale_words:
-            held["scales"] = (fragments.scale_count(form, n, k),), torch.int32
-        for i, level in enumerate(_kept(shape.spec)):
-            held[f"outer{i}"] = level.shape(shape.n, shape.k), _INTEGER[level.dtype.storage.itemsize]
+            tensors["scales"] = (fragments.scale_count(form, n, k),), torch.int32
+        for i, level in enumerate(_stored_levels(shape.spec)):
+            tensors[f"outer{i}"] = level.shape(shape.n, shape.k), _INTEGER[level.dtype.storage.itemsize]
         if shape.bias:
-            held["bias"] = (n,), torch.int32
+            tensors["bias"] = (n,), torch.int32
         if shape.act_order:
-            held["perm"] = (shape.k,), torch.int32
-        return held
+            tensors["perm"] = (shape.k,), torch.int32
+        return tensors
 
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         form = self.form(shape)
@@ -97,21 +97,21 @@ class HopperLayout(Layout):
             out["scales"].copy_(scales)
         out["factors"].copy_(as_integer(self._place(shape, factors.float())))
         levels = dict(zip(weight.spec.scales, weight.scales))
-        for i, level in enumerate(_kept(shape.spec)):
+        for i, level in enumerate(_stored_levels(shape.spec)):
             out[f"outer{i}"].copy_(as_integer(levels[level]))
         if shape.bias:
             bias = weight.bias if weight.bias is not None else torch.zeros(shape.n, device=codes.device)
             out["bias"].copy_(as_integer(self._place(shape, bias.float())))
         if shape.act_order:
-            natural = torch.arange(shape.k, dtype=torch.int32)
-            out["perm"].copy_(natural if weight.perm is None else weight.perm)
+            identity = torch.arange(shape.k, dtype=torch.int32)
+            out["perm"].copy_(identity if weight.perm is None else weight.perm)
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
         form, (n, k) = self.form(shape), self.padded(shape)
         codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[:, : shape.k].contiguous()
         factors = self._take(shape, packed["factors"].view(torch.float32))
         levels: dict[Scale, Tensor] = {}
-        for i, level in enumerate(_kept(shape.spec)):
+        for i, level in enumerate(_stored_levels(shape.spec)):
             levels[level] = packed[f"outer{i}"].view(level.dtype.storage)
         powers = factors / _outer_factors(levels, shape.n, factors.device)
         for level in shape.spec.scales:
@@ -131,7 +131,7 @@ class HopperLayout(Layout):
     # ------------------------------------------------------------ rows and columns
 
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int | None = None) -> Tensor:
-        """Natural rows [n, ...] in the kernel's order, padded with zeros (to `columns` too, where given)."""
+        """Rows [n, ...] reordered for the kernel and padded with zeros (to `columns` too, if given)."""
         n, _ = self.padded(shape)
         if columns is not None:
             rows = _pad(rows.t(), columns).t()
@@ -141,7 +141,7 @@ class HopperLayout(Layout):
         return torch.stack([gate, up], 1).flatten(0, 2)
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
-        """The inverse for rows: padding dropped, gates over ups."""
+        """The inverse of `_place` for rows: padding dropped, gate rows before up rows."""
         if not self.problem.is_gated(shape.name):
             return rows[: shape.n]
         gate, up = rows.unflatten(0, (-1, 2, HALF)).unbind(1)
@@ -156,7 +156,7 @@ class HopperLayout(Layout):
     def _scales(
         self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Codes (rounded again where they must be), the loop's scale words, one factor a row."""
+        """Codes (rounded again where necessary), the scale words of the loop, one factor per row."""
         n, k, codes = shape.n, shape.k, weight.codes
         levels = dict(zip(weight.spec.scales, weight.scales))
         outer = {level: levels[level] for level in outer_levels(weight.spec)}
@@ -173,10 +173,10 @@ class HopperLayout(Layout):
             level = weight.spec.scales[0]
             each = expand(weight.scales[0], (level.block[0], 1), n, k)
             if form.promoted:
-                held = as_integer(self._meta(shape, form, each.float()))
+                bits = as_integer(self._meta(shape, form, each.float()))
                 if form.zero and weight.zero is not None:
-                    held = held | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
-                return codes, fragments.pack_floats(form, held).reshape(-1), factors
+                    bits = bits | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
+                return codes, fragments.pack_floats(form, bits).reshape(-1), factors
             base = _nibble_base(each, form) if form.subnormal else _excess(each, form)
             factors = factors * torch.exp2(base.squeeze(1))
             placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
@@ -192,14 +192,14 @@ class HopperLayout(Layout):
         return self._place(shape, values, self._groups(shape, form))
 
     def _exponents(self, form: WeightForm, weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
-        """Exponent bytes relative to each row's base, and codes that fit them.
+        """Codes, exponent bytes relative to each row's base, and the bases.
 
-        A group too far below its row's largest is brought up to the reach and its codes rounded again.
+        A group below the exponent range is raised to its lowest exponent and its codes are rounded again.
         """
-        top, bottom, offset = _REACH[form.activations]
+        top, bottom, offset = _EXPONENT_RANGE[form.activations]
         exponents = weight.scales[0].int() - 127
         base = exponents.amax(1, keepdim=True) - top
-        if form.activations == f.BF16:  # almost every row: no base at all
+        if form.activations == f.BF16:  # almost every row then needs no base
             base = base.clamp(min=0)
         relative = exponents - base
         short = (bottom - relative).clamp(min=0)
@@ -211,7 +211,7 @@ class HopperLayout(Layout):
         return codes, (relative + short + offset) & 255, base.squeeze(1).float()
 
     def _unpack_level(self, shape: MatrixShape, form: WeightForm, words: Tensor, powers: Tensor) -> Tensor:
-        """The innermost scales as stored; `powers` of two went to the rows' factors."""
+        """The innermost scales as in the checkpoint; `powers` of two are in the rows' factors."""
         n, _ = self.padded(shape)
         groups = self._groups(shape, form)
         level = shape.spec.scales[0]
@@ -219,15 +219,15 @@ class HopperLayout(Layout):
         if form.scale in (f.E8M0_G32, f.E4M3_G16):
             values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
             if form.scale == f.E8M0_G32:
-                offset = _REACH[form.activations][2]
+                offset = _EXPONENT_RANGE[form.activations][2]
                 values = values - offset + 127 + torch.log2(powers).int().unsqueeze(1)
             return values[:, :columns].to(torch.uint8)
-        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
+        scales = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
-            bits = fragments.unpack_floats(form, held, n, groups)
+            bits = fragments.unpack_floats(form, scales, n, groups)
             values = (bits & ~ZERO_BITS if form.zero else bits).view(torch.float32)
         else:
-            values = fragments.unpack_halves(form, held, n, groups).view(level.dtype.storage)
+            values = fragments.unpack_halves(form, scales, n, groups).view(level.dtype.storage)
         values = self._take(shape, values.double() / _units(form, n, values.device)) * powers.double().unsqueeze(1)
         return values[:: level.block[0]][:rows, :columns].to(level.dtype.storage).contiguous()
 
@@ -235,13 +235,13 @@ class HopperLayout(Layout):
         n, _ = self.padded(shape)
         assert shape.spec.zero is not None
         rows, columns = shape.spec.zero.shape(shape.n, shape.k)
-        held = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)
+        pairs = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)
         groups = self._groups(shape, form)
         if form.promoted:
-            values = self._take(shape, fragments.unpack_floats(form, held, n, groups)) & ZERO_BITS
+            values = self._take(shape, fragments.unpack_floats(form, pairs, n, groups)) & ZERO_BITS
         else:
-            held = held[..., form.scale_words - form.zero_words :]
-            values = self._take(shape, fragments.unpack_halves(form, held, n, groups))
+            zeros = pairs[..., form.scale_words - form.zero_words :]
+            values = self._take(shape, fragments.unpack_halves(form, zeros, n, groups))
             values = values - INT4_MAGIC[form.activations]
         return values[:: shape.spec.zero.block[0] or shape.n][:rows, :columns].to(torch.int16).contiguous()
 
@@ -251,33 +251,33 @@ def _pad(rows: Tensor, count: int) -> Tensor:
     return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
 
 
-def _up(size: int, side: int) -> int:
+def _round_up(size: int, side: int) -> int:
     return -(-size // side) * side
 
 
 def _excess(scales: Tensor, form: WeightForm) -> Tensor:
-    """Per row, the power of two above 2**6 in its largest scale: it leaves the loop's 16-bit factor.
+    """Per row, the power of two by which its largest scale exceeds 2**6: it moves from the loop's scale to the factor.
 
-    With fp16 activations rows are brought up to it too: its own smallest numbers are near.
+    With fp16 activations smaller scales are raised to 2**6 too, because fp16 underflows early.
     """
     excess = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1] - 6
     return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
 
 
 def _nibble_base(scales: Tensor, form: WeightForm) -> Tensor:
-    """Per row, the power of two that leaves the loop's scale, so that a nibble's unit can enter it.
+    """Per row, the power of two that moves from the loop's scale to the factor, to make room for the nibble's unit.
 
-    bf16 has room below 2**-5, as almost every row is; fp16 below 2**-8, and rows are brought up to it
-    too: its own smallest numbers are near.
+    bf16 has room for scales below 2**-5, which holds for almost every row. fp16 has room below 2**-8; smaller scales are
+    raised too, because fp16 underflows early.
     """
     exponent = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1]
     return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
 
 
 def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
-    """[n, 1]: what a row's scale is multiplied by in the kernel's order, so that codes may lie as is cheapest.
+    """[n, 1]: factors of the rows' scales, in the kernel's row order, that undo the power of two of unpacked codes.
 
-    Of nibbles that are subnormal numbers, rows r + 8 have the high ones.
+    Subnormal forms: rows r + 8 use the high nibble, whose unit is 2**4 larger.
     """
     high = torch.arange(n, device=device) >> 3 & 1
     shift = NIBBLE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + code_shift(form)
@@ -285,7 +285,7 @@ def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
 
 
 def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
-    """The product of scales that cover all of K, one for each row."""
+    """The product of all scales that cover all of K, one per row."""
     factors = torch.ones(n, device=device)
     for level, stored in levels.items():
         each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1).reshape(-1)
@@ -293,8 +293,8 @@ def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device)
     return factors
 
 
-def _kept(spec: QuantSpec) -> tuple[Scale, ...]:
-    """Levels over all of K that a row's factor cannot give back."""
+def _stored_levels(spec: QuantSpec) -> tuple[Scale, ...]:
+    """Scale levels over all of K that cannot be recovered from the rows' factors."""
     outer = outer_levels(spec)
     if len(outer) == 1 and len(spec.scales) == 1 and outer[0].block == CHANNEL and outer[0].op != DIV:
         return () if outer[0].dtype.wide is not None else outer

@@ -1,4 +1,4 @@
-"""A problem and a number of tokens to a plan: tiles, launches, scratch memory. Pure."""
+"""Plans: tiles, launches and scratch memory for a problem and a number of tokens. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,79 +15,79 @@ from lancebill.backends.hopper.workspace import SECOND, pieces
 from lancebill.moe.problem import FAST, INDEXED, Problem
 
 SINGLE = "single"
-REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again, and counted at load"
-SMALL = 256  # tokens that one launch dispatches
-_CHUNKS = {1024: 128, 4096: 256}  # up to so many tokens: slots that a program counts; more above
+REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
+SMALL = 256  # most tokens that a single launch dispatches
+_CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
 _MOST_COUNTED = 1024
-_READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops in a microsecond
+_READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops per microsecond; the latter by fp8
 
 
 @dataclass(frozen=True)
-class Product:
-    """One matrix in kernel terms."""
+class GemmPlan:
+    """The GEMM of one matrix: its form, sizes, tiles, and the conversion of its input rows."""
 
     form: WeightForm
     units: int
     slices: int
     scale_blocks: int
     tiles: tuple[Tile, ...]
-    split: int = 1  # of K, when decoding
-    ordered: bool = False  # columns of the input in an order of the expert's own
-    scaled: bool = False  # the input times a vector of the expert's own
-    static: bool = False  # the input over a scale of the expert's own
-    promote: bool = False  # sums are carried to fp32 after every slice
+    split: int = 1  # blocks that share K, when decoding
+    ordered: bool = False  # permute input columns per expert (act-order)
+    scaled: bool = False  # multiply the input by a vector per expert
+    static: bool = False  # quantise the input with a scale per expert
+    promote: bool = False  # add sums to fp32 totals after every slice
 
     @property
-    def narrow(self) -> bool:
+    def fp8(self) -> bool:
         return self.form.activations == E4M3
 
     @property
-    def prepared(self) -> bool:
-        """Whether rows cannot be read as they come."""
-        return self.narrow or self.ordered or self.scaled
+    def converts_rows(self) -> bool:
+        """Whether input rows must be converted before the GEMM."""
+        return self.fp8 or self.ordered or self.scaled
 
 
 @dataclass(frozen=True)
 class HopperPlan(Plan):
-    """What `run` launches. `tokens` is the bucket: the plan serves every smaller batch of it too."""
+    """What one call launches. `tokens` is the bucket: the plan serves every batch up to this size."""
 
     rule: Rule | None = None
-    w13: Product | None = None
-    w2: Product | None = None
-    decode: bool = False  # a tile is a slot
+    w13: GemmPlan | None = None
+    w2: GemmPlan | None = None
+    decode: bool = False  # each slot is a tile
 
     @property
     def work(self) -> str:
-        """How work comes: a dispatch, or "single": all rows are the only expert's."""
+        """The problem's dispatch, or "single" if all rows belong to the only expert."""
         return SINGLE if self.problem.w2 is None and self.problem.experts == 1 else self.problem.dispatch
 
     @property
     def slots(self) -> int:
-        """Rows of the products."""
+        """Rows of the GEMMs."""
         return self.tokens * (self.problem.top_k if self.work == INDEXED else 1)
 
     @property
-    def first(self) -> Product:
+    def first_gemm(self) -> GemmPlan:
         assert self.w13 is not None
         return self.w13
 
-    def product(self, name: str) -> Product:
-        found = {"w13": self.w13, "w2": self.w2}[name]
-        assert found is not None
-        return found
+    def gemm(self, name: str) -> GemmPlan:
+        gemm = {"w13": self.w13, "w2": self.w2}[name]
+        assert gemm is not None
+        return gemm
 
     @property
-    def owned(self) -> bool:
-        """Whether someone asks which expert a row belongs to."""
+    def needs_owners(self) -> bool:
+        """Whether a kernel needs each row's expert (the `owners` tensor)."""
         if self.work == SINGLE:
             return False
         if self.work == INDEXED:
             return self.w2 is not None and (self.w2.scaled or self.w2.static)
-        return self.first.prepared or (self.w2 is not None and self.w2.prepared)
+        return self.first_gemm.converts_rows or (self.w2 is not None and self.w2.converts_rows)
 
 
 def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: bool | None = None) -> HopperPlan:
-    """`tried` and `decode` stand in for what the data say: tuning compares them."""
+    """The plan for a batch. `tried` and `decode` override the tuning data; the tuner compares such plans."""
     tokens = tune.bucket(max(tokens, 1))
     layout = HopperLayout(problem)
     plan = HopperPlan(problem, tokens, 0.0)
@@ -98,45 +98,45 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
     decode = _decodes(plan, layout, forms[0]) if decode is None else decode
     sizes = () if decode else rule.sizes
-    products = [_product(layout, name, form, sizes, rule.paired) for name, form in zip(problem.matrices, forms)]
+    gemms = [_grouped_gemm(layout, name, form, sizes, rule.paired) for name, form in zip(problem.matrices, forms)]
     if decode:
-        products = [_slotwise(product, slots) for product in products]
+        gemms = [_decode_gemm(gemm, slots) for gemm in gemms]
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
         notes=(
-            "a tile for each slot" if decode else f"token tiles {'+'.join(map(str, sizes))}",
+            "one tile per slot" if decode else f"token tiles {'+'.join(map(str, sizes))}",
             *(form.name for form in forms),
             *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
         ),
         rule=rule,
-        w13=products[0],
-        w2=products[1] if problem.w2 is not None else None,
+        w13=gemms[0],
+        w2=gemms[1] if problem.w2 is not None else None,
         decode=decode,
     )
     return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
 
 
 def _decodes(plan: HopperPlan, layout: HopperLayout, form: WeightForm) -> bool:
-    """Few slots, each of which reads its row as the others do: a tile for each."""
+    """Whether to use one tile per slot: few slots, and input rows that do not depend on the expert."""
     problem = plan.problem
     if plan.work not in (INDEXED, SINGLE) or problem.order != FAST or not tune.decodes(form.activations, plan.slots):
         return False
     if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
-        return False  # more tiles than counters
-    own = problem.w13.act_order or problem.pre_scale
-    return not (own or problem.activations.static or problem.second_activations.static)
+        return False  # more tiles than there are counters
+    per_expert = problem.w13.act_order or problem.pre_scale
+    return not (per_expert or problem.activations.static or problem.second_activations.static)
 
 
-def _product(layout: HopperLayout, name: str, form: WeightForm, sizes: tuple[int, ...], paired: bool) -> Product:
-    """Tiles for each size."""
+def _grouped_gemm(layout: HopperLayout, name: str, form: WeightForm, sizes: tuple[int, ...], paired: bool) -> GemmPlan:
+    """The GEMM of one matrix, with a tile class for each size."""
     problem = layout.problem
     shape = problem.matrices[name]
     n, k = layout.padded(shape)
     units = n // ROWS
     blocks = k // form.block_columns if form.block_columns else 1
     activations = problem.activations if name == "w13" else problem.second_activations
-    return Product(
+    return GemmPlan(
         form,
         units,
         k // form.slice_columns,
@@ -149,56 +149,56 @@ def _product(layout: HopperLayout, name: str, form: WeightForm, sizes: tuple[int
     )
 
 
-def _slotwise(product: Product, slots: int) -> Product:
-    """A tile for each slot."""
-    split = tune.split(product.form, slots * product.units, product.slices)
-    return replace(product, split=split, tiles=(tune.decode_tile(product.form, product.slices, split),))
+def _decode_gemm(gemm: GemmPlan, slots: int) -> GemmPlan:
+    """The GEMM with one tile per slot."""
+    split = tune.split(gemm.form, slots * gemm.units, gemm.slices)
+    return replace(gemm, split=split, tiles=(tune.decode_tile(gemm.form, gemm.slices, split),))
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Every intermediate tensor."""
-    problem, slots, first = plan.problem, plan.slots, plan.first
+    """Shape and dtype of every intermediate tensor."""
+    problem, slots, first = plan.problem, plan.slots, plan.first_gemm
     element = {True: torch.float8_e4m3fn, False: problem.input.storage}
     experts = experts_padded(problem)
-    held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "x_scales": ((slots,), torch.float32),
         "tiles": ((list_capacity(plan) + 3 * experts, 4), torch.int32),
         "counts": ((16,), torch.int32),
     }
-    if plan.work == INDEXED or first.prepared:
-        held["x"] = (slots, row_width(first, problem.hidden)), element[first.narrow]
+    if plan.work == INDEXED or first.converts_rows:
+        tensors["x"] = (slots, row_width(first, problem.hidden)), element[first.fp8]
     if plan.work == INDEXED:
-        held["y"] = (slots, problem.w2.n if problem.w2 else 0), problem.input.storage
-        held["slots"] = held["places"] = (slots,), torch.int32
-        held["counted"] = (chunks(plan, slots), experts), torch.int32
-    if plan.owned:
-        held["owners"] = (slots,), torch.int32
+        tensors["y"] = (slots, problem.w2.n if problem.w2 else 0), problem.input.storage
+        tensors["slots"] = tensors["places"] = (slots,), torch.int32
+        tensors["counted"] = (chunks(plan, slots), experts), torch.int32
+    if plan.needs_owners:
+        tensors["owners"] = (slots,), torch.int32
     if plan.decode:
-        for name, product in (("parts13", plan.w13), ("parts2", plan.w2)):
-            if product is not None:
-                whole = name == "parts13" and plan.w2 is not None and product.split == 1
-                held[name] = (0 if whole else slots * product.split, product.units * ROWS), torch.float32
+        for name, gemm in (("parts13", plan.w13), ("parts2", plan.w2)):
+            if gemm is not None:
+                unsplit = name == "parts13" and plan.w2 is not None and gemm.split == 1
+                tensors[name] = (0 if unsplit else slots * gemm.split, gemm.units * ROWS), torch.float32
     if plan.w2 is not None:
-        held["h"] = (slots, problem.intermediate), problem.input.storage
-    if plan.w2 is not None and plan.w2.narrow:
-        held["h8"] = (slots, row_width(plan.w2, problem.intermediate)), torch.float8_e4m3fn
-        held["h_scales"] = (slots,), torch.float32
-    return held
+        tensors["h"] = (slots, problem.intermediate), problem.input.storage
+    if plan.w2 is not None and plan.w2.fp8:
+        tensors["h8"] = (slots, row_width(plan.w2, problem.intermediate)), torch.float8_e4m3fn
+        tensors["h_scales"] = (slots,), torch.float32
+    return tensors
 
 
-def row_width(product: Product, columns: int) -> int:
-    """Columns of a row as a product takes it: narrow ones are whole slices, in their own order."""
-    side = product.form.slice_columns
-    return -(-columns // side) * side if product.narrow else columns
+def row_width(gemm: GemmPlan, columns: int) -> int:
+    """Columns of an input row in memory: fp8 rows are padded to whole slices."""
+    side = gemm.form.slice_columns
+    return -(-columns // side) * side if gemm.fp8 else columns
 
 
 def experts_padded(problem: Problem) -> int:
-    """A power of two, and at least one for each of a block's 256 threads: Triton's scan traps on fewer."""
+    """Experts rounded up to a power of two, at least 256: Triton's scan traps with fewer elements than threads."""
     return max(256, tune.power_of_two(problem.experts))
 
 
 def list_capacity(plan: HopperPlan) -> int:
-    """The most tiles of the first class: full ones, and one more for every expert."""
+    """The most tiles of the first class: all full tiles, and one partial tile per expert."""
     assert plan.rule is not None
     return -(-plan.slots // plan.rule.sizes[0]) + experts_padded(plan.problem)
 
@@ -212,7 +212,7 @@ def chunks(plan: HopperPlan, slots: int) -> int:
 
 
 def _estimate(problem: Problem, layout: HopperLayout, slots: int) -> float:
-    """The floor: activated weights over the read rate, or flops over the tensor rate; and some launches."""
+    """A roofline in microseconds: weights over the read rate or flops over the tensor rate, plus 10 for launches."""
     activated = problem.experts * (1 - (1 - 1 / problem.experts) ** slots)
     loaded = activated * sum(layout.bytes(shape) for shape in problem.matrices.values())
     flops = 2 * slots * sum(shape.n * shape.k for shape in problem.matrices.values())

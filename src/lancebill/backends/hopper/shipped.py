@@ -1,4 +1,4 @@
-"""The kernels a wheel carries compiled: everything a few specs and shapes launch at any batch size."""
+"""The kernels that a wheel contains compiled: all that a few specs and shapes launch at any batch size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = buckets(16384)
 
 
 def shipped() -> Iterator[KernelSource]:
-    """Every kernel of the set, once."""
+    """Every kernel of the set, without duplicates."""
     seen: set[KernelSource] = set()
     for problem in problems():
         for tokens in TOKENS:

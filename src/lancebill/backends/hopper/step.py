@@ -1,4 +1,4 @@
-"""Launches as values: arguments name tensors instead of holding them. Pure, no GPU."""
+"""Launches as values: arguments refer to tensors by name. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SCRATCH, CALL, COUNTERS = "scratch", "call", "counters"
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor by name: in scratch memory, of the caller, or of a packed matrix ("w13", "w2").
+    """A tensor by name: in scratch memory, from the caller, or of a packed matrix ("w13", "w2").
 
-    `mapped`: through a tensor map of this many columns (0: one-dimensional).
+    `mapped`: passed as a tensor map with this many columns (0: one-dimensional).
     """
 
     owner: str
@@ -30,12 +30,12 @@ Value = int | float | Ref | Tokens
 
 @dataclass(frozen=True)
 class Step:
-    """One launch. Arguments that are functions, and the grid, follow the number of tokens."""
+    """One launch. The grid, and arguments that are functions, depend on the number of tokens."""
 
     source: KernelSource
     values: dict[str, Value]
     grid: Grid
-    persistent: int = 0  # blocks on an SM: the grid is then no larger than what is resident
+    persistent: int = 0  # blocks per SM; if not 0, the grid is limited to the resident blocks
 
 
 def scratch_ref(name: str, offset: int = 0) -> Ref:

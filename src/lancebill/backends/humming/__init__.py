@@ -1,7 +1,7 @@
-"""The package humming-kernels: its products for GPUs ours do not reach, and the peer ours are measured against.
+"""A backend on the package humming-kernels: GEMMs for GPUs that our kernels do not support, and a benchmark peer.
 
-Taken only by name. It compiles its kernels on the machine when a size is first met; weights keep every number, so
-what the package itself would round at load (biases, and scales folded into codes for fp8 inputs) is refused.
+Selected only by name. The package compiles kernels on first use of a size. Weights are stored exactly, so problems for
+which the package would round at load are refused: biases, and scales folded into codes for fp8 inputs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lancebill.numbers.dtypes import E2M1, E4M3, F16
 if TYPE_CHECKING:
     from lancebill.backends.humming.package import Experts
 
-ARCHS = (80, 86, 87, 89, 90)  # later ones read weights in another order
-_GBS, _TFLOPS, _START_US = 1500.0, 250.0, 30.0  # about an A100: this backend is asked for by name
+ARCHS = (80, 86, 87, 89, 90)  # later architectures use another weight order
+_GBS, _TFLOPS, _START_US = 1500.0, 250.0, 30.0  # roughly an A100
 
 
 class Humming(Backend):
@@ -34,35 +34,38 @@ class Humming(Backend):
     on_request = True
 
     def __init__(self) -> None:
-        # By the layer's own tensor, which the values do not keep alive; problems are kept, so that ids stay theirs.
+        # Keyed by the layer's weight tensor, which the values do not keep alive, then by id(problem). The problem is stored
+        # too, so that its id cannot be reused.
         self._experts: MutableMapping[Tensor, dict[int, tuple[Problem, Experts]]] = WeakTensorKeyDictionary()
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch not in ARCHS:
-            yield Reason("device", f"needs a GPU from sm_80 to sm_90, not {device}")
-        absent = missing()
-        if absent:
-            yield Reason("package", absent, f"pip install {PACKAGE}")
+            yield Reason("device", f"needs a GPU from sm_80 to sm_90, got {device}")
+        problem_with_package = missing()
+        if problem_with_package:
+            yield Reason("package", problem_with_package, f"pip install {PACKAGE}")
         yield from unsupported(problem)
         for name, shape in problem.matrices.items():
             if shape.bias:
-                yield Reason("bias", f"the biases of {name} would be rounded to {problem.input}")
+                yield Reason("bias", f"the package would round the biases of {name} to {problem.input}")
             if problem.input == F16 and shape.spec.dtype in (E2M1, E4M3):
-                yield Reason("input", f"{shape.spec} x fp16 would be stored with other scales", "bf16 inputs")
+                yield Reason("input", f"the package would change the scales of {shape.spec} x fp16", "use bf16 inputs")
         if problem.activations.spec.quantized or problem.second_activations.spec.quantized:
-            yield Reason("activations", "fp8 inputs take weights with their scales folded in, rounded", "bf16")
+            yield Reason(
+                "activations", "for fp8 inputs the package would fold scales into weights and round", "use bf16"
+            )
 
     def layout(self, problem: Problem) -> Layout:
         return HummingLayout()
 
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
-        held = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
+        stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
         reached = min(problem.experts, tokens * problem.top_k)
         flops = 2.0 * tokens * problem.top_k * elements
-        us = max(reached * held / (_GBS * 1e3), flops / (_TFLOPS * 1e6)) + _START_US
+        us = max(reached * stored / (_GBS * 1e3), flops / (_TFLOPS * 1e6)) + _START_US
         rows = tokens * problem.top_k * (problem.w13.n + problem.intermediate + problem.hidden)
-        notes = ("compiles its kernels on first use of a size",)
+        notes = ("compiles kernels on first use of a size",)
         return Plan(problem, tokens, us, rows * problem.input.storage.itemsize, notes)
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
@@ -77,17 +80,17 @@ class Humming(Backend):
         return target if target is out else out.copy_(target)
 
     def _layer(self, problem: Problem, weights: Mapping[str, Packed]) -> Experts:
-        """The package's view of packed weights: no copies, so a refit is seen."""
+        """The package's view of packed weights. It shares their memory, so it follows in-place updates."""
         from lancebill.backends.humming.package import INDEXED, Experts, view_matrix
 
-        known = self._experts.setdefault(weights["w13"]["weight"], {})
-        if id(problem) not in known:
+        layers = self._experts.setdefault(weights["w13"]["weight"], {})
+        if id(problem) not in layers:
             matrices = {
                 name: view_matrix(shape, problem.experts, weights[name], problem.input.storage)
                 for name, shape in problem.matrices.items()
             }
-            known[id(problem)] = problem, Experts(problem, matrices, INDEXED)
-        return known[id(problem)][1]
+            layers[id(problem)] = problem, Experts(problem, matrices, INDEXED)
+        return layers[id(problem)][1]
 
 
 BACKEND = Humming()

@@ -1,9 +1,9 @@
-"""Weights as the package's kernels for 16-bit inputs read them.
+"""Weights in the order of the package's kernels for 16-bit inputs.
 
-Codes go in blocks of 64 rows x 16 columns, 32 codes to a thread: for each of four bands of 16 rows its two halves
-of 8, and in each the two columns it has in either half of 8. Within a word the first four codes are those of even
-columns. Scales and channels are permuted alike. Sizes are padded as engines do, with zeros, and with one in the
-scales that have no zero.
+Codes are stored in blocks of 64 rows x 16 columns, 32 codes per thread. A thread has, in each of four bands of 16 rows,
+one row of either half of 8 rows, and of it two columns of either half of 8 columns. Within a word the codes of even
+columns come first. Scales are permuted the same way. Sizes are padded with zeros, and e8m0 scales, which have no zero,
+with ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HummingLayout(Layout):
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         (n, k), bits = padded(shape), shape.spec.dtype.bits
         codes = torch.nn.functional.pad(weight.codes, (0, k - shape.k, 0, n - shape.n))
-        codes = _halves(codes) if _unbiased(shape) else codes
+        codes = _reverse_lower_half(codes) if _stores_reversed(shape) else codes
         # band, half, row of 8 | half, pair, column of the pair
         spread = codes.view(n // 64, 4, 2, 8, k // 16, 2, 4, 2).permute(4, 0, 3, 6, 1, 2, 5, 7)
         words = spread.reshape(k // 16, n // 64, 32, 32)[..., _order(bits, codes.device)]
@@ -54,7 +54,7 @@ class HummingLayout(Layout):
         order = torch.argsort(_order(bits, words.device))
         spread = unpack_bits(words, bits, 32)[..., order].view(k // 16, n // 64, 8, 4, 4, 2, 2, 2)
         codes = spread.permute(1, 4, 5, 2, 0, 6, 3, 7).reshape(n, k)[: shape.n, : shape.k]
-        codes = _whole(codes) if _unbiased(shape) else codes
+        codes = _restore_lower_half(codes) if _stores_reversed(shape) else codes
         level = shape.spec.scales[0]
         rows, columns = level.shape(shape.n, shape.k)
         scales = self._unpermuted(shape, packed["weight_scale"].contiguous()).t()[:rows, :columns]
@@ -87,29 +87,30 @@ def padded(shape: MatrixShape) -> tuple[int, int]:
 
 
 def _order(bits: int, device: torch.device) -> Tensor:
-    """Which of a thread's 32 codes stands at each place: in every word, even columns first."""
+    """The order of a thread's 32 codes in memory: in every word, even columns first."""
     per = 32 // bits
     places = [first + 2 * (i % (per // 2)) + i // (per // 2) for first in range(0, 32, per) for i in range(per)]
     return torch.tensor(places, device=device)
 
 
 def _channel_order(shape: MatrixShape) -> list[int] | None:
-    """Scales of blocks along N stay in order; others as the kernels apply them, to weights or to sums."""
+    """The order of scales along N: by blocks unchanged, by channel and by group as the kernels apply them."""
     high, wide = shape.spec.scales[0].block
     if high > 1:
         return None
     return _CHANNELS if wide == ALL else _GROUPED
 
 
-def _unbiased(shape: MatrixShape) -> bool:
-    """Whether the kernels make bf16 of eight-bit integers: the lower half of the codes then runs backwards."""
+def _stores_reversed(shape: MatrixShape) -> bool:
+    """Whether the kernels convert 8-bit integers to bf16. The lower half of the codes is then stored in reverse."""
     return shape.spec.dtype == biased_type(8) and shape.spec.scales[0].dtype == BF16
 
 
-def _halves(codes: Tensor) -> Tensor:
+def _reverse_lower_half(codes: Tensor) -> Tensor:
     """128 .. 255 become 0 .. 127, and 0 .. 127 become 255 .. 128."""
     return torch.where(codes >= 128, codes - 128, 255 - codes)
 
 
-def _whole(codes: Tensor) -> Tensor:
+def _restore_lower_half(codes: Tensor) -> Tensor:
+    """The inverse of `_reverse_lower_half`."""
     return torch.where(codes < 128, codes + 128, 255 - codes)

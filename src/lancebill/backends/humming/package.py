@@ -1,9 +1,8 @@
-"""The package humming-kernels (0.1.19) as values: weights in its order, its two ways through a layer.
+"""Calls into the package humming-kernels (0.1.19): weights in its order, its two kinds of GEMM.
 
-`indexed` products gather rows by themselves; `grouped` ones want rows in expert order, which the package's own
-input kernel makes while it quantises. The activation runs in that kernel too. What the package has not, grouping
-slots and summing a token's rows, is in `rows`. Everything is imported when first used: the package asks for a
-GPU as soon as it is.
+`indexed` GEMMs gather rows themselves. `grouped_contiguous` GEMMs need rows in expert order, which the package's input
+kernel produces while it quantises. The activation runs in that kernel too. `rows` adds what the package lacks: grouping
+slots and summing a token's rows. The package is imported on first use, because importing it requires a GPU.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.humming.layout import PAD_COLUMNS, PAD_ROWS
-from lancebill.backends.humming.rows import Grouped, group, weighted_sum
+from lancebill.backends.humming.rows import Grouped, group_slots, weighted_sum
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E8M0
 from lancebill.numbers.spec import ActivationSpec
 
-INDEXED, GROUPED = WAYS = ("indexed", "grouped_contiguous")
-_LOCKS = 2048  # words by which parts of a sum wait for each other
-_AT_ONCE = 16  # experts whose codes are spread out to 32 bits each
+INDEXED, GROUPED = ("indexed", "grouped_contiguous")
+_LOCKS = 2048  # lock words, with which blocks that share a sum synchronise
+_AT_ONCE = 16  # experts whose codes are expanded to 32 bits at a time
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A configuration of the package's, as it takes it, and how many rows its tiles have."""
+    """A tuning configuration as the package's JSON text, and the rows of its tiles."""
 
     height: int
     text: str
@@ -47,36 +46,36 @@ class HummingMatrix:
     tensors: Mapping[str, Tensor]
     locks: Tensor
 
-    def product(self, way: str, x: Tensor, scale: Tensor | None, out: Tensor, tuned: Tuned, **routing: Any) -> None:
+    def gemm(self, gemm_type: str, x: Tensor, scale: Tensor | None, out: Tensor, tuned: Tuned, **routing: Any) -> None:
         from humming.forward import humming_forward
 
         humming_forward(
             self.config, inputs=x, input_scale=scale, outputs=out, locks=self.locks, valid_shape_m=out.shape[0],
-            compute_config=_compute(way), tuning_config=tuned.text, **self.tensors, **routing,
+            compute_config=_compute(gemm_type), tuning_config=tuned.text, **self.tensors, **routing,
         )  # fmt: skip
 
-    def tuned(self, way: str, rows: int) -> Tuned:
-        """The package's own choice for so many rows."""
+    def tuned(self, gemm_type: str, rows: int) -> Tuned:
+        """The package's own choice for this many rows."""
         from humming.tune import get_heuristics_config
 
-        chosen = get_heuristics_config(self.config, shape_m=rows, gemm_type=way, device=self.locks.device)
+        chosen = get_heuristics_config(self.config, shape_m=rows, gemm_type=gemm_type, device=self.locks.device)
         return Tuned(chosen["block_shape"][0], json.dumps(chosen))
 
-    def compile(self, way: str, tuned: Tuned) -> None:
+    def compile(self, gemm_type: str, tuned: Tuned) -> None:
         from humming.kernel.humming import HummingKernel
 
-        HummingKernel.prepare_kernels(self.config.to_str(), _compute(way), tuned.text, self.locks.device)
+        HummingKernel.prepare_kernels(self.config.to_str(), _compute(gemm_type), tuned.text, self.locks.device)
 
 
 @lru_cache
-def _compute(way: str) -> str:
-    return json.dumps({"use_f16_accum": False, "gemm_type": way})
+def _compute(gemm_type: str) -> str:
+    return json.dumps({"use_f16_accum": False, "gemm_type": gemm_type})
 
 
 def make_matrix(
     shape: MatrixShape, experts: int, plain: Mapping[str, Tensor], activations: ActivationSpec, dtype: torch.dtype
 ) -> HummingMatrix:
-    """From tensors as `PlainLayout` has them, by the package's own conversion: scales may be folded, biases rounded."""
+    """From tensors in `PlainLayout`, with the package's own conversion, which may fold scales and round biases."""
     from humming import dtypes
     from humming.schema import HummingInputSchema
     from humming.transform import prepare_fp16_e8m0_scale, prepare_layer_config, transform_humming_tensors
@@ -96,7 +95,7 @@ def make_matrix(
 
 
 def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], dtype: torch.dtype) -> HummingMatrix:
-    """Of tensors as `HummingLayout` has them: the same memory under the package's dtypes."""
+    """From tensors in `HummingLayout`: the same memory, viewed as the package's dtypes."""
     from humming.transform import prepare_layer_config
 
     level, codes = shape.spec.scales[0], packed["weight"].detach()
@@ -129,76 +128,76 @@ _WEIGHTS = {"e2m1": "float4e2m1", "uint4b8": "uint4", "uint8b128": "uint8", "e4m
 
 
 def _centred(schema: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """Symmetric integers as sign and magnitude where no code is the lowest one: the package's faster form."""
+    """Symmetric integers as sign and magnitude, the package's faster form. Unchanged if a code is the lowest one."""
     if not schema.b_dtype.is_integer_type:
         return schema, tensors
-    found = []
+    parts = []
     for part in tensors["weight"].split(_AT_ONCE):
         changed, made = schema.convert_symmetric_integer_weight({"weight": part.contiguous()})
         if changed is schema:
             return schema, tensors
-        found.append(made["weight"])
-    return changed, tensors | {"weight": torch.cat(found)}
+        parts.append(made["weight"])
+    return changed, tensors | {"weight": torch.cat(parts)}
 
 
 @dataclass(frozen=True)
 class HummingRouting:
-    """A batch as the products want it, and where the rows of a slot end up."""
+    """The routing of a batch as the GEMMs read it, and the place of each slot's row."""
 
-    blocks: Mapping[int, Grouped]  # by height of the tiles; 1 where rows are in expert order
+    blocks: Mapping[int, Grouped]  # by rows per tile; 1 if rows are in expert order
     order: Tensor | None  # the place of each slot's row, or None: rows stay in slot order
 
 
 class Experts:
-    """A layer in this package, in one of its ways."""
+    """A layer computed with one of the package's kinds of GEMM."""
 
-    def __init__(self, problem: Problem, matrices: Mapping[str, HummingMatrix], way: str) -> None:
-        self.problem, self.way = problem, way
+    def __init__(self, problem: Problem, matrices: Mapping[str, HummingMatrix], gemm_type: str) -> None:
+        self.problem, self.gemm_type = problem, gemm_type
         self.matrices = (matrices["w13"], matrices["w2"])
         self._tuned: dict[int, tuple[Tuned, ...]] = {}
 
     def tuned(self, rows: int) -> tuple[Tuned, ...]:
-        """Of both products."""
+        """The configurations of both GEMMs."""
         if rows not in self._tuned:
-            self._tuned[rows] = tuple(matrix.tuned(self.way, rows) for matrix in self.matrices)
+            self._tuned[rows] = tuple(matrix.tuned(self.gemm_type, rows) for matrix in self.matrices)
         return self._tuned[rows]
 
     def compile(self, tokens: Sequence[int]) -> None:
-        """The products' kernels for these numbers of tokens, side by side: each is its own process."""
-        wanted = [zip(self.matrices, self.tuned(count * self.problem.top_k)) for count in tokens]
-        jobs = {(matrix.config.to_str(), tuned): matrix for pairs in wanted for matrix, tuned in pairs}
+        """Compile the GEMMs for these numbers of tokens in parallel; each compilation is a process."""
+        per_count = [zip(self.matrices, self.tuned(count * self.problem.top_k)) for count in tokens]
+        jobs = {(matrix.config.to_str(), tuned): matrix for pairs in per_count for matrix, tuned in pairs}
         with ThreadPoolExecutor(min(32, len(jobs))) as pool:
-            list(pool.map(lambda job: job[1].compile(self.way, job[0][1]), jobs.items()))
+            list(pool.map(lambda job: job[1].compile(self.gemm_type, job[0][1]), jobs.items()))
 
     def sort(self, ids: Tensor) -> HummingRouting:
-        """Group the slots: for tiles of each height in use, or in expert order."""
-        if self.way == GROUPED:
-            groups = group(ids, self.problem.experts)
+        """Group the slots by expert: in expert order, or padded for each tile height in use."""
+        if self.gemm_type == GROUPED:
+            groups = group_slots(ids, self.problem.experts)
             return HummingRouting({1: groups}, groups.places)
         heights = {tuned.height for tuned in self.tuned(ids.numel())}
-        return HummingRouting({height: group(ids, self.problem.experts, height) for height in heights}, None)
+        return HummingRouting({height: group_slots(ids, self.problem.experts, height) for height in heights}, None)
 
     def compute(self, x: Tensor, routed: HummingRouting, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-        """The layer from sorted slots to the weighted sum."""
+        """Compute the layer, from grouped slots to the weighted sum."""
         tokens, top_k = ids.shape
         problem, slots = self.problem, tokens * top_k
         widths = (problem.w13.n, problem.intermediate, problem.hidden)
-        wide, narrow, rows = (x.new_empty(slots, width) for width in widths)
+        projected, hidden, rows = (x.new_empty(slots, width) for width in widths)
         order = routed.order
         quantised = _process(
             self.matrices[0], x, **({} if order is None else {"layout": "scatter", "scatter_idx": order})
         )
-        self._product(0, *quantised, wide, routed, top_k)
+        self._gemm(0, *quantised, projected, routed, top_k)
         kind = {"activation_type": "binary_split", "activation_impl": expression(problem.activation)}
-        target = {} if self.matrices[1].config.input_quant_mode.should_quantize else {"outputs": narrow}
-        self._product(1, *_process(self.matrices[1], wide, **kind, **target), rows, routed, 1)
+        target = {} if self.matrices[1].config.input_quant_mode.should_quantize else {"outputs": hidden}
+        self._gemm(1, *_process(self.matrices[1], projected, **kind, **target), rows, routed, 1)
         return weighted_sum(rows, ids if order is None else order, weights, out, in_order=order is None)
 
-    def _product(
+    def _gemm(
         self, which: int, x: Tensor, scale: Tensor | None, out: Tensor, routed: HummingRouting, per_row: int
     ) -> None:
         matrix, tuned = self.matrices[which], self.tuned(out.shape[0])[which]
-        if self.way == GROUPED:
+        if self.gemm_type == GROUPED:
             how: dict[str, Any] = {"expert_layout": routed.blocks[1].edges}
         else:
             groups = routed.blocks[tuned.height]
@@ -206,11 +205,11 @@ class Experts:
                 "sorted_ids": groups.slots, "expert_ids": groups.owners, "num_tokens_padded": groups.edges[-1:],
                 "top_k": per_row,
             }  # fmt: skip
-        matrix.product(self.way, x, scale, out, tuned, **how)
+        matrix.gemm(self.gemm_type, x, scale, out, tuned, **how)
 
 
 def _process(matrix: HummingMatrix, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
-    """The input of a product: activated, brought into order, quantised; and its scales."""
+    """The input of a GEMM (activated, reordered, quantised) and its scales."""
     from humming.forward import may_process_input
 
     rows, _, scales = may_process_input(matrix.config, x, **how)
@@ -218,7 +217,7 @@ def _process(matrix: HummingMatrix, x: Tensor, **how: Any) -> tuple[Tensor, Tens
 
 
 def expression(activation: Activation) -> str:
-    """An activation of gate `a` and up `b` in the language of the package's kernels."""
+    """The CUDA expression of an activation of gate `a` and up `b`."""
     gate, up = "a", "b"
     if activation.limit is not None:
         gate = f"fminf(a, {activation.limit!r}f)"

@@ -1,8 +1,8 @@
-"""What the package humming-kernels leaves to its caller, in plain Triton: grouping slots by expert, summing rows.
+"""What humming-kernels leaves to its caller, in plain Triton: grouping slots by expert, summing rows.
 
-A slot is token * top_k + choice. Slots of an expert get places that lie together, in slot order, so equal
-inputs give equal places; with `align` above one each expert's places start at a multiple of it, and the places
-that nobody has hold `total`, the first number that is no slot.
+A slot is token * top_k + choice. The slots of an expert get contiguous places in slot order, so equal inputs give equal
+places. With `align` > 1 each expert's places start at a multiple of it; the padding places hold `total`, the number of
+slots.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CHUNK, CHUNKS, AT_ONCE = 512, 32, 64
 
 @dataclass(frozen=True)
 class Grouped:
-    """Slots by expert: `slots[place]`, `places[slot]` (-1: nowhere), first places of experts, experts of blocks."""
+    """Slots grouped by expert. `slots[place]` and `places[slot]` are inverse; -1 is a slot without a place."""
 
     slots: Tensor
     places: Tensor  # [M, k] int32
-    edges: Tensor  # [E + 1] int32; the last is the number of places
-    owners: Tensor  # of each block of `align` places
+    edges: Tensor  # [E + 1] int32: each expert's first place, and the number of places
+    owners: Tensor  # the expert of each block of `align` places
 
 
-def group(ids: Tensor, experts: int, align: int = 1) -> Grouped:
-    """Group local ids [M, k] (int32, -1 = nobody's) without a word from the host."""
+def group_slots(ids: Tensor, experts: int, align: int = 1) -> Grouped:
+    """Group local ids [M, k] (int32, -1: no local expert) by expert, without a host synchronisation."""
     total, device = ids.numel(), ids.device
     capacity = -(-(total + min(total, experts) * (align - 1)) // align) * align
     width, chunks = triton.next_power_of_2(experts), -(-total // CHUNK)
@@ -45,9 +45,9 @@ def group(ids: Tensor, experts: int, align: int = 1) -> Grouped:
 
 
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor, *, in_order: bool) -> Tensor:
-    """out[t] = sum of weights[t, j] * rows[places[t, j]] over j, in that order, in fp32; -1 counts as nothing.
+    """out[t] = sum over j, in order, of weights[t, j] * rows[places[t, j]], in fp32. Skips places of -1.
 
-    `in_order`: rows lie in slot order, and `places` (ids will do) says only which of them count.
+    `in_order`: rows are in slot order, and only the sign of `places` matters (ids work too).
     """
     tokens, top_k = places.shape
     hidden = rows.shape[1]
@@ -60,7 +60,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor, *, 
 
 @triton.jit
 def _count(ids, counted, total, CHUNK: tl.constexpr, E: tl.constexpr):
-    """How often each expert occurs in a chunk of slots."""
+    """Count each expert's slots in one chunk of slots."""
     b = tl.program_id(0)
     o = b * CHUNK + tl.arange(0, CHUNK)
     v = tl.load(ids + o, mask=o < total, other=-1)
@@ -72,18 +72,18 @@ def _place(
     ids, counted, slots, places, edges, owners, total, experts, align, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Places for a chunk of slots, from the counts of all; the last program writes what is true of experts."""
+    """Assign places to one chunk of slots from all counts. The last program writes edges, owners and padding."""
     b = tl.program_id(0)
     chunks = tl.num_programs(0) - 1
     e = tl.arange(0, E)
-    have = tl.zeros([E], tl.int32)
+    count = tl.zeros([E], tl.int32)
     earlier = tl.zeros([E], tl.int32)
     for c0 in range(0, chunks, CHUNKS):
         c = c0 + tl.arange(0, CHUNKS)
         h = tl.load(counted + c[:, None] * E + e[None, :], mask=(c < chunks)[:, None], other=0)
-        have += tl.sum(h, 0)
+        count += tl.sum(h, 0)
         earlier += tl.sum(tl.where((c < b)[:, None], h, 0), 0)
-    blocks = (have + align - 1) // align
+    blocks = (count + align - 1) // align
     first = tl.cumsum(blocks, 0) - blocks
     start = first * align
     if b == chunks:
@@ -92,7 +92,7 @@ def _place(
         for i in range(tl.max(blocks, 0)):
             tl.store(owners + first + i, e, mask=i < blocks)
         for i in range(align - 1):
-            tl.store(slots + start + have + i, total, mask=have + i < blocks * align)
+            tl.store(slots + start + count + i, total, mask=count + i < blocks * align)
     else:
         base = start + earlier
         for s0 in range(b * CHUNK, tl.minimum(b * CHUNK + CHUNK, total), P):

@@ -1,4 +1,4 @@
-"""What the package humming-kernels computes as we call it: reasons against a problem, none of which needs a GPU."""
+"""Which problems humming-kernels supports, with a reason for each that it does not. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DENSE = {BF16: DENSE_BF16, F16: DENSE_F16}
 
 
 def missing() -> str | None:
-    """Why the package cannot be used; None where it can."""
+    """Why the package cannot be used; None if it can."""
     for name in (PACKAGE, "triton"):
         try:
             version(name)
@@ -27,38 +27,40 @@ def missing() -> str | None:
 
 
 def unsupported(problem: Problem) -> Iterator[Reason]:
-    """Every reason, as a peer that may round biases and fold scales into fp8 codes."""
+    """All reasons against a problem. Allows rounded biases and folded scales, as for a benchmark peer."""
     if problem.kind != EXPERTS or problem.dispatch != INDEXED:
-        yield Reason("dispatch", f"computes experts by token ids, not {problem.kind} as {problem.dispatch} rows")
+        yield Reason("dispatch", f"only computes experts by token ids, got {problem.kind} with {problem.dispatch} rows")
     if problem.activation.name not in ACTIVATIONS:
-        yield Reason("activation", f"{problem.activation} between the products", " and ".join(ACTIVATIONS))
+        yield Reason("activation", f"{problem.activation} activation", f"use {' or '.join(ACTIVATIONS)}")
     if problem.order != FAST:
-        yield Reason("order", "sums in an order that depends on the batch")
+        yield Reason("order", "the order of sums depends on the batch")
     if problem.weight_on_input or problem.pre_scale:
         yield Reason("input-scale", "does not scale its inputs")
     if problem.input not in _DENSE:
-        yield Reason("input", f"{problem.input} inputs", "bf16 and fp16")
+        yield Reason("input", f"{problem.input} inputs", "use bf16 or fp16")
     for name, shape in problem.matrices.items():
         inputs = problem.activations if name == "w13" else problem.second_activations
-        narrow = inputs.spec == FP8_CHANNEL and not inputs.static
-        if not narrow and inputs.spec != _DENSE.get(problem.input):
-            yield Reason("activations", f"{inputs} activations", f"{problem.input}, or fp8")
-        if narrow and shape.spec != MXFP4:
-            yield Reason("spec", f"{shape.spec} x fp8", "mxfp4 x fp8")
+        fp8 = inputs.spec == FP8_CHANNEL and not inputs.static
+        if not fp8 and inputs.spec != _DENSE.get(problem.input):
+            yield Reason("activations", f"{inputs} activations", f"use {problem.input} or fp8")
+        if fp8 and shape.spec != MXFP4:
+            yield Reason("spec", f"{shape.spec} x fp8", "use mxfp4")
         yield from _shape(name, shape, problem)
 
 
 def _shape(name: str, shape: MatrixShape, problem: Problem) -> Iterator[Reason]:
     if not readable(shape, problem):
-        yield Reason("spec", f"{name} is {shape.spec}", "mxfp4, int4 in groups, int8 by channel, fp8 in blocks of 128")
+        yield Reason(
+            "spec", f"{name} is {shape.spec}", "use mxfp4, int4 by group, int8 by channel, or fp8 in blocks of 128"
+        )
     if shape.act_order:
-        yield Reason("act-order", f"the columns of {name} are reordered")
+        yield Reason("act-order", f"the columns of {name} are permuted")
     if shape.n % 8 or shape.k % 32:
-        yield Reason("sizes", f"a matrix of {shape.n} x {shape.k}", "K must be a multiple of 32, N of 8")
+        yield Reason("sizes", f"{name} is {shape.n} x {shape.k}", "K must be a multiple of 32, N of 8")
 
 
 def readable(shape: MatrixShape, problem: Problem) -> bool:
-    """Whether there is a schema for these weights."""
+    """Whether the package has a schema for these weights."""
     spec = shape.spec
     if len(spec.scales) != 1 or spec.zero is not None or spec.minimum:
         return False

@@ -1,7 +1,7 @@
-"""GPU kernel sources and the bit arrangements they read.
+"""GPU kernel sources and the packed weight layouts they read.
 
-`forms` says which weight forms exist, `ptx` and `ptx_narrow` how a form's codes become numbers in registers,
-`fragments` where each code and scale lies in memory. These are plain Python and torch and are
-proved on a CPU. The rest needs Triton: `dequant`, `multiply`, `gemm`, `decode` and `epilogue` (Gluon, Hopper), `rows`
-(Triton: dispatch, permutation, row quantisation, combine).
+Plain Python and torch, tested on a CPU: `weight_form` lists the weight forms, `unpack_ptx` and `unpack_ptx_fp8`
+generate the PTX that turns packed codes into numbers, `fragment_order` places each code and scale in memory.
+The rest needs Triton: `dequant`, `mainloop`, `gemm`, `decode` and `epilogue` (Gluon, Hopper only), and
+`dispatch_combine` (plain Triton: dispatch, permutation, row quantisation, combine).
 """

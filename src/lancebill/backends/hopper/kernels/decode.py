@@ -1,13 +1,15 @@
-"""The same product for a handful of tokens: a tile is one slot, ids are the tile list, nothing is sorted (Gluon).
+"""The GEMM for a handful of tokens: each slot is a tile, the ids are the tile list, nothing is sorted (Gluon).
 
-With very few slots there are fewer tiles than blocks, so K is split over several. Each writes its part in fp32; the
-last to arrive (an integer counter decides, never a float atomic) adds the parts in a fixed order and finishes them with
-the activation; whole sums are finished where they are. The second product's sums are parts in any case: of the weighted
-sum over a token's experts. Everyone waits for that last one, so it asks for all it needs at once. A layer is two
-launches. Where products take fp8 inputs each block quantises the row it multiplies, while its first weights are on
-their way: nobody waits for a row that another block quantises.
+With very few slots there are fewer tiles than resident blocks, so K may be split over several blocks. Each block writes
+its partial sums in fp32. The block that arrives last (an integer counter decides, never a float atomic) adds them in a
+fixed order and applies the epilogue. Without a split, the epilogue runs on the accumulators in registers. In the second
+GEMM the sums are always partial: they are terms of the weighted sum over a token's experts. That last reduction is on
+the critical path, so it issues all its loads before the first addition. A layer is two launches.
 
-Counters go back to zero by the hand that saw them full.
+With fp8 inputs every block quantises the row it multiplies while its first weights are in flight, so no block waits
+for a row that another block quantises.
+
+The block that sees a full counter resets it to zero.
 """
 
 from __future__ import annotations
@@ -19,31 +21,31 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lancebill.backends.hopper.kernels import dequant
 from lancebill.backends.hopper.kernels import dispatch_combine as rows
 from lancebill.backends.hopper.kernels.dequant import form_of
-from lancebill.backends.hopper.kernels.epilogue import gate, squash
+from lancebill.backends.hopper.kernels.epilogue import gated_activation, ungated_activation
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
 from lancebill.backends.hopper.kernels.gluon_names import LARGER_VIEWS, barrier, copy_tile, view
 from lancebill.backends.hopper.kernels.mainloop import (
+    accumulator_layout,
     copy_weights,
-    product_of,
     scale_copies,
     stage_scale_words,
-    sums_of,
+    tile_gemm,
 )
 
 column_at = gluon.jit(rows.column_at.fn)
-T = gl.constexpr(8)  # the narrowest wgmma; one of its columns is used
+T = gl.constexpr(8)  # the smallest N of wgmma; seven of its eight columns are padding
 
 
 @gluon.jit
 def expert_of(ids, slot, experts):
-    """A slot's expert; -1 for what is no expert's here, padding of any kind."""
+    """The expert of a slot; negative for padding and for experts of other ranks."""
     e = gl.load(ids + slot)
     return gl.where(e < experts, e, -1)
 
 
 @gluon.jit
 def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
-    """Work number to (slot, expert, unit, first stage, stages): none where the slot is not ours."""
+    """Work index to (slot, expert, unit, first K block, K blocks); 0 blocks if the slot has no local expert."""
     tile = index // SPLIT
     slot = tile // units
     e = expert_of(ids, slot, experts)
@@ -54,15 +56,15 @@ def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
-               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, HELD: gl.constexpr,
+def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
+               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, ROW_SLICES: gl.constexpr,
                form: gl.constexpr, SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
-    """The feeding warp: weights, and rows unless they are HELD.
+    """The producer warp: loads weights, and rows of x too unless blocks quantise them (ROW_SLICES > 0).
 
-    PREFETCH: ids are older than the predecessor, so weights may start before it ends.
+    PREFETCH loads the first weights before the predecessor ends. The ids must be older than the predecessor.
     """
     WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
-    BYTES: gl.constexpr = WEIGHTS if HELD > 0 else WEIGHTS + SLICES * T * 128
+    BYTES: gl.constexpr = WEIGHTS if ROW_SLICES > 0 else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
     total = total_slots * units * SPLIT
     if DEPEND and not PREFETCH:
@@ -88,7 +90,7 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
                 mbarrier.expect(bar, BYTES)
                 copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
                              form)  # fmt: skip
-            if HELD == 0:
+            if ROW_SLICES == 0:
                 for j in gl.static_range(SLICES):
                     k = (block * SLICES + j) * dequant.slice_columns(form)
                     copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
@@ -96,15 +98,18 @@ def feed_slots(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, em
 
 
 @gluon.constexpr_function
-def held_shape(HELD):
-    """Slices of a row in shared memory. wgmma wants eight tokens, of which one is used: the others may be anything, so
-    they are the slices that follow, where a part of a buffer may be seen as a larger one."""
-    return [HELD + T.value, 1, 128] if LARGER_VIEWS else [HELD, T.value, 128]
+def row_buffer_shape(ROW_SLICES):
+    """Shape of the shared-memory buffer for a quantised row.
+
+    wgmma reads eight tokens, of which seven are padding with arbitrary contents. With LARGER_VIEWS the padding
+    overlaps the slices that follow; otherwise every slice is stored eight times.
+    """
+    return [ROW_SLICES + T.value, 1, 128] if LARGER_VIEWS else [ROW_SLICES, T.value, 128]
 
 
 @gluon.jit
 def row_scale(x, width):
-    """What a row is divided by so that its largest number is e4m3's largest."""
+    """The fp8 scale of a row: its largest magnitude over 448, the largest e4m3 number."""
     STEP: gl.constexpr = 4096
     c = gl.arange(0, STEP, gl.BlockedLayout([8], [32], [4], [0]))
     largest = 0.0
@@ -116,8 +121,8 @@ def row_scale(x, width):
 
 
 @gluon.constexpr_function
-def held_layout(SLICES):
-    """[slices, 128] of a row: neighbours a thread, all threads at work where there are enough."""
+def slices_layout(SLICES):
+    """Layout of [slices, 128] columns of a row: neighbouring columns per thread, all threads busy if possible."""
     if SLICES < 16:
         return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     return gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -125,8 +130,8 @@ def held_layout(SLICES):
 
 @gluon.jit
 def load_slices(x, first, width, SLICES: gl.constexpr):
-    """Slices of a row, [SLICES, 128], in the order of `rows.prepare_rows`."""
-    PART: gl.constexpr = held_layout(SLICES)
+    """SLICES slices of a row as [SLICES, 128], columns permuted as by `dispatch_combine.prepare_rows`."""
+    PART: gl.constexpr = slices_layout(SLICES)
     s = first + gl.arange(0, SLICES, gl.SliceLayout(1, PART)).expand_dims(1)
     k = s * 128 + column_at(gl.arange(0, 128, gl.SliceLayout(0, PART))).expand_dims(0)
     k = gl.max_contiguous(gl.multiple_of(k, [1, 4]), [1, 4])
@@ -134,52 +139,55 @@ def load_slices(x, first, width, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def over_scale(part, scale):
-    """As e4m3. Divisions: a branch for what `rows` does instead costs more here."""
+def quantise_slices(part, scale):
+    """Quantise to e4m3. Plain divisions: the branch in `dispatch_combine._divide` costs more than it saves here."""
     return gl.div_rn(part.to(gl.float32), scale).to(gl.float8e4nv)
 
 
 @gluon.jit
-def hold_row(x, xb, row, first, width, HELD: gl.constexpr):
-    """What a block multiplies of a row to `xb`; the row's scale. The first slices are asked for before the scale."""
-    TOGETHER: gl.constexpr = min(HELD, 16)
+def quantise_row(x, xb, row, first, width, ROW_SLICES: gl.constexpr):
+    """Quantise the block's part of a row into `xb`; returns the row's scale.
+
+    The first slices are loaded before the scale is computed, to overlap both latencies.
+    """
+    TOGETHER: gl.constexpr = min(ROW_SLICES, 16)
     x += row.to(gl.int64) * width
     ahead = load_slices(x, first, width, TOGETHER)
     scale = row_scale(x, width)
-    for i in gl.static_range(0, HELD, TOGETHER):
+    for i in gl.static_range(0, ROW_SLICES, TOGETHER):
         part = ahead
-        if i + TOGETHER < HELD:
+        if i + TOGETHER < ROW_SLICES:
             ahead = load_slices(x, first + i + TOGETHER, width, TOGETHER)
-        store_slices(xb, over_scale(part, scale), i, HELD)
+        store_slices(xb, quantise_slices(part, scale), i, ROW_SLICES)
     fence_async_shared()
     barrier()
     return scale
 
 
 @gluon.jit
-def store_slices(xb, part, first: gl.constexpr, HELD: gl.constexpr):
-    """Slices to their rows of `xb`. Where rows overlap (`held_shape`), each is one row; else it is all eight."""
+def store_slices(xb, part, first: gl.constexpr, ROW_SLICES: gl.constexpr):
+    """Store slices to `xb`: one row each if rows overlap (see `row_buffer_shape`), else eight copies each."""
     COUNT: gl.constexpr = part.shape[0]
     if xb.shape[1] == 1:
-        view(xb.index(0), xb.dtype, [HELD, 128], xb.layout).slice(first, COUNT, 0).store(part)
+        view(xb.index(0), xb.dtype, [ROW_SLICES, 128], xb.layout).slice(first, COUNT, 0).store(part)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
         part = gl.convert_layout(part.to(gl.int8, bitcast=True), gl.SliceLayout(1, LAYOUT))
         tokens = part.expand_dims(1) + gl.zeros([COUNT, T, 128], gl.int8, LAYOUT)
-        target = view(xb, xb.dtype, [HELD * T, 128], xb.layout).slice(first * T, COUNT * T, 0)
+        target = view(xb, xb.dtype, [ROW_SLICES * T, 128], xb.layout).slice(first * T, COUNT * T, 0)
         target.store(tokens.reshape([COUNT * T, 128]).to(gl.float8e4nv, bitcast=True))
 
 
 @gluon.jit
 def load_factors(factors, e, unit, units, half: gl.constexpr, MMA: gl.constexpr):
-    """The factors of a half's rows: asked for before the product, needed after it."""
+    """The per-feature factors of one half. Loaded before the GEMM, which hides the latency."""
     at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half
     return gl.load(factors + at + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
 
 
 @gluon.jit
 def store_part(part, sums, factor):
-    """The one column of an accumulator that is used."""
+    """Store column 0 of an accumulator, scaled; the other seven columns are padding."""
     MMA: gl.constexpr = sums.type.layout
     r = gl.arange(0, 64, gl.SliceLayout(1, MMA)).expand_dims(1)
     only = gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0
@@ -188,7 +196,7 @@ def store_part(part, sums, factor):
 
 @gluon.jit
 def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
-    """Features n of a slot, its parts added in order. Not from L1: other blocks wrote them."""
+    """Features n of a slot: partial sums added in a fixed order. Bypasses L1, since other blocks wrote them."""
     total = gl.load(parts + slot * SPLIT * N + n, cache_modifier=".cg")
     for i in gl.static_range(1, SPLIT):
         total += gl.load(parts + (slot * SPLIT + i) * N + n, cache_modifier=".cg")
@@ -198,7 +206,7 @@ def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
 @gluon.jit
 def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr,
                 KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """All parts of a slot's unit are there: activation, and the row's columns."""
+    """Epilogue of one unit of a slot from its partial sums: bias, activation, store."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     N = units * 128
@@ -211,9 +219,9 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
         u = sum_parts(parts, slot, n + 64, N, SPLIT) * scale
         if BIAS:
             u += gl.load(bias + e * N + n + 64)
-        value = gate(value, u, limit, alpha, beta, ACTIVATION)
+        value = gated_activation(value, u, limit, alpha, beta, ACTIVATION)
     else:
-        value = squash(value, ACTIVATION)
+        value = ungated_activation(value, ACTIVATION)
     column = unit * WIDTH + c
     gl.store(out + slot * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
 
@@ -221,7 +229,7 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
 @gluon.jit
 def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, e, unit, units, columns, limit, alpha,
                 beta, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """`finish_slot` where there is one part: it does not leave the registers before it is finished."""
+    """`finish_slot` without a split of K: the sums are still in registers."""
     MMA: gl.constexpr = top.type.layout
     r = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     only = (gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0) & (r >= 0).expand_dims(1)
@@ -234,19 +242,19 @@ def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, 
     at = out + slot * columns + gl.zeros_like(top).to(gl.int32)
     if KIND == "gated":
         column = (unit * 64 + r).expand_dims(1)
-        value = gate(top, bottom, limit, alpha, beta, ACTIVATION)
+        value = gated_activation(top, bottom, limit, alpha, beta, ACTIVATION)
         gl.store(at + column, value.to(out.dtype.element_ty), mask=only & (column < columns))
     else:
         column = (unit * 128 + r).expand_dims(1)
-        top, bottom = squash(top, ACTIVATION), squash(bottom, ACTIVATION)
+        top, bottom = ungated_activation(top, ACTIVATION), ungated_activation(bottom, ACTIVATION)
         gl.store(at + column, top.to(out.dtype.element_ty), mask=only & (column < columns))
         gl.store(at + column + 64, bottom.to(out.dtype.element_ty), mask=only & (column + 64 < columns))
 
 
 @gluon.jit
 def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
-                 SLOTS: gl.constexpr, BIAS: gl.constexpr, NARROW: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
-    """All slots of a token's unit are there: their weighted sum, in slot order. All are loaded before any is added."""
+                 SLOTS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+    """The weighted sum over a token's slots for one unit, in slot order. Issues all loads before the first addition."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     N = units * 128
     n = unit * 128 + gl.arange(0, 128, LAYOUT)
@@ -255,7 +263,7 @@ def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, u
         slot = token * SLOTS + i
         e = expert_of(ids, slot, experts)
         row = sum_parts(parts, slot, n, N, SPLIT)
-        if NARROW:
+        if FP8:
             row *= gl.load(scales + slot, cache_modifier=".cg")
         if BIAS:
             row += gl.load(bias + gl.maximum(e, 0) * N + n)
@@ -269,32 +277,34 @@ def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, u
 
 
 @gluon.jit
-def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
+def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
                full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, HELD: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
+               SLICES: gl.constexpr, ROW_SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
                DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
-    """The multiplying warpgroup."""
+    """The consumer warpgroup: GEMM and epilogue of every work item."""
     if DEPEND:
         wait_for_predecessor()
     let_successor_start()
     blocks = (slices + SLICES - 1) // SLICES
-    MMA: gl.constexpr = sums_of(T, 0, form)
+    MMA: gl.constexpr = accumulator_layout(T, 0, form)
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         top = load_factors(factors, e, unit, units, 0, MMA)
         bottom = load_factors(factors, e, unit, units, 1, MMA)
         scale = 1.0
-        if HELD > 0:
-            scale = hold_row(x, xb, slot // slots_per_row, first * SLICES, width, HELD)
+        if ROW_SLICES > 0:
+            scale = quantise_row(x, xb, slot // slots_per_row, first * SLICES, width, ROW_SLICES)
             if KIND == "rows":
-                gl.store(scales + slot, scale)  # the same by every block of the slot
-        sums, step = product_of(xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, HELD > 0)
-        WHOLE: gl.constexpr = SPLIT == 1 and KIND != "rows"
+                gl.store(scales + slot, scale)  # every block of the slot stores the same value
+        sums, step = tile_gemm(
+            xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, ROW_SLICES > 0
+        )
+        UNSPLIT: gl.constexpr = SPLIT == 1 and KIND != "rows"
         if WEIGHTED and KIND != "rows":
             scale = scale * gl.load(weights + slot)
-        if not WHOLE:
+        if not UNSPLIT:
             part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
             store_part(part, sums[0], top)
             store_part(part + 64, sums[1], bottom)
@@ -305,8 +315,8 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
             if gl.atomic_add(counter, 1, sem="acq_rel") == SLOTS * SPLIT - 1:
                 gl.store(counter, 0)
                 finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT,
-                             SLOTS, BIAS, HELD > 0, WEIGHTED)  # fmt: skip
-        elif WHOLE:
+                             SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
+        elif UNSPLIT:
             if e >= 0:
                 finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
                             alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
@@ -320,22 +330,23 @@ def work_slots(x, out, scales, parts, counters, factors, bias, ids, experts, wei
 
 
 @gluon.jit
-def slotwise(
+def decode_gemm(
     x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, weights, experts, total_slots, units,
     slices, scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
     GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    HELD: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
+    ROW_SLICES: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """One product of the layer, a slot a tile. `slots_per_row`: slots that read the same row of x; SLOTS: a token's.
+    """One GEMM of the layer with one slot per tile. `slots_per_row` slots read the same row of x; a token has SLOTS.
 
-    Rows come through `x_desc` as they are multiplied. HELD: they come from `x` (of `width` columns), a block quantises
-    and keeps so many slices of one, all of its part of K; a second product's tells the scale to whoever sums.
+    ROW_SLICES = 0: the producer streams rows through `x_desc`. ROW_SLICES > 0: each block reads its row from `x` (`width` columns),
+    quantises its part of K and keeps it in shared memory as ROW_SLICES slices. The second GEMM also stores the row's scale,
+    which the final reduction needs.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    if HELD > 0:
-        NARROW: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-        xb = gl.allocate_shared_memory(gl.float8e4nv, held_shape(HELD), NARROW)
+    if ROW_SLICES > 0:
+        ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+        xb = gl.allocate_shared_memory(gl.float8e4nv, row_buffer_shape(ROW_SLICES), ROW_LAYOUT)
     else:
         xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
@@ -351,9 +362,9 @@ def slotwise(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work_slots, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb,
+        (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb,
                       empty, full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES,
-                      HELD, form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
-        (feed_slots, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
-                      scale_blocks, slots_per_row, STAGES, SLICES, HELD, form, SPLIT, DEPEND, PREFETCH)),
+                      ROW_SLICES, form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
+        (decode_producer, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
+                      scale_blocks, slots_per_row, STAGES, SLICES, ROW_SLICES, form, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

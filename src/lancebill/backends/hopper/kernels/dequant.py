@@ -1,9 +1,8 @@
 """Packed words in shared memory to wgmma A fragments in registers (Gluon).
 
-Nothing here knows a weight format: which statements run is the form's business (`ptx.Unpack`), and
-only the number of code bits and the width of the activations decide how registers are arranged.
-Every layout conversion is asserted trivial: an arrangement that would move data between threads
-does not compile.
+This module is independent of the weight format. The form selects the PTX (`unpack_ptx.Unpack`); only the code bits and
+the width of the activations decide the register layout. Every layout conversion is asserted trivial: a layout that
+would move data between threads does not compile.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def scale_words(form):
 
 
 @gluon.constexpr_function
-def narrow(form):
+def fp8_inputs(form):
     return form.activations == E4M3
 
 
@@ -69,7 +68,7 @@ def asm_pack(form):
 
 @gluon.constexpr_function
 def byte_scales(form):
-    """Whether a lane takes two bytes of scales, of rows r and r + 8, and no other's."""
+    """Whether each lane loads its own two scale bytes, for rows r and r + 8."""
     return form.scale == E8M0_G32 and form.activations == E4M3
 
 
@@ -80,13 +79,13 @@ def promoted(form):
 
 @gluon.constexpr_function
 def scale_mask(form):
-    """The bits of a promoted form's scale that are the scale."""
+    """Mask that removes the zero point from a promoted form's scale word."""
     return ~ZERO_BITS if form.zero else -1
 
 
 @gluon.constexpr_function
 def asm_tensors(form):
-    """The types of the output tensors: each has an element for every packed word."""
+    """The types of the output tensors; each has one element per packed word."""
     unpacked = Unpack(form)
     kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv}
     return (kinds[form.activations],) * (unpacked.outputs * unpacked.each // unpacked.pack)
@@ -94,7 +93,7 @@ def asm_tensors(form):
 
 @gluon.constexpr_function
 def word_layout(rows):
-    """[rows, 32] words of a half: four words a thread, then further fours 16 rows below."""
+    """[rows, 32] words of a half: four neighbouring words per thread, the next four 16 rows below."""
     more = [[16, 0], [32, 0]][: rows.bit_length() - 5]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *more], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [rows, 32]
@@ -103,7 +102,7 @@ def word_layout(rows):
 
 @gluon.constexpr_function
 def scale_layout(words):
-    """[32 * words]: the words of a pair of rows for each four lanes, which share them."""
+    """[32 * words]: four lanes share the words of one pair of rows."""
     inner = [[1], [2]][: words.bit_length() - 1]
     return gl.DistributedLinearLayout(
         inner, [[0], [0], [words], [2 * words], [4 * words]], [[8 * words], [16 * words]], [], [32 * words]
@@ -112,7 +111,7 @@ def scale_layout(words):
 
 @gluon.constexpr_function
 def lane_layout():
-    """[128]: one number for each thread."""
+    """[128]: one number per thread."""
     return gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
 
 
@@ -126,7 +125,7 @@ def load_codes(stage, slice: gl.constexpr, half: gl.constexpr, form: gl.constexp
 
 @gluon.jit
 def load_scales(sb, box, block: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
-    """The scale words that go with them, from one of the boxes they were copied in."""
+    """The matching scale words, from one of the stage's scale boxes."""
     COUNT: gl.constexpr = 32 * scale_words(form)
     if byte_scales(form):
         EACH: gl.constexpr = lane_layout()
@@ -139,7 +138,7 @@ def load_scales(sb, box, block: gl.constexpr, half: gl.constexpr, form: gl.const
 
 @gluon.jit
 def row_factors(scales, MMA: gl.constexpr, form: gl.constexpr):
-    """A promoted form's scale words as fp32 [64], a factor for each row of an accumulator."""
+    """A promoted form's scale words as fp32 [64], one factor per row of an accumulator."""
     MASK: gl.constexpr = scale_mask(form)
     factors = (scales & MASK).to(gl.float32, bitcast=True)
     factors = factors.reshape([4, 8, 2]).permute([0, 2, 1]).reshape([64])  # n5n4, n3, n2n1n0
@@ -148,7 +147,7 @@ def row_factors(scales, MMA: gl.constexpr, form: gl.constexpr):
 
 @gluon.jit
 def _join(parts):
-    """Tensors 0, 1, 2 ... along new last dimensions: bit 0 of the number first."""
+    """Join tensors 0, 1, 2 ... along new last dimensions, bit 0 of the tensor's index first."""
     joined = parts
     for _ in gl.static_range(len(parts).bit_length() - 1):
         pairs = ()
@@ -160,7 +159,7 @@ def _join(parts):
 
 @gluon.jit
 def _separate(scales, WORDS: gl.constexpr):
-    """[..., WORDS] to a tuple of WORDS tensors, in order."""
+    """Split [..., WORDS] into a tuple of WORDS tensors, in order."""
     parts = (scales,)
     for _ in gl.static_range(WORDS.bit_length() - 1):
         finer = ()
@@ -178,7 +177,7 @@ def _separate(scales, WORDS: gl.constexpr):
 @gluon.jit
 def dequantise(words, scales, MMA: gl.constexpr, form: gl.constexpr):
     """Words and scales of a half to [64, columns of a slice] as wgmma's A operand."""
-    if narrow(form):
+    if fp8_inputs(form):
         return _dequantise_e4m3(words, scales, MMA, form)
     else:
         return _dequantise_16(words, scales, MMA, form)

@@ -1,12 +1,12 @@
-"""Rows around the products, in plain Triton: dispatch, permutation, quantisation, combine.
+"""The kernels around the GEMMs, in plain Triton: dispatch, permutation, row quantisation, combine.
 
-Dispatch turns ids into lists of tiles on the device. Rows of an expert lie together and in slot
-order (slot = token * top_k + choice), so equal inputs give equal places. Full tiles have T0 rows; what
-remains of an expert goes to the smallest class that holds it, one list a class. Ids that are no expert's here (other
-ranks', padding) get no place.
+Dispatch turns ids into tile lists on the device. The rows of an expert are contiguous and in slot order
+(slot = token * top_k + choice), so equal inputs give equal places. Full tiles have T0 rows. The remainder of an expert
+becomes one tile of the smallest tile class that holds it; each class has its own list. Ids without a local expert
+(other ranks, padding) get no place.
 
-Every kernel waits for its predecessor before it touches memory and lets its successor start at
-once: programmatic dependent launch, a no-op where the launch does not ask for it.
+Every kernel waits for its predecessor before it touches memory and lets its successor start at once (programmatic
+dependent launch). Both are no-ops unless the launch enables them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.constexpr, T1: tl.constexpr,
                  T2: tl.constexpr, T3: tl.constexpr):  # fmt: skip
-    """The lists: T0 > T1 > T2 > T3, 0 = no such class. Class c's list starts at CAPACITY + (c - 1) * E.
+    """Write the tile lists. T0 > T1 > T2 > T3; 0 means no such class. Class c > 0 starts at CAPACITY + (c - 1) * E.
 
-    T3 > T0 is another thing: what little remains of an expert joins its last full tile, so that its weights
-    are not read once more for a few rows.
+    T3 > T0 is a special case: a small remainder joins the expert's last full tile, so that its weights are not read
+    again for a few rows.
 
-    A record is (expert, first row, rows, nothing). `counts` are four numbers a class: its tiles, and how many of them
-    the products have taken so far.
+    A record is (expert, first row, rows, unused). `counts` has four numbers per class: the number of tiles, then the
+    work counters of the first and second GEMM, which start at zero, and one unused.
     """
     e = tl.arange(0, E)
     full = total // T0
@@ -68,13 +68,13 @@ def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.
 
 @triton.jit
 def _owners(edges, owners, row0, rows, each, experts, P: tl.constexpr, E: tl.constexpr, BATCHED: tl.constexpr):
-    """Whose rows row0 .. row0 + P are; -1 where they are nobody's."""
+    """Write the expert of rows row0 .. row0 + P; -1 for rows without an expert."""
     r = row0 + tl.arange(0, P)
     if BATCHED:
         e = r // each
         mine = r - e * each < tl.load(edges + e, mask=r < rows, other=0)
     else:
-        e = tl.zeros([P], tl.int32)  # the last expert that starts at or before the row, by halves
+        e = tl.zeros([P], tl.int32)  # binary search: the last expert that starts at or before the row
         for i in tl.static_range(1, 12):
             if (E >> i) > 0:
                 further = e + (E >> i)
@@ -89,11 +89,11 @@ def list_tiles(
     edges, owners, tiles, counts, rows, each, experts, capacity, P: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr,
     T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
 ):  # fmt: skip
-    """The lists of work that comes dispatched: rows lie by expert already and stay where they are.
+    """Tile lists for rows that are already grouped by expert and stay in place.
 
-    `edges` are each expert's first row and the end of the last ("contiguous"), or how many of its `each` rows
-    are real ("batched"); "single": all rows are expert 0's. Edges past the rows are cut off. The last program writes
-    the lists, the others, if there are any, who owns P rows.
+    `edges` holds each expert's first row and the end of the last one ("contiguous"), or how many of an expert's `each`
+    rows are valid ("batched"). "single": all rows belong to expert 0. Edges are clamped to the number of rows. The last
+    program writes the lists; the others, if any, write the owners of P rows each.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -119,14 +119,17 @@ def list_tiles(
 
 @triton.jit
 def _load_ids(ids, at, inside, experts):
-    """Ids that are no expert's here, padding of any kind, come as -1."""
+    """Load ids; -1 for padding and for experts of other ranks."""
     v = tl.load(ids + at, mask=inside, other=-1)
     return tl.where((v >= 0) & (v < experts), v, -1)
 
 
 @triton.jit
 def _place(ids, slot0, n, base, slots, places, experts, P: tl.constexpr, E: tl.constexpr):
-    """Places of slots slot0 .. slot0 + n (n <= P), given each expert's next free one; counts them."""
+    """Assign places to slots slot0 .. slot0 + n (n <= P) from each expert's next free place (`base`).
+
+    Returns the number of slots per expert.
+    """
     i = tl.arange(0, P)
     mine = _load_ids(ids, slot0 + i, i < n, experts)
     j = tl.arange(0, P)
@@ -141,16 +144,16 @@ def _place(ids, slot0, n, base, slots, places, experts, P: tl.constexpr, E: tl.c
 
 @triton.jit
 def column_at(place):
-    """The column that lies at a place of an fp8 row: in each slice, bits k4 k3 k2 k6 k5 k1 k0 say the place."""
+    """The column stored at a place of an fp8 row. Within a slice, the bits of the place are k4 k3 k2 k6 k5 k1 k0."""
     return (place & -128) | (place & 3) | ((place & 12) << 3) | ((place & 112) >> 2)
 
 
 @triton.jit
-def _columns(width, W: tl.constexpr, NARROW: tl.constexpr):
-    """(column, place, length) of a row as it is stored: narrow ones are in the order of their slices, whole slices."""
+def _columns(width, W: tl.constexpr, FP8: tl.constexpr):
+    """(column, place, length) of a stored row. fp8 rows are permuted within slices and padded to whole slices."""
     place = tl.arange(0, W)
-    if NARROW:
-        k = (place & -128) + column_at(place & 127)  # what is said of a sum holds; of a call it would be forgotten
+    if FP8:
+        k = (place & -128) + column_at(place & 127)  # a sum: on a call's result the hints would be lost
         k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
         return k, place, (width + 127) // 128 * 128
     else:
@@ -158,12 +161,12 @@ def _columns(width, W: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _divided(x, by):
-    """x / by, rounded once: a reciprocal, and what it misses put right twice, in half the time that divisions take.
+def _divide(x, by):
+    """x / by, correctly rounded: a reciprocal and two correction steps take half the time of divisions.
 
-    The reciprocal is the nearest number; then the first correction ends at a neighbour of x / by at most, and the
-    second at the nearest (Markstein's theorem), as long as nothing of what is missed is too small a number. For x that
-    are no larger than `by` times e4m3's largest: nothing overflows. Zeros lose their sign.
+    The reciprocal is correctly rounded. The first correction then gives x / by or a neighbour, and the second gives the
+    nearest number (Markstein's theorem), unless a residual underflows. Valid for |x| <= 448 * by, so nothing
+    overflows. Zeros lose their sign.
     """
     if (by > 2.0**-60) & (by < 2.0**60):
         reciprocal = tl.div_rn(1.0, by)
@@ -176,13 +179,13 @@ def _divided(x, by):
 
 
 @triton.jit
-def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARROW: tl.constexpr, WEIGHTED: tl.constexpr,
+def _prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, FP8: tl.constexpr, WEIGHTED: tl.constexpr,
               ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
-    """A row as expert e takes it, and the scale of a narrow one.
+    """A row as the input of expert e, and its fp8 scale.
 
-    ORDERED: columns in the order of the expert's weights (act-order). SCALED: times the expert's vector.
-    WEIGHTED: times the routing weight. NARROW: as e4m3 (448 is its largest number) with the row's own scale, or
-    the expert's where it is STATIC. Rounded once, when it is stored.
+    ORDERED: permute columns to the order of the expert's weights (act-order). SCALED: multiply by the expert's vector.
+    WEIGHTED: multiply by the routing weight. FP8: divide for e4m3 (largest number 448) by a scale computed from the
+    row, or by the expert's scale from the checkpoint if STATIC. The row is rounded once, when it is stored.
     """
     where = k
     if ORDERED:
@@ -193,7 +196,7 @@ def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARRO
     if SCALED:
         row = row.to(tl.float32) * tl.load(pre_scale + e.to(tl.int64) * width + where, mask=inside, other=0.0)
     scale = 1.0
-    if NARROW:
+    if FP8:
         value = row.to(tl.float32)
         if STATIC:
             scale = tl.load(given + e)
@@ -201,43 +204,43 @@ def _prepared(source, e, weight, perm, pre_scale, given, k, inside, width, NARRO
         else:
             scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
             scale = tl.where(scale > 0, scale, 1.0)
-            row = _divided(value, scale)
+            row = _divide(value, scale)
     return row, scale
 
 
 @triton.jit
-def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H: tl.constexpr,
-              TOP_K: tl.constexpr, NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H: tl.constexpr,
+              TOP_K: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
               SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr):  # fmt: skip
-    """A token's row to each of its places. OWNED: beside each place, the expert it belongs to."""
-    k, at, length = _columns(hidden, H, NARROW)
+    """Copy a token's row to each of its places. OWNED: also write the expert of each place to `owners`."""
+    k, at, length = _columns(hidden, H, FP8)
     inside = k < hidden
     source = x + token.to(tl.int64) * hidden
     weight = 1.0
     if WEIGHTED:
-        weight = tl.load(weights + token)  # top-1: a slot is a token
-    ALIKE: tl.constexpr = not (ORDERED or SCALED or STATIC)
-    if ALIKE:
-        row, scale = _prepared(source, token, weight, perm, pre_scale, given, k, inside, hidden, NARROW, WEIGHTED,
+        weight = tl.load(weights + token)  # only with top_k = 1, where slot = token
+    SAME_FOR_ALL: tl.constexpr = not (ORDERED or SCALED or STATIC)
+    if SAME_FOR_ALL:
+        row, scale = _prepare_row(source, token, weight, perm, pre_scale, given, k, inside, hidden, FP8, WEIGHTED,
                                ORDERED, SCALED, STATIC)  # fmt: skip
         row = row.to(out.dtype.element_ty)
-    found = ()
-    for choice in tl.static_range(TOP_K):  # all asked for before any is needed
-        found += (tl.load(places + token * TOP_K + choice),)
+    targets = ()
+    for choice in tl.static_range(TOP_K):  # all loads are issued before the first use
+        targets += (tl.load(places + token * TOP_K + choice),)
     for choice in tl.static_range(TOP_K):
-        slot, place = token * TOP_K + choice, found[choice]
+        slot, place = token * TOP_K + choice, targets[choice]
         if place >= 0:
             target = out + place.to(tl.int64) * length + at
-            if ALIKE:
+            if SAME_FOR_ALL:
                 tl.store(target, row, mask=at < length)
-                if NARROW:
+                if FP8:
                     tl.store(scales + place, scale)
             else:
-                own, own_scale = _prepared(source, tl.load(ids + slot), weight, perm, pre_scale, given, k, inside,
-                                           hidden, NARROW, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
-                tl.store(target, own.to(out.dtype.element_ty), mask=at < length)
-                if NARROW:
-                    tl.store(scales + place, own_scale)
+                converted, converted_scale = _prepare_row(source, tl.load(ids + slot), weight, perm, pre_scale, given, k, inside,
+                                           hidden, FP8, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                tl.store(target, converted.to(out.dtype.element_ty), mask=at < length)
+                if FP8:
+                    tl.store(scales + place, converted_scale)
             if OWNED:
                 tl.store(owners + place, tl.load(ids + slot))
 
@@ -246,10 +249,10 @@ def _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
 def dispatch_small(
     ids, x, weights, perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden,
     capacity, experts, R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, NARROW: tl.constexpr,
+    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, FP8: tl.constexpr,
     WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
-    """One launch for few tokens: every program counts all ids and sends one row; the last writes the lists."""
+    """One launch for few tokens. Every program counts all ids and copies one row; the last one writes the lists."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
@@ -265,13 +268,13 @@ def dispatch_small(
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
         _place(ids, slot0, TOP_K, start + before, slots, places, experts, P, E)
         tl.debug_barrier()
-        _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, b, hidden, H, TOP_K, NARROW,
+        _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, b, hidden, H, TOP_K, FP8,
                   WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
 
 
 @triton.jit
 def count_ids(ids, counted, total_slots, experts, CHUNK: tl.constexpr, E: tl.constexpr):
-    """Many tokens, first of three: how often each expert occurs in each chunk of slots."""
+    """Many tokens, launch 1 of 3: count each expert's slots in each chunk of slots."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
@@ -286,7 +289,7 @@ def place_ids(
     CHUNK: tl.constexpr, P: tl.constexpr, E: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
     T3: tl.constexpr,
 ):  # fmt: skip
-    """Second: places for a chunk of slots, from the counts of all; the last program writes the lists."""
+    """Launch 2 of 3: assign places to one chunk of slots from all counts. The last program writes the lists."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
@@ -310,45 +313,45 @@ def place_ids(
 @triton.jit
 def send_rows(
     x, weights, perm, pre_scale, given, ids, places, owners, out, scales, hidden, H: tl.constexpr, TOP_K: tl.constexpr,
-    NARROW: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
+    FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
     OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Third: one token a program, its row to all its places."""
+    """Launch 3 of 3: each program copies one token's row to all its places."""
     gdc_wait()
     gdc_launch_dependents()
-    _send_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K,
-              NARROW, WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
+    _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K,
+              FP8, WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
 
 
 @triton.jit
 def prepare_rows(
-    x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, NARROW: tl.constexpr,
+    x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, FP8: tl.constexpr,
     ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Rows that stay where they are, as the next product takes them: a row a program, but for those that are nobody's.
+    """Convert rows to the input of the next GEMM, one row per program. Skips rows without an expert.
 
-    OWNED: `owners` says whose a row is; it is the only expert's otherwise, or it does not matter.
+    OWNED: read each row's expert from `owners`. Otherwise there is one expert, or the conversion does not depend on it.
     """
     gdc_wait()
     gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64)
-    k, at, length = _columns(width, W, NARROW)
+    k, at, length = _columns(width, W, FP8)
     inside = k < width
     e = tl.zeros([], tl.int32)
     if OWNED:
         e = tl.load(owners + r)
     if e >= 0:
-        row, scale = _prepared(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, NARROW, False, ORDERED,
+        row, scale = _prepare_row(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, FP8, False, ORDERED,
                                SCALED, STATIC)  # fmt: skip
         tl.store(out + r * length + at, row.to(out.dtype.element_ty), mask=at < length)
-        if NARROW:
+        if FP8:
             tl.store(scales + r, scale)
 
 
 @triton.jit
 def combine_rows(y, weights, ids, out, hidden, experts, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
                  WEIGHTED: tl.constexpr):  # fmt: skip
-    """A token's rows lie together: their weighted sum in fp32, in slot order, rounded once."""
+    """The weighted sum of a token's rows, which are contiguous: in fp32, in slot order, rounded once."""
     gdc_wait()
     gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -361,6 +364,6 @@ def combine_rows(y, weights, ids, out, hidden, experts, BLOCK: tl.constexpr, TOP
         mine = (e >= 0) & (e < experts)
         row = tl.load(y + slot * hidden + c, mask=inside & mine, other=0.0).to(tl.float32)
         if WEIGHTED:
-            row *= tl.load(weights + slot, mask=mine, other=0.0)  # a slot of no expert may have any weight
+            row *= tl.load(weights + slot, mask=mine, other=0.0)  # slots without an expert may have NaN weights
         total += row
     tl.store(out + token * hidden + c, total.to(out.dtype.element_ty), mask=inside)

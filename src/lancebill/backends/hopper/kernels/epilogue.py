@@ -1,4 +1,4 @@
-"""What happens to a finished accumulator: factors, bias, activation, rows back to memory (Gluon)."""
+"""The epilogue of the grouped GEMM: factors, bias, activation, stores (Gluon)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _gelu_tanh(x):
 
 
 @gluon.jit
-def gate(g, u, limit, alpha, beta, NAME: gl.constexpr):
-    """The gated activations of `lancebill.moe.activation`, fp32. No limit is an infinite one."""
+def gated_activation(g, u, limit, alpha, beta, NAME: gl.constexpr):
+    """The gated activations of `lancebill.moe.activation`, in fp32. An infinite limit means no limit."""
     if NAME == "silu":
         g = gl.minimum(g, limit)
         u = gl.minimum(gl.maximum(u, -limit), limit)
@@ -58,8 +58,8 @@ def gate(g, u, limit, alpha, beta, NAME: gl.constexpr):
 
 
 @gluon.jit
-def squash(x, NAME: gl.constexpr):
-    """The activations without a gate."""
+def ungated_activation(x, NAME: gl.constexpr):
+    """The activations without a gate, in fp32."""
     if NAME == "relu2_no_mul":
         r = gl.maximum(x, 0.0)
         return r * r
@@ -73,12 +73,12 @@ def squash(x, NAME: gl.constexpr):
 
 
 @gluon.jit
-def scale_rows(acc, factors, bias, token_scales, row, rows, BIAS: gl.constexpr, NARROW: gl.constexpr):
-    """Accumulator [64 features, T tokens]: each feature's factor and bias, each fp8 token's scale."""
+def scale_rows(acc, factors, bias, token_scales, row, rows, BIAS: gl.constexpr, FP8: gl.constexpr):
+    """Apply each feature's factor and bias, and each fp8 token's scale, to an accumulator [64 features, T tokens]."""
     MMA: gl.constexpr = acc.type.layout
     n = gl.arange(0, acc.shape[0], gl.SliceLayout(1, MMA))
     acc = acc * gl.load(factors + n).expand_dims(1)
-    if NARROW:
+    if FP8:
         t = gl.arange(0, acc.shape[1], gl.SliceLayout(0, MMA))
         acc = acc * gl.load(token_scales + row + t, mask=t < rows, other=0.0).expand_dims(0)
     if BIAS:
@@ -88,7 +88,7 @@ def scale_rows(acc, factors, bias, token_scales, row, rows, BIAS: gl.constexpr, 
 
 @gluon.jit
 def split_tokens(x, PIECES: gl.constexpr):
-    """[features, T] along T into register-only pieces."""
+    """Split [features, T] along T without moving data between threads."""
     parts = (x,)
     for _ in gl.static_range(PIECES.bit_length() - 1):
         finer = ()
@@ -101,16 +101,16 @@ def split_tokens(x, PIECES: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(KIND):
-    """How finished rows leave: "gated" has 64 columns a unit, the others 128."""
+    """Layout of output rows in registers: a unit gives 64 columns if KIND is "gated", else 128."""
     return gl.BlockedLayout([1, 8], [4, 8] if KIND == "gated" else [2, 16], [4, 1], [1, 0])
 
 
 @gluon.jit
 def load_targets(slots, row, rows, T: gl.constexpr, CHUNK: gl.constexpr, KIND: gl.constexpr):
-    """Where each of T rows goes, CHUNK by CHUNK; all asked for before any is needed.
+    """The output row of each of T rows, CHUNK by CHUNK. All loads are issued before the first use.
 
-    "rows" sends each row to the slot (token, choice) it came from, so that combining reads a token's rows side by
-    side; the others leave rows where their inputs were.
+    "rows" writes each row to its slot (token, choice), so that the rows that combine sums are contiguous. The other
+    kinds write to the row of the input.
     """
     targets = ()
     for i in gl.static_range(T // CHUNK):
@@ -127,7 +127,7 @@ def store_rows(
     out, targets, staging, top, bottom, rows, column, columns, limit, alpha, beta,
     CHUNK: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Accumulators to rows of `out`, transposed through shared memory, CHUNK tokens at a time."""
+    """Store accumulators as rows of `out`, transposed through shared memory, CHUNK tokens at a time."""
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     LAYOUT: gl.constexpr = row_layout(KIND)
     TYPE: gl.constexpr = out.dtype.element_ty
@@ -138,10 +138,12 @@ def store_rows(
     inside = (c < columns).expand_dims(0)
     for i in gl.static_range(PIECES):
         if KIND == "gated":
-            staging.permute((1, 0)).store(gate(tops[i], bottoms[i], limit, alpha, beta, ACTIVATION).to(TYPE))
+            staging.permute((1, 0)).store(
+                gated_activation(tops[i], bottoms[i], limit, alpha, beta, ACTIVATION).to(TYPE)
+            )
         elif KIND == "ungated":
-            staging.slice(0, 64, 1).permute((1, 0)).store(squash(tops[i], ACTIVATION).to(TYPE))
-            staging.slice(64, 64, 1).permute((1, 0)).store(squash(bottoms[i], ACTIVATION).to(TYPE))
+            staging.slice(0, 64, 1).permute((1, 0)).store(ungated_activation(tops[i], ACTIVATION).to(TYPE))
+            staging.slice(64, 64, 1).permute((1, 0)).store(ungated_activation(bottoms[i], ACTIVATION).to(TYPE))
         else:
             staging.slice(0, 64, 1).permute((1, 0)).store(tops[i].to(TYPE))
             staging.slice(64, 64, 1).permute((1, 0)).store(bottoms[i].to(TYPE))

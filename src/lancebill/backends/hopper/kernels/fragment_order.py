@@ -1,9 +1,9 @@
-"""Where every code and scale lies in memory: canonical codes to words and back, in plain torch.
+"""The memory layout of codes and scales: canonical codes to packed words and back, in plain torch.
 
-Codes: per unit (128 features) and slice, `slice_rows` rows of 128 bytes; inside, each thread of the
-warpgroup finds its own words in 16-byte reads without bank conflicts. Scales: per unit and block of
-columns, `scale_words` words for each pair of rows (r, r + 8). Both directions run over the same
-table of bit places (`ptx.places`, `ptx_narrow.places_e4m3`), so that one cannot drift from the other.
+Codes: per unit (128 features) and slice, `slice_rows` rows of 128 bytes, ordered so that each thread of the warpgroup
+loads its own words in 16-byte reads without bank conflicts. Scales: per unit and block of columns, `scale_words` words
+for each pair of rows (r, r + 8). Packing and unpacking share one table of bit positions (`unpack_ptx.places`,
+`unpack_ptx_fp8.places_e4m3`), so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.unpack_ptx import places, scale_turn
+from lancebill.backends.hopper.kernels.unpack_ptx import places, scale_rotation
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, places_e4m3
 from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
 
@@ -24,12 +24,12 @@ Index = tuple[EllipsisType, int, int, int, int, int]
 
 
 def code_words(form: WeightForm, n: int, k: int) -> int:
-    """32-bit words of a matrix of n x k codes, both padded."""
+    """32-bit words of n x k codes (padded sizes)."""
     return n * k * form.bits // 32
 
 
 def scale_count(form: WeightForm, n: int, k: int) -> int:
-    """32-bit words of its scales."""
+    """32-bit words of the scales of n x k codes (padded sizes)."""
     blocks = k // form.block_columns if form.block_columns else 1
     return n // 2 * form.scale_words * blocks
 
@@ -46,23 +46,23 @@ def pack_codes(form: WeightForm, codes: Tensor) -> Tensor:
 
 
 def unpack_codes(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
-    """The inverse."""
+    """The inverse of `pack_codes`."""
     codes = torch.zeros(n, k, dtype=torch.int32, device=words.device)
     view = _fragment_view(form, codes)
-    held = _from_rows(form, words, n, k)
+    thread_words = _from_rows(form, words, n, k)
     for index, bits in _fields(form):
         for bit, word, position in bits:
-            view[index] |= (held[..., word] >> position & 1) << bit
+            view[index] |= (thread_words[..., word] >> position & 1) << bit
     return codes.to(torch.uint8)
 
 
 def _words_of_thread(form: WeightForm) -> int:
-    """Words a thread holds of one half of a unit."""
+    """Words of one slice of a half that belong to one thread."""
     return form.slice_columns * HALF * form.bits // 32 // 128
 
 
 def _fragment_view(form: WeightForm, codes: Tensor) -> Tensor:
-    """[unit, slice, half, n5n4, n2n1, n0, lane % 4, the bits that vary inside a thread ...]."""
+    """View codes as [unit, slice, half, n5n4, n2n1, n0, lane % 4, bits that vary inside a thread ...]."""
     n, k = codes.shape
     units, slices = n // ROWS, k // form.slice_columns
     if form.activations == f.E4M3:
@@ -74,7 +74,7 @@ def _fragment_view(form: WeightForm, codes: Tensor) -> Tensor:
 
 
 def _fields(form: WeightForm) -> Iterator[tuple[Index, Bits]]:
-    """Index of a code inside a thread, and the places of its bits."""
+    """The index of each code of a thread, and the positions of its bits."""
     if form.activations == f.E4M3:
         for n3, k2, k3, k4, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
             yield (Ellipsis, n3, k2, k3, k4, k10), places_e4m3(form, n3, k2, k3, k4, k10)
@@ -84,7 +84,7 @@ def _fields(form: WeightForm) -> Iterator[tuple[Index, Bits]]:
 
 
 def _to_rows(form: WeightForm, words: Tensor) -> Tensor:
-    """A thread's words lie four together; further fours are further 16 rows of the half."""
+    """Thread order to memory order: four neighbouring words per thread, the next four 16 rows below."""
     fours = _words_of_thread(form) // 4
     # u, slice, half, n5n4, n2n1, n0, lane, fours, 4  ->  u, slice, half, fours, n5n4, n2n1, n0, lane, 4
     return words.view(*words.shape[:7], fours, 4).permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
@@ -106,30 +106,29 @@ def _thread_shape(form: WeightForm, n: int, k: int) -> tuple[int, ...]:
 def pack_bytes(form: WeightForm, values: Tensor) -> Tensor:
     """One byte for each (row, group of 16 or 32 columns), int32 [n, groups], to words.
 
-    A word holds rows r, r + 8 and two neighbouring groups. With 16-bit activations a thread needs all of it, and it is
-    rotated to where the kernel wants its bits; with fp8 a lane has one group and reads its half of a word.
+    A word holds rows r and r + 8 of two neighbouring groups. With 16-bit activations a thread uses the whole word,
+    rotated so that the kernel can mask exponents in place. With fp8 a lane uses one group and reads half a word.
     """
     view = _byte_view(form, values)
     words = sum((view[..., i >> 1, i & 1] & 255) << (8 * i) for i in range(4))
     assert isinstance(words, Tensor)
-    return _turned(words.to(torch.int32), scale_turn(form)).reshape(-1)
+    return _rotate_left(words.to(torch.int32), scale_rotation(form)).reshape(-1)
 
 
 def unpack_bytes(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
-    """The inverse: int32 [n, groups], each 0 .. 255."""
+    """The inverse of `pack_bytes`: int32 [n, groups], each 0 .. 255."""
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _byte_view(form, values)
-    held = _turned(words.view(view.shape[:-2]), -scale_turn(form))
+    rotated = _rotate_left(words.view(view.shape[:-2]), -scale_rotation(form))
     for i in range(4):
-        view[..., i >> 1, i & 1] = held >> (8 * i) & 255
+        view[..., i >> 1, i & 1] = rotated >> (8 * i) & 255
     return values
 
 
-def _turned(words: Tensor, left: int) -> Tensor:
-    """32-bit words rotated."""
+def _rotate_left(words: Tensor, left: int) -> Tensor:
     left %= 32
-    wide = words.long() & 0xFFFFFFFF
-    return (wide << left | wide >> (32 - left)).to(torch.int32) if left else words
+    unsigned = words.long() & 0xFFFFFFFF
+    return (unsigned << left | unsigned >> (32 - left)).to(torch.int32) if left else words
 
 
 def _byte_view(form: WeightForm, values: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ def pack_halves(form: WeightForm, values: Tensor) -> Tensor:
 
 
 def unpack_halves(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
-    """The inverse: int16 [n, groups]."""
+    """The inverse of `pack_halves`: int16 [n, groups]."""
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _half_view(form, values)
     view[..., 0] = words << 16 >> 16
@@ -161,6 +160,7 @@ def pack_floats(form: WeightForm, values: Tensor) -> Tensor:
 
 
 def unpack_floats(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
+    """The inverse of `pack_floats`: int32 [n, groups]."""
     values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
     view = _half_view(form, values)
     view.copy_(words.view(view.shape))

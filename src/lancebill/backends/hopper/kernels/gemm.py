@@ -1,17 +1,17 @@
-"""The grouped product of every weight form on Hopper: one pipeline, one scheduler (Gluon).
+"""The grouped GEMM of every weight form on Hopper: one pipeline, one scheduler (Gluon).
 
     out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
 
-The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, tokens
-are B in swizzled shared memory. So a tile may have 8 tokens or 160, and one kernel serves decode and
-prefill. A CTA is one warpgroup that multiplies and one warp that feeds it through a ring of stages;
-two to four CTAs share an SM and hide each other's waits. The grid is persistent: CTA p takes tile p of a list made on
-the device (`rows`), so the host never learns the routing, and then whichever is next: tiles in a fixed order would
-leave CTAs idle, because some SMs are slower than others. Which CTA computes a tile does not change its numbers.
+The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, and tokens are B, in
+swizzled shared memory. So a tile can have any multiple of 8 tokens, from 8 to 160, and one kernel serves decode and
+prefill. A block is one consumer warpgroup and one producer warp, connected by a ring of stages. Two to four blocks share
+an SM and hide each other's latencies. The grid is persistent. Block p starts with tile p of a list made on the device
+(`dispatch_combine`), so the host never reads the routing. Further tiles come from a global counter: some SMs are slower
+than others, and a fixed assignment would leave blocks idle. A tile's result does not depend on the block.
 
-A tile is one unit (128 features) or two by some tokens, any multiple of 8. Tensors have powers of two of columns, so
-96 tokens are accumulators for 64 and for 32 (`multiply.widths`). Two units share the tokens they read: with few
-tokens a tile the way from the L2 is what is narrow, and accumulators are small.
+A tile is one or two units (128 features each) by some tokens. Tensors have power-of-two sizes, so 96 tokens are two
+accumulators, for 64 and for 32 (`mainloop.widths`). Two units share the tokens they read: with few tokens per tile,
+L2 bandwidth is the limit and the accumulators are small.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lancebill.backends.hopper.kernels.dequant import form_of
 from lancebill.backends.hopper.kernels.epilogue import load_targets, scale_rows, store_rows
 from lancebill.backends.hopper.kernels.gluon_names import copy_tile
 from lancebill.backends.hopper.kernels.mainloop import (
-    before,
     copy_weights,
-    product_of,
+    first_token,
     scale_copies,
     stage_scale_words,
+    tile_gemm,
     tokens_at,
     width_at,
     width_count,
 )
 
-# DEPEND says when a kernel waits for the one before it (programmatic dependent launch): 0 not at all, it starts after
-# that; 1 before it reads; 2, for further lists of a product, only at its end: what it reads is older.
+# DEPEND: when a kernel waits for its predecessor (programmatic dependent launch). 0: never, a plain launch. 1: before it
+# reads. 2: only at its end, for the later tile classes of a GEMM, since their inputs are older than the predecessor.
 
 
 @gluon.jit
@@ -53,37 +53,37 @@ def let_successor_start():
 
 @gluon.jit
 def tile_at(tiles, index, units):
-    """Tile number to (expert, unit, first row, rows). An expert's tiles lie together: its weights are in L2."""
+    """Tile index to (expert, unit, first row, rows). Consecutive tiles share an expert, so its weights stay in L2."""
     record = tiles + index // units * 4
     return gl.load(record), index % units, gl.load(record + 1), gl.load(record + 2)
 
 
 @gluon.jit
-def hand_over(turns, dealt, turn, index, TURNS: gl.constexpr):
-    """The feeding warp tells the others which tile it goes on with after its turn."""
+def publish_next_tile(next_tiles, next_ready, turn, index, TURNS: gl.constexpr):
+    """The producer passes the index of its next tile to the consumer. `turn` counts the block's tiles."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    turns.index(turn % TURNS).store(gl.full([1], index, gl.int32, ONE))
-    mbarrier.arrive(dealt.index(turn % TURNS), count=1)
+    next_tiles.index(turn % TURNS).store(gl.full([1], index, gl.int32, ONE))
+    mbarrier.arrive(next_ready.index(turn % TURNS), count=1)
 
 
 @gluon.jit
-def take_over(turns, dealt, turn, TURNS: gl.constexpr):
-    """The tile that follows a turn."""
+def read_next_tile(next_tiles, next_ready, turn, TURNS: gl.constexpr):
+    """The consumer reads the index of the tile after `turn`."""
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(dealt.index(turn % TURNS), (turn // TURNS) & 1)
-    return gl.max(turns.index(turn % TURNS).load(ALL), 0)
+    mbarrier.wait(next_ready.index(turn % TURNS), (turn // TURNS) & 1)
+    return gl.max(next_tiles.index(turn % TURNS).load(ALL), 0)
 
 
 @gluon.jit
-def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, turns, dealt, units, slices,
+def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, next_tiles, next_ready, units, slices,
          scale_blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
          form: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
-    """The feeding warp: weights and token rows of every tile, stage by stage, through the copy engine.
+    """The producer warp: loads weights and token rows of every tile, stage by stage, with TMA.
 
-    `taken` counts the tiles that were taken after the first ones. The next is asked for once this one's copies are
-    under way: the answer takes as long as a copy.
-    PREFETCH starts the first stages' weights before the predecessor has finished: the tile list must
-    then be older than the predecessor.
+    `taken` counts the tiles taken after each block's first. The counter is incremented once all copies of the current
+    tile are in flight, since the atomic takes as long as a copy.
+    PREFETCH loads the first stages' weights before the predecessor ends. The tile list must be older than the
+    predecessor.
     """
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     WEIGHTS: gl.constexpr = UNITS * (w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES))
@@ -124,30 +124,30 @@ def feed(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, fu
                     copy_tile(x_desc, [row + first, k], bar, tokens_at(xb, stage * SLICES + j, first, BOX, TOKENS))
             step += 1
         index = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-        hand_over(turns, dealt, step // blocks - 1, index, STAGES + 1)
+        publish_next_tile(next_tiles, next_ready, step // blocks - 1, index, STAGES + 1)
 
 
 @gluon.jit
 def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, row, rows, unit, columns, limit, alpha,
                 beta, T: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-                NARROW: gl.constexpr):  # fmt: skip
-    """A unit's accumulators to T rows of `out`."""
+                FP8: gl.constexpr):  # fmt: skip
+    """Epilogue of one unit: accumulators to T rows of `out`."""
     CHUNK: gl.constexpr = min(T, staging.shape[0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     targets = load_targets(slots, row, rows, T, CHUNK, KIND)
-    top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, NARROW)
-    bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, NARROW)
+    top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, FP8)
+    bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, FP8)
     store_rows(out, targets, staging.slice(0, CHUNK, 0), top, bottom, rows, unit * WIDTH, columns, limit, alpha, beta,
                CHUNK, KIND, ACTIVATION)  # fmt: skip
 
 
 @gluon.jit
-def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, turns, dealt,
+def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, next_tiles, next_ready,
          units, slices, columns, limit, alpha, beta, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
          UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
          DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
-    """The multiplying warpgroup: product and epilogue of every tile."""
-    NARROW: gl.constexpr = dequant.narrow(form)
+    """The consumer warpgroup: GEMM and epilogue of every tile."""
+    FP8: gl.constexpr = dequant.fp8_inputs(form)
     if DEPEND == 1:
         wait_for_predecessor()
     if DEPEND > 0:
@@ -158,30 +158,30 @@ def work(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb,
     step = 0
     index = gl.program_id(0)
     while index < count:
-        sums, step = product_of(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, PROMOTE)
+        sums, step = tile_gemm(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, PROMOTE)
         e, group, row, rows = tile_at(tiles, index, groups)
         for u in gl.static_range(UNITS):
             unit = group * UNITS + u
             at = (e * units + unit) * 128
-            for i in gl.static_range(width_count(TOKENS) - 1, -1, -1):  # the small ones first: that frees registers
+            for i in gl.static_range(width_count(TOKENS) - 1, -1, -1):  # smallest first, which frees registers early
                 top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
                 finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales,
-                            row + before(TOKENS, i), rows - before(TOKENS, i), unit, columns, limit, alpha, beta,
-                            width_at(TOKENS, i), KIND, ACTIVATION, BIAS, NARROW)  # fmt: skip
-        index = take_over(turns, dealt, step // blocks - 1, STAGES + 1)
+                            row + first_token(TOKENS, i), rows - first_token(TOKENS, i), unit, columns, limit, alpha, beta,
+                            width_at(TOKENS, i), KIND, ACTIVATION, BIAS, FP8)  # fmt: skip
+        index = read_next_tile(next_tiles, next_ready, step // blocks - 1, STAGES + 1)
     if DEPEND == 2:
         wait_for_predecessor()
 
 
 @gluon.jit
-def grouped(
+def grouped_gemm(
     x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices,
     scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
     ACT: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
     UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, DEPEND: gl.constexpr,
     PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """One product of the layer over one list of tiles. Sizes are arguments: one binary serves all shapes."""
+    """One GEMM of the layer over one tile list. Sizes are run-time arguments, so one binary serves all shapes."""
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     BOX: gl.constexpr = x_desc.block_type.shape[0]
@@ -199,18 +199,18 @@ def grouped(
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A turn is read before the tile that follows it, and the feeder is at most all stages ahead.
-    turns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    dealt = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    # One more than stages: the producer is at most STAGES tiles ahead of the tile whose successor is still unread.
+    next_tiles = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES + 1):
-        mbarrier.init(dealt.index(i), count=1)
+        mbarrier.init(next_ready.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     gl.warp_specialize([
-        (work, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full,
-                turns, dealt, units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND,
+        (consumer, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full,
+                next_tiles, next_ready, units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND,
                 ACTIVATION, BIAS, DEPEND, PROMOTE)),
-        (feed, (x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, turns, dealt, units,
+        (producer, (x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, next_tiles, next_ready, units,
                 slices, scale_blocks, TOKENS, STAGES, SLICES, UNITS, form, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

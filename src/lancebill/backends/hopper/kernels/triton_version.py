@@ -1,9 +1,9 @@
-"""The one place that knows which Triton this is.
+"""The installed Triton version, and whether the kernels support it.
 
-Built and measured with 3.6; 3.7 and 3.8 compile the same sources through `renamed`, and 3.9 all but some products of
-128 tokens (with fp8 inputs, and second ones of MXFP4), where its assembler spills registers, which is refused. From 3.8
-on an fp8 row that a block of few tokens keeps takes eight times the room, so that fewer blocks share an SM. Older ones
-lack Gluon's Hopper layouts.
+Built and measured with 3.6. Triton 3.7 and 3.8 compile the same sources through `gluon_names`. With 3.9 some GEMMs of
+128 tokens spill registers and are refused (with fp8 inputs, and the second GEMM of MXFP4). From 3.8 on the quantised
+row of a decode block takes eight times the shared memory, so fewer blocks share an SM. Versions before 3.6 lack Gluon's
+Hopper layouts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OLDEST = (3, 6)
 
 
 def triton_version() -> str | None:
-    """The installed Triton, without importing it."""
+    """The installed version, without importing Triton."""
     try:
         return version("triton")
     except PackageNotFoundError:
@@ -22,10 +22,10 @@ def triton_version() -> str | None:
 
 
 def problem() -> str | None:
-    """Why kernels cannot be compiled here; None when they can."""
-    found = triton_version()
-    if found is None:
+    """Why kernels cannot be compiled here; None if they can."""
+    installed = triton_version()
+    if installed is None:
         return "Triton is not installed"
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        return f"Triton {found} is too old"
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        return f"Triton {installed} is too old"
     return None

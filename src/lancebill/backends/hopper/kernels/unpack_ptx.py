@@ -1,19 +1,19 @@
-"""How packed codes become numbers, in inline PTX: one small generator for each code and each scale.
+"""Generators of the inline PTX that turns packed codes into numbers, one for each code and each scale.
 
-A thread of a warpgroup holds, for one half of a unit (64 features), the A fragment of wgmma. With
-16-bit activations that is 16 registers for the 64 columns of a slice. Bits of the feature n and of
-the column k within the slice name a register and its half:
+A thread of a warpgroup holds the A fragment of wgmma for one half of a unit (64 features). With 16-bit activations that
+is 16 registers for the 64 columns of a slice. The bits of the feature n and of the column k within the slice select a
+register and its half:
 
     n5 n4: warp    n2 n1 n0: lane / 4    n3: row r or r + 8      (features of the half)
     k2 k1: lane % 4    k0: half of the register    k5 k4: wgmma's k16 step    k3: its upper 8 columns
 
-Every generator returns the statements that fill registers of one (n3, k3, k4, k5), k0 being the two
-halves. `places` says where the packer puts each bit so that the statements find it; tests run the
-statements in an emulator on packed words and compare with the canonical numbers.
+Every generator returns the statements that fill the register of one (n3, k3, k4, k5); k0 selects its half. `places`
+gives the bit positions that the packer uses to match. Tests run the statements in an emulator on packed words and
+compare with the canonical numbers.
 
-Numbers come out as `value * 2**-shift` with the shift a constant of the form: cheap placements of
-exponent bits are off by a power of two, which is put right once a row (`row_shift`) or in the group's
-factor, never by an instruction of its own.
+Numbers come out as `value * 2**-shift`, where the shift is a constant of the form: the cheapest placement of exponent
+bits is off by a power of two. The row's factor (`row_shift`) or the group's factor corrects it, so it costs no
+instruction.
 """
 
 from __future__ import annotations
@@ -23,48 +23,46 @@ import re
 from collections.abc import Iterator
 
 from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, narrow_statements
+from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, fp8_statements
 from lancebill.backends.hopper.kernels.weight_form import WeightForm
 
-# Two words hold the eight bf16 registers of one k5 in windows of the mask: sign at 15, exponent and
-# mantissa at 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that
-# no window covers, merged from both words, give the other two. 16 operations for 16 codes.
+# Two words hold the codes of the eight bf16 registers of one k5. A mask takes the sign at bit 15 and the exponent and
+# mantissa at bits 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that no rotation
+# uses, merged from both words, give the other two. 16 operations for 16 codes.
 _E2M1_MASK = 0x81C081C0
 _E2M1_BITS = ((3, 15), (2, 8), (1, 7), (0, 6))
-_TURNS, _MERGED_TURNS, _MERGED_FROM_0 = (0, 4, 10), (6, 12), 0x06030603
+_ROTATIONS, _MERGED_ROTATIONS, _MERGED_FROM_0 = (0, 4, 10), (6, 12), 0x06030603
 
 MULTIPLY = {f.BF16: "mul.rn.bf16x2", f.F16: "mul.rn.f16x2"}
 MULTIPLY_ADD = {f.BF16: "fma.rn.bf16x2", f.F16: "fma.rn.f16x2"}
 SUBTRACT = {f.BF16: "sub.rn.bf16x2", f.F16: "sub.rn.f16x2"}
-INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: a small integer beside them is its own bits
-# The smallest 16-bit numbers are integers in units of 2**-133 (bf16) or 2**-24 (fp16), and so are the next ones,
-# up to the second exponent: a nibble left in the low byte is a number as it lies. One fused multiply-add with a
-# scale that holds the unit's inverse then gives (code - 8) * scale, rounded once. Rows r have the low nibble,
-# rows r + 8 the high one, whose unit is 2**4 larger.
+INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: OR-ing a small integer into the mantissa adds it
+# Subnormal 16-bit numbers, and normal ones of the lowest exponent, are integers in units of 2**-133 (bf16) or
+# 2**-24 (fp16): a masked nibble in the low byte already is a number. One fused multiply-add with a scale that includes
+# the inverse unit gives (code - 8) * scale, rounded once. Rows r use the low nibble, rows r + 8 the high nibble, whose
+# unit is 2**4 larger.
 NIBBLE_UNIT = {f.BF16: 133, f.F16: 24}
-_MINUS_EIGHT = "0x80808008"  # -8 in the same two places, rows r below
-_ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, where the field starts
-# A half of a word holds two e4m3 codes: one lies where its number has it, so that a mask takes it out, the other in
-# the bits between. Lowest bit of the number, the mask, and for the other code left shifts and what each brings.
+_MINUS_EIGHT = "0x80808008"  # -8 in the units of both nibbles, rows r in the low half
+_ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, lowest bit of the field
+# A half of a word holds two e4m3 codes. One is already in position, so a mask extracts it; the other fills the remaining
+# bits. Lowest bit of the code, the mask, and for the other code (left shift, mask) pairs.
 _E4M3_PLACE = {f.BF16: (4, 0x87F0, ((4, 0x80F0), (-4, 0x0700))), f.F16: (7, 0xBF80, ((7, 0x3F80), (1, 0x8000)))}
 
 
 class Unpack:
-    """A form's inline statements: `pack` packed words and `metas` scale words to `outputs` registers.
+    """A form's inline PTX: `pack` packed words and `metas` scale words to `outputs` registers.
 
-    A class and not a function because Triton lets compile-time code call nothing else of ours.
+    A class, not a function: compile-time code in Triton cannot call plain Python functions.
     """
 
     def __init__(self, form: WeightForm) -> None:
-        self.text, self.outputs, self.metas = (
-            narrow_statements(form) if form.activations == f.E4M3 else _statements(form)
-        )
-        self.each = 4 if form.activations == f.E4M3 else 2  # numbers in a register
+        self.text, self.outputs, self.metas = fp8_statements(form) if form.activations == f.E4M3 else _statements(form)
+        self.each = 4 if form.activations == f.E4M3 else 2  # numbers per register
         self.pack = self.outputs * self.each * form.bits // 32
 
     @property
     def constraints(self) -> str:
-        """Each operand of the elementwise call comes as `pack` registers."""
+        """Operand constraints: each operand of the elementwise call takes `pack` registers."""
         return ",".join(["=&r"] * self.outputs + ["r"] * (self.pack * (1 + self.metas)))
 
 
@@ -78,11 +76,11 @@ def _pair(bits: int) -> str:
     return f"0x{bits << 16 | bits:08x}"
 
 
-# ---------------------------------------------------------------- where the bits of a code lie
+# ---------------------------------------------------------------- bit positions of the codes
 
 
 def places(form: WeightForm, n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
-    """Word and bit for each bit of one code, 16-bit activations."""
+    """Word and bit position of each bit of one code, for 16-bit activations."""
     if form.code == f.E2M1_CODE and form.activations == f.BF16:
         return _e2m1_places(n3, k3, k4, k5, k0)
     if form.bits == 4:
@@ -95,17 +93,17 @@ def places(form: WeightForm, n3: int, k3: int, k4: int, k5: int, k0: int) -> Bit
 
 
 def _e2m1_places(n3: int, k3: int, k4: int, k5: int, k0: int) -> Bits:
-    found = []
+    positions = []
     window = n3 + 2 * k3
     for bit, position in _E2M1_BITS:
         target = position + 16 * k0
         if window < 3:
-            word, source = k4, (target - _TURNS[window]) % 32
+            word, source = k4, (target - _ROTATIONS[window]) % 32
         else:
-            merged = (target - _MERGED_TURNS[k4]) % 32
+            merged = (target - _MERGED_ROTATIONS[k4]) % 32
             word, source = (0, merged) if _MERGED_FROM_0 >> merged & 1 else (1, merged - 2)
-        found.append((bit, word + 2 * k5, source))
-    return tuple(found)
+        positions.append((bit, word + 2 * k5, source))
+    return tuple(positions)
 
 
 def _e4m3_place(form: WeightForm, bit: int, k4: int) -> int:
@@ -118,24 +116,23 @@ def _e4m3_place(form: WeightForm, bit: int, k4: int) -> int:
 
 
 def _e2m1_bf16(words: list[str], out: dict[tuple[int, int, int], str]) -> list[str]:
-    """e2m1 as bf16 times 2**-126: its exponent and mantissa bits as the low ones of bf16's."""
+    """e2m1 as bf16 times 2**-126: its bits become the lowest exponent and highest mantissa bits of bf16."""
     lines = []
     for k4 in range(2):
         for window in range(3):
             source = words[k4]
             if window:
-                turn = _TURNS[window]
-                lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {turn};")
+                lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {_ROTATIONS[window]};")
                 source = "t"
             lines.append(f"and.b32 {out[window & 1, window >> 1, k4]}, {source}, {_E2M1_MASK:#x};")
     lines += [f"shl.b32 t, {words[1]}, 2;", f"lop3.b32 t, {words[0]}, t, {_MERGED_FROM_0:#x}, 0xe4;"]
-    for k4, turn in enumerate(_MERGED_TURNS):
-        lines += [f"shf.l.wrap.b32 u, t, t, {turn};", f"and.b32 {out[1, 1, k4]}, u, {_E2M1_MASK:#x};"]
+    for k4, rotation in enumerate(_MERGED_ROTATIONS):
+        lines += [f"shf.l.wrap.b32 u, t, t, {rotation};", f"and.b32 {out[1, 1, k4]}, u, {_E2M1_MASK:#x};"]
     return lines
 
 
 def _subnormal_nibbles(words: list[str], out: dict[tuple[int, int, int], str]) -> list[str]:
-    """int4 as `NIBBLE_UNIT` tells: a mask each, and one shift for every other pair of rows."""
+    """int4 as subnormal numbers (see `NIBBLE_UNIT`): a mask per register and a shift per word."""
     lines = []
     for k4, word in enumerate(words):
         lines += [f"and.b32 {out[n3, 0, k4]}, {word}, {0x000F000F << 4 * n3:#010x};" for n3 in range(2)]
@@ -167,7 +164,7 @@ def _nibbles(words: list[str], out: dict[tuple[int, int, int], str], form: Weigh
 
 
 def _byte(word: str, k4: int, register: str, form: WeightForm) -> list[str]:
-    """int8 exactly; e4m3 times 2**-120 (bf16) or 2**-8 (fp16): its bits are the low ones of the wider exponent."""
+    """int8 exactly; e4m3 times 2**-120 (bf16) or 2**-8 (fp16): its exponent becomes the low bits of the wider one."""
     if form.code == f.E4M3_CODE:
         _, mask, moves = _E4M3_PLACE[form.activations]
         if k4 == 0:
@@ -184,7 +181,7 @@ def _byte(word: str, k4: int, register: str, form: WeightForm) -> list[str]:
             f"lop3.b32 t, t, 0x00ff00ff, {_pair(0x6400)}, 0xea;",
             f"sub.rn.f16x2 {register}, t, {_pair(0x6480)};",
         ]
-    # bf16 has seven mantissa bits: 128 + the low seven, less 128 or 256 by the eighth.
+    # bf16 has seven mantissa bits: 128 + the low seven bits, minus 128 or 256 depending on the eighth.
     return [
         *lines,
         f"lop3.b32 u, t, 0x00800080, {_pair(0x4380)}, 0x6a;",
@@ -199,10 +196,10 @@ def _byte(word: str, k4: int, register: str, form: WeightForm) -> list[str]:
 def _factors(
     form: WeightForm, metas: list[str], k5s: tuple[int, ...]
 ) -> tuple[list[str], dict[tuple[int, int, int], str]]:
-    """Statements that make the factor of (n3, k4, k5), and the register it is in, in both halves.
+    """Statements that compute the factor of each (n3, k4, k5), and the register that has it in both halves.
 
-    Two factors are made at once, one in each half of a register; spreading one over both halves is then free:
-    the multiplication takes either half twice.
+    Two factors are computed at once, one in each half of a register. Spreading one over both halves is free, because
+    the multiplication can read either half twice.
     """
     lines: list[str] = []
     where: dict[tuple[int, int, int], str] = {}
@@ -212,10 +209,10 @@ def _factors(
         lines += statements + _spread(pair, _name(low), _name(high))
         if form.subnormal:
             lines.append(f"{MULTIPLY[form.activations]} e{number}, {pair}, {_MINUS_EIGHT};")
-        if form.subnormal or form.wide:
-            lines += _spread(f"e{number}", _beside(_name(low)), _beside(_name(high)))
+        if form.subnormal or form.two_part_scale:
+            lines += _spread(f"e{number}", _companion(_name(low)), _companion(_name(high)))
     for n3, k4, k5 in itertools.product(range(2), range(2), k5s):
-        # Which factor: one for 16, 32 or at least 64 columns.
+        # A factor covers 16, 32 or at least 64 columns.
         fine = (n3, k4, k5) if form.scale == f.E4M3_G16 else (n3, 0, k5 if form.group == 32 else 0)
         where[n3, k4, k5] = _name(fine)
     return lines, where
@@ -228,27 +225,27 @@ def _name(which: Which) -> str:
     return "m{}{}{}".format(*which)
 
 
-def _beside(factor: str) -> str:
-    """The register of what goes with a factor: -8 times it, or of a wide scale what the factor's type cannot hold."""
+def _companion(factor: str) -> str:
+    """The register of a factor's companion: -8 times it, or the rest of a scale that the factor's type cannot hold."""
     return f"a{factor}"
 
 
 def _spread(pair: str, low: str, high: str) -> list[str]:
-    """Each half of a register in both halves of its own."""
+    """Copy each half of a register to both halves of a register."""
     return [f"mov.b32 {{h0, h1}}, {pair};", f"mov.b32 {low}, {{h0, h0}};", f"mov.b32 {high}, {{h1, h1}};"]
 
 
 def _factor_pairs(
     form: WeightForm, metas: list[str], k5s: tuple[int, ...]
 ) -> Iterator[tuple[str, list[str], Which, Which]]:
-    """Registers of two factors: (register, statements that make it, its lower and its upper factor)."""
+    """Pairs of factors: (register, statements that compute it, the factors in its low and high half)."""
     if form.scale == f.E8M0_G32:
-        # `scale_turn` has put the exponents of rows r where the mask wants them; those of r + 8 are a byte away.
+        # `scale_rotation` put the exponents of rows r in position; those of rows r + 8 are a byte away.
         one, low = _ONE_EXPONENT[form.activations]
         mask = _pair((2 * one + 1) << low)
         yield "p0", [f"and.b32 p0, {metas[0]}, {mask};"], (0, 0, 0), (0, 0, 1)
-        turned = f"shf.l.wrap.b32 p1, {metas[0]}, {metas[0]}, 8;"
-        yield "p1", [turned, f"and.b32 p1, p1, {mask};"], (1, 0, 1), (1, 0, 0)
+        rotated = f"shf.l.wrap.b32 p1, {metas[0]}, {metas[0]}, 8;"
+        yield "p1", [rotated, f"and.b32 p1, p1, {mask};"], (1, 0, 1), (1, 0, 0)
     elif form.scale == f.E4M3_G16:
         for k5, k4 in itertools.product(k5s, range(2)):
             pair = f"p{2 * k5 + k4}"
@@ -260,15 +257,15 @@ def _factor_pairs(
             yield pair, statements, (0, 0, part), (1, 0, part)
 
 
-def scale_turn(form: WeightForm) -> int:
-    """How far a word of e8m0 scales is rotated when it is packed: its first byte becomes an exponent in place."""
+def scale_rotation(form: WeightForm) -> int:
+    """How far a word of e8m0 scales is rotated when packed, so that its first byte is in the exponent field."""
     if form.scale != f.E8M0_G32 or form.activations == f.E4M3:
         return 0
     return _ONE_EXPONENT[form.activations][1]
 
 
 def _e4m3_factors(pair: str, activations: str) -> list[str]:
-    """Scale bytes in the upper bytes of both halves to factors; what exponents lack is in `row_shift`."""
+    """Scale bytes in the upper bytes of both halves to factors; `row_shift` has the rest of the exponent."""
     down = 4 if activations == f.BF16 else 1
     lines = [
         f"and.b32 t, {pair}, 0x7f007f00;",
@@ -281,8 +278,8 @@ def _e4m3_factors(pair: str, activations: str) -> list[str]:
 
 
 def _group_factors(form: WeightForm, metas: list[str], part: int) -> tuple[str, list[str]]:
-    """A group's stored numbers for rows r and r + 8 in the activations' type, and beside them what that leaves."""
-    pair, rest = f"p{part}", f"e{part}"
+    """A group's scales for rows r and r + 8 in the activations' type, and the rounding remainders in `e<part>`."""
+    pair, remainder = f"p{part}", f"e{part}"
     if form.scale == form.activations:
         return metas[part], []
     if form.scale == f.BF16_GROUP:  # fp16 activations. bf16 is the upper half of fp32
@@ -299,11 +296,11 @@ def _group_factors(form: WeightForm, metas: list[str], part: int) -> tuple[str, 
         lines += [f"cvt.rn.f16x2.f32 {pair}, y, x;", f"mov.b32 {{h0, h1}}, {pair};"]
         lines += ["cvt.f32.f16 v, h0;", "cvt.f32.f16 w, h1;"]
     to = "bf16x2" if form.activations == f.BF16 else "f16x2"
-    return pair, [*lines, "sub.rn.f32 x, x, v;", "sub.rn.f32 y, y, w;", f"cvt.rn.{to}.f32 {rest}, y, x;"]
+    return pair, [*lines, "sub.rn.f32 x, x, v;", "sub.rn.f32 y, y, w;", f"cvt.rn.{to}.f32 {remainder}, y, x;"]
 
 
 def code_shift(form: WeightForm) -> int:
-    """The power of two that the placement of a code's exponent lacks."""
+    """The power of two by which unpacked codes are too small."""
     if form.activations == f.E4M3:
         return 0
     shifts = {f.E2M1_CODE: {f.BF16: 126, f.F16: 14}, f.E4M3_CODE: {f.BF16: 120, f.F16: 8}}
@@ -311,13 +308,13 @@ def code_shift(form: WeightForm) -> int:
 
 
 def row_shift(form: WeightForm) -> int:
-    """What is left of it for the factor of a row: only where a group's factor could not hold it."""
+    """The part of `code_shift` that goes to the row's factor, because a group's factor cannot hold it."""
     if form.scale == f.E4M3_G16:
         return {f.BF16: 20, f.F16: 7}[form.activations]
     return 0
 
 
-# ---------------------------------------------------------------- whole statements
+# ---------------------------------------------------------------- complete statements
 
 
 def _statements(form: WeightForm) -> tuple[str, int, int]:
@@ -343,16 +340,16 @@ def _statements(form: WeightForm) -> tuple[str, int, int]:
         for (n3, _, k4), register in out.items():
             lines += _finish(form, register, zero.get((n3, k5)), factor.get((n3, k4, k5)))
     lines, constants = _name_constants(lines)
-    held = {*factor.values(), *zero.values(), *(f"{kind}{i}" for kind in "pe" for i in range(4))}
-    if form.subnormal or form.wide:
-        held |= {_beside(m) for m in factor.values()}
-    named = ["t", "u", *sorted(held), *constants]
+    registers = {*factor.values(), *zero.values(), *(f"{kind}{i}" for kind in "pe" for i in range(4))}
+    if form.subnormal or form.two_part_scale:
+        registers |= {_companion(m) for m in factor.values()}
+    named = ["t", "u", *sorted(registers), *constants]
     head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x, y, v, w; .reg .b16 h0, h1;\n"
     return head + "\n".join(lines) + "\n}", outputs, form.scale_words
 
 
 def _name_constants(lines: list[str]) -> tuple[list[str], list[str]]:
-    """Packed arithmetic takes no immediates: each constant goes to a register of its own first."""
+    """Packed arithmetic takes no immediates: move each constant to a register first."""
     names: dict[str, str] = {}
 
     def name(match: re.Match[str]) -> str:
@@ -363,7 +360,7 @@ def _name_constants(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _output_registers(form: WeightForm, k5: int) -> dict[tuple[int, int, int], str]:
-    """Output tensor j = n3 + 2 k3 (+ 4 k4 for nibbles); its four elements are two registers."""
+    """The register of each (n3, k3, k4). Output tensor j = n3 + 2 k3 (+ 4 k4 for nibbles) has two registers."""
     out = {}
     for k4, k3, n3 in itertools.product(range(2), repeat=3):
         j = n3 + 2 * k3
@@ -372,7 +369,7 @@ def _output_registers(form: WeightForm, k5: int) -> dict[tuple[int, int, int], s
 
 
 def _zeros(form: WeightForm, metas: list[str], k5s: tuple[int, ...]) -> tuple[list[str], dict[tuple[int, int], str]]:
-    """Zero points, stored with the code's magic number added, in both halves of a register."""
+    """Zero points in both halves of a register; they are stored with the code's magic number added."""
     lines: list[str] = []
     where: dict[tuple[int, int], str] = {}
     for part, meta in enumerate(metas):
@@ -383,15 +380,15 @@ def _zeros(form: WeightForm, metas: list[str], k5s: tuple[int, ...]) -> tuple[li
 
 
 def _finish(form: WeightForm, register: str, zero: str | None, factor: str | None) -> list[str]:
-    """Take off the zero point, multiply by the factor; both where the form has them."""
+    """Subtract the zero point and multiply by the factor, if the form has them."""
     act = form.activations
     lines = []
     if form.subnormal and factor is not None:
-        return [f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, {_beside(factor)};"]
+        return [f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, {_companion(factor)};"]
     if form.code == f.INT4_CODE:
         lines.append(f"{SUBTRACT[act]} {register}, {register}, {zero or _pair(INT4_MAGIC[act] + 8)};")
-    if factor is not None and form.wide:
-        lines.append(f"{MULTIPLY[act]} t, {register}, {_beside(factor)};")
+    if factor is not None and form.two_part_scale:
+        lines.append(f"{MULTIPLY[act]} t, {register}, {_companion(factor)};")
         lines.append(f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, t;")
     elif factor is not None:
         lines.append(f"{MULTIPLY[act]} {register}, {register}, {factor};")

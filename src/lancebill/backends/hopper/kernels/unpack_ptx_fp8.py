@@ -1,12 +1,12 @@
-"""The same as `ptx` for fp8 activations, where a register holds four columns.
+"""The counterpart of `unpack_ptx` for fp8 activations, where a register holds four columns.
 
     k6 k5: lane % 4    k1 k0: byte of the register    k4 k3: wgmma's k32 step    k2: its upper 16 columns
 
-A lane so owns 32 neighbouring columns of a slice, a whole group of scales. wgmma wants other columns beside each
-other, so rows of fp8 tokens, which only our own kernels write, are in another order: `rows.column_at`.
+A lane owns 32 neighbouring columns of a slice, a whole group of scales. wgmma expects a different column order, so the
+rows of fp8 tokens, which only our own kernels write, are permuted to match: `dispatch_combine.column_at`.
 
-e4m3 numbers have four significant bits: every code of four bits is one, zero points up to 16 taken off, so nothing is
-rounded here. Scales are folded into exponents where they are powers of two, and left to the sums otherwise.
+e4m3 has four significant bits, enough for every 4-bit code minus a zero point up to 16, so nothing is rounded here.
+Scales that are powers of two are folded into exponents; other scales multiply the accumulators.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the wo
 
 # e4m3 codes of 0 .. 3, 4 .. 7, -8 .. -5, -4 .. -1.
 _E4M3_INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
-LEAST_EXPONENT = -5  # of a group relative to its row's base: half of it is still a normal e4m3 number
-ZERO_BITS = 31  # of a promoted form's scale that hold its zero point
+LEAST_EXPONENT = -5  # lowest exponent of a group relative to its row's base: 0.5 is then still a normal e4m3 number
+ZERO_BITS = 31  # mask of the zero point in a promoted form's scale word
 
 
 def places_e4m3(form: WeightForm, n3: int, k2: int, k3: int, k4: int, k10: int) -> Bits:
-    """Word and bit for each bit of one code; `k10` is k1 k0."""
+    """Word and bit position of each bit of one code; `k10` is k1 k0."""
     if form.bits == 8:
         return tuple((b, 8 * k4 + 4 * k3 + n3 + 2 * k2, 8 * k10 + b) for b in range(8))
     word, nibble = 4 * k4 + n3 + 2 * k3, 4 * (k10 + 4 * k2)
-    if form.zero:  # columns in pairs, a half of the word each
+    if form.zero:  # columns in pairs, one in each half of the word
         nibble = 4 * ((k10 >> 1) + 2 * k2) + 16 * (k10 & 1)
         return tuple((b, word, nibble + b) for b in range(4))
     sign = 8 * k10 + (3 if k2 else 7)
     return ((0, word, nibble), (1, word, nibble + 1), (2, word, nibble + 2), (3, word, sign))
 
 
-def narrow_statements(form: WeightForm) -> tuple[str, int, int]:
-    """fp8 activations: e4m3 codes pass through, everything else is looked up or converted."""
+def fp8_statements(form: WeightForm) -> tuple[str, int, int]:
+    """PTX, outputs and scale words of a form: e4m3 codes are copied, other codes are looked up or converted."""
     if form.code == f.E2M1_CODE:
         return _e2m1_e4m3(), 16, 1
     if form.code == f.E4M3_CODE:
-        # A copy the assembler cannot elide (the grid has no z, but it does not know): loads of the next words must
-        # not land in registers that a wgmma in flight still reads.
+        # A copy that the assembler cannot elide (%ctaid.z is always 0, but it cannot know): the loads of the next words
+        # must not overwrite registers that an outstanding wgmma reads.
         copies = [f"or.b32 ${j}, ${4 + j}, z;" for j in range(4)]
         return "\n".join(["{", ".reg .b32 z;", "mov.u32 z, %ctaid.z;", *copies, "}"]), 4, 0
     lines = ["{", ".reg .b32 l, h, m, n, s, p, q, t, z0, z1, c; .reg .b16 h0, h1;"]
@@ -58,9 +58,9 @@ def narrow_statements(form: WeightForm) -> tuple[str, int, int]:
 
 
 def _e2m1_e4m3() -> str:
-    """64 codes, a row's 32 at a time. They share a group, so one table serves them: e2m1's eight magnitudes as e4m3
-    codes with the exponent d added to all but zero, two multiply-adds; a permute instruction looks up four codes
-    at a time. d counts from `LEAST_EXPONENT`: no sign to extend."""
+    """64 codes, 32 of one row at a time. They share a scale, so one table serves them: e2m1's eight magnitudes as e4m3
+    codes, with the exponent d added to all but zero (two multiply-adds). A permute instruction looks up four codes at
+    a time. d is stored relative to `LEAST_EXPONENT`, so it needs no sign extension."""
     lines = ["{", ".reg .b32 d, l, h, s, p, t;"]
     for n3 in range(2):
         lines += [
@@ -83,12 +83,12 @@ def _e2m1_e4m3() -> str:
 
 
 def _int4_e4m3(word: str, low: str, high: str) -> list[str]:
-    """Eight codes: looked up in the tables of 0 .. 7 and of -8 .. -1; the top bit of a code chooses."""
+    """Eight codes: looked up in the tables of 0 .. 7 and -8 .. -1; the top bit of the code selects the table."""
     return [
         f"and.b32 s, {word}, 0x77777777;",
         "prmt.b32 p, l, h, s;",
         "prmt.b32 q, m, n, s;",
-        f"prmt.b32 t, {word}, 0, 0xba98;",  # each byte's top bit, all over the byte
+        f"prmt.b32 t, {word}, 0, 0xba98;",  # copies each byte's top bit to the whole byte
         f"lop3.b32 {low}, t, p, q, 0xca;",
         "shr.u32 s, s, 16;",
         "prmt.b32 p, l, h, s;",
@@ -100,7 +100,7 @@ def _int4_e4m3(word: str, low: str, high: str) -> list[str]:
 
 
 def _e4m3_zeros() -> list[str]:
-    """1024 + zero point of rows r and r + 8 as fp16 in both halves, from the lowest bits of their scales."""
+    """1024 + zero point of rows r and r + 8 as fp16 in both halves, from the low bits of their scale words."""
     lines = []
     for n3 in range(2):
         lines += [f"and.b32 t, ${12 + 4 * n3}, {ZERO_BITS};", f"mad.lo.s32 z{n3}, t, 0x00010001, 0x64006400;"]
@@ -108,7 +108,7 @@ def _e4m3_zeros() -> list[str]:
 
 
 def _unsigned_e4m3(zero: str, word: str, low: str, high: str) -> list[str]:
-    """Eight codes less their zero point by way of fp16: all integers up to 16 are e4m3 numbers."""
+    """Eight codes minus their zero point, computed in fp16: e4m3 holds all integers up to 16."""
     lines = []
     for k2, register in enumerate((low, high)):
         for pair in range(2):

@@ -1,16 +1,14 @@
-"""The forms in which the Hopper kernels take weights: a row of a table each, plain values.
+"""The weight forms that the Hopper kernels read, as plain values.
 
-The matrix product sees one *unit* at a time: 128 output features by one *slice* of K, where a slice
-is 128 bytes of a token's row (64 columns of 16-bit activations, 128 of fp8). A unit is two halves of
-64 features, one for each accumulator, so that gate and up rows of the same features meet in one
-thread.
+The GEMM processes a *unit* of 128 output features by a *slice* of K at a time. A slice is 128 bytes of a token's row:
+64 columns of 16-bit activations, or 128 of fp8. A unit is two halves of 64 features, one for each accumulator, so that
+one thread has the gate and up rows of the same features.
 
 A form is a code, a scale and an activation type:
 
-* the code says how a unit's words become numbers in wgmma's A registers;
-* the scale says what those numbers are multiplied by on the way, per row and group of columns;
-* scales that cover all of K never enter the loop: they are one fp32 factor a row, applied to the
-  accumulator at the end.
+* the code defines how packed words become numbers in wgmma's A registers;
+* the scale, one per row and group of columns, multiplies those numbers in the main loop;
+* scales that cover all of K stay out of the loop: each row has one fp32 factor, which the epilogue applies.
 """
 
 from __future__ import annotations
@@ -20,28 +18,28 @@ from dataclasses import dataclass
 BF16, F16, E4M3 = "bf16", "fp16", "e4m3"  # activations as the tensor cores see them
 ROWS = 128  # output features of a unit
 HALF = 64  # output features of one accumulator
-BOX = 256  # 32-bit words that one copy of scales brings at most
+BOX = 256  # most 32-bit words in one copy of scales (the limit of a TMA box)
 
 # Codes.
 E2M1_CODE, INT4_CODE, INT8_CODE, E4M3_CODE = "e2m1", "int4", "int8", "e4m3"
 CODE_BITS = {E2M1_CODE: 4, INT4_CODE: 4, INT8_CODE: 8, E4M3_CODE: 8}
 
-# Scales that are applied inside the loop.
-NO_SCALE = "none"  # only a factor a row
-E8M0_G32 = "e8m0"  # a power of two for 32 columns, its exponent relative to the row's
+# Scales that are applied inside the main loop.
+NO_SCALE = "none"  # only one factor per row
+E8M0_G32 = "e8m0"  # a power of two for 32 columns; its exponent is relative to the row's
 E4M3_G16 = "e4m3"  # an e4m3 number for 16 columns
-BF16_GROUP, F16_GROUP, F32_GROUP = "bf16", "fp16", "fp32"  # one number a group, in its stored type
+BF16_GROUP, F16_GROUP, F32_GROUP = "bf16", "fp16", "fp32"  # one number per group, in its stored type
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How one matrix is held: `group` is the columns that share a scale (0: none in the loop)."""
+    """How one matrix is stored. `group`: columns that share a scale (0: no scales in the loop)."""
 
     code: str
     scale: str
     group: int
     activations: str
-    zero: bool = False  # a zero point beside each scale
+    zero: bool = False  # each scale has a zero point
 
     @property
     def name(self) -> str:
@@ -54,22 +52,22 @@ class WeightForm:
 
     @property
     def subnormal(self) -> bool:
-        """Whether codes become subnormal numbers, with no magic number to take off: see `ptx.NIBBLE_UNIT`."""
+        """Whether codes become subnormal numbers, without a magic number to subtract: see `unpack_ptx.NIBBLE_UNIT`."""
         return self.code == INT4_CODE and not self.zero and self.scale == self.activations
 
     @property
-    def wide(self) -> bool:
-        """Whether a group's scale has more bits than the activations' type: it then multiplies in two parts.
+    def two_part_scale(self) -> bool:
+        """Whether a group's scale has more bits than the activations' type and is applied as a sum of two numbers.
 
-        Rounded first, it would put the same error on every weight of its group.
+        Rounding it would put the same error on every weight of the group.
         """
         return not self.promoted and (self.scale == F32_GROUP or (self.scale, self.activations) == (F16_GROUP, BF16))
 
     @property
     def promoted(self) -> bool:
-        """Whether a group's scale multiplies the sums of its columns, in fp32, and no code is ever rounded.
+        """Whether a group's scale multiplies the fp32 sum of its columns instead of the codes.
 
-        With fp8 activations numbers have four significant bits: codes go to the tensor cores as they are.
+        fp8 has four significant bits: scaled codes would have to be rounded, plain codes are exact.
         """
         return self.activations == E4M3 and self.scale == F32_GROUP
 
@@ -85,7 +83,7 @@ class WeightForm:
 
     @property
     def scale_words(self) -> int:
-        """32-bit words of scales (and zero points) for a pair of rows, r and r + 8, in one block."""
+        """32-bit words of scales and zero points for a pair of rows, r and r + 8, in one block of columns."""
         if self.scale == NO_SCALE and not self.zero:
             return 0
         if self.scale == E8M0_G32:
@@ -93,32 +91,32 @@ class WeightForm:
         if self.scale == E4M3_G16:
             return 2
         if self.promoted:
-            return 2  # a zero point hides in the lowest bits of its scale
+            return 2  # the zero point is in the lowest bits of its scale
         parts = 2 if self.group == 32 else 1
         words = {NO_SCALE: 0, F32_GROUP: 2 * parts}.get(self.scale, parts)
         return words + self.zero_words
 
     @property
     def zero_words(self) -> int:
-        """The last of them that are zero points."""
+        """How many of the `scale_words`, at their end, are zero points."""
         if self.promoted:
             return 0
         return (2 if self.group == 32 else 1) if self.zero else 0
 
     @property
     def block_columns(self) -> int:
-        """Columns covered by one block of scales: a slice, or a whole group where that is larger.
+        """Columns covered by one block of scales: a slice or a group, whichever is larger.
 
-        0 where one block serves all of K: a zero point per row.
+        0 if one block serves all of K (a zero point per row).
         """
         if self.scale in (E8M0_G32, E4M3_G16):
             return self.slice_columns
         return max(self.group, self.slice_columns) if self.group else 0
 
     def stage_blocks(self, slices: int) -> int:
-        """Blocks of scales in a pipeline stage of so many slices; a group wider than the stage is loaded again."""
+        """Blocks of scales in a stage of `slices` slices. Every stage loads the scales of a group that spans stages."""
         return max(1, slices * self.slice_columns // self.block_columns) if self.block_columns else 1
 
     def stage_scale_words(self, slices: int) -> int:
-        """32-bit words of one unit's scales in such a stage."""
+        """32-bit words of one unit's scales in a stage of `slices` slices."""
         return HALF * self.scale_words * self.stage_blocks(slices)

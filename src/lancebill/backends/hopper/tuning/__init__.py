@@ -1,1 +1,1 @@
-"""Which configuration runs: a small policy, and measured numbers as data."""
+"""The choice of configurations: a small policy, and measured data."""

@@ -1,8 +1,8 @@
-"""What `lancebill tune` looks for: candidates, winners, and rules made of winners. Pure; measuring is `bench.tuning`'s.
+"""The search behind `lancebill tune`: candidates, winners, and rules made of winners. `bench.tuning` measures.
 
-A cell is one candidate at one number of tokens of one layer. Cells are kept as they are measured, so that a search
-that was stopped goes on where it was, and one on another shape adds to what is known. A rule holds for a number of
-rows per expert, whatever the layer: winners are chosen by the geometric mean over the layers that were measured.
+A cell is one layer with one number of tokens; candidates compete in it. A journal keeps the measured times, so that a
+search can be resumed, and a search on another shape adds to them. A rule depends only on the number of rows per expert:
+winners are chosen by the geometric mean over the measured layers.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from lancebill.backends.hopper.kernels.weight_form import E4M3
 from lancebill.backends.hopper.tuning.policy import Rule
 
-WIDE, NARROW = "16-bit", "8-bit"
-# Full tiles first, then what takes the remainder of an expert; a last one above the first joins both.
+SIXTEEN_BIT, EIGHT_BIT = "16-bit", "8-bit"
+# The full tile, then tiles for the remainder of an expert. A last size above the first joins both.
 TILES = (
     (8,), (16,), (16, 8), (24, 16, 8), (32, 16), (32, 16, 8), (32, 24, 16, 8), (40, 32, 24, 16), (48, 32, 16),
     (48, 32, 24, 16), (64, 32, 16), (64, 48, 32, 16), (80, 64, 48, 32), (80, 64, 48, 40), (96, 64, 32),
     (96, 64, 48, 32), (128, 64, 32), (128, 96, 64), (128, 112, 96, 80), (128, 96, 64, 160), (128, 112, 64, 160),
     (128, 64, 32, 160), (128, 96, 64, 144), (128, 64, 32, 144),
 )  # fmt: skip
-_LOWEST, _HIGHEST = 0.4, 6.0  # a first tile holds so many times the rows an expert has
-_ROOM = 16  # or so many rows
-MOST_DECODED = 96  # slots up to which a tile for each is tried
+_LOWEST, _HIGHEST = 0.4, 6.0  # range of the first tile's size over the rows per expert
+_ROOM = 16  # rows by which the first tile may exceed that range
+MOST_DECODED = 96  # most slots for which one tile per slot is tried
 
 
 def flags(rule: Rule) -> dict[str, Any]:
-    """What a rule says beside its sizes, by name: all of it is yes or no."""
+    """The boolean fields of a rule, by name."""
     return {name: bool(value) for name, value in asdict(rule).items() if name != "sizes"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rule to try, or a tile for each slot."""
+    """A rule to try; None means decoding, with one tile per slot."""
 
     rule: Rule | None = None
 
@@ -49,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Cell:
-    """Where candidates compete."""
+    """A layer and a batch in which candidates compete."""
 
     layer: str  # shape and specs
     kind: str  # 16-bit or 8-bit inputs
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def rows(self) -> float:
-        """An expert's, on average."""
+        """Average rows per expert."""
         return self.slots / self.experts
 
     @property
@@ -68,29 +68,29 @@ class Cell:
 
 
 def kind_of(activations: str) -> str:
-    return NARROW if activations == E4M3 else WIDE
+    return EIGHT_BIT if activations == E4M3 else SIXTEEN_BIT
 
 
 def first_round(cell: Cell, in_use: Rule) -> list[Candidate]:
-    """Every list of tiles that is not plainly too high or too low, with the flags in use; decoding where it may pay."""
-    found = [
+    """Every tile list of plausible size, with the flags in use; decoding too if there are few slots."""
+    candidates = [
         Candidate(replace(in_use, sizes=sizes))
         for sizes in TILES
         if sizes[0] <= _HIGHEST * cell.rows + _ROOM and sizes[0] >= min(_LOWEST * cell.rows, 128)
     ]
-    return found + [Candidate()] * (cell.slots <= MOST_DECODED)
+    return candidates + [Candidate()] * (cell.slots <= MOST_DECODED)
 
 
 def second_round(best: Rule) -> list[Candidate]:
-    """The other flags for the best tiles."""
+    """The best tiles with all other combinations of flags."""
     names = list(flags(best))
     choices: list[dict[str, Any]] = [dict(zip(names, on)) for on in product((True, False), repeat=len(names))]
-    found = [replace(best, **choice) for choice in choices]
-    return [Candidate(rule) for rule in found if rule != best]
+    variants = [replace(best, **choice) for choice in choices]
+    return [Candidate(rule) for rule in variants if rule != best]
 
 
-def parse(name: str) -> Candidate:
-    """The candidate of a name."""
+def parse_candidate(name: str) -> Candidate:
+    """The candidate with this name; the inverse of `Candidate.name`."""
     if name == Candidate().name:
         return Candidate()
     sizes, *words = name.split()
@@ -99,33 +99,33 @@ def parse(name: str) -> Candidate:
     return Candidate(replace(rule, **choice))
 
 
-def known(name: str) -> bool:
-    """Whether it says all of a candidate: journals may be older than this."""
-    return parse(name).name == name
+def is_valid_name(name: str) -> bool:
+    """Whether a name is valid. Old journals may contain flags that no longer exist."""
+    return parse_candidate(name).name == name
 
 
 Times = Mapping[str, Mapping[str, float]]  # cell name -> candidate name -> microseconds
 
 
 def best_of(times: Mapping[str, float], *, decode: bool = False) -> str | None:
-    """The fastest, without decoding unless asked."""
-    able = {name: us for name, us in times.items() if decode or parse(name).rule is not None}
-    return min(able, key=able.__getitem__) if able else None
+    """The fastest candidate. Ignores decoding unless `decode` is set."""
+    eligible = {name: us for name, us in times.items() if decode or parse_candidate(name).rule is not None}
+    return min(eligible, key=eligible.__getitem__) if eligible else None
 
 
 def winners(cells: Iterable[Cell], times: Times) -> dict[str, dict[float, Rule]]:
-    """By kind and rows: the rule with the smallest geometric mean of its losses to each layer's best."""
+    """By kind and rows: the rule with the smallest geometric mean of its slowdown over each layer's best."""
     grouped: dict[tuple[str, float], list[Mapping[str, float]]] = {}
     for cell in cells:
         if times.get(cell.name):
             grouped.setdefault((cell.kind, cell.rows), []).append(times[cell.name])
-    found: dict[str, dict[float, Rule]] = {}
+    chosen: dict[str, dict[float, Rule]] = {}
     for (kind, rows), tables in sorted(grouped.items()):
         name = _least_loss(tables)
-        rule = None if name is None else parse(name).rule
+        rule = None if name is None else parse_candidate(name).rule
         if rule is not None:
-            found.setdefault(kind, {})[rows] = rule
-    return found
+            chosen.setdefault(kind, {})[rows] = rule
+    return chosen
 
 
 def _least_loss(tables: list[Mapping[str, float]]) -> str | None:
@@ -133,28 +133,28 @@ def _least_loss(tables: list[Mapping[str, float]]) -> str | None:
     for table in tables:
         best = best_of(table)
         for name, us in table.items():
-            if best is not None and parse(name).rule is not None:
+            if best is not None and parse_candidate(name).rule is not None:
                 losses.setdefault(name, []).append(math.log(us / table[best]))
-    everywhere = {name: sum(found) for name, found in losses.items() if len(found) == len(tables)}
+    everywhere = {name: sum(each) for name, each in losses.items() if len(each) == len(tables)}
     return min(everywhere, key=everywhere.__getitem__) if everywhere else None
 
 
-def rules(chosen: Mapping[float, Rule]) -> list[dict[str, Any]]:
-    """Winners at some numbers of rows to rules for all: edges lie midway, neighbours that agree are one."""
+def rules_from_winners(chosen: Mapping[float, Rule]) -> list[dict[str, Any]]:
+    """Rules for all numbers of rows from some winners. Limits are geometric means; equal neighbours are merged."""
     points = sorted(chosen.items())
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for (rows, rule), after in zip(points, [*points[1:], None]):
         edge = None if after is None else round(math.sqrt(rows * after[0]), 2)
         entry = {"rows_up_to": edge, "tiles": list(rule.sizes), **flags(rule)}
-        if found and {**found[-1], "rows_up_to": edge} == entry:
-            found[-1] = entry
+        if entries and {**entries[-1], "rows_up_to": edge} == entry:
+            entries[-1] = entry
         else:
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 def decode_slots(cells: Iterable[Cell], times: Times, kind: str) -> int | None:
-    """Up to how many slots a tile for each wins wherever it was tried; None where it was not."""
+    """The most slots up to which decoding always won; None if it was not measured."""
     most = None
     for cell in sorted((cell for cell in cells if cell.kind == kind), key=lambda cell: cell.slots):
         table = times.get(cell.name, {})
@@ -165,15 +165,17 @@ def decode_slots(cells: Iterable[Cell], times: Times, kind: str) -> int | None:
     return most
 
 
-def merge(data: Mapping[str, Any], cells: Iterable[Cell], times: Times, gpu: str, measured: str) -> dict[str, Any]:
-    """The data with what was measured in place of what was there; kinds that were not measured stay."""
+def merge_into_data(
+    data: Mapping[str, Any], cells: Iterable[Cell], times: Times, gpu: str, measured: str
+) -> dict[str, Any]:
+    """The tuning data, updated with what was measured. Kinds that were not measured stay."""
     cells = list(cells)
-    found = dict(data) | {"gpu": gpu, "measured": measured}
+    updated = dict(data) | {"gpu": gpu, "measured": measured}
     for kind, chosen in winners(cells, times).items():
-        found[kind] = rules(chosen)
-    known = dict(found.get("decode_slots", {}))
-    for kind in (WIDE, NARROW):
+        updated[kind] = rules_from_winners(chosen)
+    decoded = dict(updated.get("decode_slots", {}))
+    for kind in (SIXTEEN_BIT, EIGHT_BIT):
         slots = decode_slots(cells, times, kind)
         if slots is not None:
-            known[kind] = slots
-    return found | {"decode_slots": known}
+            decoded[kind] = slots
+    return updated | {"decode_slots": decoded}

@@ -1,0 +1,156 @@
+"""Helpers of the decode kernel in Triton's interpreter: row quantisation and epilogues.
+
+Not collected by pytest: `test_hopper_dispatch.py` runs it in a separate process, where TRITON_INTERPRET is set before
+Triton is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from interpreted import interpreter, scalars
+
+from lancebill.backends.hopper import row_steps as rowwise
+from lancebill.backends.hopper.kernels import decode, epilogue
+from lancebill.backends.hopper.kernels import dispatch_combine as rows
+from lancebill.testing.layers import worst_row
+
+__all__ = ["interpreter"]  # an autouse fixture
+
+
+class Gluon:
+    """Gluon's language on Triton's interpreter: the same functions without layouts."""
+
+    def __getattr__(self, name: str) -> object:
+        return vars(tl)[name]
+
+    def arange(self, start: int, end: int, layout: object) -> tl.tensor:
+        return tl.arange(start, end)
+
+    def BlockedLayout(self, *sizes: object) -> None:
+        return None
+
+    def SliceLayout(self, *parts: object) -> None:
+        return None
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the helpers of the decode kernel run in the interpreter."""
+    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
+        monkeypatch.setattr(decode, name, stand_in, raising=False)
+    for name in ("sum_parts", "expert_of", "load_slices", "row_scale", "quantise_slices", "slices_layout"):
+        monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+
+
+def keep_part(
+    x: tl.tensor, out: tl.tensor, scales: tl.tensor, row: int, first: int, width: int, SLICES: tl.constexpr
+) -> None:
+    """Quantise part of a row into memory that the test can read."""
+    scale = decode.row_scale(x + row * width, width)
+    part = decode.quantise_slices(decode.load_slices(x + row * width, first, width, SLICES), scale)
+    place = tl.arange(0, SLICES).expand_dims(1) * 128 + tl.arange(0, 128).expand_dims(0)
+    tl.store(out + place, part)
+    tl.store(scales + row, scale)
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize("slices", [8, 16])
+@pytest.mark.parametrize("columns", [96, 288, 2048, 2080, 4128])
+def test_decode_quantises_like_prepare_rows(columns: int, slices: int) -> None:
+    """Decode blocks quantise each part of a row to the same numbers as `prepare_rows`."""
+    length, held = -(-columns // 128) * 128, slices * 128
+    x = (torch.randn(3, columns) * torch.tensor([[1.0], [1e-3], [0.0]])).bfloat16()
+    expected = torch.zeros(3, -(-length // held) * held, dtype=torch.float8_e4m3fn)  # zeros beyond the row's end
+    codes = torch.full((3, length), float("nan")).to(torch.float8_e4m3fn)
+    scales, expected_scales = torch.full((3,), float("nan")), torch.full((3,), float("nan"))
+    prepare, w = rows.prepare_rows[(3,)], rowwise.power_of_two(length)
+    prepare(x, scales, scales, scales, scales, codes, expected_scales, columns, w, True, False, False, False, False)
+    expected[:, :length] = codes
+    keep = triton.jit(keep_part)
+    for row, start in itertools.product(range(3), range(0, length, held)):
+        ours = torch.full((held,), float("nan")).to(torch.float8_e4m3fn)
+        keep[(1,)](x, ours, scales, row, start // 128, columns, slices)
+        assert torch.equal(ours.float(), expected[row, start : start + held].float())  # ignores the sign of zeros
+    assert torch.equal(scales, expected_scales)
+
+
+def test_static_scales_saturate_to_the_largest_number() -> None:
+    x = torch.tensor([[float("inf"), -float("inf"), 3e38, -3e38, 1.0, 0.0] + 122 * [0.5]])
+    codes, scales = torch.zeros(1, 128).to(torch.float8_e4m3fn), torch.zeros(1)
+    owners, given = torch.zeros(1, dtype=torch.int32), torch.tensor([0.01])
+    rows.prepare_rows[(1,)](x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, True, True)
+    found = codes.float().view(-1, 8, 4, 4).transpose(1, 2).reshape(-1)
+    assert found[:6].tolist() == [448, -448, 448, -448, 96, 0] and scales.item() == given.item()
+
+
+def finish(
+    out: tl.tensor, parts: tl.tensor, factors: tl.tensor, bias: tl.tensor, slot: int, e: int, unit: int, units: int,
+    columns: int, KIND: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr,
+) -> None:  # fmt: skip
+    """The epilogue of one unit, from sums in registers (seven of eight columns are padding) or from partial sums."""
+    limits = float("inf"), 1.0, 1.0
+    if WHOLE:
+        n, only = unit * 128 + tl.arange(0, 64), tl.arange(0, 8).expand_dims(0) == 0
+        halves = []
+        for first in (0, 64):
+            sums = tl.load(parts + slot * units * 128 + n + first).expand_dims(1)
+            halves.append(tl.where(only, sums, float("nan")))
+            halves[-1].type.layout = None
+        top, bottom = tl.load(factors + n), tl.load(factors + n + 64)
+        decode.finish_sums(out, *halves, top, bottom, bias, 0.7, slot, e, unit, units, columns, *limits, KIND,
+                           ACTIVATION, True)  # fmt: skip
+    else:
+        decode.finish_slot(out, parts, bias, 0.7, slot, e, unit, units, columns, *limits, 1, KIND, ACTIVATION, True)
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize(
+    ("kind", "activation", "columns"),
+    [("gated", "gelu", 120), ("ungated", "relu2_no_mul", 240), ("ungated", "gelu_no_mul", 160)],
+)
+def test_epilogues_of_registers_and_partial_sums_agree(
+    monkeypatch: pytest.MonkeyPatch, kind: str, activation: str, columns: int
+) -> None:
+    monkeypatch.setattr(epilogue, "gl", Gluon())
+    for name in ("gated_activation", "ungated_activation", "_gelu"):
+        monkeypatch.setattr(epilogue, name, vars(epilogue)[name].fn)
+    for name in ("gated_activation", "ungated_activation", "finish_sums", "finish_slot"):
+        monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+    units, slots = 2, 3
+    parts, factors, bias = torch.randn(slots, 256), torch.rand(256) + 0.5, torch.randn(5, 256)
+    found = []
+    for whole, given in ((True, parts), (False, parts * factors)):
+        out = torch.full((slots + 1, columns), float("nan"), dtype=torch.bfloat16)
+        for slot, unit in itertools.product(range(slots), range(units)):
+            triton.jit(finish)[(1,)](
+                out, given, factors, bias, slot, 2 * slot % 5, unit, units, columns, kind, activation, whole
+            )
+        assert out[slots].isnan().all() and not out[:slots].isnan().any()
+        found.append(out[:slots])
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize(("split", "fp8"), [(1, False), (2, True)])
+def test_decode_sums_a_tokens_slots(split: int, fp8: bool) -> None:
+    """In slot order; slots without a local expert are ignored even if they hold NaN."""
+    tokens, top_k, units, columns = 3, 3, 2, 240
+    ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
+    mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
+    parts, bias = torch.randn(tokens, top_k, split, units * 128), torch.randn(5, units * 128)
+    scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1)
+    rows_ = (parts.sum(2) * (scales if fp8 else 1) + bias[ids.clamp(0, 4).long()]) * weights
+    want = torch.where(mine, rows_, 0.0).sum(1)[:, :columns]
+    for tensor in (parts.view(tokens, top_k, -1), scales, weights):
+        tensor.masked_fill_(~mine, float("nan"))
+    out = torch.full((tokens, columns), float("nan"), dtype=torch.bfloat16)
+    finish = triton.jit(decode.finish_token.fn)
+    for token, unit in itertools.product(range(tokens), range(units)):
+        constants = map(tl.constexpr, (split, top_k, True, fp8, True))
+        finish[(1,)](out, parts, bias, scales, ids, 5, weights, token, unit, units, columns, *constants)
+    assert worst_row(out, want) < 8e-3 and not out[1].any()
