@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,15 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lancebill.backends.hopper import program as bound
 from lancebill.backends.hopper.bindings import Bindings
-from lancebill.backends.hopper.executor import run_program
+from lancebill.backends.hopper.executor import HopperExecutor, run_program
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.step import CALL, Ref
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.backends.oracle import Choice, Verdict
-from lancebill.errors import ContextError, DriverError, LaunchError
+from lancebill.backends.registry import registry
+from lancebill.errors import ContextError, DriverError, LaunchError, MissingTensor
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, KernelSource
+from lancebill.jit.load import MappedMatrix
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Contiguous, Indexed
@@ -106,12 +109,17 @@ def fake_function(source: KernelSource, device: int) -> tuple[int, Binary]:
     return FUNCTION, Binary(b"", "kernel", 1024, 256, 64, facts)
 
 
+def _fake_map(matrix: MappedMatrix, facts: object) -> bytes:
+    MAPPED.append(matrix.pointer)
+    return bytes(driver.MAP_BYTES)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(load, "load_kernel", fake_function)
-    monkeypatch.setattr(load, "_encode", lambda matrix, facts: bytes(driver.MAP_BYTES))
+    monkeypatch.setattr(load, "_encode", _fake_map)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeProperties)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -236,9 +244,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def held(tokens: int) -> tuple[RoutedExperts, torch.Tensor, dict[str, torch.Tensor]]:
+def held(tokens: int, made: SampleLayer | None = None) -> tuple[RoutedExperts, torch.Tensor, dict[str, torch.Tensor]]:
     """A layer as users hold it, and a call."""
-    made = make_layer(small(), "hopper", "cpu", distinct=1)
+    made = made or make_layer(small(), "hopper", "cpu", distinct=1)
     device = Device("cuda", 90)
     verdict = Verdict(made.backend, (), made.backend.plan(small(), tokens, device))
     layer = RoutedExperts(LayerParts(Choice(small(), device, "hopper", (verdict,), verdict), made.weights))
@@ -317,6 +325,78 @@ def test_what_changed_goes_the_long_way(gpu: FakeDriver, monkeypatch: pytest.Mon
     slow, gpu.launched = long_ways(layer, monkeypatch), 0
     layer(x, **call)
     assert slow == [100] and gpu.launched > 0
+
+
+def held_names() -> list[str]:
+    problem = small()
+    layout = registry()["hopper"].layout(problem)
+    return [f"{matrix}_{name}" for matrix, shape in problem.matrices.items() for name in layout.storage(shape)]
+
+
+@pytest.mark.parametrize("name", held_names())
+@pytest.mark.parametrize("way", ["data", "parameter", "dictionary", "adopt", "deletion"])
+def test_no_launch_reads_a_weight_that_was_replaced(gpu: FakeDriver, name: str, way: str) -> None:
+    """Every tensor a layer holds, every way to replace it: the launches point to the new memory."""
+    layer, x, call = held(100)
+    for _ in range(2):
+        layer(x, **call)
+    value = layer.get_parameter(name).data.clone()
+    if way == "data":
+        layer.get_parameter(name).data = value
+    elif way == "parameter":
+        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    elif way == "dictionary":
+        layer._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
+    elif way == "adopt":
+        matrix, _, own = name.partition("_")
+        layer.adopt(
+            layer.choice, {m: ({**held, own: value} if m == matrix else held) for m, held in layer.packed.items()}
+        )
+    else:
+        del layer._parameters[name]
+        gpu.launched = 0
+        with pytest.raises(MissingTensor, match=name):
+            layer(x, **call)
+        assert gpu.launched == 0
+        return
+    gpu.launched = 0
+    layer(x, **call)
+    layer(x, **call)
+    assert gpu.launched > 0
+    executor = layer.executor
+    assert isinstance(executor, HopperExecutor)
+    for addresses, program in executor.programs.values():
+        assert addresses == layer.executor.tensors.addresses()
+        assert value.data_ptr() in addresses
+        assert value.data_ptr() in bound_addresses(program)
+
+
+def bound_addresses(program: bound.Program) -> set[int]:
+    """Every 8 bytes of every argument of every launch, and what tensor maps were made of."""
+    found = set(MAPPED)
+    for step, launch in zip(steps(program.bindings.plan), program.bindings.launches):
+        for argument, value in step.values.items():
+            if isinstance(value, Ref) and value.mapped is None:
+                found.add(read(launch, argument) - value.offset)
+    return found
+
+
+MAPPED: list[int] = []  # addresses of matrices behind tensor maps
+
+
+def test_dropped_layers_leave_nothing_behind(gpu: FakeDriver) -> None:
+    """200 layers, called and dropped: neither the backend nor anything else of ours keeps them."""
+    made = make_layer(small(), "hopper", "cpu", distinct=1)
+    gone = []
+    for _ in range(200):
+        layer, x, call = held(4, made)
+        layer(x, **call)
+        layer(x, **call)
+        gone.append(weakref.ref(layer.executor))
+    del layer
+    gc.collect()
+    assert not [ref for ref in gone if ref() is not None]
+    assert not vars(made.backend)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
