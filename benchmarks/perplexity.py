@@ -28,7 +28,7 @@ from lancebill.demo.model import build, dense_tensors
 from lancebill.demo.vocabulary import read_metadata
 from lancebill.evaluate.perplexity import Perplexity, batches, perplexity, windows
 from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
-from lancebill.integrations.transformers.pretrained import refill
+from lancebill.integrations.transformers.pretrained import reload_experts
 
 PAIRS = "mxfp4:bf16,mxfp4:int8,int4-g32:bf16,int4-g32:int8"
 START = time.perf_counter()
@@ -124,9 +124,9 @@ def quantised(chosen: argparse.Namespace, moe: Path, ids: torch.Tensor) -> Itera
             print(f"time limit reached before {pair}")
             continue
         spec, activations = pair.rsplit(":", 1)
-        refill(ours, weights=spec, activations=activations, backend=chosen.backend)
+        reload_experts(ours, weights=spec, activations=activations, backend=chosen.backend)
         if spec != judge_spec:
-            refill(judge, weights=spec, backend="reference")
+            reload_experts(judge, weights=spec, backend="reference")
             judge_spec = spec
         set_activations(judge, activations, dtype)
         assert backend_of(judge) == "reference"

@@ -6,6 +6,7 @@ python benchmarks/plot_roofline.py results.json ...    one PNG next to each file
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from lancebill.bench.roofline import draw_roofline, is_race
 
 
 def main() -> None:
-    if "--help" in sys.argv[1:]:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="results of benchmarks/gpu_layer.py")
+    files: list[Path] = parser.parse_args().files
     plot.require_matplotlib()
-    files = [Path(word) for word in sys.argv[1:]]
     records: dict[Path, dict[str, Any]] = {file.with_suffix(".png"): read_json(file) for file in files}
     if not files:
         for machine in dict.fromkeys(file.machine for file in result_files("gpu-layer")):
