@@ -1,7 +1,7 @@
-"""The CPU kernels as part of installing: built where there is a C++ compiler, left out where there is none.
+"""Builds the CPU kernels at installation if there is a C++ compiler; installs without them otherwise.
 
-Everything else about the package is in pyproject.toml. How the kernels are built is known to one file,
-src/lancebill/backends/cpu/native/build.py, which is run here by its path: lancebill itself cannot be imported yet.
+All other package settings are in pyproject.toml. The build itself is in src/lancebill/backends/cpu/native/build.py,
+which is loaded by path because lancebill cannot be imported yet.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ build = _load_build()
 
 
 class BuildKernels(build_ext):
-    """One library that Python does not import: a plain name, and no failure where it cannot be made."""
+    """Builds one shared library that is not a Python extension: a plain file name, and a warning if it fails."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / build.LIBRARY)
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
-        if build.current(NATIVE / build.LIBRARY):  # of an earlier install from here
+        if build.is_current(NATIVE / build.LIBRARY):  # built by an earlier install from this folder
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.resolve() != (NATIVE / build.LIBRARY).resolve():
                 shutil.copyfile(NATIVE / build.LIBRARY, target)
@@ -46,14 +46,14 @@ class BuildKernels(build_ext):
         try:
             build.build(target)
         except build.BuildFailed as error:
-            self.warn(f"lancebill goes on without its CPU kernels: {error}")
+            self.warn(f"installing lancebill without its CPU kernels: {error}")
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if Path(path).exists()]
 
 
 class PlatformWheel(bdist_wheel):
-    """For any Python, but for one kind of machine."""
+    """A wheel for any Python 3, but for one platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

@@ -21,7 +21,7 @@ CHILD = """
 import sys, pytest
 from lancebill.backends.cpu.native import build
 build.LIBRARY = sys.argv[1]
-from lancebill import native
+from lancebill.backends.cpu import native
 print("kernels:", native.state().why, [str(level) for level in native.library().levels], flush=True)
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
 """

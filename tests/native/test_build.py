@@ -13,9 +13,9 @@ from lancebill.backends.cpu import native
 from lancebill.backends.cpu.native import build
 
 COMPILER = build.compiler() is not None
-LEVEL = "from lancebill import native; print(native.state().why)"
+LEVEL = "from lancebill.backends.cpu import native; print(native.state().why)"
 CHOSEN = """
-from lancebill import oracle
+from lancebill.backends import oracle
 from lancebill.moe.problem import Device
 from lancebill.moe.model_shapes import parse_shape
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
@@ -75,7 +75,7 @@ def test_a_compiler_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypat
 def test_a_flag_that_the_compiler_lacks_is_left_out_where_it_may_be(tmp_path: Path) -> None:
     cxx = build.compiler()
     assert cxx is not None
-    assert build._usable(cxx, ("-O1", "?-Wall", "?-mno-such-instructions"), tmp_path) == ("-O1", "-Wall")
+    assert build._usable_flags(cxx, ("-O1", "?-Wall", "?-mno-such-instructions"), tmp_path) == ("-O1", "-Wall")
 
 
 def test_every_source_says_which_machine_it_is_for() -> None:

@@ -1,6 +1,6 @@
-"""The CPU kernels as a library: found, checked and loaded, or the reason why not.
+"""Finds, checks and loads the library of CPU kernels, or says why it cannot.
 
-`LANCEBILL_NATIVE=off` leaves them aside; the name of a level (`avx2`, `portable` ...) keeps them to it.
+`LANCEBILL_NATIVE=off` disables the kernels; `LANCEBILL_NATIVE=avx2` (or another level) uses that level only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lancebill.errors import LaunchError, SpecError
 
 SWITCH = "LANCEBILL_NATIVE"
 OFF = "off"
-_MOST_KEPT = 64 << 20  # bytes of scratch memory
-_STREAMS = 8  # pieces that a thread reads at once
+_MAX_KEPT_SCRATCH = 64 << 20  # bytes per thread
+_STREAMS = 8  # concurrent memory streams per thread
 
 
 class _Scratch(threading.local):
-    """Memory of one thread's calls."""
+    """Scratch memory of one thread, reused from call to call: touching new pages is slow."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -37,10 +37,10 @@ class _Scratch(threading.local):
     def at_least(self, count: int) -> Tensor:
         if self.memory.numel() >= count:
             return self.memory
-        made = torch.empty(count, dtype=torch.uint8)
-        if count <= _MOST_KEPT:
-            self.memory = made
-        return made
+        memory = torch.empty(count, dtype=torch.uint8)
+        if count <= _MAX_KEPT_SCRATCH:
+            self.memory = memory
+        return memory
 
 
 _scratch = _Scratch()
@@ -48,48 +48,48 @@ _scratch = _Scratch()
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library and what it can do here."""
+    """The loaded library and its levels on this machine."""
 
     calls: ctypes.CDLL
-    levels: tuple[IsaLevel, ...]  # that were built and that this machine runs
+    levels: tuple[IsaLevel, ...]  # built, and supported by this machine
     best: IsaLevel
 
     @property
     def openmp(self) -> bool:
-        """Whether it shares its work among threads."""
+        """Whether the kernels are multithreaded."""
         return bool(self.calls.lancebill_has_openmp())
 
     def scratch_bytes(self, layer: abi.LayerStruct, work: abi.WorkStruct) -> int:
-        """What a call needs: the same for all with as many rows and threads."""
-        need: int = self.calls.lancebill_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
-        if need < 0:
-            self._refuse(-need)
-        return need
+        """Scratch bytes of a call. They depend on the layer, the number of rows and the threads only."""
+        size: int = self.calls.lancebill_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
+        if size < 0:
+            self._raise_status(-size)
+        return size
 
-    def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, need: int) -> None:
-        """One layer. A thread keeps the scratch memory of its largest call, up to a limit: new pages are slow."""
-        scratch = _scratch.at_least(need)
+    def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, scratch_bytes: int) -> None:
+        """Run one layer or linear."""
+        scratch = _scratch.at_least(scratch_bytes)
         work.scratch = scratch.data_ptr()
         status = self.calls.lancebill_run(ctypes.byref(layer), ctypes.byref(work))
         if status:
-            self._refuse(status)
+            self._raise_status(status)
 
-    def _refuse(self, status: int) -> NoReturn:
+    def _raise_status(self, status: int) -> NoReturn:
         text: bytes = self.calls.lancebill_status_text(status)
-        raise LaunchError(f"the CPU kernels refuse: {text.decode()}")
+        raise LaunchError(f"CPU kernel call failed: {text.decode()}")
 
     def read(self, memory: Tensor, threads: int) -> None:
-        """Read a buffer as the kernels read weights."""
+        """Read a buffer in the way the kernels read weights: measures bandwidth, flushes caches."""
         self.calls.lancebill_stream(memory.data_ptr(), memory.numel() * memory.element_size(), threads, _STREAMS)
 
     def huge_pages(self, memory: Tensor) -> None:
-        """Ask for large pages, before the memory is first written; a wish that may go unheard."""
+        """Request huge pages. Call it before the first write. The system may ignore it."""
         self.calls.lancebill_huge_pages(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
 @dataclass(frozen=True)
 class State:
-    """The library, or why there is none and what to do."""
+    """The library, or the reason why it is missing and a hint."""
 
     library: Library | None
     why: str
@@ -98,21 +98,21 @@ class State:
 
 @lru_cache(maxsize=1)
 def state() -> State:
-    """Loaded once; `LANCEBILL_NATIVE` is read here and nowhere else."""
-    wanted = os.environ.get(SWITCH, "")
-    if wanted == OFF:
+    """Loads the library once. Only this function reads `LANCEBILL_NATIVE`."""
+    setting = os.environ.get(SWITCH, "")
+    if setting == OFF:
         return State(None, f"switched off ({SWITCH}={OFF})")
     path = build.HERE / build.LIBRARY
     if not path.exists():
-        return State(None, "the CPU kernels were not built", _how_to_build())
+        return State(None, "the CPU kernels are not built", _how_to_build())
     try:
         calls = _load(path)
     except OSError as error:
-        return State(None, f"the CPU kernels do not load: {error}", _how_to_build())
+        return State(None, f"the CPU kernels failed to load: {error}", _how_to_build())
     if calls.lancebill_sources().decode() != build.fingerprint() or calls.lancebill_abi() != abi.ABI:
         return State(None, "the CPU kernels were built from other sources", _how_to_build())
     levels = tuple(level for level in IsaLevel if calls.lancebill_levels() >> level & 1)
-    best = max(levels) if not wanted else _named(wanted, levels)
+    best = _parse_level(setting, levels) if setting else max(levels)
     return State(Library(calls, levels, best), f"built, runs {best}")
 
 
@@ -120,14 +120,12 @@ def library() -> Library | None:
     return state().library
 
 
-def _named(wanted: str, levels: tuple[IsaLevel, ...]) -> IsaLevel:
+def _parse_level(name: str, levels: tuple[IsaLevel, ...]) -> IsaLevel:
     for level in levels:
-        if str(level) == wanted:
+        if str(level) == name:
             return level
-    raise SpecError(
-        "no such level of CPU kernels here", where=SWITCH, expected=f"{OFF} or one of {', '.join(map(str, levels))}",
-        got=wanted,
-    )  # fmt: skip
+    expected = f"{OFF} or one of {', '.join(map(str, levels))}"
+    raise SpecError("no such level of CPU kernels on this machine", where=SWITCH, expected=expected, got=name)
 
 
 def _how_to_build() -> str:
@@ -137,9 +135,9 @@ def _how_to_build() -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """OpenMP's functions come from the copy that torch brought, which must be visible to ours first."""
-    for copy in _openmp_loaded():
-        ctypes.CDLL(copy, mode=ctypes.RTLD_GLOBAL)
+    """Load the library. Makes torch's OpenMP library visible first, since ours resolves its OpenMP symbols there."""
+    for openmp in _openmp_loaded():
+        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     calls = ctypes.CDLL(str(path))
     calls.lancebill_sources.restype = c_char_p
     calls.lancebill_levels.restype = c_uint32
@@ -152,9 +150,9 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _openmp_loaded() -> list[str]:
-    """OpenMP libraries in this process: torch's own where it brought one."""
+    """OpenMP libraries in this process: only torch's own if it ships one."""
     maps = Path("/proc/self/maps")
     text = maps.read_text() if maps.exists() else ""
-    found = sorted(set(re.findall(r"(/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*)", text)))
-    home = str(Path(torch.__file__).parent)
-    return [copy for copy in found if copy.startswith(home)] or found
+    paths = sorted(set(re.findall(r"(/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*)", text)))
+    torch_folder = str(Path(torch.__file__).parent)
+    return [path for path in paths if path.startswith(torch_folder)] or paths

@@ -1,4 +1,4 @@
-"""lancebill.h in ctypes: the same names and numbers (a test reads the header and compares)."""
+"""ctypes mirror of lancebill.h, with the same names and numbers. A test compares the two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ABI = 2
 
 
 class Codes(IntEnum):
-    """How codes become values."""
+    """How codes decode to values."""
 
     TABLE4 = 0
     BYTE = 1
@@ -28,7 +28,7 @@ class ScaleKind(IntEnum):
 
 
 class ZeroKind(IntEnum):
-    """What is subtracted: a byte before scaling, or a float after it."""
+    """Type of the zero point: a byte subtracted before scaling, or a float subtracted after it."""
 
     NONE = 0
     U8 = 1
@@ -36,7 +36,7 @@ class ZeroKind(IntEnum):
 
 
 class Input(IntEnum):
-    """How a product's input is represented."""
+    """How the input of a GEMM is rounded or quantised."""
 
     BF16 = 0
     F16 = 1
@@ -46,7 +46,7 @@ class Input(IntEnum):
 
 
 class Float(IntEnum):
-    """The type of a caller's rows."""
+    """The dtype of x and out."""
 
     BF16 = 0
     F16 = 1
@@ -69,7 +69,7 @@ class ActivationKind(IntEnum):
 
 
 class IsaLevel(IntEnum):
-    """Sets of instructions, each with kernels of its own."""
+    """Instruction sets; each has its own kernels."""
 
     PORTABLE = 0
     NEON = 1
@@ -84,7 +84,7 @@ class IsaLevel(IntEnum):
 
 
 class MatrixStruct(Structure):
-    """One of the experts' matrices."""
+    """One matrix of all experts."""
 
     _fields_ = [
         ("rows", c_int32),
@@ -111,7 +111,7 @@ class MatrixStruct(Structure):
 
 
 class LayerStruct(Structure):
-    """All of a layer's experts, or of a linear's."""
+    """A layer of experts, or a linear."""
 
     _fields_ = [
         ("experts", c_int32),
@@ -125,7 +125,7 @@ class LayerStruct(Structure):
 
 
 class WorkStruct(Structure):
-    """Rows, where they go, and how to compute."""
+    """Input and output rows, dispatch, threads and level of one call."""
 
     _fields_ = [
         ("x", c_void_p),

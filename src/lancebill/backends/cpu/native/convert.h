@@ -1,14 +1,14 @@
-// Between fp32 and the 16- and 8-bit floats, in plain arithmetic that compilers turn into vectors.
+// Conversions between fp32 and the 16- and 8-bit floats, in plain arithmetic that compilers vectorise.
 //
-// Everything per-level code includes lives in an unnamed namespace. The same source is compiled once for each instruction
-// set; with external linkage the linker would keep one of the copies, and an AVX2 machine might get the AVX-512 one.
-// For the same reason per-level code uses no functions of the C++ library.
+// All code that is compiled per level is in an unnamed namespace. The same source is compiled once per instruction set;
+// with external linkage the linker would keep only one copy, and an AVX2 machine might run the AVX-512 one. For the
+// same reason per-level code calls no inline functions of the C++ library.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-// For what is called in the innermost loops: arrays of vectors must become registers there.
+// For functions called in inner loops, where arrays of vectors must stay in registers.
 #define LANCEBILL_INLINE inline __attribute__((always_inline))
 #ifdef LANCEBILL_PLAIN_LOOPS
 #define LANCEBILL_UNROLL
@@ -24,16 +24,16 @@ namespace {
 
 template <class To, class From>
 inline To bits_as(From value) {
-  static_assert(sizeof(To) == sizeof(From), "only a change of name");
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
   To result;
   std::memcpy(&result, &value, sizeof result);
   return result;
 }
 
 template <class T>
-constexpr T least(T a, T b) { return b < a ? b : a; }
+constexpr T min_of(T a, T b) { return b < a ? b : a; }
 template <class T>
-constexpr T most(T a, T b) { return a < b ? b : a; }
+constexpr T max_of(T a, T b) { return a < b ? b : a; }
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 constexpr uint32_t kExponentMask = 0x7f800000u;
@@ -43,24 +43,25 @@ inline float with_sign(float size, float sign) {
   return bits_as<float>(bits_as<uint32_t>(size) | (bits_as<uint32_t>(sign) & 0x80000000u));
 }
 
-// fp32's own addition does the rounding, half to even: adding 2^23 quanta leaves no bit below a quantum.
+// fp32 addition does the rounding, half to even: adding 1.5 * 2^23 leaves no fraction bits.
 inline float rint_small(float x) {  // |x| < 2^22
   const float magic = 0x1.8p23f;
   return (x + magic) - magic;
 }
-inline int32_t to_int(float x) { return bits_as<int32_t>(x + 0x1.8p23f) - 0x4b400000; }  // the same, |x| < 2^22
+inline int32_t to_int(float x) { return bits_as<int32_t>(x + 0x1.8p23f) - 0x4b400000; }  // likewise, |x| < 2^22
 
-// `size` >= 0 to the nearest number with `mantissa` bits and no exponent below that of `smallest` (subnormals).
+// Rounds `size` >= 0 to `mantissa` bits. Below `smallest`, the smallest normal number, the step stays constant
+// (subnormals).
 inline float round_mantissa(float size, int mantissa, float smallest) {
-  const uint32_t exponent = most(bits_as<uint32_t>(size) & kExponentMask, bits_as<uint32_t>(smallest));
+  const uint32_t exponent = max_of(bits_as<uint32_t>(size) & kExponentMask, bits_as<uint32_t>(smallest));
   const float shifter = bits_as<float>(exponent + (static_cast<uint32_t>(23 - mantissa) << 23));
   return (size + shifter) - shifter;
 }
 
-inline float round_e4m3(float x) { return with_sign(round_mantissa(least(magnitude(x), 448.0f), 3, 0x1p-6f), x); }
+inline float round_e4m3(float x) { return with_sign(round_mantissa(min_of(magnitude(x), 448.0f), 3, 0x1p-6f), x); }
 
 inline float round_f16(float x) {
-  const float size = magnitude(x), limit = 65520.0f;  // from here on half to even gives infinity
+  const float size = magnitude(x), limit = 65520.0f;  // from here on fp16 rounds to infinity
   const float rounded = size < limit ? round_mantissa(size, 10, 0x1p-14f) : size * __builtin_inff();
   return with_sign(rounded, x);
 }
@@ -77,10 +78,10 @@ inline float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 inline uint16_t to_f16(float x) {
   const float r = round_f16(x), size = magnitude(r);
   const uint32_t u = bits_as<uint32_t>(size);
-  const uint32_t normal = (u - (112u << 23)) >> 13;                       // the exponent's bias goes from 127 to 15
-  const uint32_t small = static_cast<uint32_t>(to_int(least(size, 0x1p-14f) * 0x1p24f));
-  const uint32_t wild = u > kExponentMask ? 0x7e00u : 0x7c00u;            // NaN, infinity
-  const uint32_t code = u >= kExponentMask ? wild : size < 0x1p-14f ? small : normal;
+  const uint32_t normal = (u - (112u << 23)) >> 13;                       // exponent bias 127 to 15
+  const uint32_t small = static_cast<uint32_t>(to_int(min_of(size, 0x1p-14f) * 0x1p24f));
+  const uint32_t special = u > kExponentMask ? 0x7e00u : 0x7c00u;            // NaN, infinity
+  const uint32_t code = u >= kExponentMask ? special : size < 0x1p-14f ? small : normal;
   return static_cast<uint16_t>(code | ((bits_as<uint32_t>(x) >> 16) & 0x8000u));
 }
 
@@ -88,8 +89,8 @@ inline float from_f16(uint16_t h) {
   const uint32_t exponent = h & 0x7c00u, rest = h & 0x7fffu;
   const float small = static_cast<float>(rest) * 0x1p-24f;
   const float normal = bits_as<float>((rest << 13) + (112u << 23));
-  const float wild = bits_as<float>((rest << 13) | kExponentMask);
-  return with_sign(exponent == 0x7c00u ? wild : exponent == 0 ? small : normal, bits_as<float>(uint32_t{h} << 16));
+  const float special = bits_as<float>((rest << 13) | kExponentMask);
+  return with_sign(exponent == 0x7c00u ? special : exponent == 0 ? small : normal, bits_as<float>(uint32_t{h} << 16));
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// A product's input: rounded or quantised as the matrix says, then written as the kernels read it.
+// The input of a GEMM: rounded or quantised as the matrix says, then written in the format of the kernels.
 //
-// Integer kernels (TABLE4, BYTE) take signed bytes. INT8 inputs are one plane of them. All others are 16-bit integers
-// relative to the largest value of each group, as two planes: value = scale * (256 * high + low), in turns of eight
-// columns, so that kernels find both at fixed places. A group's record also holds what a sum of products starts at,
-// which is where centers and zero points go: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels take fp32, tiles take
-// bf16.
+// Integer kernels (TABLE4, BYTE) read signed bytes. INT8 inputs are one plane of bytes. All others become 16-bit
+// integers relative to the largest value of each group, in two planes: value = scale * (256 * high + low). Runs of
+// eight columns of each plane alternate, so both planes are at fixed offsets. A group's record also holds the start
+// value of its sums, which accounts for centers and zero points: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels read
+// fp32, tiles read bf16.
 #pragma once
 
 #include "convert.h"
@@ -15,19 +15,19 @@ namespace {
 
 struct InputGroup {
   float scale;
-  int32_t start[2];  // of the sums with the high and the low plane; with zero points: minus the plane's own sum
-  int32_t both;      // likewise, of one sum with both planes: only that of small table entries, where it fits
-  float sum;         // of the group's values, for offsets
+  int32_t start[2];  // start values of the sums over the high and low plane; with zero points: minus the plane's sum
+  int32_t both;      // likewise for one sum over both planes; used with small table entries only, where it fits
+  float sum;         // sum of the group's values, for offsets
 };
 
-constexpr float kTop16 = 127 * 256;  // 16-bit values reach this far, so that the high plane stays within 127
-constexpr float kTiny = 1e-30f;      // groups smaller than this count as zero: their reciprocals overflow
+constexpr float kTop16 = 127 * 256;  // largest 16-bit value: keeps the high plane within 127
+constexpr float kTiny = 1e-30f;      // groups below this are treated as zero: their reciprocals overflow
 
-constexpr int kTurn = 8;  // columns of a plane before those of the next
+constexpr int kPlaneRun = 8;  // consecutive columns of one plane before those of the other
 
-// Where a column is in a record of so many planes.
-constexpr int in_record(int column, int plane, int planes) {
-  return (column / kTurn * planes + plane) * kTurn + column % kTurn;
+// Byte offset of a column in a record with `planes` planes.
+constexpr int plane_offset(int column, int plane, int planes) {
+  return (column / kPlaneRun * planes + plane) * kPlaneRun + column % kPlaneRun;
 }
 
 inline int planes_of(const Packed& p) { return p.matrix->input == LANCEBILL_INPUT_INT8 ? 1 : 2; }
@@ -38,10 +38,10 @@ inline int64_t operand_bytes(const Packed& p) {
   return round_up(numbers + p.groups * static_cast<int64_t>(floats ? sizeof(float) : sizeof(InputGroup)), kUnit);
 }
 
-// One line more than the row: rows that are a multiple of 4 KB apart would share their sets of the cache.
+// One cache line more than the row: rows a multiple of 4 KB apart would map to the same cache sets.
 inline int64_t tile_operand_bytes(const Packed& p) { return 2 * p.columns + kUnit; }
 
-// Work space of one thread.
+// Row buffers of one thread.
 struct RowBuffers {
   float *values, *spare, *scales;
 };
@@ -77,23 +77,20 @@ inline void store_row(const float* values, int64_t count, int32_t type, void* ou
   }
 }
 
-// Largest magnitude, NaN counting as the largest of all: by bits, which order like the numbers they stand for.
+// Largest magnitude; NaN counts as the largest. Compares bit patterns, which sort like the numbers.
 inline float largest(const float* values, int64_t count) {
   int32_t bits = 0;
-  for (int64_t k = 0; k < count; k++) bits = most(bits, bits_as<int32_t>(values[k]) & 0x7fffffff);
+  for (int64_t k = 0; k < count; k++) bits = max_of(bits, bits_as<int32_t>(values[k]) & 0x7fffffff);
   return bits_as<float>(bits);
 }
 
 inline bool finite(float x) { return (bits_as<uint32_t>(x) & kExponentMask) != kExponentMask; }
 
-// The power of two at or above a normal number: as a step it keeps values of few bits, bf16 ones among them, exact.
-inline float power_of_two_from(float x) { return bits_as<float>((bits_as<uint32_t>(x) + 0x7fffff) & 0xff800000u); }
-
 inline void fill(float* values, int64_t count, float value) {
   for (int64_t k = 0; k < count; k++) values[k] = value;
 }
 
-// One block in place: values become codes, and the scale comes back. The scale of what is not finite is NaN.
+// Quantises one block in place and returns its scale. Blocks that are not finite get a NaN scale.
 inline float quantise_block(float* values, int64_t count, int32_t kind, const float* fixed) {
   const float peak = largest(values, count);
   if (!finite(peak)) {
@@ -101,16 +98,18 @@ inline float quantise_block(float* values, int64_t count, int32_t kind, const fl
     return __builtin_nanf("");
   }
   const double reach = kind == LANCEBILL_INPUT_INT8 ? 127 : 448;
-  const float scale = fixed != nullptr ? *fixed : peak == 0 ? 1.0f : most(static_cast<float>(peak / reach), 0x1p-149f);
+  const float dynamic = peak == 0 ? 1.0f : max_of(static_cast<float>(peak / reach), 0x1p-149f);
+  const float scale = fixed != nullptr ? *fixed : dynamic;
   if (kind == LANCEBILL_INPUT_INT8) {
-    for (int64_t k = 0; k < count; k++) values[k] = rint_small(least(most(values[k] / scale, -128.0f), 127.0f));
+    for (int64_t k = 0; k < count; k++) values[k] = rint_small(min_of(max_of(values[k] / scale, -128.0f), 127.0f));
   } else {
     for (int64_t k = 0; k < count; k++) values[k] = round_e4m3(values[k] / scale);
   }
   return scale;
 }
 
-// The representation, in place. Scaled kinds leave codes, and a scale for each block of `block` columns.
+// Rounds or quantises a row in place. Quantised kinds leave codes in `values` and one scale per block in `scales`;
+// returns the columns of a block, 0 for kinds without scales.
 inline int64_t represent(const Packed& p, int64_t expert, float* values, float* scales) {
   const lancebill_matrix& m = *p.matrix;
   const int64_t count = m.columns;
@@ -122,7 +121,7 @@ inline int64_t represent(const Packed& p, int64_t expert, float* values, float* 
     const float* fixed = m.input_scale == nullptr ? nullptr : m.input_scale + expert;
     const int64_t block = m.input_group == 0 || fixed != nullptr ? p.columns : m.input_group;
     for (int64_t first = 0; first < p.columns; first += block) {
-      const int64_t size = least(block, count - first);  // none in the padding
+      const int64_t size = min_of(block, count - first);  // <= 0 in the padding
       scales[first / block] = size > 0 ? quantise_block(values + first, size, m.input, fixed) : 1.0f;
     }
     return block;
@@ -132,7 +131,7 @@ inline int64_t represent(const Packed& p, int64_t expert, float* values, float* 
 
 inline void unscale(float* values, int64_t count, const float* scales, int64_t block) {
   for (int64_t first = 0; first < count; first += block) {
-    for (int64_t k = first; k < least(first + block, count); k++) values[k] *= scales[first / block];
+    for (int64_t k = first; k < min_of(first + block, count); k++) values[k] *= scales[first / block];
   }
 }
 
@@ -143,7 +142,7 @@ inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float tot
   return {step * p.unit, {high, low}, static_cast<int32_t>(both), step * total};
 }
 
-// Bytes may alias anything: these loops become vectors only where nothing else is in sight.
+// Separate functions with __restrict: byte stores may alias anything, which would keep these loops from vectorising.
 inline int32_t to_plane(const float* __restrict codes, int64_t count, int8_t* __restrict plane) {
   int32_t sum = 0;
   for (int64_t k = 0; k < count; k++) {
@@ -157,11 +156,11 @@ inline int32_t to_plane(const float* __restrict codes, int64_t count, int8_t* __
 inline void to_planes(const float* __restrict values, int64_t count, float to_code, int8_t* __restrict planes,
                       int32_t sums[2]) {
   int32_t high_sum = 0, low_sum = 0;
-  for (int64_t first = 0; first < count; first += kTurn) {
-    for (int k = 0; k < kTurn; k++) {
+  for (int64_t first = 0; first < count; first += kPlaneRun) {
+    for (int k = 0; k < kPlaneRun; k++) {
       const int32_t q = to_int(values[first + k] * to_code), h = (q + 128) >> 8, l = q - 256 * h;
-      planes[2 * first + in_record(k, 0, 2)] = static_cast<int8_t>(h);
-      planes[2 * first + in_record(k, 1, 2)] = static_cast<int8_t>(l);
+      planes[2 * first + plane_offset(k, 0, 2)] = static_cast<int8_t>(h);
+      planes[2 * first + plane_offset(k, 1, 2)] = static_cast<int8_t>(l);
       high_sum += h;
       low_sum += l;
     }
@@ -180,8 +179,9 @@ inline void write_one_plane(const Packed& p, const float* codes, const float* sc
   }
 }
 
-// With `scales`, values are codes: of e4m3 almost all fit 16 bits exactly.
-inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block, uint8_t* record) {
+// With `scales`, the values are e4m3 codes, almost all of which fit 16 bits exactly.
+inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block,
+                             uint8_t* record) {
   int8_t* planes = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
@@ -193,7 +193,8 @@ inline void write_two_planes(const Packed& p, const float* values, const float* 
       groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 : __builtin_nanf(""));
       continue;
     }
-    // The least power of two that brings the largest within reach: 16-bit floats near it then lose nothing.
+    // The smallest power of two that brings the largest value within kTop16. A power of two keeps 16-bit floats near
+    // the largest exact.
     const uint32_t power = (bits_as<uint32_t>(peak / kTop16) + 0x7fffffu) & kExponentMask;
     const float step = bits_as<float>(power), to_code = bits_as<float>((254u << 23) - power);
     to_planes(values + first, count, to_code, planes + 2 * first, sums);
@@ -204,23 +205,22 @@ inline void write_two_planes(const Packed& p, const float* values, const float* 
 inline void write_floats(const Packed& p, const float* values, uint8_t* record) {
   std::memcpy(record, values, sizeof(float) * p.columns);
   float* sums = reinterpret_cast<float*>(record) + p.columns;
-  if (p.matrix->zero != LANCEBILL_ZERO_OFFSET_F32) return;  // nothing else reads them
+  if (p.matrix->zero != LANCEBILL_ZERO_OFFSET_F32) return;  // nothing reads the sums
   for (int64_t g = 0; g < p.groups; g++) {
     sums[g] = 0;
     for (int64_t k = 0; k < p.matrix->group; k++) sums[g] += values[g * p.matrix->group + k];
   }
 }
 
-// Row `slot` of `inputs` from the natural values in `rows.values`. `V`: the level's vectors, see kernel.h.
+// Writes row `slot` of `inputs` from the fp32 values in `rows.values`. `V`: the level's vectors, see kernel.h.
 template <class V>
-void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs,
-                        int64_t slot) {
+void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs, int64_t slot) {
   const lancebill_matrix& m = *p.matrix;
   if (m.pre_scale != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
   }
   const int64_t block = represent(p, expert, rows.values, rows.scales);
-  // Codes keep company with their scales as long as each group has but one of these.
+  // Codes and scales stay separate only while each group has one scale.
   const bool one_scale = m.perm == nullptr || block == p.columns;
   const bool as_codes = block != 0 && (tiles || (m.codes != LANCEBILL_FLOAT8 && one_scale));
   if (block != 0 && !as_codes) unscale(rows.values, m.columns, rows.scales, block);
@@ -234,13 +234,13 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
   inputs.shared[slot] = slot;
   inputs.factors[slot] = as_codes ? rows.scales[0] : 1;
   if (tiles) {
-    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.own(slot));
+    if constexpr (V::tiles) inputs.factors[slot] *= V::write_tile_row(p, rows.values, inputs.own_record(slot));
   } else if (m.codes == LANCEBILL_FLOAT8) {
-    write_floats(p, rows.values, inputs.own(slot));
+    write_floats(p, rows.values, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_INT8) {
-    write_one_plane(p, rows.values, rows.scales, block, inputs.own(slot));
+    write_one_plane(p, rows.values, rows.scales, block, inputs.own_record(slot));
   } else {
-    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own(slot));
+    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
   }
 }
 

@@ -1,4 +1,4 @@
-// The C ABI: levels this machine can run, calls, and two helpers for memory.
+// The C ABI: level selection, calls, and two memory helpers.
 #include "lancebill.h"
 
 #include <sys/mman.h>
@@ -32,7 +32,7 @@ struct CpuId {
   CpuId(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &eax, &ebx, &ecx, &edx); }
 };
 
-// Linux gives a process the tiles' registers only when it asks.
+// Linux enables the tile registers of a process only on request.
 bool tiles_granted() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -50,7 +50,7 @@ bool machine_has(int level) {
     case LANCEBILL_AVXVNNI: return avx2 && (seven_one.eax >> 4 & 1);
     case LANCEBILL_AVX512VNNI: return avx2 && vnni;
     case LANCEBILL_AVX512: return avx2 && avx512;
-    case LANCEBILL_AMX: {  // bits of AMX in bf16, of its tiles, and of AVX-512 in fp16
+    case LANCEBILL_AMX: {  // AMX-BF16, AMX-TILE, AVX512-FP16
       constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 23;
       return avx2 && avx512 && (seven.edx & kNeeded) == kNeeded && tiles_granted();
     }
@@ -66,36 +66,38 @@ bool machine_has(int level) {
 bool machine_has(int level) { return level == LANCEBILL_PORTABLE; }
 #endif
 
-const Level* built(int level) {
+const Level* built_level(int level) {
   using Getter = const Level* (*)();
   const Getter getters[LANCEBILL_LEVELS] = {level_portable,   level_neon,   level_avx2, level_avxvnni,
-                                          level_avx512vnni, level_avx512, level_amx};
+                                            level_avx512vnni, level_avx512, level_amx};
   return getters[level] == nullptr ? nullptr : getters[level]();
 }
 
 uint32_t usable_levels() {
-  static const uint32_t levels = [] {  // asked once: the answer cannot change
-    uint32_t found = 0;
+  static const uint32_t levels = [] {  // evaluated once
+    uint32_t mask = 0;
     for (int level = 0; level < LANCEBILL_LEVELS; level++) {
-      if (built(level) != nullptr && machine_has(level)) found |= 1u << level;
+      if (built_level(level) != nullptr && machine_has(level)) mask |= 1u << level;
     }
-    return found;
+    return mask;
   }();
   return levels;
 }
 
-const Level* choose(int32_t wanted) {
+const Level* choose_level(int32_t requested) {
   const uint32_t levels = usable_levels();
-  if (wanted >= 0) return wanted < LANCEBILL_LEVELS && (levels >> wanted & 1) ? built(wanted) : nullptr;
+  if (requested >= 0) {
+    return requested < LANCEBILL_LEVELS && (levels >> requested & 1) ? built_level(requested) : nullptr;
+  }
   for (int level = LANCEBILL_LEVELS; level-- > 0;) {
-    if (levels >> level & 1) return built(level);
+    if (levels >> level & 1) return built_level(level);
   }
   return nullptr;
 }
 
-int32_t start(const lancebill_layer* layer, const lancebill_work* work, Call& call, const Level*& level) {
+int32_t plan_call(const lancebill_layer* layer, const lancebill_work* work, Call& call, const Level*& level) {
   if (work == nullptr) return LANCEBILL_BAD_WORK;
-  level = choose(work->level);
+  level = choose_level(work->level);
   return level == nullptr ? LANCEBILL_NO_LEVEL : plan(layer, work, level->tiles, call);
 }
 
@@ -108,17 +110,19 @@ int32_t lancebill_abi(void) { return LANCEBILL_ABI; }
 
 uint32_t lancebill_levels(void) { return usable_levels(); }
 
-const char* lancebill_level_name(int32_t level) { return level >= 0 && level < LANCEBILL_LEVELS ? kNames[level] : nullptr; }
+const char* lancebill_level_name(int32_t level) {
+  return level >= 0 && level < LANCEBILL_LEVELS ? kNames[level] : nullptr;
+}
 
 const char* lancebill_status_text(int32_t status) {
   switch (status) {
-    case LANCEBILL_OK: return "done";
-    case LANCEBILL_BAD_MATRIX: return "a matrix contradicts itself: its sizes, kinds or pointers";
-    case LANCEBILL_BAD_LAYER: return "the matrices and the activation do not fit together";
-    case LANCEBILL_BAD_WORK: return "the work names no rows, no threads, or an expert that is not there";
-    case LANCEBILL_NO_LEVEL: return "this machine, or this build, does not have that level";
+    case LANCEBILL_OK: return "ok";
+    case LANCEBILL_BAD_MATRIX: return "the sizes, kinds or pointers of a matrix contradict each other";
+    case LANCEBILL_BAD_LAYER: return "the matrices and the activation do not match";
+    case LANCEBILL_BAD_WORK: return "bad rows, offsets or number of threads";
+    case LANCEBILL_NO_LEVEL: return "this machine or this build does not have that level";
     case LANCEBILL_NO_MEMORY: return "no memory for scratch";
-    default: return "no such status";
+    default: return "unknown status";
   }
 }
 
@@ -133,20 +137,20 @@ int32_t lancebill_has_openmp(void) {
 int64_t lancebill_scratch_bytes(const lancebill_layer* layer, const lancebill_work* work) {
   Call call;
   const Level* level = nullptr;
-  const int32_t status = start(layer, work, call, level);
+  const int32_t status = plan_call(layer, work, call, level);
   return status == LANCEBILL_OK ? lay_out(call, nullptr) : -status;
 }
 
 int32_t lancebill_run(const lancebill_layer* layer, const lancebill_work* work) {
   Call call;
   const Level* level = nullptr;
-  if (const int32_t status = start(layer, work, call, level)) return status;
+  if (const int32_t status = plan_call(layer, work, call, level)) return status;
   if (call.slots == 0) return LANCEBILL_OK;
-  std::unique_ptr<void, decltype(&std::free)> own(nullptr, std::free);
+  std::unique_ptr<void, decltype(&std::free)> owned(nullptr, std::free);
   uint8_t* scratch = static_cast<uint8_t*>(work->scratch);
   if (scratch == nullptr) {
-    own.reset(std::aligned_alloc(kUnit, lay_out(call, nullptr)));
-    scratch = static_cast<uint8_t*>(own.get());
+    owned.reset(std::aligned_alloc(kUnit, lay_out(call, nullptr)));
+    scratch = static_cast<uint8_t*>(owned.get());
     if (scratch == nullptr) return LANCEBILL_NO_MEMORY;
   }
   lay_out(call, scratch);
@@ -165,14 +169,14 @@ void lancebill_packed_bytes(const lancebill_matrix* matrix, int32_t gated, int64
 uint64_t lancebill_stream(const void* memory, int64_t bytes, int32_t threads, int32_t streams) {
   constexpr int64_t kPiece = 1 << 20, kLine = 64;
   const int64_t pieces = bytes / kPiece, each = kPiece / streams / kLine * kLine;
-  std::unique_ptr<uint64_t[]> sums(new uint64_t[most<int64_t>(pieces, 1)]());
+  std::unique_ptr<uint64_t[]> sums(new uint64_t[max_of<int64_t>(pieces, 1)]());
   parallel(threads, pieces, [&](int64_t piece, int) {
     const uint8_t* base = static_cast<const uint8_t*>(memory) + piece * kPiece;
     uint64_t sum = 0;
     for (int64_t at = 0; at < each; at += kLine) {
       for (int32_t s = 0; s < streams; s++) {
         const uint8_t* line = base + s * each + at;
-        fetch_line(line + kFar, line + kNear);
+        prefetch_line(line + kFarBytes, line + kNearBytes);
         uint64_t words[kLine / 8];
         std::memcpy(words, line, kLine);
         for (uint64_t word : words) sum += word;

@@ -1,7 +1,7 @@
-// A whole layer on one level's vectors `V`: represent x, gate and up, represent h, down.
+// A whole layer on one level's vectors `V`: quantise x, gate-up GEMM, activation, quantise h, down GEMM.
 //
-// Every output number is computed by one thread, in an order that depends on nothing but the number of rows of its
-// expert: results do not depend on the number of threads, and no two threads ever add to the same number.
+// One thread computes each output number, in an order that depends only on the number of rows of its expert. Results
+// therefore do not depend on the number of threads, and no atomics are needed.
 #pragma once
 
 #include "activate.h"
@@ -13,11 +13,11 @@
 namespace lancebill {
 namespace {
 
-constexpr int kBlocks = 4;       // row blocks read at once: as many streams as memory likes
-constexpr int kTasks = 4;        // tasks a thread, so that the last to finish is not far behind
-constexpr int64_t kRowsATask = 4;  // input rows that are represented in one task
+constexpr int kBlocks = 4;           // row blocks per kernel call: a good number of memory streams
+constexpr int kTasksPerThread = 4;   // for load balance
+constexpr int64_t kRowsPerTask = 4;  // input rows quantised in one task
 
-// v * row_scale + bias of the outputs of blocks that follow each other.
+// values = values * row_scale + bias, for consecutive blocks.
 inline void finish_rows(const Packed& p, int64_t block, int64_t blocks, float* __restrict values) {
   const lancebill_matrix& m = *p.matrix;
   const int64_t first = block * kRows, count = blocks * kRows;
@@ -33,44 +33,44 @@ inline void add_weighted(float* __restrict sums, const float* __restrict values,
   for (int64_t i = 0; i < count; i++) sums[i] += weight * values[i];
 }
 
-// Where results of gate and up go: through the activation to the hidden row of their slot.
+// Epilogue of the gate-up GEMM: applies the activation and writes the hidden row of the slot.
 struct ToHidden {
   const Call& call;
   int64_t base;  // the expert's first block
 
-  float* place(int64_t slot, int64_t block) const {
+  float* destination(int64_t slot, int64_t block) const {
     return call.hidden + slot * call.hidden_stride() + (call.gated ? (block - base) / 2 : block - base) * kRows;
   }
 
-  // Those of `blocks` blocks, sixteen of each; a gate's block and its up block come together.
-  void take(int64_t slot, int64_t block, int64_t blocks, float* values) const {
+  // `values`: 16 results for each of `blocks` blocks. A gate block and its up block always come in the same call.
+  void write(int64_t slot, int64_t block, int64_t blocks, float* values) const {
     finish_rows(call.first, block, blocks, values);
     const int64_t per_output = call.gated ? 2 : 1;
-    float* hidden = place(slot, block);
+    float* hidden = destination(slot, block);
     for (int64_t b = 0; b < blocks; b += per_output, hidden += kRows) {
       activate(*call.layer, values + b * kRows, values + (b + 1) * kRows, hidden);
     }
   }
 };
 
-// Where results of the last product go: to their row of `out`, or weighted to the sums of their token.
+// Epilogue of the last GEMM: writes the row of `out`, or adds the weighted results to the token's sums.
 struct ToOutput {
   const Call& call;
   int64_t base;
 
-  const void* place(int64_t slot, int64_t block) const {
+  const void* destination(int64_t slot, int64_t block) const {
     const int64_t row = call.row_of[slot], column = (block - base) * kRows;
     if (call.by_tokens()) return call.sums_of(row) + column;
     const int64_t bytes = call.work->out_type == LANCEBILL_F32 ? 4 : 2;
     return static_cast<const uint8_t*>(call.work->out) + (row * call.work->out_stride + column) * bytes;
   }
 
-  void take(int64_t slot, int64_t block, int64_t blocks, float* values) const {
+  void write(int64_t slot, int64_t block, int64_t blocks, float* values) const {
     const lancebill_work& work = *call.work;
     finish_rows(call.last, block, blocks, values);
     const int64_t row = call.row_of[slot], column = (block - base) * kRows;
     if (!call.by_tokens()) {
-      const int64_t count = least(blocks * kRows, call.last.matrix->rows - column);
+      const int64_t count = min_of(blocks * kRows, call.last.matrix->rows - column);
       return store_row(values, count, work.out_type, work.out, row * work.out_stride + column);
     }
     const float weight = work.weight_on_input ? 1.0f : call.weight_of[slot];
@@ -78,36 +78,36 @@ struct ToOutput {
   }
 };
 
-// A few input rows against `Blocks` row blocks. Where results go was last touched some experts ago: it is asked for
-// before, and there when they are.
+// `Rows` input rows times `Blocks` row blocks. The destination has been evicted since the last expert, so it is
+// prefetched before the GEMM.
 template <class V, int Blocks, int Rows, class Results>
-LANCEBILL_INLINE int64_t some_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block, int64_t slot,
-                                 const Results& results) {
+LANCEBILL_INLINE int64_t multiply_rows(const Packed& p, const Streams& s, const Inputs& inputs, int64_t block,
+                                       int64_t slot, const Results& results) {
   alignas(64) float out[Rows][Blocks][kRows];
   const uint8_t* records[Rows];
   for (int r = 0; r < Rows; r++) {
     records[r] = inputs.record(slot + r);
-    LANCEBILL_EACH(b, Blocks) __builtin_prefetch(results.place(slot + r, block + b), 1);
+    LANCEBILL_EACH(b, Blocks) __builtin_prefetch(results.destination(slot + r, block + b), 1);
   }
-  product<V, Blocks, Rows>(p, s, records, out);
-  for (int r = 0; r < Rows; r++) results.take(slot + r, block, Blocks, out[r][0]);
+  gemm<V, Blocks, Rows>(p, s, records, out);
+  for (int r = 0; r < Rows; r++) results.write(slot + r, block, Blocks, out[r][0]);
   return Rows;
 }
 
 template <class V, int Blocks, class Results>
-void all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
-              const Results& results) {
+void multiply_all_rows(const Packed& p, const Inputs& inputs, int64_t block, int64_t next, int64_t slot, int64_t end,
+                       const Results& results) {
   const Streams s = streams(p, block, next);
-  constexpr int kThree = V::rows > 3 && Blocks == kBlocks ? 3 : 2;  // decode steps have experts with three: one pass
+  constexpr int kThree = V::rows > 3 && Blocks == kBlocks ? 3 : 2;  // three rows are common in decode: one pass
   while (slot < end) {
     if (end - slot >= V::rows) {
-      slot += some_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, results);
+      slot += multiply_rows<V, Blocks, V::rows>(p, s, inputs, block, slot, results);
     } else if (end - slot >= kThree) {
-      slot += some_rows<V, Blocks, kThree>(p, s, inputs, block, slot, results);
+      slot += multiply_rows<V, Blocks, kThree>(p, s, inputs, block, slot, results);
     } else if (end - slot >= 2) {
-      slot += some_rows<V, Blocks, 2>(p, s, inputs, block, slot, results);
+      slot += multiply_rows<V, Blocks, 2>(p, s, inputs, block, slot, results);
     } else {
-      slot += some_rows<V, Blocks, 1>(p, s, inputs, block, slot, results);
+      slot += multiply_rows<V, Blocks, 1>(p, s, inputs, block, slot, results);
     }
   }
 }
@@ -117,32 +117,33 @@ bool takes_tiles(const Call& call, const Packed& p, int64_t rows) {
   return V::tiles && call.tile_rows > 0 && rows >= call.tile_rows && fits_tiles(p);
 }
 
-// What the kernels do for one expert: blocks [low, high), numbered over all experts, by the slots [slot, end). Results
-// may come in any order. `next`: the block read after these.
+// Multiplies row blocks [low, high) of one expert, numbered over all experts, with slots [slot, end), and writes the
+// results in any order. `next`: the block read afterwards, for prefetching.
 template <class V, class Results>
-void blocks_product(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot, int64_t end,
-                    int thread, const Results& results) {
+void multiply_blocks(const Call& call, const Packed& p, int64_t low, int64_t high, int64_t next, int64_t slot,
+                     int64_t end, int thread, const Results& results) {
   const Inputs& inputs = call.inputs_of(p);
   if constexpr (V::tiles) {
     if (takes_tiles<V>(call, p, end - slot)) {
-      return V::tile_product(call, p, low, high, next, slot, end, thread, results);
+      return V::tile_gemm(call, p, low, high, next, slot, end, thread, results);
     }
   }
   (void)thread;
   int64_t block = low;
   for (; block + kBlocks <= high; block += kBlocks) {
-    all_rows<V, kBlocks>(p, inputs, block, block + kBlocks < high ? block + kBlocks : next, slot, end, results);
+    const int64_t following = block + kBlocks < high ? block + kBlocks : next;
+    multiply_all_rows<V, kBlocks>(p, inputs, block, following, slot, end, results);
   }
-  for (; block < high; block += 2) {  // few blocks are left; gate and up stay together
+  for (; block < high; block += 2) {  // the last few blocks, in pairs: gate and up stay in one call
     if (block + 2 <= high) {
-      all_rows<V, 2>(p, inputs, block, next, slot, end, results);
+      multiply_all_rows<V, 2>(p, inputs, block, next, slot, end, results);
     } else {
-      all_rows<V, 1>(p, inputs, block, next, slot, end, results);
+      multiply_all_rows<V, 1>(p, inputs, block, next, slot, end, results);
     }
   }
 }
 
-// The expert of each sorted slot is found by its place: slots are few, experts ascending.
+// The expert of a sorted slot, by binary search in the offsets.
 inline int64_t expert_of(const Call& call, int64_t slot) {
   int64_t low = 0, high = call.layer->experts;
   while (high - low > 1) {
@@ -152,7 +153,7 @@ inline int64_t expert_of(const Call& call, int64_t slot) {
   return low;
 }
 
-// One row of x as the expert of `slot` takes it.
+// Writes one row of x as the input record of `slot`.
 template <class V>
 void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expert, bool tiles, int thread) {
   const lancebill_work& work = *call.work;
@@ -164,32 +165,33 @@ void represent_row(const Call& call, const Packed& p, int64_t slot, int64_t expe
   write_input<V>(p, expert, tiles, rows, call.inputs_of(p), slot);
 }
 
-// Whether all experts take a token alike.
+// Whether a token's input record is the same for all experts.
 inline bool same_for_experts(const Call& call, const Packed& p) {
   const lancebill_matrix& m = *p.matrix;
   const bool own = m.pre_scale != nullptr || m.perm != nullptr || m.input_scale != nullptr;
   return call.by_tokens() && !call.work->weight_on_input && !own;
 }
 
-// The slots of each token: represented once for tiles, which need copies side by side, and once for the other kernels.
+// Writes each token's inputs once for tiles, which need a copy per slot, and once for the other kernels, which share
+// it.
 template <class V>
 void represent_tokens(const Call& call, const Packed& p) {
   const lancebill_work& work = *call.work;
   const Inputs& inputs = call.inputs_of(p);
   parallel(work.threads, work.tokens, [&](int64_t token, int thread) {
-    int64_t made[2] = {-1, -1};
+    int64_t first_slot[2] = {-1, -1};
     for (int64_t i = token * work.top_k; i < (token + 1) * work.top_k; i++) {
       const int64_t expert = work.ids[i], slot = call.slot_of[i];
       if (slot < 0) continue;
       const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
-      if (made[tiles] < 0) {
+      if (first_slot[tiles] < 0) {
         represent_row<V>(call, p, slot, expert, tiles, thread);
-        made[tiles] = slot;
+        first_slot[tiles] = slot;
       } else if (tiles) {
-        std::memcpy(inputs.own(slot), inputs.own(made[tiles]), tile_operand_bytes(p));
-        inputs.factors[slot] = inputs.factors[made[tiles]];
+        std::memcpy(inputs.own_record(slot), inputs.own_record(first_slot[tiles]), tile_operand_bytes(p));
+        inputs.factors[slot] = inputs.factors[first_slot[tiles]];
       } else {
-        inputs.shared[slot] = made[tiles];
+        inputs.shared[slot] = first_slot[tiles];
       }
     }
   });
@@ -197,11 +199,11 @@ void represent_tokens(const Call& call, const Packed& p) {
 
 template <class V>
 void represent_inputs(const Call& call, const Packed& p) {
-  const bool from_x = &p == &call.first || !call.two_products;
+  const bool from_x = &p == &call.first || !call.two_gemms;
   if (from_x && same_for_experts(call, p)) return represent_tokens<V>(call, p);
   const int64_t slots = call.offsets[call.layer->experts];
-  parallel(call.work->threads, (slots + kRowsATask - 1) / kRowsATask, [&](int64_t task, int thread) {
-    for (int64_t slot = task * kRowsATask; slot < least((task + 1) * kRowsATask, slots); slot++) {
+  parallel(call.work->threads, (slots + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int thread) {
+    for (int64_t slot = task * kRowsPerTask; slot < min_of((task + 1) * kRowsPerTask, slots); slot++) {
       const int64_t expert = expert_of(call, slot);
       const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
       if (from_x) {
@@ -215,46 +217,48 @@ void represent_inputs(const Call& call, const Packed& p) {
   });
 }
 
-// Row blocks of an expert that are one task: about `wanted`; all of them where no other thread waits for some.
-inline int64_t blocks_a_task(const Call& call, const Packed& p, int64_t wanted) {
-  return call.work->threads == 1 ? p.blocks : round_up(most<int64_t>(wanted, 1), kBlocks);
+// Row blocks of an expert per task: about `target`, rounded up to whole kernel calls; all of them with one thread.
+inline int64_t blocks_per_task(const Call& call, const Packed& p, int64_t target) {
+  return call.work->threads == 1 ? p.blocks : round_up(max_of<int64_t>(target, 1), kBlocks);
 }
 
-// Gate and up, or up alone, and the activation: tasks are (expert, run of row blocks).
+// The gate-up GEMM (or up alone) and the activation. A task is a range of row blocks of one expert.
 template <class V>
-void first_product(const Call& call) {
+void run_first_gemm(const Call& call) {
   const Packed& p = call.first;
-  const int64_t wanted = int64_t{kTasks} * call.work->threads;
-  const int64_t each = blocks_a_task(call, p, call.actives * p.blocks / wanted);
-  const int64_t runs = (p.blocks + each - 1) / each, tasks = call.actives * runs;
-  const auto start = [&](int64_t task) { return call.active[task / runs] * int64_t{p.blocks} + task % runs * each; };
+  const int64_t target_tasks = int64_t{kTasksPerThread} * call.work->threads;
+  const int64_t task_blocks = blocks_per_task(call, p, call.actives * p.blocks / target_tasks);
+  const int64_t expert_tasks = (p.blocks + task_blocks - 1) / task_blocks, tasks = call.actives * expert_tasks;
+  const auto start = [&](int64_t task) {
+    return call.active[task / expert_tasks] * int64_t{p.blocks} + task % expert_tasks * task_blocks;
+  };
   parallel(call.work->threads, tasks, [&](int64_t task, int thread) {
-    const int64_t expert = call.active[task / runs], base = expert * p.blocks, low = start(task);
-    const int64_t high = least(low + each, base + p.blocks);
-    const int64_t next = start(least(task + call.work->threads, tasks - 1));  // a guess: tasks go to whoever is free
-    blocks_product<V>(call, p, low, high, next, call.offsets[expert], call.offsets[expert + 1], thread,
-                      ToHidden{call, base});
+    const int64_t expert = call.active[task / expert_tasks], base = expert * p.blocks, low = start(task);
+    const int64_t high = min_of(low + task_blocks, base + p.blocks);
+    const int64_t next = start(min_of(task + call.work->threads, tasks - 1));  // a guess: scheduling is dynamic
+    multiply_blocks<V>(call, p, low, high, next, call.offsets[expert], call.offsets[expert + 1], thread,
+                       ToHidden{call, base});
   });
 }
 
-// Down: tasks are runs of output columns, each through all experts in order.
+// The down GEMM. A task is a range of output columns, over all experts in order.
 template <class V>
-void last_product(const Call& call) {
+void run_last_gemm(const Call& call) {
   const Packed& p = call.last;
   const lancebill_work& work = *call.work;
-  const int64_t each = blocks_a_task(call, p, p.blocks / (2 * work.threads)), logical = p.matrix->rows;
-  parallel(work.threads, (p.blocks + each - 1) / each, [&](int64_t task, int thread) {
-    const int64_t low = task * each, high = least(low + each, int64_t{p.blocks});
+  const int64_t task_blocks = blocks_per_task(call, p, p.blocks / (2 * work.threads)), logical = p.matrix->rows;
+  parallel(work.threads, (p.blocks + task_blocks - 1) / task_blocks, [&](int64_t task, int thread) {
+    const int64_t low = task * task_blocks, high = min_of(low + task_blocks, int64_t{p.blocks});
     const int64_t column = low * kRows, width = (high - low) * kRows;
     for (int64_t row = 0; row < call.summed_rows; row++) fill(call.sums_of(row) + column, width, 0);
     for (int32_t i = 0; i < call.actives; i++) {
       const int64_t expert = call.active[i], base = expert * p.blocks;
-      const int64_t next = call.active[least(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
-      blocks_product<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
-                        ToOutput{call, base});
+      const int64_t next = call.active[min_of(i + 1, call.actives - 1)] * int64_t{p.blocks} + low;
+      multiply_blocks<V>(call, p, base + low, base + high, next, call.offsets[expert], call.offsets[expert + 1], thread,
+                         ToOutput{call, base});
     }
     for (int64_t row = 0; row < call.summed_rows; row++) {
-      store_row(call.sums_of(row) + column, least(width, logical - column), work.out_type, work.out,
+      store_row(call.sums_of(row) + column, min_of(width, logical - column), work.out_type, work.out,
                 row * work.out_stride + column);
     }
   });
@@ -262,12 +266,12 @@ void last_product(const Call& call) {
 
 template <class V>
 void run_layer(const Call& call) {
-  if (call.two_products) {
+  if (call.two_gemms) {
     represent_inputs<V>(call, call.first);
-    first_product<V>(call);
+    run_first_gemm<V>(call);
   }
   represent_inputs<V>(call, call.last);
-  last_product<V>(call);
+  run_last_gemm<V>(call);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // flags: -O2
-// What every machine can run. -O3 would double its speed, and compile for a minute on machines that never use it; for the
-// same reason loops that are unrolled for other levels stay loops.
+// The fallback for every machine. -O3 would double its speed, but takes a minute to compile on machines that never use
+// it. For the same reason loops are not unrolled here.
 #define LANCEBILL_PLAIN_LOOPS
 #include "layer.h"
 #include "plan.h"

@@ -1,4 +1,4 @@
-// All that is known of threads: tasks are handed out in order, one at a time, to whoever is free.
+// The thread pool: OpenMP with dynamic scheduling, one task at a time, in order.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace lancebill {
 namespace {
 
-// task(i, thread) for i in [0, count). No task may depend on another, nor its result on the thread it runs on.
+// Runs task(i, thread) for i in [0, count). Tasks are independent, and results must not depend on the thread.
 template <class Task>
 void parallel(int threads, int64_t count, Task task) {
 #ifdef _OPENMP

@@ -11,7 +11,7 @@ namespace lancebill {
 namespace {
 
 constexpr int kTileRowsByDefault = 6;
-constexpr int kPlaneBase = 128;  // table entries are 128 * high + low: no product of bytes then saturates on AVX2
+constexpr int kPlaneBase = 128;  // table entries are 128 * high + low: 7-bit planes cannot saturate vpmaddubsw (AVX2)
 constexpr int kMaxEntry = kPlaneBase * kPlaneBase - 1;
 
 constexpr int kScaleBytes[] = {0, 2, 2, 4, 1, 1};  // by enum lancebill_scale
@@ -29,7 +29,7 @@ float minifloat(uint32_t code, int mantissa) {
   return code & 0x80 ? -size : size;
 }
 
-bool sound(const lancebill_matrix& m) {
+bool is_valid(const lancebill_matrix& m) {
   const bool table = m.codes == LANCEBILL_TABLE4, floats = m.codes == LANCEBILL_FLOAT8;
   if (m.rows < 1 || m.columns < 1 || !within(m.codes, LANCEBILL_TABLE4, LANCEBILL_FLOAT8)) return false;
   if (m.group != 16 && m.group != 32 && m.group != 64 && m.group != 128) return false;
@@ -42,24 +42,25 @@ bool sound(const lancebill_matrix& m) {
   if (floats && (!within(m.mantissa, 2, 4) || m.zero == LANCEBILL_ZERO_U8)) return false;
   if (table && *std::max_element(m.table, m.table + 16) > kMaxEntry) return false;
   if (!floats && !within(m.center, 0, kMaxEntry)) return false;
-  // Columns that change places after they were quantised group by group belong to no group any more.
+  // With a permutation, INT8 inputs quantised per group cannot keep one scale per group.
   return !(m.perm != nullptr && m.input == LANCEBILL_INPUT_INT8 && m.input_group != 0 && m.input_scale == nullptr);
 }
 
 int32_t fit_layer(const lancebill_layer& layer, Call& call) {
   if (layer.experts < 1 || layer.w13 == nullptr) return LANCEBILL_BAD_LAYER;
-  if (!sound(*layer.w13) || (layer.w2 != nullptr && !sound(*layer.w2))) return LANCEBILL_BAD_MATRIX;
-  call.two_products = layer.w2 != nullptr;
-  if (!call.two_products) {
+  if (!is_valid(*layer.w13) || (layer.w2 != nullptr && !is_valid(*layer.w2))) return LANCEBILL_BAD_MATRIX;
+  call.two_gemms = layer.w2 != nullptr;
+  if (!call.two_gemms) {
     call.last = describe(*layer.w13, false);
     return LANCEBILL_OK;
   }
-  const bool alone = within(layer.activation, LANCEBILL_RELU2_NO_MUL, LANCEBILL_GELU_TANH_NO_MUL);
+  const bool ungated = within(layer.activation, LANCEBILL_RELU2_NO_MUL, LANCEBILL_GELU_TANH_NO_MUL);
   call.gated = within(layer.activation, LANCEBILL_SILU, LANCEBILL_SITU);
   call.intermediate = layer.w2->columns;
-  if (!call.gated && !alone) return LANCEBILL_BAD_LAYER;
+  if (!call.gated && !ungated) return LANCEBILL_BAD_LAYER;
   if (layer.w13->rows != layer.w2->columns * (call.gated ? 2 : 1)) return LANCEBILL_BAD_LAYER;
-  if (layer.limit <= 0 && within(layer.activation, LANCEBILL_SWIGLUOAI, LANCEBILL_SWIGLUSTEP)) return LANCEBILL_BAD_LAYER;
+  const bool needs_limit = within(layer.activation, LANCEBILL_SWIGLUOAI, LANCEBILL_SWIGLUSTEP);
+  if (needs_limit && layer.limit <= 0) return LANCEBILL_BAD_LAYER;
   call.first = describe(*layer.w13, call.gated);
   call.last = describe(*layer.w2, false);
   return LANCEBILL_OK;
@@ -77,13 +78,13 @@ int32_t fit_work(const lancebill_layer& layer, const lancebill_work& work, Call&
   return call.slots < 0 || (call.slots > 0 && (!work.x || !work.out)) ? LANCEBILL_BAD_WORK : LANCEBILL_OK;
 }
 
-// Hands out aligned pieces of the scratch, or with no memory only counts them.
-class Carver {
+// Allocates aligned pieces of the scratch memory; without memory it only counts bytes.
+class ScratchAllocator {
  public:
-  explicit Carver(uint8_t* memory) : memory_(memory) {}
+  explicit ScratchAllocator(uint8_t* memory) : memory_(memory) {}
 
   template <class T>
-  void take(T*& piece, int64_t count) {
+  void allocate(T*& piece, int64_t count) {
     piece = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used_);
     used_ += round_up(count * static_cast<int64_t>(sizeof(T)), kUnit);
   }
@@ -95,13 +96,13 @@ class Carver {
   int64_t used_ = 0;
 };
 
-void lay_out_inputs(Carver& carver, const Call& call, const Packed& packed, Inputs& inputs) {
+void lay_out_inputs(ScratchAllocator& allocator, const Call& call, const Packed& packed, Inputs& inputs) {
   const bool tiles = call.tile_rows > 0 && fits_tiles(packed);
-  inputs.stride = most(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
-  const int64_t spare = tiles ? kRows - 1 : 0;  // the last tile of inputs is read whole
-  carver.take(inputs.records, (call.slots + spare) * inputs.stride);
-  carver.take(inputs.shared, call.slots);
-  carver.take(inputs.factors, call.slots);
+  inputs.stride = max_of(operand_bytes(packed), tiles ? tile_operand_bytes(packed) : int64_t{0});
+  const int64_t spare = tiles ? kRows - 1 : 0;  // the last tile is read in full
+  allocator.allocate(inputs.records, (call.slots + spare) * inputs.stride);
+  allocator.allocate(inputs.shared, call.slots);
+  allocator.allocate(inputs.factors, call.slots);
 }
 
 }  // namespace
@@ -125,7 +126,8 @@ Packed describe(const lancebill_matrix& m, bool gated) {
   p.plain_entries = m.codes == LANCEBILL_TABLE4;
   for (int i = 0; i < 16; i++) p.plain_entries = p.plain_entries && m.table[i] == i;
   p.unit = m.step * (m.scale == LANCEBILL_SCALE_E4M3 ? kE4m3Unit : 1);
-  if (m.codes == LANCEBILL_FLOAT8) p.minifloat_unit = std::ldexp(1.0f, 15 - minifloat_bias(m.mantissa));  // fp16's is 15
+  constexpr int kFp16Bias = 15;
+  if (m.codes == LANCEBILL_FLOAT8) p.minifloat_unit = std::ldexp(1.0f, kFp16Bias - minifloat_bias(m.mantissa));
   const int32_t center = m.zero == LANCEBILL_ZERO_U8 ? 0 : m.center;
   for (int i = 0; i < 16; i++) p.values[i] = static_cast<float>(m.table[i] - center);
   for (uint32_t i = 0; i < 256; i++) {
@@ -152,23 +154,23 @@ int32_t plan(const lancebill_layer* layer, const lancebill_work* work, bool tile
 }
 
 int64_t lay_out(Call& call, uint8_t* memory) {
-  Carver carver(memory);
-  carver.take(call.offsets, call.layer->experts + 1);
-  carver.take(call.active, call.layer->experts);
-  carver.take(call.row_of, call.slots);
-  carver.take(call.weight_of, call.slots);
-  carver.take(call.slot_of, call.by_tokens() ? call.slots : 0);
-  if (call.two_products) {
-    lay_out_inputs(carver, call, call.first, call.first_inputs);
-    carver.take(call.hidden, call.slots * call.hidden_stride());
+  ScratchAllocator allocator(memory);
+  allocator.allocate(call.offsets, call.layer->experts + 1);
+  allocator.allocate(call.active, call.layer->experts);
+  allocator.allocate(call.row_of, call.slots);
+  allocator.allocate(call.weight_of, call.slots);
+  allocator.allocate(call.slot_of, call.by_tokens() ? call.slots : 0);
+  if (call.two_gemms) {
+    lay_out_inputs(allocator, call, call.first, call.first_inputs);
+    allocator.allocate(call.hidden, call.slots * call.hidden_stride());
   }
-  lay_out_inputs(carver, call, call.last, call.last_inputs);
-  carver.take(call.sums, call.summed_rows * call.last.rows);
-  call.row_floats = most(call.first.columns, call.last.columns);
+  lay_out_inputs(allocator, call, call.last, call.last_inputs);
+  allocator.allocate(call.sums, call.summed_rows * call.last.rows);
+  call.row_floats = max_of(call.first.columns, call.last.columns);
   const int64_t expanded = call.tile_rows > 0 ? 2 * kRows * 2 * call.row_floats : 0;  // two row blocks in bf16
-  call.per_thread_bytes = round_up(3 * 4 * call.row_floats + expanded, 4096);         // threads share no page
-  carver.take(call.per_thread, call.per_thread_bytes * call.work->threads);
-  return carver.used();
+  call.per_thread_bytes = round_up(3 * 4 * call.row_floats + expanded, 4096);         // no page is shared by threads
+  allocator.allocate(call.per_thread, call.per_thread_bytes * call.work->threads);
+  return allocator.used();
 }
 
 int32_t sort_slots(Call& call) {
@@ -182,16 +184,16 @@ int32_t sort_slots(Call& call) {
       call.weight_of[s] = 1;
     }
   } else {
-    const auto ours = [&](int32_t id) { return id >= 0 && id < experts; };
+    const auto is_local = [&](int32_t id) { return id >= 0 && id < experts; };
     for (int64_t i = 0; i < call.slots; i++) {
-      if (ours(work.ids[i])) call.offsets[work.ids[i]]++;
+      if (is_local(work.ids[i])) call.offsets[work.ids[i]]++;
     }
-    int64_t end = 0;  // counts become ends, and each expert's slots are filled from its end backwards: in order
+    int64_t end = 0;  // turn counts into ends; filling each expert backwards from its end keeps the order of ids
     for (int32_t e = 0; e < experts; e++) call.offsets[e] = end += call.offsets[e];
     call.offsets[experts] = end;
     for (int64_t i = call.slots; i-- > 0;) {
       call.slot_of[i] = -1;
-      if (!ours(work.ids[i])) continue;
+      if (!is_local(work.ids[i])) continue;
       const int64_t s = call.slot_of[i] = --call.offsets[work.ids[i]];
       call.row_of[s] = i / work.top_k;
       call.weight_of[s] = work.weights == nullptr ? 1 : work.weights[i];

@@ -1,5 +1,5 @@
-// One call, worked out: sizes and strides of the packed matrices, slots sorted by expert, and where everything lies in the
-// scratch memory. Compiled once, without special instructions; the levels only read it.
+// The plan of one call: sizes and strides of the packed matrices, slots sorted by expert, and the layout of the scratch
+// memory. Compiled once, without special instructions; the levels only read it.
 #pragma once
 
 #include <cstddef>
@@ -9,24 +9,24 @@
 
 namespace lancebill {
 
-constexpr int kRows = 16;         // of a row block
-constexpr int kUnit = 64;         // bytes of codes that are decoded together
-constexpr int kUnitColumns = 4;   // of a unit: of the rows of one block, or, as nibbles, of two
+constexpr int kRows = 16;         // rows of a row block
+constexpr int kUnit = 64;         // bytes of codes that are decoded together: one cache line
+constexpr int kUnitColumns = 4;   // columns of a unit, for the rows of one block, or of two as nibbles
 constexpr int kTileColumns = 32;  // bf16 columns of a tile
 
-// A line of codes is asked for twice: into the second level about `kFar` bytes before it is read, into the first about
-// `kNear` before. Asked for once, it takes one of the first level's few buffers for as long as memory takes, and the
-// more there is to compute the fewer lines are on their way. Where computing takes longer than memory, once is enough:
-// into the first level `kFar` before, with one instruction less.
-constexpr int64_t kFar = 3072, kNear = 1536;
+// Each cache line of codes is prefetched twice: to L2 about kFarBytes before it is read, to L1 about kNearBytes before.
+// One prefetch straight to L1 occupies one of the few L1 fill buffers for the full memory latency, which limits the
+// lines in flight. Levels whose compute is slower than memory prefetch once, to L1, kFarBytes ahead: one instruction
+// less.
+constexpr int64_t kFarBytes = 3072, kNearBytes = 1536;
 
-inline void fetch_line(const uint8_t* far, const uint8_t* near) {
+inline void prefetch_line(const uint8_t* far, const uint8_t* near) {
   __builtin_prefetch(far, 0, 2);
   __builtin_prefetch(near, 0, 3);
 }
 
-// e4m3 and fp16 differ in their mantissa's width and in the bias of their exponent. Moving the bits turns one into the
-// other but for this power of two, which is multiplied in elsewhere.
+// e4m3 differs from fp16 in mantissa width and exponent bias. Shifting its bits into place gives an fp16 number that is
+// too small by this power of two, which is folded into `Packed::unit`.
 constexpr float kE4m3Unit = 256;
 
 // A packed matrix with its derived sizes.
@@ -34,17 +34,17 @@ struct Packed {
   const lancebill_matrix* matrix = nullptr;
   int64_t columns = 0, rows = 0;  // padded
   int32_t blocks = 0, groups = 0;
-  int32_t strip = 1;                        // row blocks whose codes lie together: two where they are nibbles
-  int64_t strip_bytes = 0;                  // of codes
+  int32_t strip = 1;                        // row blocks that share code bytes: two where codes are nibbles
+  int64_t strip_bytes = 0;                  // bytes of codes per strip
   int64_t scale_block = 0, zero_block = 0;  // bytes of one row block
   int32_t scale_row = 0, zero_row = 0;      // bytes of one group of a row block
   bool two_planes = false;     // table entries need two bytes (base 128)
-  bool small_entries = false;  // table entries are at most 31: integers of 4 bits, e2m1
-  bool plain_entries = false;  // the table is 0 .. 15: integers of 4 bits
-  float unit = 1;              // what one unit of the codes counts: step, times kE4m3Unit with E4M3 scales
-  float values[16] = {};       // TABLE4: what a code means, in units
+  bool small_entries = false;  // table entries are at most 31: 4-bit integers, e2m1
+  bool plain_entries = false;  // the table is 0 .. 15: 4-bit integers
+  float unit = 1;              // value of one table unit: step, times kE4m3Unit with E4M3 scales
+  float values[16] = {};       // TABLE4: value of each code, in units
   float minifloats[256] = {};  // FLOAT8: likewise
-  float minifloat_unit = 1;    // what kE4m3Unit is to e4m3, for this minifloat
+  float minifloat_unit = 1;    // the counterpart of kE4m3Unit for this minifloat
   const uint8_t* codes(int64_t block) const { return matrix->code_bytes + block / strip * strip_bytes; }
   const uint8_t* scales(int64_t block) const { return at(matrix->scale_bytes, block * scale_block); }
   const uint8_t* zeros(int64_t block) const { return at(matrix->zero_bytes, block * zero_block); }
@@ -55,60 +55,60 @@ struct Packed {
   }
 };
 
-// How the rows of a product's input are held: each sorted slot has a record of `stride` bytes. Tiles read those of an
-// expert side by side; the other kernels read any, and slots that are alike share one: that of slot `shared[slot]`.
+// The input rows of a GEMM: each sorted slot has a record of `stride` bytes. Tiles need the records of an expert to be
+// contiguous. The other kernels do not, so slots with equal inputs share one record, that of slot `shared[slot]`.
 struct Inputs {
   uint8_t* records = nullptr;
   int64_t* shared = nullptr;
-  float* factors = nullptr;  // of the rows held for tiles: their scale, where the tile holds quantised numbers
+  float* factors = nullptr;  // scale of each row written for tiles; 1 where the tile holds unquantised numbers
   int64_t stride = 0;
-  uint8_t* own(int64_t slot) const { return records + slot * stride; }
-  const uint8_t* record(int64_t slot) const { return own(shared[slot]); }
+  uint8_t* own_record(int64_t slot) const { return records + slot * stride; }
+  const uint8_t* record(int64_t slot) const { return own_record(shared[slot]); }
 };
 
 struct Call {
   const lancebill_layer* layer = nullptr;
   const lancebill_work* work = nullptr;
-  Packed first, last;     // of a linear: only last
-  bool two_products = false, gated = false;
+  Packed first, last;     // a linear has `last` only
+  bool two_gemms = false, gated = false;
   int32_t intermediate = 0;
-  int32_t tile_rows = 0;  // an expert with so many rows takes tiles; 0: none does
+  int32_t tile_rows = 0;  // experts with at least this many rows use tiles; 0: none
 
-  // Sorted slots: those of expert e are offsets[e] .. offsets[e + 1].
-  int64_t slots = 0;  // at most
-  int64_t summed_rows = 0;  // of out: those of tokens, with the sum of their slots each
+  // Slots sorted by expert: expert e has slots offsets[e] .. offsets[e + 1].
+  int64_t slots = 0;        // upper bound: ids out of range have no slot
+  int64_t summed_rows = 0;  // rows of out that sum over slots: one per token; 0 with grouped rows
   int64_t* offsets = nullptr;
-  int32_t* active = nullptr;  // experts that have slots, ascending
+  int32_t* active = nullptr;  // experts with slots, ascending
   int32_t actives = 0;
-  int64_t* row_of = nullptr;     // of x and of out
-  int64_t* slot_of = nullptr;    // of each id, in the order of the ids; -1: of none
-  float* weight_of = nullptr;    // routing weight
+  int64_t* row_of = nullptr;     // row of x and of out, by slot
+  int64_t* slot_of = nullptr;    // slot of each id; -1: none
+  float* weight_of = nullptr;    // routing weight, by slot
 
   Inputs first_inputs, last_inputs;
   float* hidden = nullptr;  // [slots][padded intermediate], after the activation
   float* sums = nullptr;    // [summed_rows][padded rows of last]
   uint8_t* per_thread = nullptr;
   int64_t per_thread_bytes = 0;
-  int64_t row_floats = 0;   // of the fp32 row buffers at the start of each thread's memory, three of them
+  int64_t row_floats = 0;   // length of each of the three fp32 row buffers at the start of a thread's memory
 
-  bool by_tokens() const { return work->ids != nullptr; }  // slots are of ids, and summed; else rows come by expert
+  bool by_tokens() const { return work->ids != nullptr; }  // indexed dispatch, summed per token; else grouped
   float* sums_of(int64_t row) const { return sums + row * last.rows; }
   int64_t hidden_stride() const { return gated ? first.rows / 2 : first.rows; }
   const Inputs& inputs_of(const Packed& packed) const { return &packed == &first ? first_inputs : last_inputs; }
 };
 
-// Everything but the scratch: LANCEBILL_OK, or why not. `tiles`: the level has tiles.
+// Validates and fills everything but the scratch. `tiles`: the level has tiles. Returns a status.
 int32_t plan(const lancebill_layer* layer, const lancebill_work* work, bool tiles, Call& call);
 
-// Lays out the scratch from `memory`; with nullptr only measures. Returns its bytes.
+// Assigns scratch memory from `memory`; with nullptr only measures. Returns the bytes needed.
 int64_t lay_out(Call& call, uint8_t* memory);
 
-// Fills offsets, active experts and rows.
+// Sorts slots by expert: fills offsets, active experts, rows and weights. Returns a status.
 int32_t sort_slots(Call& call);
 
 Packed describe(const lancebill_matrix& matrix, bool gated);
 
-// Whether `packed`'s input can be held exactly in bf16 tiles, up to a factor for each row.
+// Whether bf16 tiles hold the input of `packed` exactly, up to one factor per row.
 bool fits_tiles(const Packed& packed);
 
 struct Level {
@@ -117,7 +117,7 @@ struct Level {
   void (*run)(const Call&);
 };
 
-// Null where a level was not built: a compiler that lacks its flags, or another machine's.
+// Null for levels that were not built: the compiler lacks their flags, or they are for another machine.
 __attribute__((weak)) const Level* level_portable();
 __attribute__((weak)) const Level* level_neon();
 __attribute__((weak)) const Level* level_avx2();

@@ -1,4 +1,4 @@
-// Vectors of sixteen rows, as two registers each: AVX2, FMA and F16C; with AVX-VNNI its dot product.
+// Vectors of sixteen rows in two registers: AVX2, FMA and F16C, and the dot product of AVX-VNNI where compiled for it.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,8 @@ namespace {
 
 struct Avx2 {
   static constexpr int lanes = 16;
-  static constexpr int together(int sums) { return sums <= 2 ? 2 : 1; }  // of two registers each, with as many for shorts
+  // A sum takes two registers, and as many for its 16-bit sums.
+  static constexpr int blocks_at_once(int sums) { return sums <= 2 ? 2 : 1; }
   static constexpr bool tiles = false;
   static constexpr bool plain_nibbles = true;
   static constexpr bool whole_bytes = false;
@@ -27,33 +28,33 @@ struct Avx2 {
   using Table = __m256i;
 
 #ifdef __AVXVNNI__
-  static constexpr int rows = 2;  // sums of more, with inputs of two planes, would not leave registers enough
-  static constexpr bool fetches_twice = true;
+  static constexpr int rows = 2;  // more rows would need too many registers with two-plane inputs
+  static constexpr bool prefetch_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
-    const __m256i inputs = four(x);
+    const __m256i inputs = broadcast4(x);
     return each<I32>([&](int i) { return _mm256_dpbusd_avx_epi32(sum.part[i], codes.part[i], inputs); });
   }
 #else
   static constexpr int rows = 3;
-  static constexpr bool fetches_twice = false;
-  // vpmaddubsw adds two products in 16 bits, where only codes of 7 bits cannot saturate.
+  static constexpr bool prefetch_twice = false;
+  // vpmaddubsw adds two products in 16 bits, which cannot saturate with 7-bit codes only.
   static constexpr bool split_bytes = true;
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
-    const __m256i inputs = four(x);
+    const __m256i inputs = broadcast4(x);
     return each<I32>([&](int i) { return widened(sum.part[i], _mm256_maddubs_epi16(codes.part[i], inputs), 1); });
   }
 
-  // Products of 16 columns with codes up to 31 are added before they are widened, as 4 * 2 * 31 * 128 fits 16 bits, and
-  // those of 32 columns with codes up to 15.
+  // The products of 16 columns are summed in 16 bits with codes up to 31, since 4 * 2 * 31 * 128 fits; those of 32
+  // columns with codes up to 15.
   static constexpr bool short_sums = true;
   static Codes short_products(Codes codes, const int8_t* x) {
-    const __m256i inputs = four(x);
+    const __m256i inputs = broadcast4(x);
     return each<Codes>([&](int i) { return _mm256_maddubs_epi16(codes.part[i], inputs); });
   }
   static Codes add_shorts(Codes a, Codes b) {
-    return each<Codes>([&](int i) { return here(_mm256_add_epi16(a.part[i], b.part[i])); });
+    return each<Codes>([&](int i) { return keep_in_register(_mm256_add_epi16(a.part[i], b.part[i])); });
   }
   static I32 add_widened(I32 sum, Codes shorts, int16_t factor) {
     return each<I32>([&](int i) { return widened(sum.part[i], shorts.part[i], factor); });
@@ -63,7 +64,7 @@ struct Avx2 {
   static Codes load(const uint8_t* p) {
     return each<Codes>([&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i); });
   }
-  static Table table(const uint8_t* entries) { return _mm256_broadcastsi128_si256(sixteen(entries)); }
+  static Table table(const uint8_t* entries) { return _mm256_broadcastsi128_si256(load16(entries)); }
   static Codes low(Table table, Codes codes) { return look_up(table, low_nibbles(codes)); }
   static Codes high(Table table, Codes codes) { return look_up(table, high_nibbles(codes)); }
   static Codes low_nibbles(Codes codes) {
@@ -94,7 +95,7 @@ struct Avx2 {
     return each<I32>([&](int i) { return _mm256_slli_epi32(a.part[i], Bits); });
   }
   static I32 zeros(const uint8_t* p, int) {
-    return each<I32>([&](int i) { return _mm256_cvtepu8_epi32(eight(p + 8 * i)); });
+    return each<I32>([&](int i) { return _mm256_cvtepu8_epi32(load8(p + 8 * i)); });
   }
 
   static F32 zero() { return spread(0); }
@@ -123,19 +124,19 @@ struct Avx2 {
   static F32 scales(int32_t kind, const uint8_t* p, int) {
     switch (kind) {
       case LANCEBILL_SCALE_BF16:
-        return each<F32>([&](int i) { return shifted(_mm256_cvtepu16_epi32(sixteen(p + 16 * i)), 16); });
+        return each<F32>([&](int i) { return shifted(_mm256_cvtepu16_epi32(load16(p + 16 * i)), 16); });
       case LANCEBILL_SCALE_F16:
-        return each<F32>([&](int i) { return _mm256_cvtph_ps(sixteen(p + 16 * i)); });
+        return each<F32>([&](int i) { return _mm256_cvtph_ps(load16(p + 16 * i)); });
       case LANCEBILL_SCALE_F32: return floats(p, 0);
       case LANCEBILL_SCALE_E8M0:
-        return each<F32>([&](int i) { return shifted(_mm256_cvtepu8_epi32(eight(p + 8 * i)), 23); });
+        return each<F32>([&](int i) { return shifted(_mm256_cvtepu8_epi32(load8(p + 8 * i)), 23); });
       case LANCEBILL_SCALE_E4M3:
-        return each<F32>([&](int i) { return halves(eight(p + 8 * i), 7, _mm_set1_epi16(int16_t{-0x4001})); });
+        return each<F32>([&](int i) { return halves(load8(p + 8 * i), 7, _mm_set1_epi16(int16_t{-0x4001})); });
       default: return spread(1);
     }
   }
 
-  // The bits of a minifloat moved to where fp16 has them; the difference of biases is part of `unit`.
+  // Shifts the bits of a minifloat to their place in fp16; `unit` corrects the exponent bias.
   struct Minifloat {
     int shift;
     __m128i mask;
@@ -145,7 +146,7 @@ struct Avx2 {
           mask(_mm_set1_epi16(static_cast<int16_t>(0x8000 | (0x7f << shift)))),
           unit(spread(p.unit * p.minifloat_unit)) {}
     F32 decode(const uint8_t* p) const {
-      return each<F32>([&](int i) { return halves(eight(p + 8 * i), shift, mask); });
+      return each<F32>([&](int i) { return halves(load8(p + 8 * i), shift, mask); });
     }
   };
 
@@ -154,28 +155,28 @@ struct Avx2 {
   LANCEBILL_INLINE static Vector each(Function function) {
     return {{function(0), function(1)}};
   }
-  // An addition that compilers do not put off until all products are there, more than the registers hold.
-  static __m256i here(__m256i sum) {
-#ifdef __x86_64__  // not where it is emulated
+  // Keeps the compiler from delaying additions until all products exist, which would spill registers.
+  static __m256i keep_in_register(__m256i sum) {
+#ifdef __x86_64__  // not when emulated
     __asm__ volatile("" : "+x"(sum));
 #endif
     return sum;
   }
   static __m256i widened(__m256i sum, __m256i pairs, int16_t factor) {
-    return here(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor))));
+    return keep_in_register(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(factor))));
   }
   static Codes look_up(Table table, Codes nibbles) {
     return each<Codes>([&](int i) { return _mm256_shuffle_epi8(table, nibbles.part[i]); });
   }
   static __m256i low_nibble(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
-  static __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
-  static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static __m128i load8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+  static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m256 shifted(__m256i bits, int by) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits, by)); }
-  static __m256 halves(__m128i bytes, int shift, __m128i mask) {  // sign-extended: the sign is already the top bit
+  static __m256 halves(__m128i bytes, int shift, __m128i mask) {  // sign extension puts the sign in the top bit
     const __m128i wide = _mm_cvtepi8_epi16(bytes);
     return _mm256_cvtph_ps(_mm_and_si128(_mm_sll_epi16(wide, _mm_cvtsi32_si128(shift)), mask));
   }
-  static __m256i four(const int8_t* x) {
+  static __m256i broadcast4(const int8_t* x) {
     int32_t word;
     __builtin_memcpy(&word, x, 4);
     return _mm256_set1_epi32(word);

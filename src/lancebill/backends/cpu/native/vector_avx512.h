@@ -1,8 +1,9 @@
-// Vectors of sixteen rows, a whole unit of codes at once: AVX-512 with VNNI; with VBMI its look-up of bytes.
+// Vectors of sixteen rows in one register, a unit of codes per load: AVX-512 with VNNI, and VBMI byte lookup where
+// compiled for it.
 #pragma once
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 says so of its own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wuninitialized"  // false positives of GCC 12 in its own _mm512_undefined_ps
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #include <immintrin.h>
@@ -15,8 +16,8 @@ namespace {
 struct Avx512 {
   static constexpr int lanes = 16;
   static constexpr int rows = 4;
-  static constexpr int together(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
-  static constexpr bool fetches_twice = true;
+  static constexpr int blocks_at_once(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
+  static constexpr bool prefetch_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = true;
@@ -30,11 +31,11 @@ struct Avx512 {
   static I32 dot(I32 sum, Codes codes, const int8_t* x) {
     int32_t word;
     __builtin_memcpy(&word, x, 4);
-    return here(_mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word)));
+    return keep_in_register(_mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word)));
   }
 
-  static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(sixteen(entries)); }
-  static Codes load(const uint8_t* p) { return here(_mm512_loadu_si512(p)); }
+  static Table table(const uint8_t* entries) { return _mm512_broadcast_i32x4(load16(entries)); }
+  static Codes load(const uint8_t* p) { return keep_in_register(_mm512_loadu_si512(p)); }
   static Codes low(Table table, Codes codes) { return look_up(table, codes); }
   static Codes high(Table table, Codes codes) { return look_up(table, _mm512_srli_epi16(codes, 4)); }
   static Codes low_nibbles(Codes codes) { return _mm512_and_si512(codes, _mm512_set1_epi8(15)); }
@@ -45,7 +46,7 @@ struct Avx512 {
   static I32 multiply(I32 a, I32 b) { return _mm512_mullo_epi32(a, b); }
   template <int Bits>
   static I32 shift_left(I32 a) { return _mm512_slli_epi32(a, Bits); }
-  static I32 zeros(const uint8_t* p, int) { return _mm512_cvtepu8_epi32(sixteen(p)); }
+  static I32 zeros(const uint8_t* p, int) { return _mm512_cvtepu8_epi32(load16(p)); }
 
   static F32 zero() { return _mm512_setzero_ps(); }
   static F32 spread(float value) { return _mm512_set1_ps(value); }
@@ -58,16 +59,16 @@ struct Avx512 {
 
   static F32 scales(int32_t kind, const uint8_t* p, int) {
     switch (kind) {
-      case LANCEBILL_SCALE_BF16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(thirty_two(p)), 16));
-      case LANCEBILL_SCALE_F16: return _mm512_cvtph_ps(thirty_two(p));
+      case LANCEBILL_SCALE_BF16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load32(p)), 16));
+      case LANCEBILL_SCALE_F16: return _mm512_cvtph_ps(load32(p));
       case LANCEBILL_SCALE_F32: return _mm512_loadu_ps(p);
-      case LANCEBILL_SCALE_E8M0: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(sixteen(p)), 23));
-      case LANCEBILL_SCALE_E4M3: return halves(sixteen(p), 7, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+      case LANCEBILL_SCALE_E8M0: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load16(p)), 23));
+      case LANCEBILL_SCALE_E4M3: return halves(load16(p), 7, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
       default: return spread(1);
     }
   }
 
-  // The bits of a minifloat moved to where fp16 has them; the difference of biases is part of `unit`.
+  // Shifts the bits of a minifloat to their place in fp16; `unit` corrects the exponent bias.
   struct Minifloat {
     int shift;
     __m256i mask;
@@ -76,20 +77,20 @@ struct Avx512 {
         : shift(10 - p.matrix->mantissa),
           mask(_mm256_set1_epi16(static_cast<int16_t>(0x8000 | (0x7f << shift)))),
           unit(spread(p.unit * p.minifloat_unit)) {}
-    F32 decode(const uint8_t* p) const { return halves(sixteen(p), shift, mask); }
+    F32 decode(const uint8_t* p) const { return halves(load16(p), shift, mask); }
   };
 
  private:
-  // Sums in their own registers from product to product, and codes in one: GCC else moves all sums to others and back
-  // in every step of a loop, and loads codes once for each use.
-  static __m512i here(__m512i value) {
-#ifdef __x86_64__  // not where it is emulated
+  // Pins a value to a register. Otherwise GCC copies all sums to other registers and back in every loop step, and
+  // reloads codes for each use.
+  static __m512i keep_in_register(__m512i value) {
+#ifdef __x86_64__  // not when emulated
     __asm__("" : "+v"(value));
 #endif
     return value;
   }
-  // By the low nibble of each byte. vpermb looks at six bits of an index: with the sixteen entries four times over the
-  // upper two do not matter, and no nibble needs to be masked.
+  // Looks up the low nibble of each byte. vpermb uses six index bits; the table is repeated four times, so the upper
+  // two do not matter and no mask is needed.
   static Codes look_up(Table table, Codes bytes) {
 #ifdef __AVX512VBMI__
     return _mm512_permutexvar_epi8(bytes, table);
@@ -97,9 +98,9 @@ struct Avx512 {
     return _mm512_shuffle_epi8(table, _mm512_and_si512(bytes, _mm512_set1_epi8(15)));
 #endif
   }
-  static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-  static __m256i thirty_two(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-  static F32 halves(__m128i bytes, int shift, __m256i mask) {  // sign-extended: the sign is already the top bit
+  static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static F32 halves(__m128i bytes, int shift, __m256i mask) {  // sign extension puts the sign in the top bit
     const __m256i wide = _mm256_cvtepi8_epi16(bytes);
     return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(wide, _mm_cvtsi32_si128(shift)), mask));
   }

@@ -1,4 +1,4 @@
-// Vectors of sixteen rows on ARM, as four registers each: NEON with dot products of bytes.
+// Vectors of sixteen rows in four registers: ARM NEON with byte dot products.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,10 +11,10 @@ namespace {
 
 struct Neon {
   static constexpr int lanes = 16;
-  static constexpr int rows = 2;  // of inputs at once: four would not leave registers enough
-  static constexpr int together(int) { return 1; }
-  static constexpr bool fetches_twice = false;
-  static constexpr bool split_bytes = true;  // SDOT takes both sides as signed
+  static constexpr int rows = 2;  // four would need too many registers
+  static constexpr int blocks_at_once(int) { return 1; }
+  static constexpr bool prefetch_twice = false;
+  static constexpr bool split_bytes = true;  // SDOT has signed operands only
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
@@ -105,7 +105,7 @@ struct Neon {
     }
   }
 
-  // The bits of a minifloat moved to where fp16 has them; the difference of biases is part of `unit`.
+  // Shifts the bits of a minifloat to their place in fp16; `unit` corrects the exponent bias.
   struct Minifloat {
     int16x8_t shift;
     uint16x8_t mask;
@@ -118,7 +118,7 @@ struct Neon {
   };
 
  private:
-  typedef int32_t Word __attribute__((aligned(1), may_alias));  // four bytes of a row, wherever they lie
+  typedef int32_t Word __attribute__((aligned(1), may_alias));  // four bytes of a row at any alignment
 
   template <class Vector, class Function>
   LANCEBILL_INLINE static Vector each(Function function) {
@@ -130,7 +130,7 @@ struct Neon {
     const uint16x8_t half = vmovl_u8(i < 2 ? vget_low_u8(all) : vget_high_u8(all));
     return vmovl_u16(i % 2 == 0 ? vget_low_u16(half) : vget_high_u16(half));
   }
-  static F32 halves(const uint8_t* p, int16x8_t shift, uint16x8_t mask) {  // sign-extended: the sign is already on top
+  static F32 halves(const uint8_t* p, int16x8_t shift, uint16x8_t mask) {  // sign extension puts the sign on top
     const int8x16_t all = vreinterpretq_s8_u8(vld1q_u8(p));
     const uint16x8_t first = vandq_u16(vreinterpretq_u16_s16(vshlq_s16(vmovl_s8(vget_low_s8(all)), shift)), mask);
     const uint16x8_t last = vandq_u16(vreinterpretq_u16_s16(vshlq_s16(vmovl_s8(vget_high_s8(all)), shift)), mask);

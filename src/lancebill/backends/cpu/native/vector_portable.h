@@ -1,4 +1,4 @@
-// Vectors of four rows in the compilers' own terms: what every machine can run.
+// Vectors of four rows with the vector extensions of the compiler, for every machine.
 #pragma once
 
 #include "convert.h"
@@ -10,15 +10,15 @@ namespace {
 struct Portable {
   static constexpr int lanes = 4;
   static constexpr int rows = 4;
-  static constexpr int together(int) { return 1; }
-  static constexpr bool fetches_twice = true;
+  static constexpr int blocks_at_once(int) { return 1; }
+  static constexpr bool prefetch_twice = true;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = false;
   static constexpr bool tiles = false;
   typedef int32_t I32 __attribute__((vector_size(16)));
   typedef float F32 __attribute__((vector_size(16)));
-  typedef uint32_t Codes __attribute__((vector_size(16)));  // a row's four codes are the bytes of its lane
+  typedef uint32_t Codes __attribute__((vector_size(16)));  // the four codes of a row are the bytes of its lane
   struct Table {
     uint8_t entries[16];
   };

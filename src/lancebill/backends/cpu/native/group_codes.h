@@ -1,0 +1,75 @@
+// Codes of a unit as the unsigned bytes that integer kernels multiply.
+//
+// A decoder has:
+//   blocks       row blocks that share a unit
+//   planes       bytes per code value: two where a value needs more than 7 bits
+//   step_units   units decoded and multiplied in one loop step
+//   short_sums   products are first summed in 16 bits
+//   whole_bytes  the odd block is not decoded: its sums come from those of the whole bytes (see GroupSums)
+#pragma once
+
+#include "convert.h"
+#include "plan.h"
+
+namespace lancebill {
+namespace {
+
+template <class V>
+LANCEBILL_INLINE typename V::Table plane_table(const Packed& p, int plane) {
+  uint8_t bytes[16];
+  for (int i = 0; i < 16; i++) {
+    bytes[i] = static_cast<uint8_t>(plane == 0 ? p.matrix->table[i] & 127 : p.matrix->table[i] >> 7);
+  }
+  return V::table(bytes);
+}
+
+// 4-bit codes through a table.
+template <class V, int Planes, bool Short = false>
+struct Nibbles {
+  static constexpr int blocks = 2, planes = Planes, step_units = Short ? 4 : 2;
+  static constexpr bool short_sums = Short, whole_bytes = false;
+  typename V::Table tables[Planes];
+
+  explicit Nibbles(const Packed& p) {
+    for (int i = 0; i < Planes; i++) tables[i] = plane_table<V>(p, i);
+  }
+
+  LANCEBILL_INLINE typename V::Codes decode(int block, int plane, typename V::Codes unit) const {
+    return block == 0 ? V::low(tables[plane], unit) : V::high(tables[plane], unit);
+  }
+};
+
+// 4-bit integers, whose table is the identity. With 16-bit sums the products of 32 columns fit one sum.
+template <class V>
+struct PlainNibbles {
+  static constexpr int blocks = 2, planes = 1, step_units = V::short_sums ? 8 : 2;
+  static constexpr bool short_sums = V::short_sums, whole_bytes = V::whole_bytes;
+
+  explicit PlainNibbles(const Packed&) {}
+
+  LANCEBILL_INLINE typename V::Codes decode(int block, int, typename V::Codes unit) const {
+    if (block == 0) return V::low_nibbles(unit);
+    if constexpr (whole_bytes) {
+      return unit;
+    } else {
+      return V::high_nibbles(unit);
+    }
+  }
+};
+
+// Integers of 5 to 8 bits.
+template <class V>
+struct Bytes {
+  static constexpr int blocks = 1, planes = V::split_bytes ? 2 : 1, step_units = 2;
+  static constexpr bool short_sums = false, whole_bytes = false;
+
+  explicit Bytes(const Packed&) {}
+
+  LANCEBILL_INLINE typename V::Codes decode(int, int plane, typename V::Codes unit) const {
+    if constexpr (V::split_bytes) return plane == 0 ? V::low_bits(unit) : V::top_bit(unit);
+    return unit;
+  }
+};
+
+}  // namespace
+}  // namespace lancebill

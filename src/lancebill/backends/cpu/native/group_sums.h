@@ -1,0 +1,132 @@
+// Integer dot products of one column group: a few row blocks times a few input rows.
+#pragma once
+
+#include "group_codes.h"
+#include "inputs.h"
+#include "plan.h"
+#include "prefetch.h"
+
+namespace lancebill {
+namespace {
+
+constexpr int kPlane = 256;  // weight of an input's high plane
+
+// The accumulators of one group: `BlocksAtOnce` row blocks, starting at block `First` of a strip, times `Rows` input
+// rows. Where a block has more rows than a vector has lanes, `part` selects the lanes. Each input is loaded once for
+// all blocks, and each code is decoded once for all rows.
+//
+// With `whole_bytes`, a byte is low + 16 * high, where low and high belong to two blocks. The sum over whole bytes
+// minus the sum over low nibbles is then 16 times the sum over high nibbles. `value` returns that multiple for odd
+// blocks.
+template <class V, class Code, int InputPlanes, int First, int BlocksAtOnce, int Rows>
+struct GroupSums {
+  using I32 = typename V::I32;
+  static constexpr int kPartBytes = kUnit * V::lanes / kRows;
+  static constexpr int kStepUnits = Code::step_units;  // every group has a multiple of this many units
+  static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening 16-bit sums also merges the planes
+  static_assert(kStepUnits * kUnitColumns % kPlaneRun == 0, "a step starts at the start of a plane run");
+  static_assert(!Code::whole_bytes || (First == 0 && BlocksAtOnce % 2 == 0), "a whole byte belongs to both blocks");
+  I32 sums[BlocksAtOnce][Rows][kSums][Code::planes];
+
+  // Starts each sum at minus center (or zero point) times the sum of the inputs.
+  LANCEBILL_INLINE void start(const Packed& p, const uint8_t* zeros, int part,
+                              const InputGroup* const (&groups)[Rows]) {
+    LANCEBILL_EACH(b, BlocksAtOnce)
+      LANCEBILL_EACH(r, Rows)
+        LANCEBILL_EACH(i, kSums) {
+          I32* sum = sums[b][r][i];
+          const int32_t start = kSums == InputPlanes ? groups[r]->start[i] : groups[r]->both;
+          sum[0] = zeros == nullptr ? V::broadcast(is_whole(b) ? start + 16 * start : start)
+                                    : V::multiply(zero(p, zeros, b, part), V::broadcast(start));
+          if constexpr (Code::planes == 2) sum[1] = V::broadcast(0);
+        }
+  }
+
+  static constexpr bool is_whole(int b) { return Code::whole_bytes && b % 2 == 1; }
+
+  static LANCEBILL_INLINE I32 zero(const Packed& p, const uint8_t* zeros, int b, int part) {
+    const I32 own = V::zeros(zeros + b * p.zero_block, part);
+    return is_whole(b) ? V::add(V::zeros(zeros + (b - 1) * p.zero_block, part), V::template shift_left<4>(own)) : own;
+  }
+
+  // Adds the products of a group. `unit`: its first codes, `bytes` of them per strip; `x`: each row's inputs of this
+  // group; `prefetch`: the prefetches to issue meanwhile, if `prefetching`.
+  template <class Prefetch>
+  LANCEBILL_INLINE void add(const Packed& p, const Code& code, const uint8_t* unit, int64_t bytes, Prefetch prefetch,
+                            bool prefetching, const int8_t* const (&x)[Rows]) {
+    const int8_t* at[Rows];
+    LANCEBILL_EACH(r, Rows) at[r] = x[r];
+    for (const uint8_t* end = unit + bytes; unit != end; unit += kStepUnits * kUnit) {
+      if constexpr (Code::short_sums) {
+        add_shorts(p, code, unit, prefetch, prefetching, at);
+      } else {
+        static_assert(kStepUnits == kPrefetchUnits, "one prefetch step");
+        if (prefetching) prefetch.step();
+        add_dots(p, code, unit, at);
+      }
+      LANCEBILL_EACH(r, Rows) at[r] += InputPlanes * kStepUnits * kUnitColumns;
+    }
+  }
+
+  LANCEBILL_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* unit,
+                                 const int8_t* const (&x)[Rows]) {
+    LANCEBILL_EACH(u, kStepUnits) {
+      typename V::Codes decoded[BlocksAtOnce][Code::planes];
+      decode(p, code, unit + u * kUnit, decoded);
+      LANCEBILL_EACH(r, Rows)
+        LANCEBILL_EACH(i, InputPlanes)
+          LANCEBILL_EACH(b, BlocksAtOnce)
+            LANCEBILL_EACH(plane, Code::planes) {
+              I32& sum = sums[b][r][i][plane];
+              sum = V::dot(sum, decoded[b][plane], x[r] + plane_offset(u * kUnitColumns, i, InputPlanes));
+            }
+    }
+  }
+
+  template <class Prefetch>
+  LANCEBILL_INLINE void add_shorts(const Packed& p, const Code& code, const uint8_t* unit, Prefetch& prefetch,
+                                   bool prefetching, const int8_t* const (&x)[Rows]) {
+    typename V::Codes shorts[BlocksAtOnce][Rows][InputPlanes];
+    LANCEBILL_EACH(u, kStepUnits) {
+      if (prefetching && u % kPrefetchUnits == 0) prefetch.step();
+      typename V::Codes decoded[BlocksAtOnce][Code::planes];
+      decode(p, code, unit + u * kUnit, decoded);
+      LANCEBILL_EACH(r, Rows)
+        LANCEBILL_EACH(i, InputPlanes)
+          LANCEBILL_EACH(b, BlocksAtOnce) {
+            const int8_t* at = x[r] + plane_offset(u * kUnitColumns, i, InputPlanes);
+            const typename V::Codes more = V::short_products(decoded[b][0], at);
+            typename V::Codes& sum = shorts[b][r][i];
+            sum = u == 0 ? more : V::add_shorts(sum, more);
+            if (u + 1 == kStepUnits) {
+              sums[b][r][0][0] = V::add_widened(sums[b][r][0][0], sum, i + 1 < InputPlanes ? kPlane : 1);
+            }
+          }
+    }
+  }
+
+  static LANCEBILL_INLINE void decode(const Packed& p, const Code& code, const uint8_t* unit,
+                                      typename V::Codes (&decoded)[BlocksAtOnce][Code::planes]) {
+    LANCEBILL_EACH(b, BlocksAtOnce) {
+      const int block = First + b;
+      const typename V::Codes codes = V::load(unit + block / Code::blocks * p.strip_bytes);
+      LANCEBILL_EACH(plane, Code::planes) decoded[b][plane] = code.decode(block % Code::blocks, plane, codes);
+    }
+  }
+
+  LANCEBILL_INLINE I32 sum(int b, int r, int plane) const {
+    const I32* sum = sums[b][r][plane];
+    if constexpr (Code::planes == 2) return V::add(sum[0], V::template shift_left<7>(sum[1]));
+    if constexpr (Code::whole_bytes) return is_whole(b) ? V::subtract(sum[0], sums[b - 1][r][plane][0]) : sum[0];
+    return sum[0];
+  }
+
+  // The sum in units of the input's low plane.
+  LANCEBILL_INLINE typename V::F32 value(int b, int r) const {
+    if constexpr (kSums == 1) return V::to_float(sum(b, r, 0));
+    return V::fma(V::to_float(sum(b, r, 0)), V::spread(kPlane), V::to_float(sum(b, r, kSums - 1)));
+  }
+};
+
+}  // namespace
+}  // namespace lancebill

@@ -1,0 +1,94 @@
+// Software prefetch of packed weights: which addresses, how far ahead, in which order.
+#pragma once
+
+#include "convert.h"
+#include "plan.h"
+
+namespace lancebill {
+namespace {
+
+constexpr int64_t kScalePrefetch = 512;  // bytes from the scales being read to those being prefetched
+
+constexpr int kPrefetchUnits = 2;  // code units multiplied between two prefetch steps; spreads prefetches evenly
+
+// The row blocks that one kernel call reads. Each strip is a separate memory stream. `next_*` are the blocks read
+// afterwards: prefetches past the end of the current blocks continue there.
+struct Streams {
+  const uint8_t *codes, *scales, *zeros;
+  const uint8_t *next_codes, *next_scales;
+};
+
+inline Streams streams(const Packed& p, int64_t block, int64_t next) {
+  return {p.codes(block), p.scales(block), p.zeros(block), p.codes(next), p.scales(next)};
+}
+
+// The address `distance` bytes after `offset` in `current`, which has `size` bytes and is followed by `next`. The
+// distance is at most `size`.
+inline const uint8_t* prefetch_address(const uint8_t* current, const uint8_t* next, int64_t offset, int64_t distance,
+                                       int64_t size) {
+  offset += min_of(distance, size);
+  const bool inside = offset < size;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(inside ? current : next) + (inside ? offset : offset - size);
+  return reinterpret_cast<const uint8_t*>(address);
+}
+
+// The two prefetch addresses in the first strip: `far` goes to L2, `near` to L1 (see kFarBytes). Offsets reach the
+// other strips.
+struct PrefetchPoint {
+  const uint8_t *far, *near;
+
+  LANCEBILL_INLINE void prefetch_both(int64_t offset) const { prefetch_line(far + offset, near + offset); }
+  LANCEBILL_INLINE void prefetch_far(int64_t offset) const { __builtin_prefetch(far + offset, 0, 3); }
+  PrefetchPoint operator+(int64_t offset) const { return {far + offset, near + offset}; }
+};
+
+// Prefetches the lines of `Strips` strips while the kernel multiplies an earlier group. Each step prefetches `Count`
+// lines, each pass has `steps` steps, and after all passes every line was prefetched once. Memory is faster when
+// several strips (pages) are read at once, but the kernel computes strips one after the other; so each step prefetches
+// a line from each of several strips.
+template <class V, int Strips, int Count>
+struct PrefetchSteps {
+  static constexpr int kStreams = min_of(Strips, Count), kSets = Strips / kStreams, kLines = Count / kStreams;
+  static_assert(kStreams * kSets == Strips && kStreams * kLines == Count, "every line is prefetched exactly once");
+  PrefetchPoint point;
+  int64_t strip_bytes;
+
+  PrefetchSteps(const PrefetchPoint& first, int64_t strip_bytes, int pass, int64_t steps)
+      : point(first + (pass % kSets * kStreams * strip_bytes + pass / kSets * steps * kLines * kUnit)),
+        strip_bytes(strip_bytes) {}
+
+  LANCEBILL_INLINE void step() {
+    LANCEBILL_EACH(i, Count) {
+      const int64_t offset = i % kStreams * strip_bytes + i / kStreams * kUnit;
+      V::prefetch_twice ? point.prefetch_both(offset) : point.prefetch_far(offset);
+    }
+    point = point + kLines * kUnit;
+  }
+};
+
+// Prefetch addresses for a kernel that reads `piece` bytes of each strip per group. `piece` is a power of two.
+// Distances are multiples of `piece`, so a prefetched piece never crosses the end of a strip.
+class PrefetchCursor {
+ public:
+  PrefetchCursor(const Packed& p, const Streams& s, int64_t piece)
+      : s_(s), strip_bytes_(p.strip_bytes), piece_(piece), end_(s.codes + p.strip_bytes) {}
+
+  PrefetchPoint at(int64_t offset) const { return {address(offset, kFarBytes), address(offset, kNearBytes)}; }
+  LANCEBILL_INLINE PrefetchPoint next(const PrefetchPoint& point) const { return {next(point.far), next(point.near)}; }
+
+ private:
+  const uint8_t* address(int64_t offset, int64_t distance) const {
+    return prefetch_address(s_.codes, s_.next_codes, offset, (distance + piece_ - 1) & -piece_, strip_bytes_);
+  }
+  LANCEBILL_INLINE const uint8_t* next(const uint8_t* address) const {
+    address += piece_;
+    return address == end_ ? s_.next_codes : address;
+  }
+
+  const Streams& s_;
+  int64_t strip_bytes_, piece_;
+  const uint8_t* end_;
+};
+
+}  // namespace
+}  // namespace lancebill
