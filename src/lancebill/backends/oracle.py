@@ -1,7 +1,7 @@
 """Which backend computes a problem on a device, and why not the others.
 
-Every backend gives all its reasons; the cheapest supported one by its plan's estimate is chosen,
-ties by name. An explicit request is honoured or refused with the whole table, never replaced.
+Every backend gives all its reasons. Of those that support the problem the one with the lowest estimate is chosen,
+ties by name. An explicit request is honoured or refused with the whole table, never replaced by another backend.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lancebill.errors import UnsupportedProblem
 from lancebill.moe.problem import Device, Problem, parse_device
 
 AUTO = "auto"
-TYPICAL_TOKENS = 64  # the batch that estimates are compared at, where none is given
+TYPICAL_TOKENS = 64  # the batch size at which estimates are compared by default
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend taken, everyone's verdict, and what was asked."""
+    """The chosen backend, the verdict of every backend, and the request."""
 
     problem: Problem
     device: Device
@@ -48,7 +48,7 @@ class Choice:
         return self.chosen.backend
 
     def refusal(self) -> UnsupportedProblem:
-        """The error that is the table."""
+        """An error whose text is the table of reasons."""
         return UnsupportedProblem(self.table(), where=f"{self.requested} on {self.device}")
 
     def table(self) -> str:
@@ -59,7 +59,7 @@ class Choice:
         return "\n".join(lines)
 
     def why(self, verdict: Verdict) -> str:
-        """One backend's place in the choice, in words."""
+        """Why a backend was chosen or not, in words."""
         if not verdict.supported:
             return "; ".join(str(reason) for reason in verdict.reasons)
         estimate = f"about {verdict.plan.estimate_us:,.0f} us" if verdict.plan else "no estimate"
@@ -88,9 +88,9 @@ class Choice:
 
 
 def explain(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
-    """Everyone's verdict and the choice; nothing is raised but for an unknown name.
+    """The verdict of every backend, and the choice. Raises only for an unknown backend or device.
 
-    `device` may be named: `cpu`, `cuda:0`, or one that is not here, such as `sm_90`.
+    `device` may be a name: `cpu`, `cuda:0`, or a kind of GPU that this machine need not have, such as `sm_90`.
     """
     backends = registry()
     device = parse_device(device) if isinstance(device, str) else device
@@ -107,7 +107,7 @@ def explain(problem: Problem, device: Device | str, requested: str = AUTO, token
 
 
 def select(problem: Problem, device: Device | str, requested: str = AUTO, tokens: int = TYPICAL_TOKENS) -> Choice:
-    """Like `explain`, but no backend is an error that carries the table."""
+    """Like `explain`, but raises the table where no backend supports the problem."""
     choice = explain(problem, device, requested, tokens)
     if choice.chosen is None:
         raise choice.refusal()

@@ -1,6 +1,7 @@
-"""How a layer is made from a checkpoint, whether its tensors are pulled from files or pushed.
+"""How a layer is made from a checkpoint: everything that is known from metadata, before a tensor is read.
 
-manifest -> plan of the rank's share -> problem -> oracle -> layout -> experts packed one by one.
+manifest -> plan of this rank's share -> problem -> oracle -> layout -> buffers. Loading from files and pushing tensors
+share this.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class LoadOptions:
 
 
 class Losses:
-    """What requantising has cost so far, by matrix."""
+    """The error of requantising so far, by matrix."""
 
     def __init__(self) -> None:
         self.held: dict[str, Loss] = {}
@@ -58,13 +59,13 @@ class Losses:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything about a layer's load that is known from metadata."""
+    """What to load, how to cut it, which backend computes it."""
 
     manifest: Manifest
     plan: LayerPlan
     choice: oracle.Choice
     options: LoadOptions
-    declared: dict[str, ActivationSpec]
+    declared: dict[str, ActivationSpec]  # activations the checkpoint asks for, by matrix
 
     @classmethod
     def make(cls, manifest: Manifest, index: int, options: LoadOptions) -> Recipe:
@@ -73,13 +74,13 @@ class Recipe:
         return cls(manifest, plan, choice, options, declared)
 
     def allocate(self) -> dict[str, Packed]:
-        """Final buffers of all local experts, what is known of their inputs included."""
+        """Buffers for all local experts, with those for stored input scales."""
         problem, device, count = self.choice.problem, self.choice.device.torch, len(self.plan.experts)
         layout = self.choice.backend.layout(problem)
-        products = {"w13": (GATE, problem.activations), "w2": (DOWN, problem.second_activations)}
+        gemms = {"w13": (GATE, problem.activations), "w2": (DOWN, problem.second_activations)}
         packed = {}
         for matrix, shape in problem.matrices.items():
-            name, spec = products[matrix]
+            name, spec = gemms[matrix]
             roles = self.plan.layer.sample(name).sources
             where = f"layer {self.plan.layer.index}, {matrix}"
             inputs = allocate_inputs(roles, spec, shape.k, count, device, where)
@@ -113,15 +114,14 @@ class Recipe:
 
 
 def wide_inputs(dtype: torch.dtype) -> ActivationSpec:
-    """Inputs as they come."""
+    """Unquantised inputs of this dtype."""
     if dtype not in WIDE:
-        raise SpecError("inputs have another dtype", expected=" or ".join(map(str, WIDE)), got=dtype)
+        raise SpecError("no kernel takes inputs of this dtype", expected=" or ".join(map(str, WIDE)), got=dtype)
     return WIDE[dtype]
 
 
 def pose(manifest: Manifest, index: int, options: LoadOptions) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
-    """A rank's share of a layer, the activations its checkpoint declares, and what is to be computed:
-    all that is known before any backend is asked."""
+    """This rank's share of a layer, the activations its checkpoint declares, and the problem for the oracle."""
     if index not in manifest.layers:
         legal = ", ".join(map(str, manifest.layer_indices)) or "none"
         raise MissingTensor(f"layer {index} has no routed experts", expected=f"one of {legal}")
@@ -135,10 +135,10 @@ def pose(manifest: Manifest, index: int, options: LoadOptions) -> tuple[LayerPla
 def _problem(
     manifest: Manifest, plan: LayerPlan, options: LoadOptions, declared: Mapping[str, ActivationSpec]
 ) -> Problem:
-    """What this rank has to compute."""
-    said = activation_specs(options.activations, plan.layer.index)
+    """What this rank computes."""
+    requested = activation_specs(options.activations, plan.layer.index)
     wide = wide_inputs(options.dtype)
-    chosen = {m: (said[m] or declared[m]) if m in said else wide for m in ("w13", "w2")}
+    chosen = {m: (requested[m] or declared[m]) if m in requested else wide for m in ("w13", "w2")}
     routing = options.routing or _routing(manifest, plan.layer.index)
     projections = {"w13": plan.layer.sample(GATE), "w2": plan.layer.sample(DOWN)}
     for matrix, projection in projections.items():
@@ -164,7 +164,7 @@ def _routing(manifest: Manifest, layer: int) -> Routing:
 
 
 def _declared_activations(manifest: Manifest, layer: StoredLayer, options: LoadOptions) -> dict[str, ActivationSpec]:
-    """What the checkpoint asks each product's input to be."""
+    """How the checkpoint says the input of each GEMM is quantised."""
     declared = {}
     for matrix, name in (("w13", GATE), ("w2", DOWN)):
         module = layer.sample(name).as_module(manifest.tensors)

@@ -1,4 +1,4 @@
-"""What a load did: said once, as a value, for people and for logs."""
+"""What a load did, as one value that prints itself for people and logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class LoadReport:
     seconds: float
     choice: Choice
     losses: dict[str, Loss] = field(default_factory=dict)
-    unknown_keys: tuple[str, ...] = ()  # of the config, in case they change what the numbers mean
+    unknown_keys: tuple[
+        str, ...
+    ] = ()  # of the config that the format does not know: they may change what the numbers mean
     notes: tuple[str, ...] = ()  # what the backend's layout could not hold as stored
 
     def __str__(self) -> str:
@@ -37,8 +39,8 @@ class LoadReport:
             loss = self.losses.get(name)
             cost = "" if loss is None else f", rms error {loss.rms_error:.2e}"
             declared = self.declared_activations[name]
-            wish = "" if declared == self.activations[name] else f" (the checkpoint declares {declared})"
-            lines.append(f"  {name}: {how}, activations {self.activations[name]}{wish}{cost}")
+            mismatch = "" if declared == self.activations[name] else f" (the checkpoint declares {declared})"
+            lines.append(f"  {name}: {how}, activations {self.activations[name]}{mismatch}{cost}")
         if self.unknown_keys:
             lines.append(f"  config keys {self.format} does not know: {', '.join(self.unknown_keys)}")
         lines += [f"  {note}" for note in self.notes]

@@ -1,7 +1,7 @@
-"""What a user may say for `weights=` and `activations=`, resolved for one layer.
+"""What `weights=` and `activations=` accept, resolved for one layer.
 
-One spec for everything; `{"w13": ..., "w2": ...}`; or ordered (layer pattern, spec) pairs, first
-match wins, where a pattern is a layer number, a range `3-17`, or `*`.
+One spec for everything; `{"w13": ..., "w2": ...}`; or ordered (layer pattern, spec) pairs of which the first match
+applies. A pattern is a layer number, a range `3-17`, or `*`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from lancebill.errors import SpecError
+from lancebill.moe.layout import W2, W13
 from lancebill.numbers.spec import ActivationSpec, QuantSpec
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 
-MATRICES = ("w13", "w2")
+MATRICES = (W13, W2)
 CHECKPOINT = "checkpoint"  # activations as the checkpoint declares them
 
 WeightRules = str | QuantSpec | Mapping[str, object] | Sequence[tuple[str, object]] | None
@@ -21,20 +22,20 @@ ActivationRules = str | ActivationSpec | Mapping[str, object] | Sequence[tuple[s
 
 
 def weight_targets(rules: WeightRules, layer: int) -> dict[str, QuantSpec]:
-    """Target specs by matrix; empty where the weights are kept as they are."""
+    """Target specs by matrix; empty where the weights keep their stored spec."""
     return {name: _weight(value) for name, value in _by_matrix(rules, layer).items()}
 
 
 def activation_specs(rules: ActivationRules, layer: int) -> dict[str, ActivationSpec | None]:
-    """Per matrix a spec, or None for "as the checkpoint declares"; missing = 16-bit as it comes."""
-    said = _by_matrix(rules, layer)
-    return {name: None if value == CHECKPOINT else _activation(value) for name, value in said.items()}
+    """A spec by matrix, or None for "as the checkpoint declares"; a missing matrix takes its inputs unquantised."""
+    by_matrix = _by_matrix(rules, layer)
+    return {name: None if value == CHECKPOINT else _activation(value) for name, value in by_matrix.items()}
 
 
 def _by_matrix(rules: object, layer: int) -> dict[str, object]:
-    """What is said of each matrix in this layer, where anything is."""
-    said = _for_layer(rules, layer)
-    named = said if isinstance(said, Mapping) else dict.fromkeys(MATRICES, said)
+    """The rule for each matrix of this layer, where there is one."""
+    rule = _for_layer(rules, layer)
+    named = rule if isinstance(rule, Mapping) else dict.fromkeys(MATRICES, rule)
     unknown = sorted(set(named) - set(MATRICES))
     if unknown:
         raise SpecError(f"no matrix is called '{unknown[0]}'", expected=" or ".join(MATRICES))

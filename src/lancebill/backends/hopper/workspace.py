@@ -1,4 +1,4 @@
-"""Scratch memory: one buffer for each (device, stream), shared by all layers, grown outside capture."""
+"""Scratch memory: one buffer for each (device, stream), shared by all layers. It cannot grow during graph capture."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from lancebill.errors import LaunchError
 
 _ALIGN = 256
-FIRST, SECOND, COUNTERS = 0, 1 << 15, 1 << 16  # arrivals at the first product's tiles and at the second's
+FIRST, SECOND, COUNTERS = 0, 1 << 15, 1 << 16  # counters of the first GEMM's tiles and of the second's
 _buffers: dict[tuple[int, int], Tensor] = {}
 _counters: dict[tuple[int, int], Tensor] = {}
 _locks: dict[tuple[int, int], Lock] = {}
 
 
 def counters(device: torch.device, stream: int) -> Tensor:
-    """Integers that are zero between launches; nothing else is ever kept there."""
+    """Counters, all zero between calls: the block that sees a full counter resets it."""
     key = (device.index or 0, stream)
     if key not in _counters:
         _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
@@ -25,7 +25,7 @@ def counters(device: torch.device, stream: int) -> Tensor:
 
 
 def lock(device: torch.device, stream: int) -> Lock:
-    """Held while a call's launches are queued: those of two threads on one stream must not mix, they share scratch."""
+    """Held while a call queues its launches: two threads on one stream share scratch, so their launches must not mix."""
     return _locks.setdefault((device.index or 0, stream), Lock())
 
 
@@ -42,7 +42,7 @@ def pieces(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[
 
 
 def buffer(device: torch.device, stream: int, size: int) -> Tensor:
-    """At least `size` bytes, zeroed when new; an old one stays alive as long as launches refer to it."""
+    """At least `size` bytes, zeroed when new. A buffer that was outgrown lives as long as launches refer to it."""
     key = (device.index or 0, stream)
     held = _buffers.get(key)
     if held is None or held.numel() < size:
