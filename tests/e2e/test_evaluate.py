@@ -1,4 +1,4 @@
-"""Perplexity, exact match and paired tests, judged by sums written out and by counting all outcomes."""
+"""Perplexity, exact match and paired tests, compared with direct sums and with enumeration of all outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lancebill.evaluate.run import EvalResult, Variant
 
 
 class Bigram:
-    """A model whose next token depends on the last one only: any window gives the same losses."""
+    """A model whose next token depends only on the previous one, so every window gives the same losses."""
 
     device = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_every_token_is_scored_once(length: int, window: int, stride: int) -> No
 
 
 @pytest.mark.parametrize(("length", "window", "stride"), [(50, 8, 8), (50, 8, 3), (7, 100, 50), (33, 16, 16)])
-def test_windows_together_score_as_one_by_one(length: int, window: int, stride: int) -> None:
+def test_batched_windows_give_the_same_losses(length: int, window: int, stride: int) -> None:
     tokens = torch.randint(0, 11, (length,), generator=torch.Generator().manual_seed(1))
     alone = perplexity(Bigram(11), tokens, window=window, stride=stride)
     for size in (2, 3, 100):
@@ -66,24 +66,24 @@ def test_windows_together_score_as_one_by_one(length: int, window: int, stride: 
     assert max(map(len, batches(windows(50, 8, 8), 3))) == 3
 
 
-def test_windows_that_cover_nothing_are_refused() -> None:
+def test_invalid_windows_are_refused() -> None:
     with pytest.raises(SpecError, match="stride"):
         list(windows(10, 4, 5))
     with pytest.raises(SpecError, match="two tokens"):
         perplexity(Bigram(3), torch.tensor([1]))
 
 
-def test_mcnemar_counts_every_outcome_of_a_coin() -> None:
+def test_mcnemar_equals_enumeration_of_coin_tosses() -> None:
     a = torch.tensor([1, 1, 1, 1, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
     b = torch.tensor([1, 0, 0, 0, 0, 1, 0, 1, 0, 0], dtype=torch.bool)
-    split = 6  # five only a, one only b
+    split = 6  # five right only in a, one right only in b
     tosses = [sum(toss) for toss in itertools.product((0, 1), repeat=split)]
     want = sum(t <= 1 or t >= split - 1 for t in tosses) / len(tosses)
     assert mcnemar(a, b) == pytest.approx(want)
     assert mcnemar(a, a) == 1.0
 
 
-def test_bootstrap_tells_a_shift_from_noise() -> None:
+def test_bootstrap_distinguishes_a_shift_from_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(400, generator=generator, dtype=torch.float64) * 3
     noise = torch.randn(400, generator=generator, dtype=torch.float64) * 0.1
@@ -105,7 +105,7 @@ def test_bootstrap_tells_a_shift_from_noise() -> None:
         ("The answer is 18.", None, "18"),
     ],
 )
-def test_answers_are_read(text: str, strict: str | None, flexible: str | None) -> None:
+def test_numbers_are_extracted_from_answers(text: str, strict: str | None, flexible: str | None) -> None:
     assert (q.strict(text), q.flexible(text)) == (strict, flexible)
 
 
@@ -113,14 +113,14 @@ def test_questions_and_scores(tmp_path: Path) -> None:
     rows = [{"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(3)]
     file = tmp_path / "questions.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    asked = q.read_questions(file)
-    assert q.prompt(asked[2], asked[:1]).endswith("#### 0\n\nQuestion: What is 2 + 2?\nAnswer:")
-    scores = q.score(["#### 0", "it is 2", "5"], asked)
+    questions = q.read_questions(file)
+    assert q.prompt(questions[2], questions[:1]).endswith("#### 0\n\nQuestion: What is 2 + 2?\nAnswer:")
+    scores = q.score(["#### 0", "it is 2", "5"], questions)
     assert scores["strict"].right.tolist() == [True, False, False]
     assert scores["flexible"].right.tolist() == [True, True, False]
     first, second = (
         EvalResult(Variant(), scores=scores),
-        EvalResult(Variant("mxfp4"), scores=q.score(["#### 0"] * 3, asked)),
+        EvalResult(Variant("mxfp4"), scores=q.score(["#### 0"] * 3, questions)),
     )
     assert second.describe(first)["flexible"]["p"] == 1.0
     for line in ("{", '{"question": "x"}', '{"question": "x", "answer": "no number"}'):
@@ -129,23 +129,23 @@ def test_questions_and_scores(tmp_path: Path) -> None:
             q.read_questions(file)
 
 
-def test_variants_are_read() -> None:
+def test_variants_are_parsed() -> None:
     assert Variant.parse("mxfp4/int8/reference") == Variant("mxfp4", "int8", "reference")
     assert Variant.parse("stored") == Variant()
     with pytest.raises(SpecError):
         Variant.parse("a/b/c/d")
 
 
-def test_a_run_cut_short_is_scored_on_what_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_scored_on_questions_that_all_variants_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from questions import scored  # type: ignore[import-not-found]
+    from score_answers import score_variants  # type: ignore[import-not-found]
 
     kept = [
         {"variant": name, "question": str(i), "right": str(i), "answer": f"#### {answer}"}
         for name, answers in (("stored/16 bit/auto", (0, 1, 2, 9)), ("mxfp4/int8/auto", (0, 9)))
         for i, answer in enumerate(answers)
     ]
-    first, second = scored(kept)
+    first, second = score_variants(kept)
     assert first["strict"]["questions"] == second["strict"]["questions"] == 2
     assert (first["strict"]["value"], second["strict"]["value"]) == (1.0, 0.5)
     assert second["strict"]["p"] == 1.0 and second["variant"] == "mxfp4/int8/auto"
