@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 multiprocessing.set_forkserver_preload(
-    ["torch.distributed", "lancebill.layer.loading", "lancebill.parallel", "lancebill.testing.checkpoints"]
+    ["torch.distributed", "lancebill.layer.push", "lancebill.parallel", "lancebill.testing.checkpoints"]
 )
 
 
