@@ -181,11 +181,13 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "__init__.py": ({"getattr"}, "public names, imported when they are first used"),
     "backends/registry.py": ({"getattr"}, "BACKEND of a plugin module"),
     "formats/__init__.py": ({"getattr"}, "FORMAT of a plugin module"),
+    "backends/call_signature.py": ({"getattr"}, "TensorGuards is private in torch and may be missing"),
+    "jit/graph.py": ({"hasattr"}, "functions that older CUDA drivers lack"),
     "jit/compile.py": ({"getattr"}, "a kernel, by the module and function name of its source"),
-    "backends/hopper/kernels/gluon_names.py": ({"getattr"}, "names that differ between Triton versions"),
+    "backends/hopper/kernels/gluon_names.py": ({"hasattr"}, "names that differ between Triton versions"),
     "integrations/transformers/experts_interface.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/packed_experts.py": ({"getattr"}, "attributes that only some model families set"),
-    "integrations/transformers/pretrained.py": ({"delattr"}, "dtypes in configs of transformers"),
+    "integrations/transformers/pretrained.py": ({"hasattr", "delattr"}, "removes keys of a transformers config"),
 }
 
 ENVIRONMENT = {

@@ -35,7 +35,7 @@ def test_the_readme_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_guides_format_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes the conformance tests, and `convert` writes and reads it."""
-    (source,) = blocks("docs/add-a-format.md")
+    (source,) = blocks("docs/guides/add-a-format.md")
     (tmp_path / "guide_row_float.py").write_text(source)
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     formats.registry.cache_clear()

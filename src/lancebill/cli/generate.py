@@ -57,13 +57,13 @@ def _answer(
 ) -> dict[str, Any]:
     import torch
 
-    from lancebill.integrations.transformers.streaming import chat_prompt, speak
+    from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
 
     torch.manual_seed(seed)
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
     if not prompt["input_ids"].numel():
         raise SpecError("the prompt has no tokens", got=repr(line))
-    reply = speak(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
+    reply = generate_streamed(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
     if not quiet:
         _stream("\n")
         ui.console(error=True).print(f"[dim]{reply}[/]")

@@ -28,15 +28,15 @@ def serve(
     with ui.reported(as_json=False):
         ui.existing(path, as_json=False)
         from lancebill.integrations.transformers.server import (  # reports missing packages before loading the model
-            reserve,
-            server,
+            bind_addresses,
+            make_server,
         )
 
-        sockets = reserve(host, port)
+        sockets = bind_addresses(host, port)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         model_name = name or path.resolve().name
         out = ui.console(error=True)
         models.announce(path, model, out)
         out.print(f"serving [bold]{escape(model_name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
-        server(model_name, model, tokenizer).run(sockets)
+        make_server(model_name, model, tokenizer).run(sockets)

@@ -69,7 +69,7 @@ def answer_questions(small: Path) -> None:
     from transformers.utils import logging
 
     from lancebill.integrations.transformers.pretrained import from_pretrained
-    from lancebill.integrations.transformers.streaming import chat_prompt, speak
+    from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(small)
@@ -78,7 +78,7 @@ def answer_questions(small: Path) -> None:
     out = ui.console()
     for question in QUESTIONS:
         out.print(f"\n[green]>[/] [bold]{escape(question)}[/]")
-        reply = speak(model, tokenizer, chat_prompt(tokenizer, question), write=_stream, max_new_tokens=48)
+        reply = generate_streamed(model, tokenizer, chat_prompt(tokenizer, question), write=_stream, max_new_tokens=48)
         out.print(f"\n[dim]{reply}[/]")
 
 

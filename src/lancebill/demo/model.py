@@ -18,7 +18,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.demo.vocabulary import read_metadata, save_tokenizer
 from lancebill.formats.stored import Stored
-from lancebill.integrations.transformers.gguf_models import plain
+from lancebill.integrations.transformers.gguf_models import read_dequantized
 
 EXPERTS = 8
 _ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
@@ -72,18 +72,18 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
 def dense_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the dense model, with Llama's tensor names."""
     side = metadata["llama.embedding_length"] // metadata["llama.attention.head_count"]
-    yield "model.embed_tokens.weight", plain(checkpoint, "token_embd.weight", torch.bfloat16)
-    yield "model.norm.weight", plain(checkpoint, "output_norm.weight", torch.bfloat16)
+    yield "model.embed_tokens.weight", read_dequantized(checkpoint, "token_embd.weight", torch.bfloat16)
+    yield "model.norm.weight", read_dequantized(checkpoint, "output_norm.weight", torch.bfloat16)
     for layer in range(metadata["llama.block_count"]):
         old, new = f"blk.{layer}", f"model.layers.{layer}"
         for ours, theirs in _NORMS.items():
-            yield f"{new}.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
+            yield f"{new}.{theirs}.weight", read_dequantized(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
         for ours, theirs in _ATTENTION.items():
-            matrix = plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
+            matrix = read_dequantized(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
             rotary = ours in ("attn_q", "attn_k")
             yield f"{new}.self_attn.{theirs}.weight", _unpair_rotary(matrix, side) if rotary else matrix
         for ours, theirs in _FEED_FORWARD.items():
-            yield f"{new}.mlp.{theirs}.weight", plain(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
+            yield f"{new}.mlp.{theirs}.weight", read_dequantized(checkpoint, f"{old}.{ours}.weight", torch.bfloat16)
 
 
 def mixture_tensors(checkpoint: Checkpoint, metadata: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

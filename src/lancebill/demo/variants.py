@@ -73,8 +73,8 @@ def _measure(path: Path) -> Iterator[VariantRow]:
 
     from lancebill.evaluate.perplexity import perplexity
     from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
-    from lancebill.integrations.transformers.pretrained import from_pretrained, refill
-    from lancebill.integrations.transformers.streaming import speak
+    from lancebill.integrations.transformers.pretrained import from_pretrained, reload_experts
+    from lancebill.integrations.transformers.streaming import generate_streamed
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = tokenizer(TEXT, return_tensors="pt").input_ids[0][:WINDOW]
@@ -85,15 +85,15 @@ def _measure(path: Path) -> Iterator[VariantRow]:
         spec = None if weights == "bf16" else weights
         try:
             if weights != loaded:
-                refill(model, weights=spec)
+                reload_experts(model, weights=spec)
             set_activations(model, activations, torch.float32)
         except UnsupportedProblem:  # these activations need another backend, with another weight layout
-            refill(model, weights=spec, activations=activations)
+            reload_experts(model, weights=spec, activations=activations)
         loaded = weights
         layers = [place.experts for _, place in packed_experts(model) if place.experts is not None]
         size = sum(t.nbytes for layer in layers for t in layer.parameters())
         measured = perplexity(model, text, window=WINDOW, stride=WINDOW)
-        reply = speak(model, tokenizer, prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+        reply = generate_streamed(model, tokenizer, prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
         backend = layers[0].choice.backend.name
         yield VariantRow(
             weights, activations, backend, size / 1e6, measured.value, measured.stderr, reply.tokens_per_second
