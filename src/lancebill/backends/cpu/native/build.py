@@ -26,22 +26,8 @@ HERE = Path(__file__).parent
 LIBRARY = "liblancebill.so"
 COMMAND = "python -m lancebill.backends.cpu.native"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wextra",
-)
-SANITIZE = (
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=undefined",
-    "-fno-omit-frame-pointer",
-    "-g",
-    "-O1",
-)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 _FINGERPRINT_SOURCE = """extern "C" __attribute__((visibility("default")))
 const char *lancebill_sources(void) {{ return "{}"; }}
 """
@@ -94,12 +80,7 @@ def is_current(library: Path) -> bool:
     return library.exists() and fingerprint().encode() in library.read_bytes()
 
 
-def build(
-    target: Path,
-    extra: Sequence[str] = (),
-    cxx: str | None = None,
-    machine: str | None = None,
-) -> Path:
+def build(target: Path, extra: Sequence[str] = (), cxx: str | None = None, machine: str | None = None) -> Path:
     """Compile and link. Replaces `target` atomically."""
     cxx, machine = cxx or compiler(), machine or platform.machine()
     if cxx is None:
@@ -125,19 +106,7 @@ def _compile_all(cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> 
 
     def compile_one(source: CppSource) -> Path:
         compiled = folder / f"{source.path.stem}.o"
-        _run_compiler(
-            [
-                cxx,
-                *FLAGS,
-                *openmp,
-                *source.flags,
-                *extra,
-                "-c",
-                str(source.path),
-                "-o",
-                str(compiled),
-            ]
-        )
+        _run_compiler([cxx, *FLAGS, *openmp, *source.flags, *extra, "-c", str(source.path), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
