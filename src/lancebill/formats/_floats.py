@@ -132,9 +132,8 @@ class SkipList:
     wild: tuple[str, ...]
 
     def __contains__(self, name: str) -> bool:
-        return any(run in self.plain for run in component_runs(name)) or any(
-            fnmatchcase(f".{name}.", w) for w in self.wild
-        )
+        listed = any(run in self.plain for run in component_runs(name))
+        return listed or any(fnmatchcase(f".{name}.", w) for w in self.wild)
 
 
 @lru_cache(maxsize=64)

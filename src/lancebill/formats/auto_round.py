@@ -1,8 +1,7 @@
-"""AutoRound: a way of rounding that stores its results in other formats.
+"""AutoRound: a rounding method that stores its results in other formats.
 
-`packing_format` says in which. So this file translates configs: each module's own bits, group and
-symmetry become the config that GPTQ, AWQ or compressed-tensors would have had, and that format does
-the rest.
+`packing_format` names the format. This file translates configs: a module's bits, group size and
+symmetry become a config of GPTQ, AWQ or compressed-tensors, and that format does the rest.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ GPTQ, GPTQ_V2, AWQ, FLOATS = "gptq", "gptq_v2", "awq", "floats"
 PACKINGS = {
     "auto_round:auto_gptq": GPTQ,
     "auto_round:gptq": GPTQ,
-    "auto_round:gptqmodel": GPTQ_V2,  # these two store zero points as they are
+    "auto_round:gptqmodel": GPTQ_V2,  # these two store zero points without an offset
     "auto_round": GPTQ_V2,
     "auto_round:auto_awq": AWQ,
     "auto_round:llm_compressor": FLOATS,
 }
-DATA_TYPES = ("int", "mx_fp", "nv_fp")  # followed by details of the rounding, which do not matter here
+DATA_TYPES = ("int", "mx_fp", "nv_fp")  # prefixes; what follows describes the rounding, which does not matter here
 # (data type, bits, group size) -> spec and its name in compressed-tensors
 FLOAT_SPECS: dict[tuple[str, int, int], tuple[str, QuantSpec]] = {
     ("mx_fp", 4, 32): ("mxfp4-pack-quantized", MXFP4),
@@ -41,7 +40,7 @@ PER_MODULE = frozenset(
     {"bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
 )
 UNREADABLE = ("rotation_config", "hadamard_config", "super_bits", "super_group_size")
-UNQUANTIZED = 16  # bits from which on a module is left alone
+UNQUANTIZED = 16  # a module with this many bits or more is not quantised
 
 
 class AutoRound(Format):
@@ -72,10 +71,10 @@ class AutoRound(Format):
         return None if delegated is None else delegated[0].activations(delegated[1], module)
 
     def _delegate(self, config: Config, module: Module) -> tuple[Format, Config] | None:
-        """The format that stores this module and the config it would read; None if left alone."""
+        """The format that stores this module and its translated config; None if the module is unquantised."""
         for key in UNREADABLE:
             if config.quant.get(key):
-                raise UnsupportedFormat(f"weights under '{key}' are not read", where=config.source)
+                raise UnsupportedFormat(f"'{key}' is not supported", where=config.source)
         merged = _merged(config, module)
         if merged is None or require(merged, "bits", int) >= UNQUANTIZED:
             return None
@@ -83,7 +82,7 @@ class AutoRound(Format):
         kind, source = PACKINGS[packing], config.source
         data_type = _data_type(optional(merged, "data_type", str, "int"), "data_type", source)
         if (kind == FLOATS) != (data_type != "int"):
-            raise UnsupportedFormat(f"{packing} does not hold data_type {data_type}", where=source)
+            raise UnsupportedFormat(f"{packing} cannot store data_type {data_type}", where=source)
         if kind == FLOATS:
             quant = _float_config(merged, data_type)
             return compressed_tensors.FORMAT, replace(config, quant=quant, method="compressed-tensors")
@@ -114,36 +113,36 @@ class AutoRound(Format):
 
 
 def _merged(config: Config, module: Module) -> Config | None:
-    """`config` with what `extra_config` says of this module; None where it is outside all blocks.
+    """`config` with the `extra_config` of this module; None if the module is outside all blocks.
 
-    A module's own name comes before patterns, which are searched anywhere in the name.
+    An exact name takes precedence over patterns, which are searched anywhere in the name.
     """
     extra = optional(config, "extra_config", dict, {})
     parts = module.name.split(".")
-    endings = (".".join(parts[i:]) for i in range(len(parts)))  # short names such as lm_head are meant too
-    found = next((name for name in endings if name in extra), None)
-    if found is None:
-        found = next((key for key, pattern in _patterns(config) if pattern.search(module.name)), None)
-    if found is None:
+    endings = (".".join(parts[i:]) for i in range(len(parts)))  # the config may have short names such as lm_head
+    entry = next((name for name in endings if name in extra), None)
+    if entry is None:
+        entry = next((key for key, pattern in _patterns(config) if pattern.search(module.name)), None)
+    if entry is None:
         return config if module.stored or _in_blocks(config, module.name) else None
-    changes = checked(extra[found], f"extra_config.{found}", dict, (), config.source)
-    strange = sorted(key for key, value in changes.items() if key not in PER_MODULE and value is not None)
-    if strange:
+    changes = checked(extra[entry], f"extra_config.{entry}", dict, (), config.source)
+    unknown = sorted(key for key, value in changes.items() if key not in PER_MODULE and value is not None)
+    if unknown:
         raise UnsupportedFormat(
-            f"extra_config for '{found}' changes what is not understood", where=config.source, got=", ".join(strange)
+            f"extra_config for '{entry}' has unknown keys", where=config.source, got=", ".join(unknown)
         )
     return replace(config, quant={**config.quant, **{k: v for k, v in changes.items() if v is not None}})
 
 
 @lru_cache(maxsize=64)
 def _patterns(config: Config) -> tuple[tuple[str, Pattern], ...]:
-    """The keys that can only be regular expressions, compiled once for a config."""
+    """The keys of `extra_config` that contain regular expression characters, compiled once per config."""
     keys = [key for key in optional(config, "extra_config", dict, {}) if re.search(r"[*+?^$()\[\]{}|\\]", key)]
     return tuple((key, compile_pattern(key, "extra_config", config.source)) for key in keys)
 
 
 def _in_blocks(config: Config, name: str) -> bool:
-    """Whether a module of which nothing is stored is below one of the blocks to quantise."""
+    """Whether a module is inside one of the blocks to quantise."""
     blocks = config.quant.get("block_name_to_quantize") or config.quant.get("to_quant_block_names")
     if blocks is None:
         return True
@@ -156,16 +155,14 @@ def _in_blocks(config: Config, name: str) -> bool:
 
 
 def _data_type(name: str, key: str, source: str) -> str:
-    found = next((known for known in DATA_TYPES if name.startswith(known)), None)
-    if found is None:
-        raise UnsupportedFormat(
-            f"cannot use the value of '{key}'", where=source, expected=", ".join(DATA_TYPES), got=name
-        )
-    return found
+    data_type = next((prefix for prefix in DATA_TYPES if name.startswith(prefix)), None)
+    if data_type is None:
+        raise UnsupportedFormat(f"unsupported value of '{key}'", where=source, expected=", ".join(DATA_TYPES), got=name)
+    return data_type
 
 
 def _float_config(config: Config, data_type: str) -> dict[str, Any]:
-    """The config compressed-tensors would have had for these weights and activations."""
+    """The compressed-tensors config of these weights and activations."""
     sizes = require(config, "bits", int), require(config, "group_size", int)
     fmt, spec = _float_spec(data_type, *sizes, config.source)
     bits = checked(config.quant.get("act_bits") or UNQUANTIZED, "act_bits", int, (4, 8, 16, 32), config.source)
@@ -179,15 +176,15 @@ def _float_config(config: Config, data_type: str) -> dict[str, Any]:
 
 
 def _float_spec(data_type: str, bits: int, size: int, source: str) -> tuple[str, QuantSpec]:
-    found = FLOAT_SPECS.get((data_type, bits, size))
-    if found is None:
+    spec = FLOAT_SPECS.get((data_type, bits, size))
+    if spec is None:
         raise UnsupportedFormat(
-            "no such floats are stored by AutoRound",
+            "unsupported AutoRound float type",
             where=source,
             expected=" or ".join(f"{d} {b} bits group {g}" for d, b, g in FLOAT_SPECS),
             got=f"{data_type} {bits} bits group {size}",
         )
-    return found
+    return spec
 
 
 def _example(

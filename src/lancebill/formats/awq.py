@@ -1,7 +1,7 @@
-"""AWQ: 4-bit integers packed along N in an interleaved order, zero points the same way.
+"""AWQ: 4-bit integers and zero points packed along N in an interleaved order.
 
-Only the `gemm` arrangement is read: it is the one MoE checkpoints use. Unlike GPTQ's, the stored
-zero points are the zero points themselves.
+Only the `gemm` packing is supported, which MoE checkpoints use. Zero points are stored without
+GPTQ's offset.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from lancebill.numbers.spec import ALL, CHANNEL, QuantSpec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
 
 BITS = 4
-WORD = 8  # rows in a word
-# The keys under which writers name the arrangement, and their names for gemm.
+WORD = 8  # rows per word
+# The config keys that can name the packing, and the names of gemm under each key.
 ARRANGEMENTS = {
     "version": ("gemm",),
     "format": ("gemm",),
     "checkpoint_format": ("gemm", "awq"),
     "backend": ("autoawq", "auto"),
 }
-# What the other arrangements do instead, for the error that refuses them.
-OTHERS = {
+# How the other packings differ, for the error message.
+UNSUPPORTED = {
     "gemv": "packs along K, [N, K/8], with scales transposed and padded",
     "gemv_fast": "packs 16-bit words along K in tiles of four rows",
     "llm-awq": "packs 16-bit words along K in tiles of four rows",
-    "marlin": "is tiled for one kernel",
-    "exllama": "is tiled for one kernel",
-    "ipex": "is tiled for one kernel",
+    "marlin": "has tiles for a specific kernel",
+    "exllama": "has tiles for a specific kernel",
+    "ipex": "has tiles for a specific kernel",
 }
 
 
@@ -71,10 +71,10 @@ class AwqScheme(Scheme):
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         if weight.n % WORD:
-            raise CannotEncode("AWQ packs eight rows to a word", expected=f"a multiple of {WORD} rows", got=weight.n)
+            raise CannotEncode("AWQ packs eight rows per word", expected=f"a multiple of {WORD} rows", got=weight.n)
         zero = weight.zero
         if zero is None:
-            # zero_point=false does not need them, but most readers look for them all the same.
+            # Not needed with zero_point=false, but most readers expect them.
             zero = torch.full_like(weight.scales[0], 1 << (BITS - 1), dtype=torch.int16)
         return {
             "codes": pack_awq(weight.codes.t()),
@@ -124,7 +124,7 @@ class Awq(Format):
         return awq_scheme(int_spec(BITS, group_block(size, config.source), zero_point=zero_point, scale=scale))
 
     def _is_unquantized(self, config: Config, module: Module) -> bool:
-        """The stored tensors tell; where there are none, the config's list of parts of names."""
+        """By the stored tensors; without any, by the config's list of substrings of names."""
         if module.has(".qweight") or module.has(".weight"):
             return not module.has(".qweight")
         listed = optional(config, "modules_to_not_convert", list, [])
@@ -136,7 +136,7 @@ class Awq(Format):
             name = optional(config, key, str, legal[0]).lower()
             if name not in legal:
                 raise UnsupportedFormat(
-                    f"AWQ '{name}' {OTHERS.get(name, 'is not known')}; only gemm is read, which packs along N",
+                    f"AWQ '{name}' {UNSUPPORTED.get(name, 'is unknown')}; only gemm is supported, which packs along N",
                     where=config.source,
                     expected=f"{key} {legal[0]}",
                     got=name,
@@ -145,7 +145,7 @@ class Awq(Format):
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         if not grouped_integers(spec, (BITS,)):
-            raise CannotEncode("AWQ holds 4-bit integers with 16-bit scales by group or channel", got=spec)
+            raise CannotEncode("AWQ stores 4-bit integers with 16-bit scales per group or channel", got=spec)
         return _config(spec, list(dense_modules) or None), awq_scheme(spec)
 
     def examples(self) -> Iterator[Example]:
@@ -173,7 +173,7 @@ def _config(spec: QuantSpec, dense_modules: list[str] | None) -> dict[str, Any]:
 
 
 def _either(config: Config, key: str, old_key: str) -> Any:
-    """The value of a key or of its old spelling; both may be there if they agree."""
+    """The value of a key or of its old name; if both are present they must agree."""
     new, old = config.quant.get(key), config.quant.get(old_key)
     if new is not None and old is not None and new != old:
         raise UnsupportedFormat(

@@ -1,17 +1,17 @@
-"""How a stored tensor lies over a matrix, said in one short string.
+"""A short string describes how the axes of a stored tensor map to the matrix.
 
-Each word is an axis of the stored tensor:
+Each word is one axis of the stored tensor:
 
-    n  k          a row or a column of the matrix
-    k/32          one for each 32 columns (the last may be partial)
+    n  k          one entry per row or column of the matrix
+    k/32          one entry per 32 columns (the last block may be partial)
     k^            codes packed densely into the storage word
-    k/32*17       17 entries for each 32 columns
-    n*k^  n*k/64  the matrix flattened row by row: cannot be cut, read whole and cut after decoding
+    k/32*17       17 entries per 32 columns
+    n*k^  n*k/64  the matrix flattened row by row: cannot be sliced, so it is read whole and cut after decoding
     16            a literal size; the empty string is a scalar
     ?             any size (an embedded document)
 
-From the string follow the expected shape, N and K where unknown, the slice of any shard and the
-error text; formats never do shape arithmetic by hand.
+The expected shape, unknown N and K, the slice of a shard and error texts all follow from the string;
+formats do no shape arithmetic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANY = -1  # the size of a `?`
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: `times` entries for every `per` elements of `symbol`, or a literal size."""
+    """One axis: `times` entries per `per` elements of `symbol`, or a literal size."""
 
     symbol: str
     per: int = 1
@@ -48,13 +48,13 @@ class Axis:
         return -(-count * ratio[0] // ratio[1]) if self.packed else count
 
     def unit(self, ratio: tuple[int, int]) -> int:
-        """Elements that cannot be separated: a group, or the codes that end on a word edge."""
+        """The smallest number of elements that can be sliced: a group, or the codes up to a word boundary."""
         if not self.symbol:
             return 1
         return self.per * (ratio[1] // math.gcd(ratio[0], ratio[1]) if self.packed else 1)
 
     def entry(self, element: int, ratio: tuple[int, int]) -> int:
-        """Where `element` (a multiple of `unit`) starts along this axis."""
+        """The index of the first entry of `element` (a multiple of `unit`) along this axis."""
         count = element // self.per * self.times
         return count * ratio[0] // ratio[1] if self.packed else count
 
@@ -75,17 +75,17 @@ def parse(axes: str) -> tuple[Axis, ...]:
 
 @lru_cache(maxsize=4096)
 def shape(axes: str, n: int, k: int, ratio: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
-    """The shape a tensor declared by `axes` has for an [n, k] matrix."""
+    """The shape of a tensor with these axes for an [n, k] matrix."""
     return tuple(axis.size({"n": n, "k": k}, ratio) for axis in parse(axes))
 
 
 def fits(declared: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Whether a stored shape is the declared one."""
+    """Whether a stored shape equals the declared one."""
     return len(declared) == len(stored) and all(d in (ANY, s) for d, s in zip(declared, stored))
 
 
 def units(axes: str, ratio: tuple[int, int] = (1, 1)) -> dict[str, int]:
-    """The smallest steps in n and k at which this tensor can be cut."""
+    """The smallest steps in n and k at which this tensor can be sliced."""
     steps = {"n": 1, "k": 1}
     for axis in parse(axes):
         if axis.symbol in steps:
@@ -105,7 +105,7 @@ def slices(
     k: int,
     ratio: tuple[int, int] = (1, 1),
 ) -> tuple[slice, ...]:
-    """The part of the stored tensor that covers [rows, columns), whose starts lie on units."""
+    """The slice of the stored tensor that covers [rows, columns), whose starts are multiples of the units."""
     spans = {"n": rows, "k": columns}
     out = []
     for axis in parse(axes):
@@ -122,9 +122,9 @@ def slices(
 
 
 def infer(axes: str, stored: tuple[int, ...], ratio: tuple[int, int] = (1, 1)) -> dict[str, int]:
-    """N and K as far as this tensor tells them: from axes that count them one by one, words taken as full."""
-    known: dict[str, int] = {}
+    """N and K if this tensor determines them: from axes with one entry per element, assuming full words."""
+    sizes: dict[str, int] = {}
     for axis, size in zip(parse(axes), stored):
         if axis.symbol in ("n", "k") and axis.per == 1 and axis.times == 1:
-            known[axis.symbol] = size * ratio[1] // ratio[0] if axis.packed else size
-    return known
+            sizes[axis.symbol] = size * ratio[1] // ratio[0] if axis.packed else size
+    return sizes

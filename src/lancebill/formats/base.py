@@ -1,8 +1,8 @@
-"""What every checkpoint format is made of: parts, schemes, and the format itself.
+"""The base classes of checkpoint formats: parts, schemes, and the format itself.
 
-A `Format` reads a config; for each module it answers with a `Scheme`: the spec of the numbers, the
-stored tensors (`Part`) and the two directions between them and a `LogicalWeight`. Nothing in a
-format knows of files, experts, shards or kernels.
+A `Format` reads a config and returns a `Scheme` for each module: the spec of the numbers, the stored
+tensors (`Part`), and the conversion between them and a `LogicalWeight` in both directions. Formats
+are independent of files, experts, shards and kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Module:
     stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def dtype(self, *suffixes: str, default: str = "BF16") -> str:
-        """The stored dtype of the first of `suffixes` that is present."""
+        """The stored dtype of the first suffix that is present."""
         return next((self.stored[s].dtype for s in suffixes if s in self.stored), default)
 
     def has(self, suffix: str) -> bool:
@@ -49,20 +49,20 @@ class Module:
 class Part:
     """One stored tensor of a scheme.
 
-    `suffix` lists the spellings after the module's name; `axes` the shapes that are in use. An
-    optional part is all-or-none within a layer. `whole` parts cannot be cut in their stored form.
+    `suffix` lists the possible suffixes of the module's name, `axes` the possible shapes. All experts
+    of a layer have an optional part, or none has. `whole` parts cannot be sliced in their stored form.
     """
 
     role: str
     suffix: tuple[str, ...]
     dtypes: tuple[str, ...]
     axes: tuple[str, ...]
-    bits: int = 1  # of one packed code, where the axes have a `^`
+    bits: int = 1  # of one packed code, if the axes have a `^`
     optional: bool = False
     whole: bool = False
 
     def ratio(self, dtype: str) -> tuple[int, int]:
-        """(code bits, word bits) for the packed axis."""
+        """(code bits, word bits) of the packed axis."""
         return self.bits, 8 * TORCH_DTYPES[dtype].itemsize
 
     def shapes(self, n: int, k: int, dtype: str) -> list[tuple[int, ...]]:
@@ -83,7 +83,7 @@ def part(
     optional: bool = False,
     whole: bool = False,
 ) -> Part:
-    """A `Part` with single values allowed where a tuple has one entry."""
+    """A `Part`; a string stands for a tuple with one entry."""
 
     def tup(value: str | tuple[str, ...]) -> tuple[str, ...]:
         return (value,) if isinstance(value, str) else value
@@ -97,9 +97,9 @@ BIAS = part("bias", (".bias", "_bias"), FLOATS, "n", optional=True)
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """A format resolved for one module. Subclasses say `unpack` and its inverse `pack`.
+    """A format resolved for one module. Subclasses implement `unpack` and its inverse `pack`.
 
-    Bias and activation-side tensors are carried here, the same for all.
+    `decode` and `encode` add the bias and activation-side tensors, which all formats store alike.
     """
 
     spec: QuantSpec
@@ -115,7 +115,7 @@ class Scheme(ABC):
 
     @property
     def zero_range(self) -> tuple[int, int]:
-        """Integer zero points this scheme can store, inclusive."""
+        """The smallest and largest integer zero point that this scheme can store."""
         return 0, (1 << self.spec.dtype.bits) - 1
 
     @property
@@ -124,14 +124,14 @@ class Scheme(ABC):
         return False
 
     def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
-        """(n, k) where a stored tensor says them and shapes do not; `stored` reads a role's tensor."""
+        """(n, k) if a stored tensor contains them and the shapes do not; `stored` reads the tensor of a role."""
         return None
 
     def part(self, role: str) -> Part | None:
         return next((p for p in self.parts if p.role == role), None)
 
     def units(self) -> dict[str, int] | None:
-        """The steps in n and k at which all parts can be cut; None where one must be read whole."""
+        """The steps in n and k at which all parts can be sliced; None if a part must be read whole."""
         if not all(p.cuttable for p in self.parts):
             return None
         steps = {"n": 1, "k": 1}
@@ -142,15 +142,15 @@ class Scheme(ABC):
         return steps
 
     def decode(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        """Stored tensors by role to a `LogicalWeight`, bias and activation side included."""
+        """Stored tensors by role to a `LogicalWeight`, including bias and activation-side tensors."""
         weight = self.unpack(stored, n, k)
-        if (found := _nan_scales(weight)) is not None:
-            raise BadValue("scales that are NaN", got=found)
+        if (nans := _nan_scales(weight)) is not None:
+            raise BadValue("some scales are NaN", got=nans)
         inputs = {role: stored[role] for role in INPUT_ROLES if role in stored}
         return replace(weight, bias=stored.get("bias"), inputs=inputs)
 
     def encode(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        """The inverse of `decode`; refuses what this scheme has no form for."""
+        """The inverse of `decode`; raises for a weight that this scheme cannot store."""
         self._check_holds(weight)
         stored = self.pack(weight)
         stored.update(weight.inputs)
@@ -160,27 +160,27 @@ class Scheme(ABC):
 
     def _check_holds(self, weight: LogicalWeight) -> None:
         if weight.spec != self.spec:
-            raise CannotEncode("this scheme holds another spec", expected=self.spec, got=weight.spec)
-        if (found := _nan_scales(weight)) is not None:
-            raise CannotEncode("scales that are NaN", got=found)
+            raise CannotEncode("this scheme stores another spec", expected=self.spec, got=weight.spec)
+        if (nans := _nan_scales(weight)) is not None:
+            raise CannotEncode("some scales are NaN", got=nans)
         if weight.perm is not None and not self.act_order:
-            raise CannotEncode("this scheme has no place for an act-order permutation")
+            raise CannotEncode("this scheme cannot store an act-order permutation")
         for role in (*weight.inputs, *(["bias"] if weight.bias is not None else [])):
             if self.part(role) is None:
-                raise CannotEncode(f"this scheme has no place for '{role}'")
+                raise CannotEncode(f"this scheme cannot store '{role}'")
         if weight.zero is not None and weight.spec.zero is not None and weight.spec.zero.dtype == ZERO16:
             low, high = self.zero_range
             smallest, largest = int(weight.zero.min()), int(weight.zero.max())
             if smallest < low or largest > high:
                 raise CannotEncode(
-                    "zero points outside what this scheme can store",
+                    "zero points outside the range of this scheme",
                     expected=f"{low} to {high}",
                     got=f"{smallest} to {largest}",
                 )
 
 
 def _nan_scales(weight: LogicalWeight) -> str | None:
-    """How many mini-floats of a level are NaN, if any; wide floats are left to `lancebill verify --values`."""
+    """How many mini-float scales are NaN, if any. `lancebill verify --values` checks 16- and 32-bit scales."""
     for level, codes in weight.levels():
         count = 0 if level.dtype.nan_code is None else int(level.dtype.decode(codes).isnan().sum())
         if count:
@@ -190,7 +190,7 @@ def _nan_scales(weight: LogicalWeight) -> str | None:
 
 @dataclass(frozen=True)
 class Dense(Scheme):
-    """Unquantised: the tensor is the matrix."""
+    """Unquantised: the stored tensor is the matrix."""
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         return LogicalWeight(self.spec, stored["codes"].reshape(n, k))
@@ -206,15 +206,15 @@ _DENSE = {
 
 
 def dense(module: Module) -> Dense:
-    """The scheme of a module a format leaves alone, in the dtype it is stored in."""
+    """The scheme of an unquantised module, in its stored dtype."""
     return _DENSE.get(module.dtype(".weight", "", default="BF16"), _DENSE["BF16"])
 
 
 @dataclass(frozen=True)
 class Example:
-    """A config this format reads and the scheme it must resolve to: what the shared tests run on.
+    """A config of a format and the scheme it must resolve to; the shared tests run on examples.
 
-    `n` and `k` are sizes that exercise it (partial blocks where it has them).
+    `n` and `k` are the matrix size to test with (with partial blocks if the format has them).
     """
 
     name: str
@@ -222,61 +222,61 @@ class Example:
     scheme: Scheme
     n: int = 128
     k: int = 256
-    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # input roles present, and their shapes
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # stored input roles and their shapes
     bias: bool = False
 
 
 class Format(ABC):
-    """A family of checkpoints. One file in this folder ends in `FORMAT = ...`; nothing else is edited."""
+    """A checkpoint format. A module of this package that defines `FORMAT = ...` is registered automatically."""
 
     name: ClassVar[str]
     used: ClassVar[frozenset[str]] = frozenset()  # config keys that are read
-    ignored: ClassVar[frozenset[str]] = frozenset()  # keys known not to change the numbers
-    model_keys: ClassVar[frozenset[str]] = frozenset()  # what it says in config.json outside its own section
-    stacked: ClassVar[bool] = False  # checkpoints of this format hold all experts of a layer in one tensor
+    ignored: ClassVar[frozenset[str]] = frozenset()  # config keys that do not affect the numbers
+    model_keys: ClassVar[frozenset[str]] = frozenset()  # keys of config.json outside the quantisation section
+    stacked: ClassVar[bool] = False  # one tensor has all experts of a layer
 
     @abstractmethod
     def matches(self, config: Config) -> bool:
-        """Exactly one format says yes."""
+        """Whether this format reads the config. Exactly one format must match."""
 
     @abstractmethod
     def scheme(self, config: Config, module: Module) -> Scheme:
-        """How `module` is stored: overrides, groups and ignore lists end here."""
+        """How `module` is stored, with overrides, groups and ignore lists resolved."""
 
     @abstractmethod
     def examples(self) -> Iterator[Example]:
-        """Every variant, for the tests that run over the registry."""
+        """Every variant, for the tests that run on all formats."""
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        """How the checkpoint wants `module`'s input represented; None = 16-bit, as it comes."""
+        """The number format that the checkpoint declares for `module`'s input; None: 16-bit, unquantised."""
         return None
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
-        """The quantisation config and scheme with which this format holds `spec`.
+        """The quantisation config and scheme with which this format stores `spec`.
 
-        `dense_modules` are left unquantised and named in the config.
+        The config lists `dense_modules` as unquantised.
         """
-        raise CannotEncode(f"lancebill does not write {self.name}", where=self.name)
+        raise CannotEncode(f"lancebill cannot write {self.name}", where=self.name)
 
     def unknown_keys(self, config: Config) -> list[str]:
-        """Config keys that are neither read nor known to be harmless."""
+        """Config keys that are neither in `used` nor in `ignored`."""
         return sorted(set(config.quant) - self.used - self.ignored - {"quant_method"})
 
 
 def require(config: Config, key: str, kind: type | tuple[type, ...], legal: Sequence[Any] = ()) -> Any:
-    """A required config value of the right type, from a closed set if one is given."""
+    """A required config value of the right type, and one of `legal` if given."""
     value = config.quant.get(key)
     return checked(value, key, kind, legal, config.source)
 
 
 def checked(value: Any, key: str, kind: type | tuple[type, ...], legal: Sequence[Any], source: str) -> Any:
-    """`value` if it has the right type (a bool is no int) and is one of `legal`."""
+    """`value` if it has the right type (a bool is not an int) and is one of `legal`; raises otherwise."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(k.__name__ for k in kinds)
     wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
     if wrong or (legal and value not in legal):
         expected = ", ".join(map(str, legal)) if legal else names
-        raise UnsupportedFormat(f"cannot use the value of '{key}'", where=source, expected=expected, got=repr(value))
+        raise UnsupportedFormat(f"unsupported value of '{key}'", where=source, expected=expected, got=repr(value))
     return value
 
 
@@ -286,12 +286,12 @@ def optional(config: Config, key: str, kind: type | tuple[type, ...], default: A
 
 
 def codes_of(tensor: Tensor) -> Tensor:
-    """One-byte storage of whatever torch dtype as codes: a view of the bytes, never a conversion."""
+    """The bytes of a tensor of any one-byte dtype, as codes: a view, never a conversion."""
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
 def scalar(tensor: Tensor) -> Tensor:
-    """A stored scalar, spelled [] or [1], as the [1, 1] of a tensor-wide level."""
+    """A stored scalar of shape [] or [1] as the [1, 1] of a per-tensor level."""
     if tensor.numel() != 1:
-        raise BadValue("a per-tensor value has one element", got=list(tensor.shape))
+        raise BadValue("a per-tensor value must have one element", got=list(tensor.shape))
     return tensor.reshape(1, 1)

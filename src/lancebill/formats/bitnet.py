@@ -1,8 +1,8 @@
-"""BitNet: ternary digits, four to a byte, the four from different quarters of the rows.
+"""BitNet: four ternary digits per byte, one from each quarter of the rows.
 
-A byte's lowest two bits belong to the first quarter of the rows, the next two to the second, and so
-on; so a cut along N goes through every byte, and the tensor is read whole. Two kinds of layers
-store the same tensors and mean reciprocal scales by them.
+The lowest two bits of a byte belong to the first quarter of the rows, the next two to the second, and
+so on. A cut along N would split every byte, so the tensor is read whole. The two layer classes store
+the same tensors, but one multiplies by the scale and the other divides.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class BitNetScheme(Scheme):
         codes = torch.cat([(packed >> (2 * quarter)) & 3 for quarter in range(PER_BYTE)])[:n].contiguous()
         if bool((codes == 3).any()):
             raise BadValue(
-                "a ternary digit is stored as 3", expected="0, 1 or 2", got=f"{int((codes == 3).sum())} of 3"
+                "code 3 is not a ternary digit", expected="0, 1 or 2", got=f"{int((codes == 3).sum())} codes of 3"
             )
         return LogicalWeight(self.spec, codes, (scalar(stored["scale"]),))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         if bool((weight.codes > 2).any()):
-            raise CannotEncode("a code that is no ternary digit", expected="0, 1 or 2", got=int(weight.codes.max()))
+            raise CannotEncode("a code is not a ternary digit", expected="0, 1 or 2", got=int(weight.codes.max()))
         missing = -weight.n % PER_BYTE
         quarters = torch.nn.functional.pad(weight.codes, (0, 0, 0, missing)).chunk(PER_BYTE)
         packed = quarters[0].clone()
@@ -85,15 +85,18 @@ class BitNet(Format):
         op = OPS[optional(config, "linear_class", str, "bitlinear", tuple(OPS))]
         if optional(config, "quantization_mode", str, "offline", ("offline", "online")) == "online":
             raise UnsupportedFormat(
-                "online BitNet stores unquantised weights and makes ternary ones while it runs",
+                "online BitNet stores unquantised weights and quantises them at run time",
                 where=config.source,
                 expected="quantization_mode offline",
                 got="online",
-                hint="load it as unquantised and quantise to ternary-tensor",
+                hint="load it as an unquantised checkpoint and quantise to ternary-tensor",
             )
         if optional(config, "use_rms_norm", bool, False):
             raise UnsupportedFormat(
-                "these layers normalise their input first", where=config.source, expected="use_rms_norm false", got=True
+                "layers that normalise their input are not supported",
+                where=config.source,
+                expected="use_rms_norm false",
+                got=True,
             )
         if self._is_unquantized(config, module):
             return dense(module)
@@ -101,11 +104,11 @@ class BitNet(Format):
         return bitnet_scheme(QuantSpec(TERNARY, (Scale(scale, TENSOR, op),)))
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        """Both kinds of layers quantise their input to int8, row by row."""
+        """Both layer classes quantise their input to int8 per row."""
         return ACTIVATIONS["int8"] if self.scheme(config, module).spec.quantized else None
 
     def _is_unquantized(self, config: Config, module: Module) -> bool:
-        """The stored tensors tell; where there are none, the config's list of names."""
+        """By the stored tensors; without any, by the config's list of names."""
         if module.stored:
             return module.dtype(".weight", default="U8") in FLOATS and not module.has(".weight_scale")
         return module.name in skip_list(config, "modules_to_not_convert")
@@ -113,7 +116,7 @@ class BitNet(Format):
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         scale = spec.scales[0] if spec.scales else None
         if scale is None or spec != QuantSpec(TERNARY, (Scale(scale.dtype, TENSOR, scale.op),)):
-            raise CannotEncode("BitNet holds ternary digits with one scale for the matrix", got=spec)
+            raise CannotEncode("BitNet stores ternary digits with one scale per matrix", got=spec)
         if scale.dtype not in FLOAT_NAMES:
             raise CannotEncode("BitNet stores its scale as bf16, fp16 or fp32", got=spec)
         return _config(spec, list(dense_modules)), bitnet_scheme(spec)

@@ -1,9 +1,9 @@
 """BitsAndBytes: 4-bit codebooks over the flattened matrix, and int8 rows.
 
-4-bit blocks run over the matrix laid out row by row, so nothing can be cut in stored form, and a
-block may straddle two rows; scales are handed on per piece of a row that lies in one block. With
-double quantisation the scales themselves are stored in eight bits. int8 means
-q * row maximum * fp32(1/127), in that order, as the library itself computes it.
+4-bit blocks cover the matrix flattened row by row, so the stored tensors cannot be sliced, and a block
+may span two rows. The canonical form has one scale per piece of a row that is inside one block. With
+double quantisation the scales are stored in eight bits. int8 values are q * row maximum *
+fp32(1/127), in that order, as the library computes them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from lancebill.numbers.weight import LogicalWeight
 
 TABLES: dict[str, DType] = {"nf4": NF4, "fp4": BNB_FP4}
 STORAGE = {"uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}
-BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096, 32)  # the usual first: tiny matrices fit several
+BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096, 32)  # the default first: several can fit a tiny matrix
 NESTED_BLOCK = 256
-MAX_STATE = 1 << 16  # bytes of the JSON document beside each weight; a few hundred in practice
+MAX_STATE = 1 << 16  # limit in bytes of the JSON document of each weight; a few hundred in practice
 INT8 = QuantSpec(biased_type(8), (Scale(F32, CHANNEL), Scale(INV127, TENSOR)))
-# Row lengths are in no header: blocks are cut to what divides every size the model's config names.
+# The headers do not contain row lengths: blocks are divided into pieces that divide every size in the model's config.
 SIZE_KEYS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "d_model", "ffn_hidden_size")
 
 
 @dataclass(frozen=True)
 class Bnb4Scheme(Scheme):
-    """`weight` [N*K/2, 1], the even element in the high half of a byte; `absmax` for each block."""
+    """`weight` [N*K/2, 1] with even elements in the high nibbles, and one `absmax` per block."""
 
     kind: str = "nf4"
     block: int = 64
@@ -59,28 +59,29 @@ class Bnb4Scheme(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         state = _read_state(stored["state"])
-        told = {"quant_type": self.kind, "blocksize": self.block, "shape": [n, k]}
-        for key, expected in told.items():
+        for key, expected in {"quant_type": self.kind, "blocksize": self.block, "shape": [n, k]}.items():
             if state.get(key) != expected:
-                raise BadValue(f"quant_state: '{key}' is not what is stored", expected=expected, got=state.get(key))
+                raise BadValue(
+                    f"quant_state: '{key}' contradicts the stored tensors", expected=expected, got=state.get(key)
+                )
         table = torch.tensor(self.spec.dtype.table, dtype=torch.float32, device=stored["table"].device)
         if not torch.equal(stored["table"], table):
-            raise BadValue(f"quant_map is not the table of {self.kind}", got=stored["table"].tolist())
+            raise BadValue(f"quant_map is not the {self.kind} table", got=stored["table"].tolist())
         pairs = unpack_bits(stored["codes"].reshape(-1), 4, n * k + n * k % 2)
         codes = pairs.view(-1, 2).flip(1).reshape(-1)[: n * k].view(n, k)
         absmax = self._denest(stored, state) if self.nested else stored["scale"]
         block = self._block_of(n, k, codes.device)
         if block is None:
             raise BadValue(
-                f"blocks of {self.block} begin inside pieces of {self.spec.group} columns of rows of {k}",
+                f"with rows of {k} columns, blocks of {self.block} split pieces of {self.spec.group} columns",
                 expected=f"pieces of {math.gcd(self.block, k)} columns",
-                hint="the model's config must name the sizes of the experts",
+                hint="the model's config must contain the sizes of the experts",
             )
         return LogicalWeight(self.spec, codes, (absmax[block],))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         if self.nested:
-            raise CannotEncode("double quantisation of scales is read, not written", hint="export writes plain scales")
+            raise CannotEncode("double quantisation can be read but not written", hint="export writes fp32 scales")
         n, k = weight.n, weight.k
         flat = torch.nn.functional.pad(weight.codes.reshape(-1), (0, n * k % 2))
         state = {"quant_type": self.kind, "blocksize": self.block, "dtype": "bfloat16", "shape": [n, k]}
@@ -100,10 +101,7 @@ class Bnb4Scheme(Scheme):
         return shape[0], shape[1]
 
     def _block_of(self, n: int, k: int, device: torch.device) -> Tensor | None:
-        """The flat block of each piece of a row that has a scale of its own: [n, pieces].
-
-        None where a block begins inside a piece.
-        """
+        """The index of the flat block of each piece of a row: [n, pieces]; None if a block begins inside a piece."""
         size = self.spec.group
         starts = torch.arange(0, k, size, device=device)
         last = (starts + size).clamp(max=k) - 1
@@ -115,8 +113,8 @@ class Bnb4Scheme(Scheme):
         block = self._block_of(n, k, scale.device)
         if block is None:
             raise CannotEncode(
-                f"bitsandbytes counts blocks of {self.block} through the rows, which are {k} long",
-                hint=f"groups of {math.gcd(self.block, k)} columns end where blocks do",
+                f"bitsandbytes blocks of {self.block} span rows of {k} columns",
+                hint=f"use groups of {math.gcd(self.block, k)} columns, which end at block boundaries",
             )
         absmax = torch.zeros(-(-n * k // self.block), dtype=torch.float32, device=scale.device)
         absmax[block] = scale
@@ -125,12 +123,12 @@ class Bnb4Scheme(Scheme):
         return absmax
 
     def _denest(self, stored: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-        """Scales stored in eight bits: look up, times the scale of 256 scales, plus their common offset."""
+        """8-bit scales to fp32: table look-up, times the scale of 256 scales, plus the common offset."""
         if state.get("nested_blocksize") != NESTED_BLOCK:
             raise BadValue("quant_state: nested_blocksize", expected=NESTED_BLOCK, got=state.get("nested_blocksize"))
         offset = state.get("nested_offset")
         if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not abs(offset) <= F32.max:
-            raise BadValue("quant_state: nested_offset is no fp32 number", got=str(offset)[:40])
+            raise BadValue("quant_state: nested_offset is not an fp32 number", got=str(offset)[:40])
         codes = stored["scale"]
         outer = stored["nested_scale"].repeat_interleave(NESTED_BLOCK)[: codes.numel()]
         absmax: Tensor = stored["nested_table"][codes.int()] * outer
@@ -138,7 +136,7 @@ class Bnb4Scheme(Scheme):
 
 
 def _read_state(document: Tensor) -> dict[str, Any]:
-    """The JSON document stored as bytes beside a weight."""
+    """The JSON document that is stored as a byte tensor with each weight."""
     if document.numel() > MAX_STATE:
         raise BadValue("quant_state is too long", expected=f"at most {MAX_STATE} bytes", got=document.numel())
     try:
@@ -146,12 +144,12 @@ def _read_state(document: Tensor) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadValue("quant_state is not JSON", got=str(error)) from None
     if not isinstance(state, dict):
-        raise BadValue("quant_state is no JSON object", got=type(state).__name__)
+        raise BadValue("quant_state is not a JSON object", got=type(state).__name__)
     return state
 
 
 def bnb4_scheme(kind: str, block: int, *, piece: int, storage: str = "U8", nested: bool = False) -> Bnb4Scheme:
-    """`piece` columns of a row share a scale: the block itself, or less where blocks straddle rows."""
+    """`piece` columns of a row share a scale: the block, or less if blocks span rows."""
     spec = QuantSpec(TABLES[kind], (Scale(F32, group(piece)),))
     parts = [
         part("codes", ".weight", storage, "n*k^ 1", bits=4),
@@ -174,7 +172,7 @@ class Bnb8Scheme(Scheme):
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         layout = stored.get("layout")
         if layout is not None and int(layout) != 0:
-            raise BadValue("weight_format: only rows are read", expected=0, got=int(layout))
+            raise BadValue("weight_format: only the row layout is supported", expected=0, got=int(layout))
         constant = torch.zeros(1, 1, dtype=torch.uint8, device=stored["codes"].device)
         return LogicalWeight(self.spec, codes_of(stored["codes"]) ^ 0x80, (stored["scale"].reshape(n, 1), constant))
 
@@ -215,7 +213,9 @@ class BitsAndBytes(Format):
         four, eight = (optional(config, key, bool, False) for key in ("load_in_4bit", "load_in_8bit"))
         if four == eight:
             got = "both" if four else "neither"
-            raise UnsupportedFormat("one of load_in_4bit and load_in_8bit is true", where=config.source, got=got)
+            raise UnsupportedFormat(
+                "exactly one of load_in_4bit and load_in_8bit must be true", where=config.source, got=got
+            )
         if self._is_unquantized(config, module):
             return dense(module)
         if eight:
@@ -227,10 +227,10 @@ class BitsAndBytes(Format):
         return bnb4_scheme(kind, block, piece=_piece(config, block), storage=storage, nested=nested)
 
     def _is_unquantized(self, config: Config, module: Module) -> bool:
-        """The stored tensors tell; where there are none, the config's list of names."""
+        """By the stored tensors; without any, by the config's list of names."""
         if module.stored:
-            marked = any(suffix.startswith((".weight.", ".SCB")) for suffix in module.stored)
-            return module.dtype(".weight", default="U8") in FLOATS and not marked
+            has_scales = any(suffix.startswith((".weight.", ".SCB")) for suffix in module.stored)
+            return module.dtype(".weight", default="U8") in FLOATS and not has_scales
         return module.name in skip_list(config, "llm_int8_skip_modules")
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
@@ -240,7 +240,7 @@ class BitsAndBytes(Format):
         kind = next((kind for kind, table in TABLES.items() if table == spec.dtype), None)
         if kind is None or spec.group not in BLOCKS or spec != QuantSpec(spec.dtype, (Scale(F32, group(spec.group)),)):
             raise CannotEncode(
-                "bitsandbytes holds nf4 and its own fp4 with fp32 scales, and int8 by rows",
+                "bitsandbytes stores nf4 and its fp4 with fp32 scales, and int8 with one scale per row",
                 expected=f"nf4 or {BNB_FP4}-g<{', '.join(map(str, sorted(BLOCKS)))}> or {INT8}",
                 got=spec,
             )
@@ -256,7 +256,7 @@ class BitsAndBytes(Format):
 
 
 def _block_size(module: Module) -> int:
-    """Elements that share a scale: told by the sizes of `weight` and `absmax`, repeated in the JSON."""
+    """Elements per scale, from the sizes of `weight` and `absmax`. `unpack` checks it against the JSON document."""
     weight, absmax = module.stored.get(".weight"), module.stored.get(".weight.absmax")
     if weight is None or absmax is None or weight.dtype not in TORCH_DTYPES:
         return BLOCKS[0]
@@ -266,6 +266,7 @@ def _block_size(module: Module) -> int:
 
 
 def _piece(config: Config, block: int) -> int:
+    """Columns per scale that divide the block and every size in the model's config."""
     text = config.model.get("text_config")
     sections = [config.model, *([text] if isinstance(text, Mapping) else [])]
     sizes = [section.get(key) for section in sections for key in SIZE_KEYS]

@@ -1,8 +1,8 @@
 """compressed-tensors: config groups name targets, each with its own arguments and format.
 
-The most specific target decides (a module's name, then a pattern, then the class "Linear", which
-every projection is), and a module that is ignored, or that the file stores as plain floats, is
-unquantised. Its NVFP4 stores the global scale as a divisor.
+The most specific target wins: a module's name, then a pattern, then the class "Linear", which every
+projection has. A module that is ignored, or that the file stores as floats without scales, is
+unquantised. NVFP4's global scale is stored as a divisor.
 """
 
 from __future__ import annotations
@@ -83,39 +83,40 @@ class CompressedTensors(Format):
 
     def scheme(self, config: Config, module: Module) -> Scheme:
         _refuse_unreadable(config)
-        found = find_group(config, module.name)
-        if found is None or found.weights is None or ct.stores_plain_floats(module):
+        section = find_group(config, module.name)
+        if section is None or section.weights is None or ct.stores_plain_floats(module):
             return dense(module)
         scale = FLOAT_TYPES.get(module.dtype(*ct.SCALE), BF16)
-        fmt = _format(config, found, found.weights, module)
-        return _build(fmt, found, scale, _words(found.weights, module), config.source)
+        fmt = _format(config, section, section.weights, module)
+        return _build(fmt, section, scale, _words(section.weights, module), config.source)
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        found = find_group(config, module.name)
-        if found is None or found.inputs is None or (found.weights is not None and ct.stores_plain_floats(module)):
+        section = find_group(config, module.name)
+        if section is None or section.inputs is None:
             return None
-        return _activation(found.inputs, config.source)
+        if section.weights is not None and ct.stores_plain_floats(module):
+            return None
+        return _activation(section.inputs, config.source)
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
-        """Integers, FP4 and MX are written weight-only; FP8 with the dynamic activations that
-        engines require beside it."""
+        """Integers, FP4 and MX are written weight-only, FP8 with the dynamic activations that engines require."""
         if spec == NVFP4:
             raise CannotEncode("compressed-tensors stores NVFP4's global scale as a divisor", hint="use nvfp4-div")
         inputs = _input_parts(None)
-        for fmt, (held, _) in FIXED.items():
-            if held == spec:
+        for fmt, (fixed_spec, _) in FIXED.items():
+            if fixed_spec == spec:
                 return write_config(fmt, spec, ignore=dense_modules), ct.floats(spec, inputs)
         scale = spec.scales[0] if len(spec.scales) == 1 and not spec.minimum else None
         if scale is not None and scale.dtype in FLOAT_NAMES:
             if is_integer(spec) and 2 <= spec.dtype.bits <= 8 and scale.block[0] == 1:
                 if spec.zero is not None and (spec.zero.dtype != ZERO16 or spec.zero.block != scale.block):
-                    raise CannotEncode("zero points are integers, one beside each scale", got=spec)
+                    raise CannotEncode("zero points must be integers with the blocks of the scales", got=spec)
                 return write_config(PACK, spec, ignore=dense_modules), ct.packed_ints(spec, inputs)
             if spec.dtype == E4M3:
                 return write_config(FLOAT, spec, _fp8_inputs(scale.block), dense_modules), ct.floats(spec, inputs)
         raise CannotEncode(
-            "compressed-tensors has no form for this",
-            expected="int2 to int8 by group or channel, fp8, nvfp4-div, mxfp4, mxfp6-e2m3 or mxfp8",
+            "compressed-tensors cannot store this spec",
+            expected="int2 to int8 per group or channel, fp8, nvfp4-div, mxfp4, mxfp6-e2m3 or mxfp8",
             got=spec,
         )
 
@@ -160,19 +161,19 @@ class CompressedTensors(Format):
 
 
 def _refuse_unreadable(config: Config) -> None:
-    """What would change the numbers and is not understood."""
+    """Raise for config sections that affect the numbers and are not supported."""
     sparsity = optional(config, "sparsity_config", dict, {})
     checked(sparsity.get("format", "dense"), "sparsity_config.format", str, ("dense",), config.source)
     transforms = optional(config, "transform_config", dict, {})
     if transforms.get("config_groups", transforms):
-        raise UnsupportedFormat("weights under a transform are not read: 'transform_config'", where=config.source)
+        raise UnsupportedFormat("transformed weights are not supported: 'transform_config'", where=config.source)
     if optional(config, "moe_sparsity_config", dict, {}):
-        raise UnsupportedFormat("pruned experts are not read: 'moe_sparsity_config'", where=config.source)
+        raise UnsupportedFormat("pruned experts are not supported: 'moe_sparsity_config'", where=config.source)
 
 
-def _format(config: Config, found: ConfigGroup, weights: Args, module: Module) -> str:
-    """The group's own format, else the config's, else what the arguments leave no doubt about."""
-    named = found.format or config.quant.get("format")
+def _format(config: Config, section: ConfigGroup, weights: Args, module: Module) -> str:
+    """The format of the group, else of the config, else the one that the arguments imply."""
+    named = section.format or config.quant.get("format")
     if named is not None and named != MIXED:
         return str(checked(named, "format", str, READ, config.source))
     if weights.kind == "int":
@@ -190,7 +191,7 @@ def _format(config: Config, found: ConfigGroup, weights: Args, module: Module) -
 
 
 def _words(weights: Args, module: Module) -> str:
-    """Whether odd-sized codes are packed densely, from the packed width against the groups' K."""
+    """How 3-, 5-, 6- and 7-bit codes are packed: compares the packed width with K, known from the scales."""
     if 32 % weights.bits == 0:
         return ct.DENSE
     if weights.strategy != "group":
@@ -204,9 +205,9 @@ def _words(weights: Args, module: Module) -> str:
 
 
 @lru_cache(maxsize=256)
-def _build(fmt: str, found: ConfigGroup, scale: DType, words: str, source: str) -> Scheme:
-    """The scheme of a format for these arguments."""
-    weights, inputs = found.weights, _input_parts(found.inputs)
+def _build(fmt: str, section: ConfigGroup, scale: DType, words: str, source: str) -> Scheme:
+    """The scheme of a format with the arguments of a config group."""
+    weights, inputs = section.weights, _input_parts(section.inputs)
     assert weights is not None
     checked(weights.dynamic, "weights.dynamic", bool, (False,), source)
     if fmt in FIXED:
@@ -214,7 +215,7 @@ def _build(fmt: str, found: ConfigGroup, scale: DType, words: str, source: str) 
         expected = (spec.dtype.bits, "float", True, strategy, spec.scales[0].block)
         got = (weights.bits, weights.kind, weights.symmetric, weights.strategy, weights.block)
         if got != expected:
-            raise UnsupportedFormat(f"these are not the arguments of {fmt}", where=source, expected=expected, got=got)
+            raise UnsupportedFormat(f"wrong weight arguments for {fmt}", where=source, expected=expected, got=got)
         return ct.floats(spec, inputs)
     kinds = {PACK: ("int",), INT: ("int",), FLOAT: ("float",), NAIVE: ("int", "float")}[fmt]
     checked(weights.kind, f"weights.type with {fmt}", str, kinds, source)
@@ -234,7 +235,7 @@ def _build(fmt: str, found: ConfigGroup, scale: DType, words: str, source: str) 
 
 
 def _input_parts(inputs: Args | None) -> tuple[Part, ...]:
-    """Activation-side tensors; static quantisation cannot do without its own."""
+    """The activation-side tensors; required for static quantisation."""
     two_level = inputs is not None and inputs.strategy == "tensor_group" and inputs.dynamic is not True
     static = inputs is not None and inputs.dynamic is False and not two_level
     asymmetric = static and inputs is not None and not inputs.symmetric
@@ -256,10 +257,10 @@ def _activation(inputs: Args, source: str) -> ActivationSpec:
     if inputs.bits == 8 and inputs.scale_dtype != "uint8":
         return ActivationSpec(fp8_spec(inputs.block), static)
     blocks = {(4, 16): NVFP4, (4, 32): MXFP4, (6, 32): MXFP6_E2M3, (8, 32): MXFP8}
-    found = blocks.get((inputs.bits, inputs.block[1]))
-    if found is None:
-        raise UnsupportedFormat("no activation spec for these input_activations", where=source, got=inputs)
-    return ActivationSpec(found)
+    spec = blocks.get((inputs.bits, inputs.block[1]))
+    if spec is None:
+        raise UnsupportedFormat("unsupported input_activations", where=source, got=inputs)
+    return ActivationSpec(spec)
 
 
 def _static(kind: str) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def _static(kind: str) -> dict[str, Any]:
 
 
 def _fp8_inputs(block: Block) -> dict[str, Any] | None:
-    """The activations that FP8 weights of this kind are run with; none for weight groups."""
+    """The dynamic activations for FP8 weights with these blocks; None for weight groups."""
     if block in (TENSOR, CHANNEL):
         return dynamic_args("tensor" if block == TENSOR else "token")
     return dynamic_args("group", block[1]) if block[0] > 1 else None

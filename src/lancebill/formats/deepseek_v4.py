@@ -1,8 +1,8 @@
-"""DeepSeek-V4: `weight` and `scale`, FP8 by block all over, and routed experts that may be FP4.
+"""DeepSeek-V4: tensors `weight` and `scale`, block FP8 everywhere except routed experts, which may be FP4.
 
-The config says with `expert_dtype` what experts there are ("fp4" unless told otherwise), not which
-modules they are; a weight stored as bytes is one. NVIDIA's re-export has NVFP4 experts instead
-(`moe_quant_algo`), spelled as ModelOpt does.
+`expert_dtype` in the config is the dtype of the experts ("fp4" by default) but does not say which
+modules are experts; a weight stored as bytes is one. NVIDIA's re-export has NVFP4 experts
+(`moe_quant_algo`) with ModelOpt's tensor names.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class DeepseekV4(Format):
             return dense(module)
         optional(config, "fmt", str, "e4m3", ("e4m3",))
         optional(config, "activation_scheme", str, "dynamic", ("dynamic",))
-        experts = _said(config, "expert_dtype", "fp4", ("fp4", "fp8"))
-        algorithm = _said(config, "moe_quant_algo", "", ("NVFP4",))
+        experts = _config_value(config, "expert_dtype", "fp4", ("fp4", "fp8"))
+        algorithm = _config_value(config, "moe_quant_algo", "", ("NVFP4",))
         stored = module.dtype(*_WEIGHT, default="F8_E4M3")
         if stored in PACKED_FP4 and experts == "fp4":
             if algorithm:
@@ -72,7 +72,7 @@ class DeepseekV4(Format):
         return _fp8_scheme(fp8_spec(block_sides(config) or FP8_BLOCK_SIDES, scale=scale), name)
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        """FP8 by groups for FP8 weights, NVFP4 where it was calibrated; for MXFP4 no file says."""
+        """FP8 per group for FP8 weights, NVFP4 if it was calibrated; nothing is declared for MXFP4."""
         spec = self.scheme(config, module).spec
         if spec == NVFP4:
             return ActivationSpec(NVFP4) if module.has(".input_scale") else None
@@ -87,8 +87,8 @@ class DeepseekV4(Format):
         yield Example("nvfp4", _config({"moe_quant_algo": "NVFP4"}), _nvfp4_scheme("U8"), inputs={"input_scale": ()})
 
 
-def _said(config: Config, key: str, default: str, legal: tuple[str, ...]) -> str:
-    """What the quantisation section says, or else the model's: V4 has such keys in either."""
+def _config_value(config: Config, key: str, default: str, legal: tuple[str, ...]) -> str:
+    """The value in the quantisation section, or else in the model's config: V4 has such keys in either."""
     value = config.quant.get(key, config.model.get(key))
     return default if value is None else str(checked(value, key, str, legal, config.source))
 

@@ -23,7 +23,7 @@ class Unquantized(Format):
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         if spec.quantized:
-            raise CannotEncode("an unquantised checkpoint holds bf16, fp16 or fp32", got=spec)
+            raise CannotEncode("an unquantised checkpoint stores bf16, fp16 or fp32", got=spec)
         return {}, dense(Module("", {".weight": Stored(_STORED[spec.dtype.name], ())}))
 
     def examples(self) -> Iterator[Example]:

@@ -1,8 +1,8 @@
-"""FP8 (`quant_method: fp8`): e4m3 by tensor, channel or block, as DeepSeek-V3 made usual.
+"""FP8 (`quant_method: fp8`): e4m3 per tensor, channel or block, as in DeepSeek-V3.
 
-`weight_scale_inv` multiplies, whatever its name says. Scales keep the dtype they are stored in; the
-power-of-two scales of later checkpoints are bytes and are read as bytes, never converted. The
-experts may be MXFP4 where the config says so. `fbgemm_fp8` is the variant by channel.
+`weight_scale_inv` multiplies despite its name. Scales keep their stored dtype; the power-of-two scales
+of later checkpoints are bytes and are never converted. The experts are MXFP4 if the config says so.
+`fbgemm_fp8` is the per-channel variant.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from lancebill.numbers.spec import (
     group,
 )
 
-DEEPSEEK_V4 = "deepseek_v4"  # a model type with a format of its own: see deepseek_v4.py
+DEEPSEEK_V4 = "deepseek_v4"  # a model type with its own format: see deepseek_v4.py
 POWER_OF_TWO = "ue8m0"
 
 _SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv")
 _SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale")
 _INPUT_SCALE = (".input_scale", ".activation_scale", "_activation_scale")
-# Each writer has its own way to say what the experts, and they alone, are stored as.
+# Writers use different keys for the storage type of the experts.
 _EXPERT_KEYS = {"store_dtype": ("mxfp4",), "routed_experts_quant_method": ("mxfp4",), "expert_dtype": ("fp4", "fp8")}
 
 
 def fp8_scheme(spec: QuantSpec, stored_scale: str, *, static: bool = False) -> FloatScheme:
-    """e4m3 with one level of scales of the stored dtype."""
+    """e4m3 with one level of scales, stored in the given dtype."""
     block = spec.scales[0].block
     suffix = _SCALE if block in (TENSOR, CHANNEL) else _SCALE_INV
     inputs = part("input_scale", _INPUT_SCALE, FLOATS, SCALAR, optional=not static)
@@ -72,7 +72,7 @@ def fp8_scheme(spec: QuantSpec, stored_scale: str, *, static: bool = False) -> F
 
 
 def stored_scale(config: Config, module: Module, suffix: tuple[str, ...]) -> tuple[str, DType]:
-    """The dtype scales are stored in and what it means; bytes are exponents where the config says so."""
+    """The stored dtype of the scales and its number type; bytes are exponents if the config says so."""
     fmt = optional(config, "scale_fmt", str, "float", (POWER_OF_TWO, "float"))
     types = {"F32": F32, **FLOAT_TYPES, "F8_E8M0": E8M0, **({"U8": E8M0} if fmt == POWER_OF_TWO else {})}
     stored = stored_as(module, suffix, tuple(types))
@@ -80,13 +80,13 @@ def stored_scale(config: Config, module: Module, suffix: tuple[str, ...]) -> tup
 
 
 def block_sides(config: Config) -> Block | None:
-    """`weight_block_size`, rows before columns; None where scales are by tensor or channel."""
+    """`weight_block_size` as (rows, columns); None if scales are per tensor or channel."""
     sides = optional(config, "weight_block_size", (list, tuple), None)
     if sides is None:
         return None
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise UnsupportedFormat(
-            "cannot use the value of 'weight_block_size'", where=config.source, expected="two sizes or null", got=sides
+            "unsupported value of 'weight_block_size'", where=config.source, expected="two sizes or null", got=sides
         )
     return sides[0], sides[1]
 
@@ -109,8 +109,8 @@ class Fp8(Format):
             return dense(module)
         optional(config, "fmt", str, "e4m3", ("e4m3", "float8_e4m3fn"))
         static = optional(config, "activation_scheme", str, "dynamic", ("dynamic", "static")) == "static"
-        said = [optional(config, key, str, None, legal) for key, legal in _EXPERT_KEYS.items()]
-        if {"mxfp4", "fp4"} & set(said) and module.dtype(*WEIGHT) in PACKED_FP4:
+        expert_types = {optional(config, key, str, None, legal) for key, legal in _EXPERT_KEYS.items()}
+        if {"mxfp4", "fp4"} & expert_types and module.dtype(*WEIGHT) in PACKED_FP4:
             stored = stored_as(module, WEIGHT, PACKED_FP4), stored_as(module, _SCALE, EXPONENTS)
             return mxfp4_scheme(WEIGHT, _SCALE, stored)
         scale_name, scale = stored_scale(config, module, _SCALE)
@@ -125,7 +125,7 @@ class Fp8(Format):
         return ActivationSpec(fp8_spec(group(spec.group)) if block_sides(config) else FP8_CHANNEL)
 
     def _block(self, config: Config, module: Module) -> Block:
-        """By the config where it gives a block, else by the shape of what is stored."""
+        """The config's block if it has one, else by the shape of the stored scale."""
         sides = block_sides(config)
         if sides is not None:
             return sides
@@ -133,19 +133,19 @@ class Fp8(Format):
         scale = next((module.stored[s] for s in _SCALE if module.has(s)), None)
         if scale is None:
             return CHANNEL if config.method == "fbgemm_fp8" else TENSOR
-        stacked = len(weight.shape) - 2 if weight else 0  # a stacked tensor has the experts first
+        stacked = len(weight.shape) - 2 if weight else 0  # the first axis of a stacked tensor is the experts
         return TENSOR if math.prod(scale.shape[stacked:]) == 1 else CHANNEL
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         scale = spec.scales[0] if len(spec.scales) == 1 else None
         if spec.dtype != E4M3 or scale is None or scale.op != MUL or spec.zero or spec.minimum:
-            raise CannotEncode("FP8 holds e4m3 with one multiplying scale by tensor, channel or block", got=spec)
+            raise CannotEncode("FP8 stores e4m3 with one multiplying scale per tensor, channel or block", got=spec)
         by_block = min(scale.block) > 1
         if not by_block and scale.block not in (TENSOR, CHANNEL):
-            raise CannotEncode("FP8 has scales by tensor, channel or block, not by group", got=spec)
+            raise CannotEncode("FP8 has scales per tensor, channel or block, not per group", got=spec)
         stored = {**FLOAT_NAMES, **({E8M0: "F8_E8M0"} if by_block else {})}.get(scale.dtype)
         if stored is None:
-            raise CannotEncode("FP8 has float scales, or by block powers of two", got=spec)
+            raise CannotEncode("FP8 has float scales; block scales may also be powers of two", got=spec)
         config = {
             "quant_method": "fp8",
             "fmt": "e4m3",

@@ -1,8 +1,8 @@
-"""GGUF: blocks that hold codes and scales together, of a type chosen tensor by tensor.
+"""GGUF: blocks that contain codes and scales; each tensor has its own block type.
 
-The container presents a quantised tensor as bytes [n, blocks, bytes of a block], and the types as
-`types` in the config, by tensor name. What the bytes of a block mean is a row of the table in
-`_gguf_blocks`; here is only the way from blocks to a `LogicalWeight` and back.
+The file reader presents a quantised tensor as bytes [n, blocks, bytes per block] and puts the types by
+tensor name into the config as `types`. The table in `_gguf_blocks` defines the bytes of a block; this
+file converts between blocks and a `LogicalWeight`.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from lancebill.numbers.spec import TENSOR, Scale
 from lancebill.numbers.weight import LogicalWeight
 
 DENSE_TYPES = ("F32", "F16", "BF16")
-WITH_TENSOR_SCALE = ("NVFP4",)  # a scale, and an input scale, of the whole matrix beside the blocks
-ANY = "*"  # in `types`: every tensor that has no entry of its own
+WITH_TENSOR_SCALE = ("NVFP4",)  # types with per-tensor scales of weight and input outside the blocks
+ANY = "*"  # in `types`: every tensor without an entry
 
 
 @dataclass(frozen=True)
 class GgufScheme(Scheme):
-    """`.weight` [n, k / columns, bytes]; NVFP4 has a last scale outside the blocks."""
+    """`.weight` [n, k / columns, bytes]; NVFP4 has its outermost scale outside the blocks."""
 
     block: BlockType
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes, *levels = self.block.split(stored["codes"].reshape(n, -1, self.block.size))
         inner = len(self.block.scales)
-        wrong = self._illegal(levels)
-        if wrong is not None:
-            raise BadValue("a negative scale", where=self.block.name, got=wrong)
+        negative = self._negative_scale(levels)
+        if negative is not None:
+            raise BadValue("a negative scale", where=self.block.name, got=negative)
         scales = levels[:inner]
         if len(self.spec.scales) > inner:
-            # Files made without calibration leave the tensor's scale out: it is one.
+            # Files written without calibration omit the tensor's scale, which is then one.
             outer = stored.get("scale_2")
             scales.append(torch.ones(1, 1, device=codes.device) if outer is None else scalar(outer))
         return LogicalWeight(self.spec, codes, tuple(scales), minimum=tuple(levels[inner:]))
@@ -62,25 +62,27 @@ class GgufScheme(Scheme):
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         if weight.k % self.block.columns:
             raise CannotEncode(
-                f"{self.block.name} rows are whole blocks", expected=f"a multiple of {self.block.columns}", got=weight.k
+                f"{self.block.name} needs rows of whole blocks",
+                expected=f"a multiple of {self.block.columns}",
+                got=weight.k,
             )
         inner = len(self.block.scales)
         levels = [*weight.scales[:inner], *weight.minimum]
-        wrong = self._illegal(levels)
-        if wrong is not None:
-            raise CannotEncode(f"{self.block.name} has no negative scales", got=wrong)
+        negative = self._negative_scale(levels)
+        if negative is not None:
+            raise CannotEncode(f"{self.block.name} cannot store negative scales", got=negative)
         packed = {"codes": self.block.join([weight.codes, *levels])}
         if len(weight.scales) > inner:
             packed["scale_2"] = weight.scales[inner].reshape(())
         return packed
 
-    def _illegal(self, levels: Sequence[Tensor]) -> str | None:
-        """A mini-float scale (e8m0, unsigned e4m3) has no sign."""
+    def _negative_scale(self, levels: Sequence[Tensor]) -> str | None:
+        """The first negative mini-float scale, if any: e8m0 and GGUF's unsigned e4m3 have no sign."""
         for field, codes in zip(self.block.scales, levels):
             if field.dtype.kind == FLOAT and field.dtype.table:
-                bad = codes[field.dtype.decode(codes).signbit()]
-                if bad.numel():
-                    return f"code {int(bad[0]):#x}"
+                negative = codes[field.dtype.decode(codes).signbit()]
+                if negative.numel():
+                    return f"code {int(negative[0]):#x}"
         return None
 
 
@@ -114,7 +116,7 @@ class Gguf(Format):
         if block is None:
             legal = ", ".join((*DENSE_TYPES, *BLOCK_TYPES))
             raise UnsupportedFormat(
-                "a GGUF type that is not read", where=f"{config.source}: {tensor}", expected=legal, got=kind
+                "unsupported GGUF type", where=f"{config.source}: {tensor}", expected=legal, got=kind
             )
         return gguf_scheme(block)
 

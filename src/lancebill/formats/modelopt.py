@@ -1,7 +1,7 @@
-"""ModelOpt: FP8, NVFP4 and MXFP8, one algorithm for all modules or one for each.
+"""ModelOpt: FP8, NVFP4 and MXFP8, with one algorithm for all modules or one per module.
 
-Its NVFP4 multiplies by `weight_scale_2`, where compressed-tensors divides. Exclusions are shell
-wildcards that hold for everything below what they match.
+NVFP4 multiplies by `weight_scale_2`; compressed-tensors divides. Exclusions are shell wildcards that
+also exclude everything below a matching module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lancebill.numbers.spec import (
 )
 
 MIXED = "MIXED_PRECISION"
-# Spellings after the module's name; the second is that of stacked experts.
+# Suffixes of the module's name; the second is used for stacked experts.
 SCALE = (".weight_scale", "_weight_scale")
 SCALE_2 = (".weight_scale_2", "_weight_scale_2")
 INPUT_SCALE = (".input_scale", "_input_scale")
@@ -53,13 +53,13 @@ PRE_QUANT_SCALE = (".pre_quant_scale", "_pre_quant_scale")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a `quant_algo` stores, and how it wants a module's input represented."""
+    """What a `quant_algo` stores, and the number format of a module's input."""
 
     spec: QuantSpec
     scale_axes: tuple[str, ...]
     inputs: ActivationSpec | None = None
-    calibrated: bool = False  # `inputs` holds only with a stored input_scale
-    smoothed: bool = False  # inputs may be multiplied by a pre_quant_scale for each column
+    calibrated: bool = False  # `inputs` applies only if an input_scale is stored
+    smoothed: bool = False  # inputs may be multiplied by a pre_quant_scale per column
 
 
 ALGORITHMS = {
@@ -87,31 +87,31 @@ class ModelOpt(Format):
         return config.method in ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        found = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
-        if found is None:
+        name = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
+        if name is None:
             return dense(module)
-        return _build(ALGORITHMS[found], FLOAT_TYPES.get(module.dtype(*SCALE, default="F32"), F32))
+        return _build(ALGORITHMS[name], FLOAT_TYPES.get(module.dtype(*SCALE, default="F32"), F32))
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        found = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
-        if found is None:
+        name = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
+        if name is None:
             return None
-        algorithm = ALGORITHMS[found]
-        measured = any(module.has(s) for s in INPUT_SCALE)
-        return algorithm.inputs if measured or not algorithm.calibrated else None
+        algorithm = ALGORITHMS[name]
+        has_input_scale = any(module.has(s) for s in INPUT_SCALE)
+        return algorithm.inputs if has_input_scale or not algorithm.calibrated else None
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
-        """NVFP4 is written as weight-only: nothing here can calibrate input scales."""
+        """NVFP4 is written weight-only, because input scales cannot be calibrated here."""
         scale = spec.scales[0].dtype if spec.scales else F32
         for name in ("W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"):
             scheme = _build(ALGORITHMS[name], scale if scale in FLOAT_TYPES.values() else F32)
             if scheme.spec == spec:
                 return _config(name, dense_modules), scheme
         raise CannotEncode(
-            "ModelOpt has no form for this",
+            "ModelOpt cannot store this spec",
             expected="nvfp4, fp8-tensor, fp8-channel, fp8-block or mxfp8",
             got=spec,
-            hint="its NVFP4 multiplies by the global scale" if len(spec.scales) == 2 else None,
+            hint="ModelOpt's NVFP4 multiplies by the global scale" if len(spec.scales) == 2 else None,
         )
 
     def examples(self) -> Iterator[Example]:
@@ -135,7 +135,7 @@ class ModelOpt(Format):
 
 @lru_cache(maxsize=64)
 def _build(algorithm: Algorithm, scale: DType) -> FloatScheme:
-    """The scheme of an algorithm with the scale dtype found in the file."""
+    """The scheme of an algorithm, with the scale dtype found in the file."""
     spec = algorithm.spec
     if spec.scales[0].dtype in FLOAT_TYPES.values():
         spec = fp8_spec(spec.scales[0].block, scale=scale)
@@ -153,24 +153,24 @@ def _build(algorithm: Algorithm, scale: DType) -> FloatScheme:
 
 
 def _algorithm(config: Config, name: str) -> str | None:
-    """The algorithm of a module, None where it is left alone; the halves of a fused name must agree."""
+    """The algorithm of a module, or None if it is unquantised. Both halves of a fused projection must agree."""
     parent, _, last = name.rpartition(".")
     halves = [f"{parent}.{half}" for half in FUSED.get(last, ())]
     named, algorithm = _choose(config, name)
     if named or not halves:
         return algorithm
-    found = {_choose(config, half)[1] for half in halves}
-    if len(found) > 1:
+    algorithms = {_choose(config, half)[1] for half in halves}
+    if len(algorithms) > 1:
         raise UnsupportedFormat(
             "the halves of a fused projection have different algorithms",
             where=f"{config.source}, module {name}",
-            got=", ".join(sorted(str(algo) for algo in found)),
+            got=", ".join(sorted(str(algo) for algo in algorithms)),
         )
-    return found.pop()
+    return algorithms.pop()
 
 
 def _choose(config: Config, name: str) -> tuple[bool, str | None]:
-    """Whether the config speaks of this very module (or a parent), and the algorithm it gives it."""
+    """Whether the config names this module or a parent, and the module's algorithm."""
     excluded = [*optional(config, "exclude_modules", list, []), *optional(config, "ignore", list, [])]
     if _matches(name, excluded, "exclude_modules", config.source):
         return True, None
@@ -198,10 +198,10 @@ def _checked_algorithm(algo: str, group_size: Any, key: str, source: str) -> str
 
 
 def _from_groups(config: Config, name: str) -> tuple[bool, str | None]:
-    """The new style: the group whose targets match, a name before the class "Linear"."""
+    """The newer style: the group whose targets match; names take precedence over the class "Linear"."""
     groups = optional(config, "config_groups", dict, {})
     if not groups:
-        raise UnsupportedFormat("'quant_algo' names no algorithm and nothing else does", where=config.source)
+        raise UnsupportedFormat("the config names no algorithm", where=config.source, expected="'quant_algo'")
     fallback: str | None = None
     for key, value in groups.items():
         entry = checked(value, f"config_groups.{key}", dict, (), config.source)
@@ -216,7 +216,7 @@ def _from_groups(config: Config, name: str) -> tuple[bool, str | None]:
 
 
 def _group_algorithm(entry: Mapping[str, Any], key: str, source: str) -> str:
-    """The algorithm that a group's arguments describe."""
+    """The algorithm that matches a group's arguments."""
     weights = checked(entry.get("weights"), f"{key}.weights", dict, (), source)
     size, strategy = weights.get("group_size"), weights.get("strategy")
     kind = (weights.get("type"), weights.get("num_bits"), size or None)
@@ -230,7 +230,7 @@ def _group_algorithm(entry: Mapping[str, Any], key: str, source: str) -> str:
         inputs = checked(entry.get("input_activations") or {}, f"{key}.input_activations", dict, (), source)
         checked(inputs.get("dynamic", False), f"{key}.input_activations.dynamic with FP8", bool, (False,), source)
         return "FP8"
-    raise UnsupportedFormat(f"no algorithm has these arguments: '{key}.weights'", where=source, got=dict(weights))
+    raise UnsupportedFormat(f"no algorithm matches '{key}.weights'", where=source, got=dict(weights))
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -242,20 +242,20 @@ def _parents(name: str) -> Iterator[str]:
 def _matches(name: str, patterns: Sequence[Any], key: str, source: str) -> bool:
     """Whether the module or one of its parents is listed, by name or by a wildcard."""
     if not all(isinstance(p, str) for p in patterns):
-        raise UnsupportedFormat(f"'{key}' is a list of names", where=source, got=list(patterns))
+        raise UnsupportedFormat(f"'{key}' must be a list of names", where=source, got=list(patterns))
     plain, wild = _sorted(tuple(patterns))
     return any(module in plain or wild.match(module) for module in (name, *_parents(name)))
 
 
 @lru_cache(maxsize=64)
 def _sorted(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
-    """Names and wildcards; of the hundreds that large models list, few are wildcards."""
+    """Names and wildcards, split: large models list hundreds of names but few wildcards."""
     wild = [p for p in patterns if re.search(r"[*?\[]", p)]
     return frozenset(patterns), re.compile("|".join(map(fnmatch.translate, wild)) or "(?!)")
 
 
 def _config(algo: str, ignore: Sequence[str] = ()) -> dict[str, Any]:
-    """The section of config.json; engines find group sizes and exclusions here."""
+    """The quantisation section of config.json; engines read group sizes and exclusions from it."""
     spec = ALGORITHMS[algo].spec
     return {
         "quant_method": "modelopt",

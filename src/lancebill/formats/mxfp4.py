@@ -1,6 +1,6 @@
-"""gpt-oss MXFP4 (`quant_method: mxfp4`): blocks of 32 codes in 16 bytes, an exponent for each.
+"""gpt-oss MXFP4 (`quant_method: mxfp4`): blocks of 32 codes in 16 bytes, with one exponent per block.
 
-Rows of the fused gate_up tensors alternate gate and up; that is the naming table's business.
+The rows of the fused gate_up tensors alternate between gate and up; the naming table handles that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GptOssMxfp4(Format):
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         if spec != MXFP4:
-            raise CannotEncode("gpt-oss checkpoints hold MXFP4", expected=MXFP4, got=spec)
+            raise CannotEncode("gpt-oss checkpoints store MXFP4", expected=MXFP4, got=spec)
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(dense_modules)}, _SCHEME
 
     def examples(self) -> Iterator[Example]:

@@ -1,7 +1,7 @@
-"""Quark: AMD's exporter. One config, many storages: each number type has its own packing.
+"""Quark, AMD's exporter: each number type has its own packing.
 
-Two stages of quantisation give two scales; the later stage's is called `weight_scale_2`, so which
-of the two is the element's own follows from the order of the stages.
+Two stages of quantisation give two scales. The scale of the later stage is stored as `weight_scale_2`,
+so the order of the stages determines which one is the element's scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lancebill.formats.base import (
 from lancebill.numbers.dtypes import BF16, F16, F32, DType
 from lancebill.numbers.spec import ActivationSpec
 
-TOKEN_AXES = (0, 1, -2)  # spellings of "one scale for each token" on the activation side
+TOKEN_AXES = (0, 1, -2)  # values of `ch_axis` that mean one scale per token, for activations
 
 
 class Quark(Format):
@@ -53,12 +53,12 @@ class Quark(Format):
         if section is None or plan is None:
             return dense(module)
         if plan.dynamic or plan.outer_dynamic:
-            raise UnsupportedFormat("weights quantised at run time are not stored", where=config.source, got=section)
+            raise UnsupportedFormat("dynamically quantised weights are not supported", where=config.source, got=section)
         if section.get("bias") is not None:
-            raise UnsupportedFormat("a quantised bias is not read", where=config.source, got=section["bias"])
+            raise UnsupportedFormat("a quantised bias is not supported", where=config.source, got=section["bias"])
         export = optional(config, "export", dict, {})
         pack = checked(export.get("pack_method") or "reorder", "pack_method", str, ("order", "reorder"), config.source)
-        real = "real_quantized"  # the other kind stores rounded floats
+        real = "real_quantized"  # the alternative stores dequantised floats
         checked(export.get("weight_format") or real, "weight_format", str, (real,), config.source)
         stored = [FLOAT_TYPES.get(module.dtype(name, default="F32"), F32) for name in scale_names(plan)]
         inputs = _input_parts(_input_plan(section, config.source))
@@ -70,7 +70,7 @@ class Quark(Format):
         return None if plan is None else ActivationSpec(plan.spec(), static=not plan.dynamic)
 
     def _section(self, config: Config, module: Module) -> Mapping[str, Any] | None:
-        """The part of the config for this module: the most special that names it; None if left alone."""
+        """The most specific section of the config for this module; None if the module is unquantised."""
         source = config.source
         if find_entry(optional(config, "exclude", list, []), module.name, "exclude", source) is not None:
             return None
@@ -103,7 +103,7 @@ def _input_plan(section: Mapping[str, Any], source: str) -> QuarkPlan | None:
 
 
 def _input_parts(plan: QuarkPlan | None) -> tuple[Part, ...]:
-    """What the activation side may store; required where the config calls it static."""
+    """The activation-side tensors; required if the config says static."""
     static = plan is not None and not plan.dynamic
     shifted = static and plan is not None and plan.zero
     second = plan is not None and plan.outer is not None and not plan.outer_dynamic
@@ -128,7 +128,7 @@ def _group(dtype: str, size: int) -> dict[str, Any]:
 
 _SYM, _ASYM = {"symmetric": True}, {"symmetric": False}
 _E8M0 = {"scale_format": "e8m0"}
-# (name, the weight's section, the float its scale is stored in)
+# (name, the weight's section, the float type of its stored scale)
 _EXAMPLES: tuple[tuple[str, Any, DType], ...] = (
     ("int2-group", _group("int2", 32) | _SYM, F32),
     ("int2-channel", _channel("int2") | _ASYM, F32),
@@ -164,7 +164,7 @@ def _example(
     weight: Any,
     stored: DType,
     inputs: Any = None,
-    held: Mapping[str, tuple[int, ...]] | None = None,
+    input_shapes: Mapping[str, tuple[int, ...]] | None = None,
     pack: str = "reorder",
 ) -> Example:
     quant = {
@@ -176,7 +176,7 @@ def _example(
     assert plan is not None
     parts = _input_parts(_input_plan({"input_tensors": inputs}, ""))
     scheme = quark_scheme(plan, plan.spec(stored), parts, reorder=pack == "reorder")
-    return Example(name, Config(quant=quant, method="quark"), scheme, inputs=held or {})
+    return Example(name, Config(quant=quant, method="quark"), scheme, inputs=input_shapes or {})
 
 
 FORMAT = Quark()

@@ -1,4 +1,4 @@
-"""What files say, before anyone has decided what it means: tensors' headers and configurations."""
+"""Uninterpreted contents of a checkpoint: tensor headers and configurations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Stored dtypes go by the names safetensors gives them.
+# Stored dtypes have the names that safetensors uses.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -33,7 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file says of one tensor."""
+    """The header of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,10 +41,10 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """A checkpoint's configuration: the model's, and the quantisation section wherever it was.
+    """A checkpoint's configuration: the model's config, and the quantisation section, from any file.
 
-    `method` is the normalised `quant_method`; None means nothing is quantised. One is equal only to itself, so that
-    what a format has read in it for one module is known for the next.
+    `method` is the normalised `quant_method`; None means that nothing is quantised. Compared by identity, so that
+    functions that parse it can be cached.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)

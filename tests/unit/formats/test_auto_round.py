@@ -35,7 +35,7 @@ def resolve(name: str = NAME, **values: Any) -> Scheme:
 
 
 @pytest.mark.parametrize("method", ["auto-round", "auto_round", "intel/auto-round", "inc"])
-def test_every_name_of_the_method(method: str) -> None:
+def test_all_method_names_are_accepted(method: str) -> None:
     assert detect(Config(quant={}, method=method)) is FORMAT
 
 
@@ -49,7 +49,7 @@ def test_every_name_of_the_method(method: str) -> None:
         ("auto_round", 0),
     ],
 )
-def test_gptq_with_and_without_the_minus_one(packing: str | None, offset: int) -> None:
+def test_gptq_zero_point_offset_depends_on_the_packing(packing: str | None, offset: int) -> None:
     scheme = resolve(packing_format=packing, sym=False)
     assert isinstance(scheme, GptqScheme) and scheme.offset == offset and not scheme.act_order
     word = np.array([0x19F078E3], dtype=np.uint32).view(np.int32)
@@ -84,7 +84,7 @@ def test_awq(sym: bool) -> None:
         (NV4, "nvfp4-div", ".weight_packed"),
     ],
 )
-def test_floats_of_compressed_tensors(values: dict[str, Any], spec: str, suffix: str) -> None:
+def test_floats_are_read_as_compressed_tensors(values: dict[str, Any], spec: str, suffix: str) -> None:
     scheme = resolve(**values)
     assert scheme.spec == parse_spec(spec)
     codes = scheme.part("codes")
@@ -101,18 +101,18 @@ def test_floats_of_compressed_tensors(values: dict[str, Any], spec: str, suffix:
         ({"act_bits": 16}, None),
     ],
 )
-def test_what_inputs_are_represented_as(values: dict[str, Any], name: str | None) -> None:
+def test_activation_specs(values: dict[str, Any], name: str | None) -> None:
     found = FORMAT.activations(config(**values), Module(NAME))
     assert found == (None if name is None else parse_activation(name))
 
 
-def test_static_global_scales_of_inputs_are_required() -> None:
+def test_static_input_global_scales_are_required() -> None:
     scheme = resolve(**NV4, act_bits=4, act_data_type="nv_fp4_with_static_gs")
     part = scheme.part("input_global_scale")
     assert part is not None and not part.optional
 
 
-def test_modules_with_their_own_settings() -> None:
+def test_per_module_settings() -> None:
     extra = {
         "lm_head": {"bits": 8},
         "model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"},
@@ -148,8 +148,8 @@ def test_only_listed_blocks_are_quantised() -> None:
     [
         ({"packing_format": "auto_round:marlin"}, "auto_round:auto_gptq, "),
         ({"packing_format": "auto_round:fp8_static"}, "packing_format"),
-        ({"packing_format": "auto_round:llm_compressor"}, "does not hold data_type int"),
-        ({**MX4, "packing_format": "auto_round:auto_awq"}, "does not hold data_type mx_fp"),
+        ({"packing_format": "auto_round:llm_compressor"}, "cannot store data_type int"),
+        ({**MX4, "packing_format": "auto_round:auto_awq"}, "cannot store data_type mx_fp"),
         ({"data_type": "fp8"}, "data_type"),
         ({"data_type": "int_sym", "act_bits": 8}, "act_bits"),
         ({**MX4, "group_size": 16}, "mx_fp 4 bits group 32"),
@@ -167,6 +167,6 @@ def test_only_listed_blocks_are_quantised() -> None:
         ({"extra_config": []}, "extra_config"),
     ],
 )
-def test_configs_not_understood(values: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         resolve(**values)

@@ -45,7 +45,7 @@ def by_hand(columns: np.ndarray) -> Tensor:
     return torch.from_numpy(out.view(np.int32).copy())
 
 
-def test_numbers() -> None:
+def test_values_of_the_definition() -> None:
     scheme = resolve(group_size=-1)
     stored = {
         "codes": words(0x75316420).reshape(1, 1),
@@ -60,7 +60,7 @@ def test_numbers() -> None:
 
 @pytest.mark.parametrize("zero_point", [True, False])
 @pytest.mark.parametrize("size", [32, -1])
-def test_agrees_with_a_packer_that_moves_single_nibbles(zero_point: bool, size: int) -> None:
+def test_agrees_with_a_nibble_by_nibble_packer(zero_point: bool, size: int) -> None:
     rng = np.random.default_rng(1)
     n, k = 24, 96
     groups = 1 if size == -1 else k // size
@@ -91,12 +91,12 @@ def test_symmetric_zero_points_are_checked() -> None:
 
 
 @pytest.mark.parametrize("version", ["gemv", "GEMV_fast", "marlin", "exllama", "ipex", "llm-awq", "new"])
-def test_other_arrangements_are_refused(version: str) -> None:
-    with pytest.raises(UnsupportedFormat, match="only gemm is read, which packs along N"):
+def test_other_packings_are_refused(version: str) -> None:
+    with pytest.raises(UnsupportedFormat, match="only gemm is supported, which packs along N"):
         resolve(version=version)
 
 
-def test_gemv_is_told_apart() -> None:
+def test_gemv_tensors_are_refused() -> None:
     with pytest.raises(UnsupportedFormat, match="gemv' packs along K"):
         resolve(version="gemv")
     for other in ({"backend": "llm-awq"}, {"format": "gemv"}, {"checkpoint_format": "gemv_fast"}):
@@ -120,19 +120,19 @@ def test_gemv_is_told_apart() -> None:
         ({"dynamic": {"+:[": {}}}, "regular expression"),
     ],
 )
-def test_configs_not_understood(values: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         resolve(**values)
 
 
-def test_old_spellings() -> None:
+def test_old_config_keys() -> None:
     quant = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
     scheme = FORMAT.scheme(Config(quant=quant, method="awq"), Module(NAME))
     assert scheme.spec == int_spec(4, group(32), zero_point=True, scale=F16)
     assert resolve(group_size=-1).spec.scales[0].block == CHANNEL
 
 
-def test_modules_left_alone() -> None:
+def test_unquantised_modules() -> None:
     """Parts of names, where nothing is stored; else the tensors themselves decide."""
     quant = {"bits": 4, "group_size": 64, "modules_to_not_convert": ["mlp.gate", "lm_head"]}
     read = Config(quant=quant, method="awq")
@@ -145,7 +145,7 @@ def test_modules_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4-g128:fp16-zp", "int4-g32", "int4-channel:fp16-zp", "int4"])
-def test_what_is_written_reads_back(name: str) -> None:
+def test_export_reads_back(name: str) -> None:
     spec = parse_spec(name)
     quant, scheme = FORMAT.export(spec, ["lm_head"])
     read = Config(quant=quant, method=quant["quant_method"])
@@ -161,6 +161,6 @@ def test_what_is_written_reads_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int3-g64", "nf4", "fp8-tensor", "int4-g32:fp32", "int4-tensor"])
-def test_other_specs_are_not_written(name: str) -> None:
-    with pytest.raises(CannotEncode, match="AWQ holds"):
+def test_export_refuses_other_specs(name: str) -> None:
+    with pytest.raises(CannotEncode, match="AWQ stores"):
         FORMAT.export(parse_spec(name), [])

@@ -40,7 +40,7 @@ NIBBLES, BYTES, WORD4, WORD3 = (4, 8), (8, 8), (4, 32), (3, 32)
         ("a document", "?", BYTES, (ax.ANY,), (1, 1)),
     ],
 )
-def test_the_table(
+def test_shapes_units_and_slices(
     name: str, axes: str, ratio: tuple[int, int], shape: tuple[int, ...], units: tuple[int, int]
 ) -> None:
     assert ax.shape(axes, 256, 512, ratio) == shape, name
@@ -83,13 +83,13 @@ def test_partial_blocks_and_words_are_rounded_up(
         ("", (1, 32), {}),
     ],
 )
-def test_sizes_are_told_by_axes_that_count_them(axes: str, ratio: tuple[int, int], told: dict[str, int]) -> None:
+def test_sizes_are_inferred_from_element_axes(axes: str, ratio: tuple[int, int], told: dict[str, int]) -> None:
     assert ax.infer(axes, ax.shape(axes, 256, 512, ratio), ratio) == told
 
 
 @ASSERTS
 @pytest.mark.parametrize("bad", ["m", "k/", "k//2", "n k,", "k*n", "^k", "k^^", "-1", "K"])
-def test_bad_strings_are_our_own_bugs(bad: str) -> None:
+def test_invalid_axes_fail_an_assertion(bad: str) -> None:
     with pytest.raises(AssertionError):
         ax.parse(bad)
 
@@ -109,7 +109,7 @@ def spans(size: int, unit: int) -> st.SearchStrategy[tuple[int, int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), AXES, st.integers(1, 20), st.integers(1, 40), st.sampled_from([WORD4, NIBBLES, (3, 8), (2, 32)]))
-def test_slices_lie_end_to_end(data: st.DataObject, axes: str, n: int, k: int, ratio: tuple[int, int]) -> None:
+def test_slices_tile_the_tensor(data: st.DataObject, axes: str, n: int, k: int, ratio: tuple[int, int]) -> None:
     """The shape of a slice is that of a smaller matrix, and the slices of all shards tile the tensor."""
     units = ax.units(axes, ratio)
     rows, columns = data.draw(spans(n, units["n"])), data.draw(spans(k, units["k"]))
@@ -124,7 +124,7 @@ def test_slices_lie_end_to_end(data: st.DataObject, axes: str, n: int, k: int, r
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 6), st.integers(1, 80), st.integers(1, 8), st.sampled_from([torch.int32, torch.uint8]))
-def test_a_slice_holds_the_codes_of_its_columns(
+def test_a_slice_has_the_codes_of_its_columns(
     data: st.DataObject, n: int, k: int, bits: int, word: torch.dtype
 ) -> None:
     ratio = (bits, 8 * word.itemsize)
@@ -138,18 +138,18 @@ def test_a_slice_holds_the_codes_of_its_columns(
     assert torch.equal(unpack_bits(part.t(), bits, columns[1] - columns[0]), codes[:, columns[0] : columns[1]])
 
 
-def test_an_axis_said_twice_is_cut_where_both_allow() -> None:
+def test_two_axes_of_one_symbol_need_a_common_unit() -> None:
     assert ax.units("k/4 k/6") == {"n": 1, "k": 12}
     assert ax.units("n^ k^ n/3", WORD4) == {"n": 24, "k": 8}
 
 
 @ASSERTS
-def test_cuts_inside_a_unit_are_our_own_bugs() -> None:
+def test_cuts_inside_a_unit_fail_an_assertion() -> None:
     with pytest.raises(AssertionError, match="inside a unit"):
         ax.slices("n k^", (0, 4), (4, 8), 4, 16, WORD4)
     with pytest.raises(AssertionError, match="cannot be cut"):
         ax.slices("n*k^", (0, 4), (0, 8), 4, 16, WORD4)
 
 
-def test_a_document_is_never_cut() -> None:
+def test_an_axis_of_any_size_is_never_sliced() -> None:
     assert ax.slices("?", (0, 4), (0, 8), 4, 16, BYTES) == (slice(None),)

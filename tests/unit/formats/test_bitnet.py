@@ -36,7 +36,7 @@ def stored(scale: float = 4.0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("bitlinear", 0.25), ("autobitlinear", 4.0)])
-def test_numbers_of_both_kinds(kind: str, factor: float) -> None:
+def test_values_of_both_layer_classes(kind: str, factor: float) -> None:
     """The same tensors: one kind divides by the scale, the other multiplies."""
     scheme = resolve(linear_class=kind)
     weight = scheme.decode(stored(), 8, 2)
@@ -63,15 +63,15 @@ def test_agrees_with_transformers(n: int) -> None:
         assert torch.equal(unpack_weights(scheme.encode(weight)["codes"], torch.float32)[:n], digits.float())
 
 
-def test_a_fourth_digit_is_refused() -> None:
+def test_code_3_is_refused() -> None:
     scheme = resolve()
     bad = stored()
     bad["codes"][1, 1] |= 0b11
-    with pytest.raises(BadValue, match="stored as 3"):
+    with pytest.raises(BadValue, match="code 3"):
         scheme.decode(bad, 8, 2)
     weight = scheme.decode(stored(), 8, 2)
     weight.codes[0, 0] = 3
-    with pytest.raises(CannotEncode, match="no ternary digit"):
+    with pytest.raises(CannotEncode, match="not a ternary digit"):
         scheme.encode(weight)
 
 
@@ -83,17 +83,17 @@ def test_rows_are_interleaved_so_the_tensor_is_read_whole() -> None:
     ("values", "message"),
     [
         ({"linear_class": "linear"}, "linear_class"),
-        ({"quantization_mode": "online"}, "while it runs"),
+        ({"quantization_mode": "online"}, "at run time"),
         ({"quantization_mode": "later"}, "quantization_mode"),
         ({"use_rms_norm": True}, "normalise"),
     ],
 )
-def test_configs_not_understood(values: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         resolve(**values)
 
 
-def test_modules_left_alone() -> None:
+def test_unquantised_modules() -> None:
     read = Config(quant={"modules_to_not_convert": ["lm_head", "mlp.gate"]}, method="bitnet")
     assert isinstance(FORMAT.scheme(read, Module("model.layers.0.mlp.gate")), Dense)
     assert not isinstance(FORMAT.scheme(read, Module("model.layers.0.mlp.gate_proj")), Dense)
@@ -103,7 +103,7 @@ def test_modules_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ternary-tensor", "autobitlinear"), ("ternary-/tensor:fp32", "bitlinear")])
-def test_what_is_written_reads_back(name: str, kind: str) -> None:
+def test_export_reads_back(name: str, kind: str) -> None:
     spec = parse_spec(name)
     quant, scheme = FORMAT.export(spec, ["lm_head"])
     assert quant["linear_class"] == kind
@@ -114,13 +114,13 @@ def test_what_is_written_reads_back(name: str, kind: str) -> None:
     assert scheme.decode(scheme.encode(weight), 16, 64).equals(weight)
 
 
-def test_other_specs_are_not_written() -> None:
+def test_export_refuses_other_specs() -> None:
     for spec in (
         parse_spec("int2"),
         parse_spec("ternary-g64"),
         QuantSpec(TERNARY, (Scale(F32, TENSOR), Scale(BF16, TENSOR))),
     ):
-        with pytest.raises(CannotEncode, match="BitNet holds"):
+        with pytest.raises(CannotEncode, match="BitNet stores"):
             FORMAT.export(spec, [])
 
 

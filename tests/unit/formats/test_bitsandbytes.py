@@ -83,7 +83,7 @@ def normal(n: int, k: int, seed: int = 0) -> Tensor:
 # ---- the numbers of the definition
 
 
-def test_numbers() -> None:
+def test_values_of_the_definition() -> None:
     document = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": [1, 4]}).encode()
     tensors = {
         ".weight": torch.tensor([[0x0F], [0x7A]], dtype=torch.uint8),
@@ -98,7 +98,7 @@ def test_numbers() -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("nf4", NF4), ("fp4", BNB_FP4)])
-def test_tables_are_the_library_s(kind: str, dtype: Any) -> None:
+def test_tables_equal_the_library(kind: str, dtype: Any) -> None:
     assert library().functional.get_4bit_type(kind, device="cpu").tolist() == list(dtype.table)
 
 
@@ -119,7 +119,7 @@ def test_reads_what_the_library_wrote(kind: str, nested: bool, block: int) -> No
 
 @pytest.mark.parametrize(("n", "k"), [(64, 80), (6, 96), (5, 33), (48, 32)])
 @pytest.mark.parametrize("nested", [False, True])
-def test_blocks_that_straddle_rows(n: int, k: int, nested: bool) -> None:
+def test_blocks_that_span_rows(n: int, k: int, nested: bool) -> None:
     """The model's sizes tell how finely a row must be divided."""
     tensors, expected = theirs(normal(n, k), quant_type="nf4", compress_statistics=nested)
     scheme, stored = read(tensors, config(model={"hidden_size": k, "moe_intermediate_size": k}), n, k)
@@ -130,7 +130,7 @@ def test_blocks_that_straddle_rows(n: int, k: int, nested: bool) -> None:
         assert all(same_bits(again[role], stored[role]) for role in ("codes", "scale", "table"))
 
 
-def test_straddling_blocks_without_sizes_are_refused() -> None:
+def test_blocks_that_span_rows_need_the_model_sizes() -> None:
     tensors, _ = theirs(normal(64, 80), quant_type="nf4")
     scheme, stored = read(tensors, config(), 64, 80)
     with pytest.raises(BadValue, match="pieces of 16 columns"):
@@ -167,7 +167,7 @@ def test_the_library_reads_what_we_wrote(name: str) -> None:
     assert again == scheme
 
 
-def test_names_are_those_of_its_modules() -> None:
+def test_tensor_names_equal_the_library() -> None:
     layer = library().nn.Linear4bit(64, 32, bias=True, quant_type="nf4", compress_statistics=True)
     layer.load_state_dict({"weight": normal(32, 64), "bias": torch.ones(32)})
     saved = {f".{key}": tensor for key, tensor in layer.to("cpu").state_dict().items()}
@@ -177,11 +177,11 @@ def test_names_are_those_of_its_modules() -> None:
     expected = library().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     weight = scheme.decode(stored, 32, 64)
     assert same_bits(dequantize(weight).to(expected.dtype), expected)
-    assert weight.bias is not None and scheme.told_size(stored.get) == (32, 64)
+    assert weight.bias is not None and scheme.stored_size(stored.get) == (32, 64)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_shards_of_blocks_that_straddle_rows(nested: bool) -> None:
+def test_shards_of_blocks_that_span_rows(nested: bool) -> None:
     """Two experts through the whole path: what a rank holds is a slice of what the library computes."""
     hidden, inter, judged = 96, 80, {}
     model = {"model_type": "qwen3_moe", "num_experts": 2, "hidden_size": hidden, "moe_intermediate_size": inter}
@@ -238,7 +238,7 @@ def test_int8_can_be_written() -> None:
     )
 
 
-def test_int8_in_the_order_of_old_gpus_is_refused() -> None:
+def test_int8_in_an_old_gpu_layout_is_refused() -> None:
     tensors = {**int8_tensors(8, 32), ".weight_format": torch.tensor(2, dtype=torch.uint8)}
     scheme, stored = read(tensors, config(load_in_4bit=False, load_in_8bit=True), 8, 32)
     with pytest.raises(BadValue, match="weight_format"):
@@ -278,7 +278,7 @@ def document(stored: dict[str, Tensor], **changes: Any) -> Tensor:
         ({"nested_offset": -1e300}, "nested_offset"),
     ],
 )
-def test_a_state_that_disagrees_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_contradicting_quant_state_is_refused(changes: dict[str, Any], message: str) -> None:
     tensors, _ = theirs(normal(32, 128), quant_type="nf4", compress_statistics=True)
     scheme, stored = read(tensors, config(), 32, 128)
     stored["state"] = document(stored, **changes)
@@ -287,7 +287,7 @@ def test_a_state_that_disagrees_is_refused(changes: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 60000, b"1" * 70000])
-def test_a_state_that_is_no_document_is_refused(text: bytes) -> None:
+def test_a_quant_state_that_is_not_json_is_refused(text: bytes) -> None:
     scheme, stored = sample()
     stored["state"] = torch.tensor(list(text), dtype=torch.uint8)
     with pytest.raises(BadValue, match="quant_state"):
@@ -301,7 +301,7 @@ def test_another_table_is_refused() -> None:
         scheme.decode(stored, 32, 128)
 
 
-def test_double_quantisation_needs_all_its_tensors_and_is_not_written() -> None:
+def test_double_quantisation_needs_all_its_tensors_and_cannot_be_written() -> None:
     tensors, _ = theirs(normal(32, 128), quant_type="nf4", compress_statistics=True)
     scheme, stored = read(tensors, config(), 32, 128)
     assert {p.role for p in scheme.parts if not p.optional} == set(stored)
@@ -310,7 +310,7 @@ def test_double_quantisation_needs_all_its_tensors_and_is_not_written() -> None:
         scheme.encode(scheme.decode(stored, 32, 128))
 
 
-def test_rows_that_cut_through_blocks_are_not_written() -> None:
+def test_blocks_that_span_rows_cannot_be_written() -> None:
     scheme = FORMAT.export(NF4_G64, [])[1]
     with pytest.raises(CannotEncode, match="groups of 16 columns"):
         scheme.encode(quantize(normal(8, 80), NF4_G64))
@@ -336,12 +336,12 @@ def test_scales_that_differ_within_a_block_are_refused() -> None:
         ({"llm_int8_skip_modules": ["a", 3]}, "llm_int8_skip_modules"),
     ],
 )
-def test_configs_not_understood(values: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         FORMAT.scheme(config(**values), Module(NAME))
 
 
-def test_modules_left_alone() -> None:
+def test_unquantised_modules() -> None:
     """A floating weight beside which nothing is stored; without tensors, the config's list."""
     cfg = config(llm_int8_skip_modules=["lm_head", "mlp.gate"])
     plain = {".weight": Stored("BF16", (8, 8))}
@@ -353,7 +353,7 @@ def test_modules_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4-g48", "int8", "int4-g32", "nf4-g64:bf16", "fp8-block", "nf4-channel"])
-def test_other_specs_are_not_written(name: str) -> None:
-    with pytest.raises(CannotEncode, match="bitsandbytes holds"):
+def test_export_refuses_other_specs(name: str) -> None:
+    with pytest.raises(CannotEncode, match="bitsandbytes stores"):
         FORMAT.export(parse_spec(name), [])
     assert FORMAT.export(NF4_G64, [])[1].spec == NF4_G64

@@ -145,7 +145,7 @@ def test_nvfp4_divides_by_its_global_scale() -> None:
 
 @pytest.mark.parametrize("k", [64, 40, 33])
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_words_are_the_librarys(bits: int, k: int) -> None:
+def test_packed_words_equal_the_library(bits: int, k: int) -> None:
     q, zeros = _signed(bits, (N, k)), _signed(bits, (N, 1), seed=1)
     half = 1 << (bits - 1)
     scheme = ct.packed_ints(int_spec(bits, CHANNEL, zero_point=True), ())
@@ -160,7 +160,7 @@ def test_words_are_the_librarys(bits: int, k: int) -> None:
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("block", [group(32), CHANNEL])
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_what_the_library_compresses_is_read(bits: int, block: tuple[int, int], zero_point: bool) -> None:
+def test_reads_what_the_library_compressed(bits: int, block: tuple[int, int], zero_point: bool) -> None:
     spec = int_spec(bits, block, zero_point=zero_point, scale=F32)
     config = write_config(PACK, spec)
     compressor, args = _theirs(config)
@@ -201,7 +201,7 @@ def _powers_of_two(weight: LogicalWeight) -> LogicalWeight:
 
 
 @pytest.mark.parametrize("spec", EXPORTED, ids=str)
-def test_what_we_export_the_library_reads_alike(spec: QuantSpec) -> None:
+def test_the_library_reads_what_we_export(spec: QuantSpec) -> None:
     config, scheme = FORMAT.export(spec, ["lm_head", "model.layers.0.mlp.gate"])
     weight = _powers_of_two(_weight(scheme))
     stored = scheme.encode(weight)
@@ -219,7 +219,7 @@ def test_what_we_export_the_library_reads_alike(spec: QuantSpec) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "pack"), [(E2M1, pack_fp4_to_uint8), (E2M3, pack_fp6_to_uint8)])
-def test_float_bytes_are_the_librarys(dtype: Any, pack: Any) -> None:
+def test_float_bytes_equal_the_library(dtype: Any, pack: Any) -> None:
     codes = torch.arange(1 << dtype.bits, dtype=torch.uint8).repeat(2, 1)
     scheme = ct.floats(MXFP4 if dtype == E2M1 else MXFP6_E2M3, ())
     columns = codes.shape[1]
@@ -245,7 +245,7 @@ def test_integers_in_bytes(fmt: str, bits: int, block: tuple[int, int], zero_poi
 # Traps ------------------------------------------------------------------------------------------------
 
 
-def test_trap_a_zero_points_lie_along_the_other_axis() -> None:
+def test_zero_points_are_packed_along_the_other_axis() -> None:
     scheme = ct.packed_ints(int_spec(4, group(16), zero_point=True), ())
     weight = _weight(scheme, n=24, k=32)
     stored = scheme.encode(weight)
@@ -267,7 +267,7 @@ def _old_words(codes: Tensor, bits: int) -> Tensor:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("block", [group(32), CHANNEL])
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
-def test_trap_b_old_padded_words(bits: int, block: tuple[int, int], stacked: bool) -> None:
+def test_old_padded_words(bits: int, block: tuple[int, int], stacked: bool) -> None:
     spec = int_spec(bits, block, zero_point=True)
     weight = _weight(ct.packed_ints(spec, ()))
     assert weight.zero is not None
@@ -292,7 +292,7 @@ def test_trap_b_old_padded_words(bits: int, block: tuple[int, int], stacked: boo
     assert FORMAT.scheme(_config(PACK, spec), Module(EXPERT, dense_headers)).decode(dense, N, K).equals(weight)
 
 
-def test_trap_c_patterns_see_the_checkpoints_own_names() -> None:
+def test_patterns_match_the_names_in_the_checkpoint() -> None:
     config = _config(PACK, int_spec(4, group(32)))
     config.quant["config_groups"]["group_0"]["targets"] = [r"re:.*block_sparse_moe\.experts\.\d+\.w[123]$"]
     for name, quantised in (("w1", True), ("w2", True), ("w3", True), ("gate_proj", False)):
@@ -301,7 +301,7 @@ def test_trap_c_patterns_see_the_checkpoints_own_names() -> None:
 
 
 @pytest.mark.parametrize("order", ["weight", "static", None, False])
-def test_trap_d_columns_in_natural_order_need_no_g_idx(order: Any) -> None:
+def test_columns_in_natural_order_need_no_g_idx(order: Any) -> None:
     spec = int_spec(4, group(16))
     config = _with_args(_config(PACK, spec), actorder=order)
     scheme = FORMAT.scheme(config, Module(EXPERT, {}))
@@ -337,12 +337,12 @@ def test_columns_grouped_by_g_idx(order: Any) -> None:
     natural = torch.arange(K, dtype=torch.int32) // 16
     assert scheme.decode({**stored, "perm": natural}, N, K).perm is None
     for bad in (torch.zeros_like(g_idx), g_idx + 1, natural + 1):
-        with pytest.raises(BadValue, match="its share"):
+        with pytest.raises(BadValue, match="does not assign 16 columns"):
             scheme.decode({**stored, "perm": bad}, N, K)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_trap_e_zero_points_of_every_width(bits: int) -> None:
+def test_zero_points_of_every_number_of_bits(bits: int) -> None:
     scheme = ct.packed_ints(int_spec(bits, group(16), zero_point=True), ())
     random = _weight(scheme, n=64)
     every = (torch.arange(64 * 4) % (1 << bits)).to(torch.int16).reshape(64, 4)
@@ -356,7 +356,7 @@ def test_trap_e_zero_points_of_every_width(bits: int) -> None:
 # Values that contradict their config ------------------------------------------------------------------
 
 
-def test_a_zero_point_beside_symmetric_weights_must_be_zero() -> None:
+def test_zero_points_of_symmetric_weights_must_be_zero() -> None:
     for scheme in (ct.packed_ints(int_spec(4, group(16)), ()), ct.plain_ints(int_spec(8, CHANNEL), ())):
         weight = _weight(scheme)
         stored = scheme.encode(weight)
@@ -366,7 +366,7 @@ def test_a_zero_point_beside_symmetric_weights_must_be_zero() -> None:
             scheme.decode({**stored, "zero": zero + 1}, N, K)
 
 
-def test_narrow_integers_in_bytes_are_checked() -> None:
+def test_integers_in_bytes_are_range_checked() -> None:
     scheme = ct.plain_ints(int_spec(4, CHANNEL, zero_point=True), ())
     stored = scheme.encode(_weight(scheme))
     for role in ("codes", "zero"):
@@ -374,7 +374,7 @@ def test_narrow_integers_in_bytes_are_checked() -> None:
             scheme.decode({**stored, role: torch.full_like(stored[role], 8)}, N, K)
 
 
-def test_weight_shape_is_the_whole_matrixs() -> None:
+def test_weight_shape_may_be_larger_than_a_shard() -> None:
     scheme = ct.packed_ints(int_spec(4, CHANNEL), ())
     stored = scheme.encode(_weight(scheme))
     half = {**stored, "codes": stored["codes"][:16], "scale": stored["scale"][:16]}

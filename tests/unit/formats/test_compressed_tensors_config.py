@@ -51,7 +51,7 @@ def _with_args(config: Config, side: str = "weights", **args: Any) -> Config:
     return Config(quant=quant, method=config.method)
 
 
-def test_every_preset_of_the_library() -> None:
+def test_all_presets_of_the_library() -> None:
     weight_names = {
         "W4A16_ASYM": "int4-g128-zp", "W8A8": "int8", "INT8": "int8", "W4AFP8": "int4-g128", "FP8": "fp8-tensor:bf16",
         "FP8_DYNAMIC": "fp8-channel:bf16", "FP8_BLOCK": "fp8-block:bf16", "NVFP4": "nvfp4-div",
@@ -81,7 +81,7 @@ def test_every_preset_of_the_library() -> None:
             assert (got is None) == (name.endswith(("A16", "ASYM"))), name
 
 
-def test_the_most_specific_target_decides() -> None:
+def test_the_most_specific_target_wins() -> None:
     base = write_config(PACK, int_spec(4, group(32)))
     groups = {
         "everything": base["config_groups"]["group_0"],
@@ -107,7 +107,7 @@ def test_the_most_specific_target_decides() -> None:
     assert spec("lm_head") == DENSE_BF16
 
 
-def test_fused_names_stand_for_their_halves() -> None:
+def test_fused_projections_use_the_group_of_their_halves() -> None:
     def scheme(targets: list[str], ignore: tuple[str, ...] = ()) -> Scheme:
         config = _config(PACK, int_spec(4, group(32)))
         config.quant["config_groups"]["group_0"]["targets"] = targets
@@ -132,7 +132,7 @@ def test_fused_names_stand_for_their_halves() -> None:
     ],
     ids=str,
 )
-def test_a_format_that_is_not_named_follows_from_the_rest(spec: QuantSpec, stored: Any, want: type) -> None:
+def test_an_omitted_format_follows_from_the_arguments(spec: QuantSpec, stored: Any, want: type) -> None:
     module = Module(EXPERT, {suffix: Stored(dtype, (N, K)) for suffix, dtype in stored.items()})
     scheme = FORMAT.scheme(_config(None, spec), module)
     assert type(scheme) is want and scheme.spec == spec
@@ -176,7 +176,7 @@ INT4 = _config(PACK, int_spec(4, group(32)))
         (_config(PACK, int_spec(4, group(32)), moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
         (_config(PACK, int_spec(4, group(32)), config_groups=None), "config_groups"),
         (_config(PACK, int_spec(4, group(32)), config_groups={"W4A16": ["Linear"]}), "W4A16"),
-        (_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "no regular expression"),
+        (_config(PACK, int_spec(4, group(32)), ignore=["re:("]), "not a supported regular expression"),
         (_config(PACK, int_spec(4, group(32)), ignore=[1]), "ignore"),
         (_config("nvfp4-pack-quantized", MXFP4), "nvfp4"),
         (_config(FLOAT, int_spec(8, CHANNEL)), "weights.type"),
@@ -198,12 +198,12 @@ INT4 = _config(PACK, int_spec(4, group(32)))
         (_with_args(INT4, "output_activations", num_bits=8), "output_activations"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(config: Config, match: str) -> None:
+def test_unsupported_configs_are_refused_by_name(config: Config, match: str) -> None:
     with pytest.raises(UnsupportedFormat, match=match):
         FORMAT.scheme(config, Module(EXPERT, {}))
 
 
-def test_what_does_not_change_the_numbers_is_let_pass() -> None:
+def test_settings_that_do_not_affect_the_numbers_are_accepted() -> None:
     config = _config(
         PACK,
         int_spec(4, group(32)),
@@ -223,7 +223,7 @@ def test_what_does_not_change_the_numbers_is_let_pass() -> None:
      parse_spec("int4-g32-zp:fp16"), parse_spec("fp8-b128x128:e8m0")],
     ids=str,
 )  # fmt: skip
-def test_specs_without_a_form_are_refused(spec: QuantSpec) -> None:
+def test_export_refuses_other_specs(spec: QuantSpec) -> None:
     with pytest.raises(CannotEncode) as caught:
         FORMAT.export(spec, [])
     assert spec != NVFP4 or caught.value.hint == "use nvfp4-div"

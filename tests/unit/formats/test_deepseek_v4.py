@@ -49,7 +49,7 @@ def _judged(weight: Tensor, scale: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.uint8])
-def test_fp4_experts_are_those_of_transformers(stored: torch.dtype, scale_dtype: torch.dtype) -> None:
+def test_fp4_experts_equal_transformers(stored: torch.dtype, scale_dtype: torch.dtype) -> None:
     weight = _bytes(N, K // 2).view(stored)
     scale = _bytes(N, K // 32, low=100, high=140).view(scale_dtype)
     scheme = FORMAT.scheme(_config(), _module(weight=weight, scale=scale))
@@ -63,7 +63,7 @@ def test_fp4_experts_are_those_of_transformers(stored: torch.dtype, scale_dtype:
 
 @pytest.mark.parametrize("name", [EXPERT, SHARED])
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
-def test_fp8_weights_are_those_of_transformers(name: str, scale_dtype: torch.dtype) -> None:
+def test_fp8_weights_equal_transformers(name: str, scale_dtype: torch.dtype) -> None:
     """Shared experts beside FP4 ones have power-of-two scales; checkpoints with FP8 experts have fp32."""
     weight, exponents = _fp8(), _bytes(2, 3, low=100, high=140).view(torch.float8_e8m0fnu)
     scale = exponents if scale_dtype == torch.float8_e8m0fnu else exponents.float() * 1.3
@@ -86,7 +86,7 @@ def test_exponents_are_viewed_as_bytes_never_converted() -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "quant"])
-def test_nvfp4_experts_are_spelled_as_modelopt_does(where: str) -> None:
+def test_nvfp4_experts_have_the_tensor_names_of_modelopt(where: str) -> None:
     said = {"moe_quant_algo": "NVFP4"}
     config = _config(model=said) if where == "model" else _config(**said)
     codes, scale = _bytes(N, K // 2), _bytes(N, K // 16, high=0x7F).view(torch.float8_e4m3fn)
@@ -136,6 +136,6 @@ def test_unquantised_modules_are_dense() -> None:
         ("weight_block_size", [128]),
     ],
 )
-def test_values_that_are_not_understood(key: str, value: object) -> None:
+def test_unsupported_values_are_refused(key: str, value: object) -> None:
     with pytest.raises(UnsupportedFormat, match=key):
         FORMAT.scheme(_config(**{key: value}), _module(weight=_fp8(), scale=torch.ones(2, 3)))

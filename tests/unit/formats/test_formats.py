@@ -19,12 +19,12 @@ def test_round_trip_is_exact_and_one_format_matches(fmt: Format, example: Exampl
 
 
 @pytest.mark.parametrize(("fmt", "example"), CASES)
-def test_every_tensor_left_out_is_named(fmt: Format, example: Example) -> None:
+def test_a_missing_tensor_is_reported_by_name(fmt: Format, example: Example) -> None:
     conformance.check_leave_one_out(example)
 
 
 @pytest.mark.parametrize(("fmt", "example"), CASES)
-def test_every_wrong_shape_and_dtype_is_named(fmt: Format, example: Example) -> None:
+def test_a_wrong_shape_or_dtype_is_reported_by_name(fmt: Format, example: Example) -> None:
     conformance.check_wrong_headers(example)
 
 
@@ -34,7 +34,7 @@ def test_every_shard_is_a_slice_of_the_whole(fmt: Format, example: Example) -> N
 
 
 @pytest.mark.parametrize(("fmt", "example"), CASES)
-def test_nan_scales_are_refused_both_ways(fmt: Format, example: Example) -> None:
+def test_nan_scales_are_refused_by_decode_and_encode(fmt: Format, example: Example) -> None:
     conformance.check_nan_scales(example)
 
 
@@ -92,7 +92,7 @@ def _fresh_registry() -> object:
     formats.registry.cache_clear()
 
 
-def test_a_file_dropped_into_the_folder_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_module_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conformance.check_format(_drop(tmp_path, monkeypatch, fault=""))
 
 

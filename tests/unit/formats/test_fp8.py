@@ -77,7 +77,7 @@ def _judged(weight: Tensor, scale: Tensor) -> Tensor:
         (EXPONENTS, torch.uint8),
     ],
 )
-def test_blocks_are_those_of_transformers(quant: dict[str, Any], dtype: torch.dtype) -> None:
+def test_block_scales_equal_transformers(quant: dict[str, Any], dtype: torch.dtype) -> None:
     weight, scale = _weight(), _scales((2, 3), dtype)
     scheme = FORMAT.scheme(_config(quant), _module(weight=weight, weight_scale_inv=scale))
     decoded = scheme.decode({"codes": weight, "scale": scale}, N, K)
@@ -98,7 +98,7 @@ def test_partial_blocks() -> None:
 @pytest.mark.parametrize(
     ("shape", "spec"), [((), FP8_TENSOR), ((1,), FP8_TENSOR), ((N, 1), FP8_CHANNEL), ((N,), FP8_CHANNEL)]
 )
-def test_tensor_or_channel_is_seen_from_the_stored_shape(shape: tuple[int, ...], spec: QuantSpec) -> None:
+def test_tensor_or_channel_follows_from_the_stored_shape(shape: tuple[int, ...], spec: QuantSpec) -> None:
     weight, scale = _weight(), _scales(shape, torch.float32)
     scheme = FORMAT.scheme(_config({}), _module(weight=weight, weight_scale=scale))
     assert scheme.spec == spec
@@ -111,12 +111,12 @@ def test_tensor_or_channel_is_seen_from_the_stored_shape(shape: tuple[int, ...],
 @pytest.mark.parametrize(
     ("shape", "spec"), [((8,), FP8_TENSOR), ((8, 1), FP8_TENSOR), ((8, N), FP8_CHANNEL), ((8, N, 1), FP8_CHANNEL)]
 )
-def test_stacked_experts_come_first_in_the_shape(shape: tuple[int, ...], spec: QuantSpec) -> None:
+def test_the_first_axis_of_stacked_experts_is_the_expert(shape: tuple[int, ...], spec: QuantSpec) -> None:
     stored = {"": Stored("F8_E4M3", (8, N, K)), "_scale_inv": Stored("F32", shape)}
     assert FORMAT.scheme(_config({}), Module("experts.down_proj", stored)).spec == spec
 
 
-def test_numbers_of_the_format_and_inv_multiplies() -> None:
+def test_values_of_the_definition_and_scale_inv_multiplies() -> None:
     stored = {"codes": torch.full((1, 1), 0x48, dtype=torch.uint8), "scale": torch.tensor([[0.0125]])}
     stored["codes"] = stored["codes"].view(torch.float8_e4m3fn)
     value = dequantize(FORMAT.scheme(_config(BLOCK), Module("m")).decode(stored, 1, 1))
@@ -138,7 +138,7 @@ def test_exponents_are_viewed_as_bytes_never_converted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
-def test_a_nan_scale_is_rejected_both_ways(dtype: torch.dtype) -> None:
+def test_a_nan_scale_is_refused_by_decode_and_encode(dtype: torch.dtype) -> None:
     weight, scale = _weight(), _scales((2, 3), torch.uint8)
     scheme = FORMAT.scheme(_config(EXPONENTS), _module(weight=weight, weight_scale_inv=scale.view(dtype)))
     decoded = scheme.decode({"codes": weight, "scale": scale.view(dtype)}, N, K)
@@ -151,7 +151,7 @@ def test_a_nan_scale_is_rejected_both_ways(dtype: torch.dtype) -> None:
         scheme.encode(decoded)
 
 
-def test_bytes_are_exponents_only_where_the_config_says_so() -> None:
+def test_bytes_are_exponents_only_if_the_config_says_so() -> None:
     module = _module(weight=_weight(), weight_scale_inv=_scales((2, 3), torch.uint8))
     part = FORMAT.scheme(_config(BLOCK), module).part("scale")
     assert part is not None and part.dtypes == ("F32",)
@@ -178,7 +178,7 @@ def test_activations(quant: dict[str, Any], name: str | None) -> None:
     assert FORMAT.activations(_config(quant), Module("m")) == (parse_activation(name) if name else None)
 
 
-def test_fbgemm_is_by_channel() -> None:
+def test_fbgemm_has_channel_scales() -> None:
     config = _config({"activation_scale_ub": 1200.0}, "fbgemm_fp8")
     assert detect(config) is FORMAT
     assert FORMAT.scheme(config, Module("m")).spec == FP8_CHANNEL
@@ -213,7 +213,7 @@ def test_skipped_modules_are_dense(key: str) -> None:
         assert FORMAT.scheme(config, Module(name)).spec == FP8_BLOCK
 
 
-def test_a_skip_list_goes_by_whole_components() -> None:
+def test_skip_lists_match_whole_components() -> None:
     def listed(name: str, entry: str) -> bool:
         return name in skip_list(Config(quant={"ignored_layers": [entry]}), "ignored_layers")
 
@@ -227,7 +227,7 @@ def test_a_skip_list_goes_by_whole_components() -> None:
     assert not listed("a." * 60, "*a" * 40 + "b")  # and not after years of trying
 
 
-def test_a_wide_weight_without_scale_is_dense_and_with_one_is_not() -> None:
+def test_a_16_bit_weight_is_dense_only_without_a_scale() -> None:
     assert FORMAT.scheme(_config(BLOCK), _module(weight=torch.ones(2, 2, dtype=torch.bfloat16))).spec == DENSE_BF16
     torn = _module(weight=torch.ones(2, 2, dtype=torch.bfloat16), weight_scale_inv=torch.ones(1, 1))
     assert FORMAT.scheme(_config(BLOCK), torn).spec == FP8_BLOCK
@@ -248,7 +248,7 @@ def test_a_wide_weight_without_scale_is_dense_and_with_one_is_not() -> None:
         ("modules_to_not_convert", "lm_head"),
     ],
 )
-def test_values_that_are_not_understood(key: str, value: object) -> None:
+def test_unsupported_values_are_refused(key: str, value: object) -> None:
     with pytest.raises(UnsupportedFormat, match=key):
         FORMAT.scheme(_config({**BLOCK, key: value}), _module(weight=_weight(), weight_scale_inv=torch.ones(2, 3)))
 
@@ -278,6 +278,6 @@ def test_export_reads_back(spec: QuantSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", [MXFP4, MXFP8, NVFP4, fp8_spec(group(128)), DENSE_BF16], ids=str)
-def test_export_refuses_what_it_cannot_hold(spec: QuantSpec) -> None:
+def test_export_refuses_other_specs(spec: QuantSpec) -> None:
     with pytest.raises(CannotEncode, match="FP8"):
         FORMAT.export(spec, [])

@@ -63,7 +63,7 @@ def _decode(name: str, blocks: str | bytes | Tensor) -> list[float]:
 
 @pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_values_are_those_of_the_gguf_library(block: BlockType, seed: int) -> None:
+def test_values_equal_the_gguf_library(block: BlockType, seed: int) -> None:
     data = _legal(block, seed)
     values = dequantize(gguf_scheme(block).decode({"codes": data}, N, BLOCKS * block.columns))
     expected = _judged(block, data)
@@ -74,7 +74,7 @@ def test_values_are_those_of_the_gguf_library(block: BlockType, seed: int) -> No
 
 
 @pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
-def test_sizes_are_those_of_the_gguf_library(block: BlockType) -> None:
+def test_sizes_equal_the_gguf_library(block: BlockType) -> None:
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block.name]] == (block.columns, block.size)
 
 
@@ -94,7 +94,7 @@ def test_every_bit_of_a_block_belongs_to_one_number(block: BlockType) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
-def test_join_undoes_split_for_any_bytes_and_leaves_its_input_alone(block: BlockType) -> None:
+def test_join_undoes_split_and_does_not_modify_its_input(block: BlockType) -> None:
     data = _random(block.size)
     numbers = block.split(data)
     before = [t.clone() for t in numbers]
@@ -130,14 +130,14 @@ def test_q4_k_scales() -> None:
     assert torch.equal(gguf_scheme(block).encode(weight)["codes"], data)
 
 
-def test_q4_1_keeps_the_offset_as_its_negative() -> None:
+def test_q4_1_stores_the_negated_minimum() -> None:
     data = torch.tensor([0x00, 0x3C, 0x00, 0xC2, *([0x00] * 16)], dtype=torch.uint8).view(1, 1, -1)  # d = 1, m = -3
     weight = gguf_scheme(BLOCK_TYPES["Q4_1"]).decode({"codes": data}, 1, 32)
     assert float(weight.minimum[0]) == 3.0
     assert set(dequantize(weight).view(-1).tolist()) == {-3.0}
 
 
-def test_nvfp4_scale_beside_the_blocks_multiplies_and_may_be_absent() -> None:
+def test_nvfp4_tensor_scale_multiplies_and_may_be_absent() -> None:
     block, data = BLOCK_TYPES["NVFP4"], _legal(BLOCK_TYPES["NVFP4"])
     scheme, k = gguf_scheme(block), BLOCKS * block.columns
     plain = scheme.decode({"codes": data}, N, k)
@@ -152,7 +152,7 @@ def test_nvfp4_scale_beside_the_blocks_multiplies_and_may_be_absent() -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("MXFP4", 0xFF), ("NVFP4", 0x7F), ("NVFP4", 0x80), ("NVFP4", 0xB8)])
-def test_scales_that_are_no_unsigned_numbers_are_rejected(name: str, code: int) -> None:
+def test_negative_and_nan_scales_are_refused(name: str, code: int) -> None:
     block = BLOCK_TYPES[name]
     scheme, k = gguf_scheme(block), BLOCKS * block.columns
     data = _legal(block)
@@ -177,7 +177,7 @@ def _config(types: object) -> Config:
     return Config({"model_type": "gguf"}, {"types": types}, "gguf", "m.gguf")
 
 
-def test_the_type_is_looked_up_by_tensor() -> None:
+def test_the_type_is_looked_up_by_tensor_name() -> None:
     config = _config({"blk.0.ffn_gate_exps.weight": "Q4_K", "blk.0.ffn_down_exps.weight": "F16"})
     assert detect(config) is FORMAT
     gate = FORMAT.scheme(config, Module("blk.0.ffn_gate_exps", {".weight": Stored("U8", (4, 64, 1, 144))}))
@@ -187,7 +187,7 @@ def test_the_type_is_looked_up_by_tensor() -> None:
     assert str(FORMAT.scheme(config, Module("blk.0.ffn_up_exps")).spec) == "bf16"
 
 
-def test_other_types_are_named_with_the_legal_ones() -> None:
+def test_the_error_for_an_unsupported_type_lists_the_supported_ones() -> None:
     config = _config({"m.weight": "IQ2_XXS"})
     with pytest.raises(UnsupportedFormat, match=r"m\.gguf: m\.weight: .*Q4_K.*got IQ2_XXS"):
         FORMAT.scheme(config, Module("m"))

@@ -49,7 +49,7 @@ def _random(experts: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_values_are_those_of_transformers(seed: int) -> None:
+def test_values_equal_transformers(seed: int) -> None:
     blocks, scales = _random(4, seed)
     judged = convert_moe_packed_tensors(blocks, scales)  # bf16, transposed to [E, K, N]
     for expert in range(4):
@@ -57,7 +57,7 @@ def test_values_are_those_of_transformers(seed: int) -> None:
         assert same_bits(dequantize(weight).bfloat16(), judged[expert].t().contiguous())
 
 
-def test_every_code_under_every_scale_is_that_of_transformers() -> None:
+def test_every_code_with_every_scale_equals_transformers() -> None:
     """Down to 2**-128 and up to infinity; bf16 holds every finite one exactly."""
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
     blocks = (torch.arange(16) % 8 * 34 + 16).to(torch.uint8).expand(1, 255, 1, 16).contiguous()  # nibbles 0 1 2 ... 15
@@ -67,7 +67,7 @@ def test_every_code_under_every_scale_is_that_of_transformers() -> None:
     assert same_bits(dequantize(weight), judged.float().contiguous())
 
 
-def test_numbers_of_the_format() -> None:
+def test_values_of_the_definition() -> None:
     row = [0x21, 0x7F, 0x08, 0xC3, *([0] * 12)]
     stored = {
         "codes": torch.tensor(row, dtype=torch.uint8).view(1, 1, 16),
@@ -84,7 +84,7 @@ def test_tables() -> None:
     assert [E8M0.table[b] for b in (0x7F, 0x7E, 0x80, 0, 254)] == [1, 0.5, 2, 2.0**-127, 2.0**127]
 
 
-def test_a_nan_scale_is_rejected_both_ways() -> None:
+def test_a_nan_scale_is_refused_by_decode_and_encode() -> None:
     blocks, scales = _random(1, 0)
     stored = {"codes": blocks[0], "scale": scales[0]}
     weight = _scheme().decode(stored, N, K)
@@ -97,10 +97,10 @@ def test_a_nan_scale_is_rejected_both_ways() -> None:
         _scheme().encode(weight)
 
 
-def test_partial_blocks_have_no_form() -> None:
+def test_partial_blocks_cannot_be_written() -> None:
     blocks, scales = _random(1, 0)
     weight = _scheme().decode({"codes": blocks[0], "scale": scales[0]}, N, K).cut((0, N), (0, 48))
-    with pytest.raises(CannotEncode, match="whole block"):
+    with pytest.raises(CannotEncode, match="multiple of the block"):
         _scheme().encode(weight)
 
 
@@ -114,12 +114,12 @@ def test_partial_blocks_have_no_form() -> None:
         ("lm_head", True),
     ],
 )
-def test_the_skip_list_goes_by_whole_components(name: str, left_alone: bool) -> None:
+def test_the_skip_list_matches_whole_components(name: str, left_alone: bool) -> None:
     scheme = FORMAT.scheme(GPT_OSS, Module(name, STORED))
     assert scheme.spec == (DENSE_BF16 if left_alone else MXFP4)
 
 
-def test_unquantised_experts_are_dense_and_half_stored_ones_are_not() -> None:
+def test_only_experts_without_blocks_and_scales_are_dense() -> None:
     assert FORMAT.scheme(GPT_OSS, Module(EXPERTS, {"": Stored("BF16", (4, K, N))})).spec == DENSE_BF16
     for left_out in STORED:
         stored = {suffix: s for suffix, s in STORED.items() if suffix != left_out}
@@ -139,6 +139,6 @@ def test_export() -> None:
 
 
 @pytest.mark.parametrize("value", ["lm_head", [3]])
-def test_a_skip_list_that_is_none(value: object) -> None:
+def test_an_invalid_skip_list_is_refused(value: object) -> None:
     with pytest.raises(UnsupportedFormat, match="modules_to_not_convert"):
         FORMAT.scheme(Config({}, {"modules_to_not_convert": value}, "mxfp4"), Module("m"))

@@ -11,7 +11,7 @@ import pytest
 
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats import _patterns, registry
-from lancebill.formats._patterns import compiled
+from lancebill.formats._patterns import compile_pattern
 from lancebill.formats.base import Config, Module
 
 NAME = "model.language_model.layers.10.mlp.experts.100.gate_proj"
@@ -46,14 +46,14 @@ def _pattern(g: random.Random, depth: int = 2) -> str:
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Even the simplest patterns by sets of positions."""
     monkeypatch.setattr(_patterns, "_FEW_CHOICES", -1)
-    compiled.cache_clear()
+    compile_pattern.cache_clear()
     yield
-    compiled.cache_clear()
+    compile_pattern.cache_clear()
 
 
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("seed", range(4))
-def test_bounded_matching_is_what_re_says(seed: int) -> None:
+def test_bounded_matching_equals_re(seed: int) -> None:
     g, compared = random.Random(seed), 0
     while compared < 2000:
         pattern = _pattern(g)
@@ -61,9 +61,9 @@ def test_bounded_matching_is_what_re_says(seed: int) -> None:
             judge = re.compile(pattern)
         except re.error:
             with pytest.raises(UnsupportedFormat):
-                compiled(pattern, "key", "source")
+                compile_pattern(pattern, "key", "source")
             continue
-        found = compiled(pattern, "key", "source")
+        found = compile_pattern(pattern, "key", "source")
         for _ in range(8):
             name = "".join(g.choices("ab1.x{-", k=g.randint(0, 7)))
             assert bool(found.match(name)) == bool(judge.match(name)), (pattern, name)
@@ -72,9 +72,9 @@ def test_bounded_matching_is_what_re_says(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", HOSTILE)
-def test_no_pattern_takes_for_ever(pattern: str) -> None:
+def test_no_pattern_takes_exponential_time(pattern: str) -> None:
     start = time.process_time()
-    found = compiled(pattern, "key", "source")
+    found = compile_pattern(pattern, "key", "source")
     assert not found.match(NAME) and not found.search(NAME)
     assert time.process_time() - start < 5
 
@@ -92,13 +92,13 @@ def test_no_pattern_takes_for_ever(pattern: str) -> None:
         ("fp8", {"ignored_layers": ["*e" * 40 + "!"]}),
     ],
 )
-def test_no_format_waits_for_a_pattern(method: str, values: dict[str, object]) -> None:
+def test_formats_match_patterns_in_bounded_time(method: str, values: dict[str, object]) -> None:
     registry()[method].scheme(Config(quant=values, method=method), Module(NAME))
 
 
 @pytest.mark.parametrize(
     "pattern", ["(", "[", "a{2}{3}", "(?i)a", r"(a)\1", "(?<=a)b", r"\bq", r"\x41", "(" * 40 + ")" * 40]
 )
-def test_what_cannot_be_read_is_named(pattern: str) -> None:
-    with pytest.raises(UnsupportedFormat, match="'ignore' holds no regular expression"):
-        compiled(pattern, "ignore", "config.json")
+def test_unsupported_patterns_are_refused_by_name(pattern: str) -> None:
+    with pytest.raises(UnsupportedFormat, match="'ignore' is not a supported regular expression"):
+        compile_pattern(pattern, "ignore", "config.json")

@@ -153,7 +153,7 @@ def test_symmetric_zero_points_are_checked(dtype: str) -> None:
         scheme.decode(stored, N, K)
 
 
-def test_a_word_that_holds_no_int2_is_refused() -> None:
+def test_an_int2_out_of_range_is_refused() -> None:
     scheme = FORMAT.scheme(config(section("int2", "per_channel", symmetric=True)), Module(NAME))
     stored = scheme.encode(random_weight(scheme, N, K, torch.Generator().manual_seed(0)))
     stored["codes"][3, 4] = 2
@@ -164,7 +164,7 @@ def test_a_word_that_holds_no_int2_is_refused() -> None:
 # ---- floats
 
 
-def test_numbers_of_fp4() -> None:
+def test_values_of_fp4() -> None:
     codes = np.zeros((1, 16), dtype=np.uint8)
     codes[0, :4] = [0x21, 0x7F, 0x08, 0xC3]
     tensors = {".weight": codes, ".weight_scale": np.array([[0x7E]], dtype=np.uint8)}
@@ -258,7 +258,7 @@ def test_embedded_exponents(element: str) -> None:
     assert scheme.spec.scales == (Scale(E8M0, group(32)),)
 
 
-def test_exponents_without_a_scale() -> None:
+def test_exponent_minus_128_is_refused() -> None:
     scheme = FORMAT.scheme(config({"dtype": "mx", "mx_element_dtype": "fp4", "group_size": 32}), Module(NAME))
     weight = random_weight(scheme, 2, 32, torch.Generator().manual_seed(0))
     stored = scheme.encode(weight)
@@ -289,7 +289,7 @@ def test_quantised_scales() -> None:
     assert scheme.spec == parse_spec("nvfp4")
 
 
-def test_integers_on_top_of_floats() -> None:
+def test_int4_over_fp8() -> None:
     """fp8 for the tensor, then int4 by channel: the later stage's scale is the element's own."""
     codes = RNG.integers(-8, 8, (N, K))
     own, first = scales(N), np.float32(0.019)
@@ -307,7 +307,7 @@ def test_integers_on_top_of_floats() -> None:
 # ---- configs
 
 
-def test_which_section_means_a_module() -> None:
+def test_the_most_specific_section_wins() -> None:
     four, eight = section("int4", "per_group", symmetric=True), section("int8", "per_channel", symmetric=True)
     fp8 = section("fp8_e4m3", "per_tensor")
     cfg = config(
@@ -328,7 +328,7 @@ def test_which_section_means_a_module() -> None:
     assert spec("model.layers.90.x") == "int4-g32:fp32"
 
 
-def test_sections_by_layer_type_and_plain_modules() -> None:
+def test_sections_by_layer_type_and_unquantised_modules() -> None:
     cfg = config(section("int4", "per_tensor", symmetric=True), layer_type_quant_config={"Linear": {"weight": None}})
     assert FORMAT.scheme(cfg, Module(NAME)).spec == DENSE_BF16
     cfg = config(section("int4", "per_tensor", symmetric=True))
@@ -338,7 +338,7 @@ def test_sections_by_layer_type_and_plain_modules() -> None:
     assert isinstance(FORMAT.scheme(config({"dtype": "bfloat16"}), Module(NAME)), Dense)
 
 
-def test_what_inputs_are_represented_as() -> None:
+def test_activation_specs() -> None:
     weight = section("fp8_e4m3", "per_tensor")
     second = section("fp8_e4m3", "per_tensor", is_scale_quant=True)
     dynamic = {"is_dynamic": True}
@@ -386,7 +386,7 @@ def test_static_inputs_need_their_scales() -> None:
         (section("int4", "per_group", group_size=8), "power of two"),
         (section("int4", "per_group", group_size=96), "power of two"),
         (section("int4", "per_group", group_size=None), "group_size"),
-        (section("int4", "per_group", is_dynamic=True), "run time"),
+        (section("int4", "per_group", is_dynamic=True), "dynamically quantised"),
         (section("fp8_e4m3", "per_tensor", symmetric=False), "no zero point"),
         (section("fp4", "per_group", scale_format="e4m3"), "scale_format"),
         ({"dtype": "mx", "mx_element_dtype": "int8", "group_size": 32}, "mx_element_dtype"),
@@ -398,7 +398,7 @@ def test_static_inputs_need_their_scales() -> None:
         ([4, 5], "weight"),
     ],
 )
-def test_sections_not_understood(weight: Any, message: str) -> None:
+def test_unsupported_sections_are_refused(weight: Any, message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         FORMAT.scheme(config(weight), Module(NAME))
 
@@ -417,7 +417,7 @@ def test_sections_not_understood(weight: Any, message: str) -> None:
         ({"global_quant_config": {"weight": section("int8", "per_tensor"), "bias": {}}}, "bias"),
     ],
 )
-def test_configs_not_understood(values: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         FORMAT.scheme(config(section("int8", "per_tensor"), **values), Module(NAME))
 

@@ -80,7 +80,7 @@ def test_bytes_of_fp4() -> None:
     assert pack_bits(codes, 4, torch.uint8).tolist() == [[0x21, 0x7F, 0x08, 0xC3]]
 
 
-def test_words_of_the_traps() -> None:
+def test_words_of_gptq_and_compressed_tensors() -> None:
     """GPTQ zero points and compressed-tensors codes, as the notes give them."""
     assert unpack_bits(torch.tensor([0x7777777F], dtype=torch.int32), 4, 8).tolist() == [15, 7, 7, 7, 7, 7, 7, 7]
     assert unsigned(pack_bits(codes_of(*(q + 8 for q in (-8, -1, 0, 7, 3, -5, 2, 1))), 4, torch.int32)) == [0x9A3BF870]
@@ -96,7 +96,7 @@ STREAMS = st.integers(1, 8).flatmap(
 
 @settings(max_examples=300, deadline=None)
 @given(STREAMS, st.sampled_from(WORDS))
-def test_streams(stream: tuple[int, list[int]], word: torch.dtype) -> None:
+def test_bit_streams(stream: tuple[int, list[int]], word: torch.dtype) -> None:
     bits, codes = stream
     packed = pack_bits(codes_of(*codes), bits, word)
     assert packed.dtype == word
@@ -130,7 +130,7 @@ def test_awq(codes: list[int]) -> None:
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 3, 7), (1, 1), (4, 33)])
-def test_any_shape_packs_its_last_axis(bits: int, word: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_last_axis_is_packed_for_any_shape(bits: int, word: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
     packed = pack_bits(codes, bits, word)
@@ -141,7 +141,7 @@ def test_any_shape_packs_its_last_axis(bits: int, word: torch.dtype, shape: tupl
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_strides_do_not_matter(bits: int) -> None:
+def test_non_contiguous_inputs(bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (48, 40), dtype=torch.uint8)
     across = pack_bits(codes.t(), bits, torch.int32)
     assert torch.equal(across, pack_bits(codes.t().contiguous(), bits, torch.int32))
@@ -152,7 +152,7 @@ def test_strides_do_not_matter(bits: int) -> None:
     assert torch.equal(unpack_padded(pack_padded(codes.t(), bits), bits, 48), codes.t())
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_modified() -> None:
     codes = torch.randint(0, 2, (4, 64), dtype=torch.uint8)
     before = codes.clone()
     for bits in range(1, 9):

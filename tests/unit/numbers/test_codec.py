@@ -53,13 +53,13 @@ def spec_of(name: str) -> QuantSpec:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("n", "k", "perm"), [(5, 37, False), (4, 64, True), (1, 1, False), (7, 20, True)])
-def test_dequantize_is_the_formula(name: str, n: int, k: int, perm: bool) -> None:
+def test_dequantize_equals_the_scalar_formula(name: str, n: int, k: int, perm: bool) -> None:
     weight = random_weight(spec_of(name), n, k, seed=n * k, perm=perm)
     assert same_bits(dequantize(weight), scalar_dequantize(weight))
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_chunk_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = matrix(37, 70, 1)
     whole = quantize(values, spec_of(name))
     other = random_weight(spec_of(name), 37, 70, 2)
@@ -73,7 +73,7 @@ def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert again.rms_error == pytest.approx(cost.rms_error, rel=1e-9)
 
 
-def test_a_dense_weight_is_not_touched() -> None:
+def test_a_dense_weight_is_not_modified() -> None:
     weight = LogicalWeight(SPECS["fp32"], torch.randn(4, 8))
     before = weight.codes.clone()
     loss(torch.randn(4, 8), weight)
@@ -103,7 +103,7 @@ def reachable(weight: LogicalWeight) -> Tensor:
 
 @FLUSHES
 @given(st.sampled_from(QUANTIZED), matrices(), st.sampled_from([FLOOR, CEIL]))
-def test_no_code_would_be_nearer(name: str, values: Tensor, rule: str) -> None:
+def test_every_code_is_the_nearest(name: str, values: Tensor, rule: str) -> None:
     weight = quantize(values, spec_of(name), mx_rule=rule)
     got = dequantize(weight).double()
     best = (reachable(weight) - values.double()).abs().amin(0)
@@ -191,7 +191,7 @@ def above(value: float) -> float:
         ("mxfp4", 0.0, 127, 127),
     ],
 )
-def test_mx_exponents_by_hand(name: str, amax: float, floor: int, ceil: int) -> None:
+def test_mx_exponents(name: str, amax: float, floor: int, ceil: int) -> None:
     assert (mx_byte(amax, name, FLOOR), mx_byte(amax, name, CEIL)) == (floor, ceil)
 
 
@@ -207,7 +207,7 @@ def test_mx_floor_saturates_and_ceil_does_not() -> None:
 
 @given(st.floats(2.0**-100, 2.0**100, width=32), st.integers(0, 10**6))
 @FLUSHES
-def test_scales_by_the_book(amax: float, seed: int) -> None:
+def test_scales_follow_their_definition(amax: float, seed: int) -> None:
     values = torch.rand(3, 64, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     values[1, 7] = 1.0
     values = (values / values.abs().max()) * amax
@@ -227,7 +227,7 @@ def test_scales_by_the_book(amax: float, seed: int) -> None:
     assert same_bits(divides.scales[1].view(()), (2688 / peak).float())
 
 
-def test_zero_points_by_the_book() -> None:
+def test_zero_points_follow_their_definition() -> None:
     values = torch.tensor([[-1.0, 0.0, 2.0, 1.25], [1.0, 2.0, 3.0, 4.0], [-4.0, -3.0, -2.0, -1.0]])
     weight = quantize(values, parse_spec("int2-channel:fp32-zp"))
     assert weight.scales[0].view(-1).tolist() == pytest.approx([1, 4 / 3, 4 / 3])
@@ -251,7 +251,7 @@ def test_blocks_of_zeros() -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_numbers(name: str, bad: float) -> None:
+def test_nan_and_infinity_are_refused(name: str, bad: float) -> None:
     for row, column in ((0, 0), (4, 69), (2, 33)):
         values = matrix(5, 70, 3)
         values[row, column] = bad
@@ -282,7 +282,7 @@ def test_small_scales_of_fp16_use_its_subnormals() -> None:
     assert loss(values, weight).max_error < 0.1
 
 
-def test_small_blocks_keep_a_scale_where_the_type_is_a_float() -> None:
+def test_float_scales_of_small_blocks_do_not_round_to_zero() -> None:
     values = torch.ones(1, 32)
     values[0, :16] = 1e-7
     weight = quantize(values, SPECS["nvfp4"])
@@ -323,7 +323,7 @@ RMS = {
 
 
 @pytest.mark.parametrize("name", RMS)
-def test_what_each_format_costs(name: str) -> None:
+def test_rms_error_of_each_format(name: str) -> None:
     values = torch.randn(96, 384, generator=torch.Generator().manual_seed(0)) * 0.02
     assert loss(values, quantize(values, spec_of(name))).rms_error == pytest.approx(RMS[name], rel=0.06)
 
@@ -335,7 +335,7 @@ def test_what_each_format_costs(name: str) -> None:
 @given(
     st.sampled_from([*MX, "twos8-g32:e8m0"]), st.integers(-60, 60), st.integers(0, 999), st.sampled_from([FLOOR, CEIL])
 )
-def test_power_of_two_scales_follow_the_values(name: str, shift: int, seed: int, rule: str) -> None:
+def test_power_of_two_scales_shift_with_the_values(name: str, shift: int, seed: int, rule: str) -> None:
     values = matrix(3, 70, seed).clamp(-100, 100)
     values[values.abs() < 2.0**-20] = 0
     one, other = (quantize(v, spec_of(name), mx_rule=rule) for v in (values, values * 2.0**shift))
@@ -347,7 +347,7 @@ def test_power_of_two_scales_follow_the_values(name: str, shift: int, seed: int,
 
 @FLUSHES
 @given(st.sampled_from(["fp8-channel", "fp8-tensor", "nf4", "nvfp4", "int7-g3:fp32"]), st.integers(-20, 20))
-def test_fp32_scales_follow_powers_of_two(name: str, shift: int) -> None:
+def test_fp32_scales_shift_with_powers_of_two(name: str, shift: int) -> None:
     values = matrix(3, 64, 5)
     one, other = (quantize(v, spec_of(name)) for v in (values, values * 2.0**shift))
     assert torch.equal(one.codes, other.codes)
@@ -356,13 +356,13 @@ def test_fp32_scales_follow_powers_of_two(name: str, shift: int) -> None:
 
 @FLUSHES
 @given(st.sampled_from([*MX, "nvfp4", "nvfp4-div", "fp8-tensor", "fp8-b3x5", "int8", "e3m4-g16"]), matrices())
-def test_signs_are_treated_alike(name: str, values: Tensor) -> None:
+def test_quantisation_is_symmetric_in_sign(name: str, values: Tensor) -> None:
     assert torch.equal(dequantize(quantize(-values, spec_of(name))), -dequantize(quantize(values, spec_of(name))))
 
 
 @FLUSHES
 @given(st.sampled_from([*MX, "int8", "nf4", "fp8-channel:bf16"]), matrices(), st.sampled_from([FLOOR, CEIL]))
-def test_quantising_twice_is_quantising_once(name: str, values: Tensor, rule: str) -> None:
+def test_quantisation_is_idempotent(name: str, values: Tensor, rule: str) -> None:
     spec = parse_spec(name)
     once = dequantize(quantize(values, spec, mx_rule=rule))
     assert torch.equal(dequantize(quantize(once, spec, mx_rule=rule)), once)
@@ -428,7 +428,7 @@ def close(one: Loss, other: Loss) -> bool:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("perm", [False, True])
-def test_loss_by_its_definition(name: str, perm: bool) -> None:
+def test_loss_equals_a_scalar_computation(name: str, perm: bool) -> None:
     weight = random_weight(spec_of(name), 4, 40, 6, perm=perm)
     for scale in (s for s in weight.scales if s.dtype == torch.uint8):
         scale.clamp_(max=200)  # powers of two whose products fp32 can hold
@@ -439,7 +439,7 @@ def test_loss_by_its_definition(name: str, perm: bool) -> None:
         )
 
 
-def test_saturation_is_what_lies_beyond_half_a_step() -> None:
+def test_values_beyond_half_a_step_count_as_saturated() -> None:
     weight = LogicalWeight(parse_spec("int4-channel:fp32"), torch.tensor([[15, 15, 0, 0, 15, 8]], dtype=torch.uint8),
                            (torch.ones(1, 1),))  # fmt: skip
     values = torch.tensor([[7.5, 7.52, -8.5, -9.0, 40.0, 0.4]])  # 7.52 is within the sliver, 9.0 and 40 are not
@@ -448,11 +448,11 @@ def test_saturation_is_what_lies_beyond_half_a_step() -> None:
 
 @FLUSHES
 @given(st.sampled_from([*MX, "int4-g128", "int3-g64", "int8", "int4-g32-zp", "nf4", "fp8-b3x5"]), matrices())
-def test_nothing_saturates_where_the_scale_covers_the_block(name: str, values: Tensor) -> None:
+def test_nothing_saturates_if_the_scale_covers_the_block(name: str, values: Tensor) -> None:
     assert loss(values, quantize(values, spec_of(name), mx_rule=CEIL)).saturated == 0
 
 
-def test_wide_floats_saturate_too() -> None:
+def test_fp16_saturates() -> None:
     values = torch.tensor([[1.0, 65504.0, 65519.0, 65536.0, -1e9, 1e-9]])
     weight = quantize(values, SPECS["fp16"])
     assert weight.codes[0].tolist() == [1.0, 65504.0, 65504.0, 65504.0, -65504.0, 0.0]
@@ -493,7 +493,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("old", "new"), EXACT)
-def test_recasting_changes_no_number(old: str, new: str) -> None:
+def test_recasting_is_exact(old: str, new: str) -> None:
     weight = random_weight(parse_spec(old), 6, 70, 8, perm=True)
     result, cost = requantize(weight, parse_spec(new))
     assert result.spec == parse_spec(new)
@@ -521,11 +521,11 @@ def test_recasting_changes_no_number(old: str, new: str) -> None:
         ("mxfp4", "bf16"),
     ],
 )
-def test_recast_refuses_what_may_round(old: str, new: str) -> None:
+def test_recast_returns_none_if_it_may_round(old: str, new: str) -> None:
     assert recast(random_weight(parse_spec(old), 4, 64, 9), parse_spec(new)) is None
 
 
-def test_scales_that_change_type_keep_the_codes() -> None:
+def test_codes_are_kept_if_only_scale_types_change() -> None:
     for old, new, bound in (
         ("nvfp4", "nvfp4-div", 2.0**-22),
         ("nvfp4-div", "nvfp4", 2.0**-22),
@@ -541,7 +541,7 @@ def test_scales_that_change_type_keep_the_codes() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("nvfp4", "nvfp4-div"), ("nvfp4-div", "nvfp4")])
-def test_a_scale_that_multiplied_may_divide(old: str, new: str) -> None:
+def test_a_multiplying_scale_can_become_a_divisor(old: str, new: str) -> None:
     """Codes and block scales no fit would choose stay as they are; only the inverse is rounded."""
     weight = random_weight(parse_spec(old), 6, 64, 15, perm=True)
     result, cost = requantize(weight, parse_spec(new))
@@ -551,7 +551,7 @@ def test_a_scale_that_multiplied_may_divide(old: str, new: str) -> None:
     assert 0 < cost.rms_error < 2.0**-22
 
 
-def test_powers_of_two_become_bytes_exactly() -> None:
+def test_power_of_two_scales_become_e8m0_exactly() -> None:
     weight = quantize(matrix(6, 64, 11), parse_spec("fp8-g32"))
     rounded = LogicalWeight(weight.spec, weight.codes, (torch.exp2(weight.scales[0].log2().round()),))
     result, cost = requantize(rounded, SPECS["mxfp8"])
@@ -565,7 +565,7 @@ def test_powers_of_two_become_bytes_exactly() -> None:
 @pytest.mark.parametrize("perm", [False, True])
 @pytest.mark.parametrize("new", ["mxfp4", "nvfp4", "int4-g32", "fp8-b3x5", "nf4", "bf16"])
 @pytest.mark.parametrize("old", ["int4-g32-zp", "nvfp4", "fp8-b3x5", "uint5-g32:fp16-min.g32:fp16", "bf16"])
-def test_requantize_is_quantize_of_the_numbers(old: str, new: str, perm: bool) -> None:
+def test_requantize_equals_quantize_of_the_values(old: str, new: str, perm: bool) -> None:
     weight = random_weight(parse_spec(old), 6, 70, 12, perm=perm)
     result, cost = requantize(weight, parse_spec(new), mx_rule=CEIL)
     if old == new:
@@ -579,7 +579,7 @@ def test_requantize_is_quantize_of_the_numbers(old: str, new: str, perm: bool) -
     assert result.perm is None
 
 
-def test_a_code_without_a_value_is_not_made_one() -> None:
+def test_an_invalid_code_is_not_recast() -> None:
     weight = random_weight(parse_spec("ternary-tensor:fp32"), 2, 8, 13)
     weight.codes[0, 0] = 3
     assert weight.spec.dtype == TERNARY
@@ -607,12 +607,12 @@ print(peak() - before - result.codes.numel())
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_memory_beside_the_result_is_bounded(name: str) -> None:
+def test_temporary_memory_is_bounded(name: str) -> None:
     """An fp32 copy of this matrix would be 128 MiB; chunks and block grids need far less."""
     done = subprocess.run([sys.executable, "-c", PEAK, name], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 72 << 20
 
 
-def test_every_kind_is_covered() -> None:
+def test_every_kind_of_type_is_covered() -> None:
     assert len(NAMES) == len(set(NAMES))
     assert {parse_spec(n).dtype.kind for n in NAMES} == {"integer", "float", "codebook"}

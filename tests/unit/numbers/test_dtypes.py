@@ -248,7 +248,7 @@ def test_integers_equal_ml_dtypes(dtype: DType, judge: type) -> None:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, E4M3FNUZ], ids=names)
-def test_torch_conversion_is_the_table(dtype: DType) -> None:
+def test_torch_conversion_equals_the_table(dtype: DType) -> None:
     """The fast path through torch's own types, against the table it stands for."""
     values = decode(dtype, range(256))
     for code, (ours, table) in enumerate(zip(values, dtype.table)):
@@ -300,7 +300,7 @@ def test_fast_encoders_equal_a_table_search(dtype: DType) -> None:
     assert (got == np.where(up, above, below)).all()
 
 
-def test_only_crowded_tables_need_a_search() -> None:
+def test_only_tables_with_close_values_need_a_search() -> None:
     searched = [t for t in (E8M0, NF4, BNB_FP4, IQ4, UNSORTED, CROWDED) if _search_tables(t, CPU)[2] is None]
     assert searched == [CROWDED]
 
@@ -335,7 +335,7 @@ def test_types_with_one_zero(dtype: DType) -> None:
     assert encode(dtype, 0.0, -0.0, -(2.0**-40), 2.0**-40) == [0, 0, 0, 0]
 
 
-def test_wide_floats_saturate_and_keep_nan() -> None:
+def test_16_bit_types_saturate_and_keep_nan() -> None:
     values = torch.tensor([1e30, -math.inf, 65519.0, math.nan, 1e-8])
     half = F16.encode(values)
     assert half.dtype == torch.float16
@@ -346,7 +346,7 @@ def test_wide_floats_saturate_and_keep_nan() -> None:
 
 
 @pytest.mark.parametrize("dtype", TABLES, ids=names)
-def test_shapes_strides_and_emptiness(dtype: DType) -> None:
+def test_shapes_strides_and_empty_tensors(dtype: DType) -> None:
     values = torch.randn(6, 10) * dtype.max / 2
     assert torch.equal(dtype.encode(values.t()), dtype.encode(values).t())
     codes = dtype.encode(values)
@@ -356,7 +356,7 @@ def test_shapes_strides_and_emptiness(dtype: DType) -> None:
     assert dtype.encode(torch.tensor(1.0)).shape == ()
 
 
-def test_encode_leaves_its_input_alone() -> None:
+def test_encode_does_not_modify_its_input() -> None:
     for dtype in TABLES:
         values = torch.randn(64)
         before = values.clone()

@@ -105,7 +105,7 @@ def test_activation_names(name: str, spec: ActivationSpec) -> None:
     assert str(spec) == name
 
 
-def test_other_spellings() -> None:
+def test_alternative_names() -> None:
     assert parse_spec("fp8") == FP8_CHANNEL
     assert parse_spec("e4m3fn-b128x128:fp32") == FP8_BLOCK
     assert parse_spec("int8-channel:bf16") == int_spec(8)
@@ -115,7 +115,7 @@ def test_other_spellings() -> None:
     assert parse_spec("int4-zp-g32") == parse_spec("int4-g32-zp")
 
 
-def test_tables_print_themselves() -> None:
+def test_named_specs_print_their_names() -> None:
     assert {name: str(spec) for name, spec in NAMED.items()} == {name: name for name in NAMED}
     assert {name: str(spec) for name, spec in ACTIVATIONS.items()} == {name: name for name in ACTIVATIONS}
 
@@ -174,7 +174,7 @@ def test_different_specs_have_different_names(one: QuantSpec, other: QuantSpec) 
         ("uint4-g32-min./g32", "the levels of a minimum multiply"),
     ],
 )
-def test_bad_names_say_what_is_wrong(name: str, says: str) -> None:
+def test_errors_for_invalid_names(name: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec(name)
     assert says in str(caught.value)
@@ -197,7 +197,7 @@ WORDS = st.sampled_from(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(WORDS, max_size=6).map("-".join) | st.text(max_size=20) | st.text("intfpg0128-:/.bx", max_size=16))
-def test_nothing_but_spec_errors_escape(name: str) -> None:
+def test_parsing_any_text_raises_only_spec_errors(name: str) -> None:
     for parse in (parse_spec, parse_activation):
         try:
             spec = parse(name)

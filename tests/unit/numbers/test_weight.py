@@ -37,7 +37,7 @@ def halves(size: int) -> st.SearchStrategy[tuple[int, int]]:
 
 @EXAMPLES
 @given(st.data(), NAMES, SIZES, SIZES, SEEDS)
-def test_a_cut_anywhere(data: st.DataObject, name: str, n: int, k: int, seed: int) -> None:
+def test_cuts_at_any_position(data: st.DataObject, name: str, n: int, k: int, seed: int) -> None:
     """Blocks are cut to what the edges need, then the sub-matrix has the numbers of the whole."""
     weight = weight_of(name, n, k, seed)
     rows, columns = data.draw(halves(n)), data.draw(halves(k))
@@ -73,7 +73,7 @@ def test_rows_in_any_order(data: st.DataObject, name: str, n: int, k: int, seed:
 
 @EXAMPLES
 @given(NAMES, SIZES, SIZES, st.integers(1, 3), SEEDS)
-def test_stacks(name: str, n: int, k: int, count: int, seed: int) -> None:
+def test_stacking_is_exact(name: str, n: int, k: int, count: int, seed: int) -> None:
     """Each matrix keeps its own scales, global ones included, even where blocks do not end at its edge."""
     weights = [weight_of(name, n, k, seed + i) for i in range(count)]
     stacked = stack(weights)
@@ -86,7 +86,7 @@ def test_stacks(name: str, n: int, k: int, count: int, seed: int) -> None:
 
 @EXAMPLES
 @given(NAMES, SIZES, SEEDS)
-def test_chunks_of_columns_join_again(name: str, k: int, seed: int) -> None:
+def test_column_shards_concatenate_to_the_whole(name: str, k: int, seed: int) -> None:
     """Every shard of a cut at multiples of four is a slice of the whole."""
     weight = weight_of(name, 3, 4 * k, seed)
     fine = weight.reblock(weight.spec.map_blocks(1, k))
@@ -129,14 +129,14 @@ def test_input_tensors_are_cut_where_they_have_columns() -> None:
     assert weight.rows(torch.tensor([1])).inputs["pre_quant_scale"].tolist() == [*range(8)]
 
 
-def test_stacks_keep_the_inputs_all_agree_on() -> None:
+def test_stacks_keep_equal_input_tensors() -> None:
     one = with_inputs(weight_of("nvfp4", 4, 16, 3), input_scale=torch.tensor(0.5), pre_quant_scale=torch.ones(16))
     other = with_inputs(weight_of("nvfp4", 4, 16, 4), input_scale=torch.tensor(0.25), pre_quant_scale=torch.ones(16))
     assert sorted(stack([one, other]).inputs) == ["pre_quant_scale"]
     assert sorted(stack([one, one]).inputs) == ["input_scale", "pre_quant_scale"]
 
 
-def test_act_order_travels() -> None:
+def test_act_order_is_kept() -> None:
     gate = weight_of("int4-g32-zp", 4, 64, 5, perm=True)
     up = replace(weight_of("int4-g32-zp", 4, 64, 6), perm=gate.perm)
     assert same_bits(dequantize(stack([gate, up])), torch.cat([dequantize(gate), dequantize(up)]))
@@ -148,7 +148,7 @@ def test_act_order_travels() -> None:
 
 
 @pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")
-def test_columns_of_an_act_order_are_cut_after_it_is_folded() -> None:
+def test_cutting_columns_of_an_act_order_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="undo the act-order"):
         weight_of("int4-g32-zp", 4, 64, 5, perm=True).cut((0, 4), (0, 32))
 
@@ -170,7 +170,7 @@ def test_equality_is_by_bits() -> None:
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 
-def test_levels_must_be_those_of_the_spec() -> None:
+def test_tensors_must_match_the_spec() -> None:
     codes, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1, dtype=torch.uint8)
     LogicalWeight(MXFP4, codes, (scale,))
     with pytest.raises(WrongShape, match="one tensor for each level"):
@@ -193,7 +193,7 @@ def test_levels_must_be_those_of_the_spec() -> None:
         LogicalWeight(MXFP4, codes, (scale,), perm=torch.zeros(32, dtype=torch.int64))
 
 
-def test_cuts_that_cannot_be() -> None:
+def test_invalid_cuts_are_refused() -> None:
     weight = weight_of("fp8-block", 256, 256, 9)
     with pytest.raises(BadValue, match="a multiple of 128; got 64"):
         weight.cut((64, 256), (0, 256))
@@ -204,7 +204,7 @@ def test_cuts_that_cannot_be() -> None:
             weight.cut(rows, columns)
 
 
-def test_blocks_only_get_finer_and_nothing_else_changes() -> None:
+def test_reblock_only_refines_blocks() -> None:
     weight = weight_of("fp8-b3x5", 12, 20, 10)
     for name in ("fp8-b6x5", "fp8-b2x5", "fp8-tensor"):
         with pytest.raises(WrongShape, match="blocks can only be refined"):
@@ -214,7 +214,7 @@ def test_blocks_only_get_finer_and_nothing_else_changes() -> None:
             weight.reblock(parse_spec(name))
 
 
-def test_stacks_that_cannot_be() -> None:
+def test_invalid_stacks_are_refused() -> None:
     weight = weight_of("int4-g32-zp", 4, 64, 11)
     for other in (
         weight_of("int4-g32-zp", 6, 64, 11),
@@ -227,7 +227,7 @@ def test_stacks_that_cannot_be() -> None:
         stack([weight, replace(weight, bias=None)])
 
 
-def test_specs_that_cannot_be() -> None:
+def test_invalid_specs_are_refused() -> None:
     with pytest.raises(SpecError, match="mul or div"):
         Scale(F32, TENSOR, "add")
     for make in (Scale, Zero):
@@ -242,7 +242,7 @@ def test_specs_that_cannot_be() -> None:
 # --- blocks ------------------------------------------------------------------------------------------------
 
 
-def test_blocks_by_hand() -> None:
+def test_block_functions() -> None:
     numbers = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert spread(numbers, (2, 3), (1, 3), 3, 5).tolist() == [[1, 2], [1, 2], [3, 4]]
     assert expand(numbers, (2, 3), 3, 5).tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 2, 2], [3, 3, 3, 4, 4]]
