@@ -25,17 +25,17 @@ from lancebill.cli.main import app  # noqa: E402
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("commands") / "model"
-    tiny.save_speaking_model(transformers, folder)
+    tiny.save_model_with_tokenizer(transformers, folder)
     return folder
 
 
 def commands() -> list[list[str]]:
-    """Every command and group, as typed."""
-    found, open_ = [], [([], typer.main.get_command(app))]
-    for words, command in open_:
+    """The words of every command and command group."""
+    found, pending = [], [([], typer.main.get_command(app))]
+    for words, command in pending:
         found.append(words)
         inner = command.commands.items() if isinstance(command, typer.core.TyperGroup) else ()
-        open_ += [([*words, name], held) for name, held in inner]
+        pending += [([*words, name], subcommand) for name, subcommand in inner]
     return found
 
 
@@ -59,7 +59,7 @@ def call(*words: object) -> Any:
 
 
 def test_generate(model: Path) -> None:
-    asked = (
+    words = (
         "generate",
         model,
         "w1 w2 w3",
@@ -71,21 +71,21 @@ def test_generate(model: Path) -> None:
         "torch-cpu",
         "--json",
     )
-    found = call(*asked)
+    found = call(*words)
     assert found["answers"][0]["tokens"] == 5
     assert len(found["answers"][0]["text"].split()) == 5
     assert list(found["layers"]) == ["int4-g32 x fp32 on torch-cpu"]
-    again = call(*asked)
-    assert again["answers"][0]["text"] == found["answers"][0]["text"]
+    repeated = call(*words)
+    assert repeated["answers"][0]["text"] == found["answers"][0]["text"]
 
 
 def test_eval(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i * 7 % 120}" for i in range(60)))
-    asked = tmp_path / "questions.jsonl"
-    asked.write_text('{"question": "w1", "answer": "#### 1"}\n{"question": "w2", "answer": "#### 2"}\n')
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "w1", "answer": "#### 1"}\n{"question": "w2", "answer": "#### 2"}\n')
     found = call(
-        "eval", model, "--text", text, "--window", 32, "--stride", 16, "--questions", asked, "--answer-tokens", 4,
+        "eval", model, "--text", text, "--window", 32, "--stride", 16, "--questions", questions, "--answer-tokens", 4,
         "--variant", "stored", "--variant", "stored//reference", "--variant", "int4-g32/int8/torch-cpu", "--json",
         "--batch", 2, "--answers", tmp_path / "answers.jsonl",
     )  # fmt: skip
@@ -94,14 +94,14 @@ def test_eval(model: Path, tmp_path: Path) -> None:
     assert same["flexible"]["p"] == 1.0
     assert rounded["perplexity"]["value"] != first["perplexity"]["value"]
     assert list(rounded["layers"]) == ["int4-g32 x int8 on torch-cpu"]
-    heard = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [row["variant"] for row in heard] == [row["variant"] for row in found["variants"] for _ in range(2)]
-    assert [row["right"] for row in heard] == ["1", "2"] * 3
-    assert all(len(row["answer"].split()) == 4 for row in heard)
+    logged = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["variant"] for row in logged] == [row["variant"] for row in found["variants"] for _ in range(2)]
+    assert [row["right"] for row in logged] == ["1", "2"] * 3
+    assert all(len(row["answer"].split()) == 4 for row in logged)
 
 
-def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
-    """Prompts of one length: nothing is padded, so the answers are those of one by one."""
+def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path) -> None:
+    """Prompts of the same length need no padding, so the answers equal those of single prompts."""
     from lancebill.cli import models
     from lancebill.evaluate.run import answers
 
@@ -115,11 +115,11 @@ def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["eval", "model"], 2, "nothing to evaluate on"),
         (["eval", "model", "--text", "no"], 2, "no such file"),
-        (["eval", "model", "--text", "model/model.safetensors"], 1, "not a text"),
+        (["eval", "model", "--text", "model/model.safetensors"], 1, "not a UTF-8 text"),
         (["eval", "model", "--text", "empty"], 2, "two tokens"),
         (["eval", "model", "--text", "text", "--stride", "9", "--window", "8"], 2, "windows cannot cover"),
         (["eval", "model", "--questions", "empty"], 1, "no questions"),
@@ -133,12 +133,12 @@ def test_questions_answered_together(model: Path, tmp_path: Path) -> None:
         (["generate", "empty", "x"], 1, "no config.json"),
         (["generate", "wordless", "x"], 1, "no tokenizer"),
         (["generate", "unknown", "x"], 1, "does not know the model"),
-        (["bench-serve", "http://localhost:port/v1"], 2, "not the address"),
+        (["bench-serve", "http://localhost:port/v1"], 2, "not the URL"),
         (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),
     ],
 )
-def test_wrong_use_ends_without_a_traceback(
-    model: Path, words: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch
+def test_usage_errors_print_no_traceback(
+    model: Path, words: list[str], code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(model.parent)
     Path("empty").touch()
@@ -148,7 +148,7 @@ def test_wrong_use_ends_without_a_traceback(
         transformers.LlamaForCausalLM(config).save_pretrained("dense")
         shutil.copytree("model", "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
         shutil.copytree("model", "unknown")
-        held = json.loads(Path("unknown/config.json").read_text())
-        Path("unknown/config.json").write_text(json.dumps({**held, "model_type": "no_such_model"}))
+        config = json.loads(Path("unknown/config.json").read_text())
+        Path("unknown/config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == code and said in done.output and "Traceback" not in done.output, done.output
+    assert done.exit_code == code and message in done.output and "Traceback" not in done.output, done.output

@@ -1,4 +1,4 @@
-"""The demo's arithmetic on a small GGUF model written here: the mixture equals the dense model."""
+"""The demo on a small GGUF model written here: its mixture-of-experts model equals the dense one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _dense() -> transformers.LlamaForCausalLM:
     return model
 
 
-def _turned(matrix: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp's order of rotary pairs."""
+def _permuted(matrix: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows in llama.cpp's order of rotary pairs."""
     n, k = matrix.shape
     return matrix.view(heads, 2, n // heads // 2, k).transpose(1, 2).reshape(n, k)
 
@@ -61,18 +61,18 @@ def _write(model: transformers.LlamaForCausalLM, path: Path) -> None:
     out.add_unk_token_id(0)
     out.add_pad_token_id(2)
     out.add_chat_template("{{ messages[0]['content'] }}")
-    held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    out.add_tensor("token_embd.weight", held["model.embed_tokens.weight"].numpy())
-    out.add_tensor("output_norm.weight", held["model.norm.weight"].numpy())
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    out.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    out.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
     for i in range(LAYERS):
         new, old = f"blk.{i}", f"model.layers.{i}"
         for a, b in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
-            out.add_tensor(f"{new}.{a}.weight", held[f"{old}.{b}.weight"].numpy())
+            out.add_tensor(f"{new}.{a}.weight", state[f"{old}.{b}.weight"].numpy())
         for a, b, heads in (("q", "q", HEADS), ("k", "k", 2), ("v", "v", 0), ("output", "o", 0)):
-            matrix = held[f"{old}.self_attn.{b}_proj.weight"]
-            out.add_tensor(f"{new}.attn_{a}.weight", (_turned(matrix, heads) if heads else matrix).numpy())
+            matrix = state[f"{old}.self_attn.{b}_proj.weight"]
+            out.add_tensor(f"{new}.attn_{a}.weight", (_permuted(matrix, heads) if heads else matrix).numpy())
         for a in ("gate", "up", "down"):
-            out.add_tensor(f"{new}.ffn_{a}.weight", held[f"{old}.mlp.{a}_proj.weight"].numpy())
+            out.add_tensor(f"{new}.ffn_{a}.weight", state[f"{old}.mlp.{a}_proj.weight"].numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -92,7 +92,7 @@ def test_the_mixture_equals_the_dense_model(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("CAD").input_ids) == "CAD"
 
 
-def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_an_unwritable_cache_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="XDG_CACHE_HOME"):
         create_folder(tmp_path / "file" / "cache")
@@ -102,7 +102,7 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert done.returncode == 0 and "No language model" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_other_weights_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weights_file_with_a_wrong_hash_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr("lancebill.demo.package.MODULE", "no_such_module_here")
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"other")

@@ -1,4 +1,4 @@
-"""Whole models from GGUF files, judged by transformers on the numbers that the gguf library reads in them."""
+"""Whole models from GGUF files, compared with transformers on the values that the gguf library reads."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def write(model: Any, architecture: str, path: Path, extra: str | None = None) -
 
 
 def add(out: Any, name: str, tensor: torch.Tensor) -> None:
-    """Matrices in 8 bits, the rest and the router as they are; `tensor` becomes what was written."""
+    """Write matrices as Q8_0, vectors and the router unquantised. `tensor` is set to the values written."""
     values = tensor.contiguous().numpy()
     if tensor.ndim < 2 or "ffn_gate_inp" in name:
         out.add_tensor(name, values)
@@ -91,22 +91,22 @@ def add(out: Any, name: str, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_whole_models(architecture: str, tmp_path: Path) -> None:
-    judge = dense(*FAMILIES[architecture])
-    write(judge, architecture, tmp_path / "model.gguf")
+    reference = dense(*FAMILIES[architecture])
+    write(reference, architecture, tmp_path / "model.gguf")
     ours = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
     tokens = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        got, want = ours(tokens).logits, judge(tokens).logits
+        got, want = ours(tokens).logits, reference(tokens).logits
     assert (got - want).norm() / want.norm() < 1e-5
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    last = judge.config.vocab_size - 1  # ours has it from the file
-    assert torch.equal(ours.generate(tokens, **options), judge.generate(tokens, **options, eos_token_id=last))
+    last = reference.config.vocab_size - 1  # our model reads the EOS token from the file
+    assert torch.equal(ours.generate(tokens, **options), reference.generate(tokens, **options, eos_token_id=last))
     assert "int8" in str(ours.lancebill_reports()[0].kept["w13"])
     with pytest.raises(CannotEncode, match="GGUF"):
         ours.save_pretrained(tmp_path / "saved")
 
 
-def test_the_command_takes_a_file(tmp_path: Path) -> None:
+def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:
     from lancebill.cli.main import app
 
     write(dense(*FAMILIES["qwen3moe"]), "qwen3moe", tmp_path / "model.gguf")
@@ -118,7 +118,7 @@ def test_the_command_takes_a_file(tmp_path: Path) -> None:
     assert done.exit_code == 1 and "model.gguf" in done.output
 
 
-def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path) -> None:
     model = dense(*FAMILIES["qwen3moe"])
     write(model, "qwen3moe", tmp_path / "extra.gguf", extra="rope_freqs.weight")
     with pytest.raises(UnexpectedTensor, match="rope_freqs"):

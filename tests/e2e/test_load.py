@@ -1,4 +1,4 @@
-"""bench-serve against a server written here, which says when it sends what."""
+"""bench-serve against a test server that sends tokens at known times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from lancebill.errors import LaunchError, SpecError
-from lancebill.evaluate.load import Load, percentiles, run
+from lancebill.evaluate.load import Load, percentiles, run_load
 
 FIRST, GAP = 0.05, 0.02
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Streams as many words as it may; refuses every prompt that starts with a word of `refused`."""
+    """Streams `max_tokens` words; answers 503 to prompts whose first word is in `refused`."""
 
     refused: tuple[str, ...] = ()
 
@@ -63,8 +63,8 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_what_is_measured(url: str) -> None:
-    found = run(url, Load(input_len=5, output_len=4, prompts=6, concurrency=3))
+def test_measurements_of_a_server(url: str) -> None:
+    found = run_load(url, Load(input_len=5, output_len=4, prompts=6, concurrency=3))
     assert (found["requests"], found["failed"], found["model"]) == (6, 0, "words")
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(24)
     assert found["time_to_first_token_ms"]["p50"] >= 1e3 * FIRST
@@ -74,23 +74,23 @@ def test_what_is_measured(url: str) -> None:
 def test_failures_are_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Load(input_len=3, output_len=2, prompts=5, concurrency=2)
     monkeypatch.setattr(Answers, "refused", (load.prompt(0).split()[0],))
-    found = run(url, load)
+    found = run_load(url, load)
     assert (found["requests"], found["failed"]) == (5, 1)  # no other prompt starts with that word
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(8)
     assert len(found["errors"]) == 1 and found["errors"][0].startswith("status 503")
 
 
-def test_stopped_while_requests_are_open() -> None:
-    """Ctrl-C ends the command, whatever the server does: here it never answers."""
+def test_ctrl_c_while_requests_are_open() -> None:
+    """Ctrl-C ends the command even if the server never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url, held = f"http://127.0.0.1:{silent.getsockname()[1]}/v1", []
-        listed = threading.Thread(target=_list_and_hang, args=(silent, held), daemon=True)
-        listed.start()
+        url, connections = f"http://127.0.0.1:{silent.getsockname()[1]}/v1", []
+        answering = threading.Thread(target=_list_and_hang, args=(silent, connections), daemon=True)
+        answering.start()
         command = [sys.executable, "-m", "lancebill.cli.main", "bench-serve", url, "--num-prompts", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_reset_sigint)
         try:
-            listed.join(60)
-            assert not listed.is_alive()
+            answering.join(60)
+            assert not answering.is_alive()
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=30) == 130
         finally:
@@ -98,29 +98,29 @@ def test_stopped_while_requests_are_open() -> None:
         assert process.stderr is not None and process.stderr.read().strip() == "stopped"
 
 
-def _heed_interrupts() -> None:
-    """Where the tests are a shell's job in the background, their children ignore them."""
+def _reset_sigint() -> None:
+    """A shell's background job ignores SIGINT, and its children inherit that. Restore the default."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _list_and_hang(server: socket.socket, held: list[socket.socket]) -> None:
-    """Lists a model, then takes one request and says nothing."""
+def _list_and_hang(server: socket.socket, connections: list[socket.socket]) -> None:
+    """List a model, then accept one request and never answer it."""
     body = json.dumps({"data": [{"id": "silent"}]})
-    with server.accept()[0] as asked:
-        asked.recv(4096)
-        asked.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-    held.append(server.accept()[0])
-    held[0].recv(4096)
+    with server.accept()[0] as connection:
+        connection.recv(4096)
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    connections.append(server.accept()[0])
+    connections[0].recv(4096)
 
 
 def test_no_server() -> None:
     with pytest.raises(LaunchError, match="no server answers"):
-        run("http://127.0.0.1:9/v1", Load(1, 1, 1, 1), timeout=2)
-    with pytest.raises(SpecError, match="address"):
-        run("not a url", Load(1, 1, 1, 1))
+        run_load("http://127.0.0.1:9/v1", Load(1, 1, 1, 1), timeout=2)
+    with pytest.raises(SpecError, match="URL"):
+        run_load("not a url", Load(1, 1, 1, 1))
 
 
-def test_percentiles_by_the_nearest_rank() -> None:
+def test_percentiles_use_the_nearest_rank() -> None:
     found = percentiles([i / 1000 for i in range(1, 101)])
     assert found == pytest.approx({"mean": 50.5, "p50": 50, "p90": 90, "p99": 99})
     assert percentiles([0.002])["p99"] == 2

@@ -1,4 +1,4 @@
-"""`lancebill serve` as a process of its own, spoken to over HTTP by the client people use."""
+"""`lancebill serve` in a separate process, called over HTTP with the openai client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny  # noqa: E402
 
-PATIENCE = 120.0  # seconds until a server that does not come up is a failure
+STARTUP_LIMIT = 120.0  # seconds
 
 
 def free_port() -> int:
@@ -44,7 +44,7 @@ def get(url: str) -> bytes:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address of a running server, and its process."""
     folder = tmp_path_factory.mktemp("serve") / "model"
-    tiny.save_speaking_model(transformers, folder)
+    tiny.save_model_with_tokenizer(transformers, folder)
     port = free_port()
     command = [
         sys.executable,
@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
         [*command, "--host", "127.0.0.1", "--port", str(port)],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + STARTUP_LIMIT
     while True:
         try:
             get(f"http://127.0.0.1:{port}/health")
@@ -79,8 +79,8 @@ def client(url: str) -> Any:
     return openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0)
 
 
-def said(url: str, word: str, tokens: int = 5, first: Callable[[], None] = lambda: None) -> str:
-    """A streamed answer, put together again; `first` is called when it has begun."""
+def stream_answer(url: str, word: str, tokens: int = 5, on_first: Callable[[], None] = lambda: None) -> str:
+    """The concatenated text of a streamed answer; `on_first` is called at its first token."""
     stream = client(url).chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": word}],
@@ -93,52 +93,52 @@ def said(url: str, word: str, tokens: int = 5, first: Callable[[], None] = lambd
         if event.choices and event.choices[0].delta.content:
             pieces.append(event.choices[0].delta.content)
             if len(pieces) == 1:
-                first()
+                on_first()
     return "".join(pieces)
 
 
-def test_a_taken_port_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     from lancebill.errors import LaunchError
-    from lancebill.integrations.transformers.server import reserve
+    from lancebill.integrations.transformers.server import bind_addresses
 
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
         with pytest.raises(LaunchError, match="in use"):
-            reserve("127.0.0.1", taken)
+            bind_addresses("127.0.0.1", taken)
         command = [sys.executable, "-m", "lancebill.cli.main", "serve", str(tmp_path), "--host", "127.0.0.1"]
         done = subprocess.run([*command, "--port", str(taken)], capture_output=True, text=True)
         assert done.returncode == 1 and "cannot listen" in done.stderr and "Traceback" not in done.stderr
     with pytest.raises(LaunchError, match="cannot listen"):
-        reserve("no.such.host.invalid", 1234)
-    for held in reserve("localhost", free_port()):
-        held.close()
+        bind_addresses("no.such.host.invalid", 1234)
+    for bound in bind_addresses("localhost", free_port()):
+        bound.close()
 
 
 def test_models(served: tuple[str, subprocess.Popen[str]]) -> None:
     assert [model.id for model in client(served[0]).models.list().data] == ["tiny"]
 
 
-def test_streams_say_what_answers_say(served: tuple[str, subprocess.Popen[str]]) -> None:
+def test_streamed_answers_equal_whole_answers(served: tuple[str, subprocess.Popen[str]]) -> None:
     url = served[0]
     whole = client(url).chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "w3 w4"}], max_tokens=5, temperature=0
     )
     assert len((whole.choices[0].message.content or "").split()) == 5
-    assert said(url, "w3 w4") == whole.choices[0].message.content
+    assert stream_answer(url, "w3 w4") == whole.choices[0].message.content
 
 
-def test_clients_side_by_side(served: tuple[str, subprocess.Popen[str]]) -> None:
+def test_concurrent_clients(served: tuple[str, subprocess.Popen[str]]) -> None:
     url = served[0]
     words = [f"w{i} w{i + 1}" for i in range(1, 9)]
-    alone = [said(url, word) for word in words]
+    alone = [stream_answer(url, word) for word in words]
     with ThreadPoolExecutor(len(words)) as pool:
-        assert list(pool.map(lambda word: said(url, word), words)) == alone
+        assert list(pool.map(lambda word: stream_answer(url, word), words)) == alone
     assert len(set(alone)) > 1
 
 
-def test_ends_when_open_requests_are_answered(served: tuple[str, subprocess.Popen[str]]) -> None:
+def test_sigterm_finishes_open_requests(served: tuple[str, subprocess.Popen[str]]) -> None:
     url, process = served
-    whole = said(url, "w5 w6", 40)
-    assert said(url, "w5 w6", 40, first=lambda: process.send_signal(signal.SIGTERM)) == whole
+    whole = stream_answer(url, "w5 w6", 40)
+    assert stream_answer(url, "w5 w6", 40, on_first=lambda: process.send_signal(signal.SIGTERM)) == whole
     assert process.wait(timeout=60) in (0, -signal.SIGTERM)
     assert "int4-g32 x fp32 on" in (process.stderr.read() if process.stderr else "")

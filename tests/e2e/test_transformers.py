@@ -1,4 +1,4 @@
-"""Whole models: ours, with packed experts, against transformers' eager on the same dequantised weights."""
+"""Whole models with packed experts, compared with transformers' eager experts on the same dequantised weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lancebill.integrations.transformers.pack_in_memory import pack_experts  # n
 from lancebill.integrations.transformers.packed_experts import PackedExperts  # noqa: E402
 
 TOKENS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
-# Formats as their usual tools write them, through our converter.
+# Written by our converter in the form that each format's own tools use.
 FORMATS = [
     ("int4-g32", "compressed-tensors"),
     ("int4-g32-zp", "compressed-tensors"),
@@ -43,15 +43,15 @@ FORMATS = [
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Saved models by family, made when first asked for."""
-    made: dict[str, Path] = {}
+    """A function that gives the folder of a saved model, which is created at its first use."""
+    folders: dict[str, Path] = {}
 
     def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family) / "model"
-            if not tiny.save_model(transformers, family, made[family]):
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family) / "model"
+            if not tiny.save_model(transformers, family, folders[family]):
                 pytest.skip(f"transformers {transformers.__version__} has no {family}")
-        return made[family]
+        return folders[family]
 
     return find
 
@@ -62,15 +62,15 @@ def convert(source: Path, folder: Path, spec: str, name: str | None = None) -> P
 
 
 def theirs(folder: Path) -> Any:
-    found, info = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
     )
-    assert not info["missing_keys"], "transformers would judge us by random numbers"
-    return found.eval()
+    assert not info["missing_keys"], "transformers would fill the missing tensors with random values"
+    return model.eval()
 
 
 def check_equal(ours: Any, reference: Any) -> None:
-    """Within fp32's rounding; within that of 16-bit inputs where the native kernels took part."""
+    """Equal up to fp32 rounding, or up to the rounding of 16-bit inputs if the native CPU kernels were used."""
     native = any(m.experts.choice.backend.name == "cpu" for m in ours.modules() if isinstance(m, PackedExperts))
     bound = 5e-4 if native else 2e-6
     mask = torch.ones_like(TOKENS)
@@ -78,12 +78,14 @@ def check_equal(ours: Any, reference: Any) -> None:
         got, want = ours(TOKENS).logits, reference(TOKENS).logits
         error = (got - want).norm() / want.norm()
         assert error < bound, f"logits differ by {error:.1e}"
-        said = [m.generate(TOKENS, attention_mask=mask, max_new_tokens=8, do_sample=False) for m in (ours, reference)]
-    assert torch.equal(*said)
+        generated = [
+            m.generate(TOKENS, attention_mask=mask, max_new_tokens=8, do_sample=False) for m in (ours, reference)
+        ]
+    assert torch.equal(*generated)
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_families_as_saved(model_of: Any, family: str) -> None:
+def test_families_unquantised(model_of: Any, family: str) -> None:
     folder = model_of(family)
     check_equal(lancebill.from_pretrained(folder), theirs(folder))
 
@@ -104,9 +106,9 @@ def test_formats(model_of: Any, spec: str, name: str, tmp_path: Path) -> None:
     packed = convert(model_of("qwen3_moe"), tmp_path / "packed", spec, name)
     ours = lancebill.from_pretrained(packed)
     check_equal(ours, theirs(convert(packed, tmp_path / "plain", "fp32")))
-    held = sum(t.nbytes for m in ours.modules() if isinstance(m, PackedExperts) for t in m.parameters())
+    size = sum(t.nbytes for m in ours.modules() if isinstance(m, PackedExperts) for t in m.parameters())
     weights = 2 * 8 * 3 * 64 * 64
-    assert held < weights * 1.6, "the experts were expanded"
+    assert size < weights * 1.6, "the experts were expanded"
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["experts", "whole-model"])
@@ -114,7 +116,7 @@ def test_formats(model_of: Any, spec: str, name: str, tmp_path: Path) -> None:
 def test_other_modules_quantised_too(model_of: Any, name: str, everything: bool, tmp_path: Path) -> None:
     example = next(e for f in ("gptq", "fp8") for e in registry()[f].examples() if e.name == name)
 
-    def wanted(module: str) -> bool:
+    def is_quantised(module: str) -> bool:
         return ".experts." in module or (everything and ".self_attn." in module)
 
     packed, plain = tmp_path / "packed", tmp_path / "plain"
@@ -124,7 +126,7 @@ def test_other_modules_quantised_too(model_of: Any, name: str, everything: bool,
     else:
         ignore = {"modules_to_not_convert": skipped}
     source = model_of("qwen3_moe")
-    tiny.quantized_copy(source, packed, plain, {**example.config.quant, **ignore}, example.scheme, wanted)
+    tiny.quantized_copy(source, packed, plain, {**example.config.quant, **ignore}, example.scheme, is_quantised)
     check_equal(lancebill.from_pretrained(packed), theirs(plain))
 
 
@@ -156,7 +158,7 @@ def test_experts_implementation(model_of: Any, family: str) -> None:
     check_equal(ours.eval(), theirs(folder))
 
 
-def test_experts_implementation_follows_the_weights(model_of: Any) -> None:
+def test_experts_implementation_sees_changed_weights(model_of: Any) -> None:
     import lancebill.integrations.transformers.pretrained  # noqa: F401
 
     ours = transformers.AutoModelForCausalLM.from_pretrained(
@@ -172,8 +174,8 @@ def test_experts_implementation_follows_the_weights(model_of: Any) -> None:
 
 def test_saved_as_a_standard_checkpoint(model_of: Any, tmp_path: Path) -> None:
     folder = convert(model_of("qwen3_moe"), tmp_path / "packed", "int4-g32", "gptq")
-    lancebill.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    with Checkpoint.open(folder) as before, Checkpoint.open(tmp_path / "again") as after:
+    lancebill.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    with Checkpoint.open(folder) as before, Checkpoint.open(tmp_path / "saved") as after:
         assert vars(before.config) == vars(after.config)
         assert all(torch.equal(before.read(name), after.read(name)) for name in before.tensors)
     lancebill.from_pretrained(model_of("qwen3_moe"), weights="mxfp4").save_pretrained(tmp_path / "requantised")
@@ -182,7 +184,7 @@ def test_saved_as_a_standard_checkpoint(model_of: Any, tmp_path: Path) -> None:
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
-def test_keywords_are_honoured_or_refused(model_of: Any, tmp_path: Path) -> None:
+def test_keywords_are_used_or_refused(model_of: Any, tmp_path: Path) -> None:
     for name in ("torch_dtype", "device_map", "quantization_config"):
         with pytest.raises(SpecError, match=name):
             lancebill.from_pretrained(model_of("mixtral"), **{name: "auto"})
@@ -195,13 +197,13 @@ def test_keywords_are_honoured_or_refused(model_of: Any, tmp_path: Path) -> None
     assert (tmp_path / "saved").exists()
 
 
-def test_copies_compute_alike(model_of: Any) -> None:
+def test_a_deep_copy_gives_the_same_result(model_of: Any) -> None:
     model, ids = lancebill.from_pretrained(model_of("mixtral"), weights="mxfp4"), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
 
 
-def test_a_changed_model_is_not_saved_as_it_was(model_of: Any, tmp_path: Path) -> None:
+def test_a_changed_model_is_not_saved(model_of: Any, tmp_path: Path) -> None:
     ours = lancebill.from_pretrained(model_of("qwen3_moe"))
     with torch.no_grad():
         ours.lm_head.weight.mul_(2)
@@ -221,8 +223,8 @@ def test_models_without_the_interface_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_calls_that_record_gradients(model_of: Any, ours: bool) -> None:
-    """As everyone calls a model; what cannot be had is the gradient, and it is never silently left out."""
+def test_calls_with_autograd_enabled(model_of: Any, ours: bool) -> None:
+    """The forward works; a backward through the experts raises instead of leaving gradients out."""
     folder, ids = model_of("mixtral"), torch.tensor([[1, 2, 3]])
     if ours:
         model = lancebill.from_pretrained(folder, weights="int4-g32")
@@ -230,14 +232,14 @@ def test_calls_that_record_gradients(model_of: Any, ours: bool) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="lancebill")
         for name, tensor in model.named_parameters():
             tensor.requires_grad_(".experts." in name)
-    recorded = model(ids).logits
+    logits = model(ids).logits
     with torch.no_grad():
-        assert torch.equal(recorded, model(ids).logits)
+        assert torch.equal(logits, model(ids).logits)
     with pytest.raises(LaunchError, match="no gradient"):
-        recorded.sum().backward()
+        logits.sum().backward()
 
 
-def test_missing_tensors_are_not_made_up(model_of: Any, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_an_error(model_of: Any, tmp_path: Path) -> None:
     source = model_of("qwen3_moe")
     with Checkpoint.open(source) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if name != "model.norm.weight"}
@@ -248,8 +250,8 @@ def test_missing_tensors_are_not_made_up(model_of: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "spec"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nvfp4")])
 def test_packed_in_memory_equals_quantised_while_loading(model_of: Any, family: str, spec: str) -> None:
-    live = theirs(model_of(family))
-    pack_experts(live, weights=spec, activations="int8")
+    in_memory = theirs(model_of(family))
+    pack_experts(in_memory, weights=spec, activations="int8")
     loading = lancebill.from_pretrained(model_of(family), weights=spec, activations="int8")
     with torch.no_grad():
-        assert torch.equal(live(TOKENS).logits, loading(TOKENS).logits)
+        assert torch.equal(in_memory(TOKENS).logits, loading(TOKENS).logits)

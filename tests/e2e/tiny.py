@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as transformers saves them, and quantised copies of them."""
+"""Tiny random models of all families as saved by transformers, and quantised copies of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_model(transformers: Any, family: str, folder: Path) -> bool:
-    """Write a tiny model; False where this transformers does not know the family."""
+    """Save a tiny model; False if this version of transformers does not know the family."""
     try:
         config = transformers.AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
     except (ValueError, KeyError):
@@ -59,8 +59,8 @@ def save_model(transformers: Any, family: str, folder: Path) -> bool:
     return True
 
 
-def save_speaking_model(transformers: Any, folder: Path) -> None:
-    """A tiny Mixtral with a tokenizer of 127 words and a chat template that says what was said."""
+def save_model_with_tokenizer(transformers: Any, folder: Path) -> None:
+    """A tiny Mixtral with a tokenizer of 127 words and a chat template that only joins the messages."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     assert save_model(transformers, "mixtral", folder)
@@ -73,35 +73,35 @@ def save_speaking_model(transformers: Any, folder: Path) -> None:
 
 
 def quantized_copy(
-    source: Path, packed: Path, plain: Path, quant: dict[str, Any], scheme: Scheme, wanted: Callable[[str], bool]
+    source: Path, packed: Path, plain: Path, quant: dict[str, Any], scheme: Scheme, is_quantised: Callable[[str], bool]
 ) -> None:
-    """The checkpoint with its `wanted` modules stored by `scheme`, and a copy with what they stand for.
+    """Write the checkpoint to `packed` with some modules quantised by `scheme`, and to `plain` with them dequantised.
 
-    Schemes with an act-order get a random one for each input: modules side by side share theirs.
+    For schemes with act-order, each input gets a random order; modules with the same input share it.
     """
     with Checkpoint.open(source) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
         config = dict(checkpoint.config.model)
-    made, stand_for = {}, {}
+    stored_tensors, dequantised = {}, {}
     torch.manual_seed(3)
     orders: dict[tuple[str, bool], Tensor] = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if module == name or tensor.ndim != 2 or not wanted(module):
-            made[name] = stand_for[name] = tensor
+        if module == name or tensor.ndim != 2 or not is_quantised(module):
+            stored_tensors[name] = dequantised[name] = tensor
             continue
         block, _, last = module.rpartition(".")
         order = orders.setdefault((block, last in ("down_proj", "o_proj")), torch.randperm(tensor.shape[1]))
         weight = quantize(tensor[:, order] if scheme.act_order else tensor, scheme.spec)
         if scheme.act_order:
             weight = replace(weight, perm=order.to(torch.int32))
-        stand_for[name] = dequantize(weight)
+        dequantised[name] = dequantize(weight)
         for role, stored in scheme.encode(weight).items():
             part = scheme.part(role)
             assert part is not None
-            made[module + part.suffix[0]] = stored
-    _write(packed, made, config | {"quantization_config": quant})
-    _write(plain, stand_for, config)
+            stored_tensors[module + part.suffix[0]] = stored
+    _write(packed, stored_tensors, config | {"quantization_config": quant})
+    _write(plain, dequantised, config)
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

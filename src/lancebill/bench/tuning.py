@@ -54,7 +54,8 @@ def plan_of(problem: Problem, tokens: int, candidate: Candidate) -> HopperPlan:
 def _without_obsolete(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Drop candidates whose names the current rules can no longer express."""
     return {
-        cell: {name: value for name, value in by_name.items() if search.is_valid_name(name)} for cell, by_name in cells.items()
+        cell: {name: value for name, value in by_name.items() if search.is_valid_name(name)}
+        for cell, by_name in cells.items()
     }
 
 

@@ -1,1 +1,1 @@
-"""How well a model does: perplexity, exact match, and whether two models really differ."""
+"""Measures models: perplexity, exact match, tests for the significance of differences, and servers under load."""

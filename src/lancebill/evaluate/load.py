@@ -1,4 +1,4 @@
-"""A server under load: streaming requests side by side, and when each of their tokens came."""
+"""Load-tests a server with concurrent streaming requests and records when each token arrives."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Request:
-    """One request: when it was sent, when each piece of text came, and what went wrong if anything."""
+    """One finished request: when it was sent, when each piece of text arrived, and the error if it failed."""
 
     sent: float
     arrivals: tuple[float, ...] = ()
     error: str | None = None
 
     @property
-    def first(self) -> float:
+    def time_to_first_token(self) -> float:
         return self.arrivals[0] - self.sent
 
     @property
     def gaps(self) -> list[float]:
+        """Seconds between consecutive tokens."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:])]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to send: so many prompts of about `input_len` tokens (words), so many at a time."""
+    """The requests to send: `prompts` random prompts of `input_len` words each, `concurrency` at a time."""
 
     input_len: int
     output_len: int
@@ -50,39 +51,39 @@ class Load:
         return " ".join(chooser.choice(WORDS.split()) for _ in range(self.input_len))
 
 
-def run(
+def run_load(
     url: str, load: Load, *, timeout: float = 600.0, progress: Callable[[int], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Send everything, wait for all of it, and describe what came back."""
+    """Send all requests, wait for all answers, and return the measurements."""
     model = _model(url, timeout)
     requests: list[Request] = []
-    waiting = iter(range(load.prompts))
+    indices = iter(range(load.prompts))
     lock = threading.Lock()
 
     def work() -> None:
         while True:
             with lock:
-                index = next(waiting, None)
+                index = next(indices, None)
             if index is None:
                 return
             requests.append(_send(url, model, load.prompt(index), load.output_len, timeout))
             progress(1)
 
     start = time.perf_counter()
-    # Daemons: whoever stops waiting for them (Ctrl-C) is not held by requests that are still open.
+    # Daemon threads, so that Ctrl-C ends the process although requests are still open.
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(load.concurrency, load.prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return describe(model, requests, time.perf_counter() - start)
+    return summarize_requests(model, requests, time.perf_counter() - start)
 
 
-def describe(model: str, requests: list[Request], seconds: float) -> dict[str, Any]:
-    """Throughput and latencies in milliseconds; failed requests are counted, not averaged."""
+def summarize_requests(model: str, requests: list[Request], seconds: float) -> dict[str, Any]:
+    """Throughput, and latencies in milliseconds. Failed requests are counted but not part of the averages."""
     good = [r for r in requests if r.error is None and r.arrivals]
     tokens = sum(len(r.arrivals) for r in good)
-    errors = sorted({r.error or "no token came" for r in requests if r not in good})
+    errors = sorted({r.error or "no token arrived" for r in requests if r not in good})
     return {
         "model": model,
         "requests": len(requests),
@@ -91,20 +92,20 @@ def describe(model: str, requests: list[Request], seconds: float) -> dict[str, A
         "seconds": seconds,
         "requests_per_second": len(good) / seconds,
         "tokens_per_second": tokens / seconds,
-        "time_to_first_token_ms": percentiles([r.first for r in good]),
+        "time_to_first_token_ms": percentiles([r.time_to_first_token for r in good]),
         "inter_token_latency_ms": percentiles([gap for r in good for gap in r.gaps]),
     }
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Mean and percentiles of seconds, in milliseconds; by the nearest rank."""
+    """Mean and nearest-rank percentiles, converted from seconds to milliseconds."""
     if not values:
         return {}
     ordered = sorted(values)
-    found = {"mean": 1e3 * sum(ordered) / len(ordered)}
+    result = {"mean": 1e3 * sum(ordered) / len(ordered)}
     for p in PERCENTILES:
-        found[f"p{p}"] = 1e3 * ordered[min(len(ordered) - 1, -(-p * len(ordered) // 100) - 1)]
-    return found
+        result[f"p{p}"] = 1e3 * ordered[min(len(ordered) - 1, -(-p * len(ordered) // 100) - 1)]
+    return result
 
 
 def _model(url: str, timeout: float) -> str:
@@ -115,13 +116,16 @@ def _model(url: str, timeout: float) -> str:
         listed = json.loads(connection.getresponse().read())
         return str(listed["data"][0]["id"])
     except OSError as error:
-        raise LaunchError("no server answers there", where=url, got=error.strerror or str(error)) from None
+        raise LaunchError("no server answers at this address", where=url, got=error.strerror or str(error)) from None
     except (ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise LaunchError("what answers there does not list a model", where=url, got=why, hint="is it /v1?") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise LaunchError(
+            "the server does not list a model", where=url, got=reason, hint="does the URL end in /v1?"
+        ) from None
 
 
 def _send(url: str, model: str, prompt: str, tokens: int, timeout: float) -> Request:
+    """Send one streaming chat request and record when its tokens arrive."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -155,7 +159,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _connect(url: str, timeout: float) -> tuple[http.client.HTTPConnection, str]:
-    parts, wrong = urlsplit(url), SpecError("not the address of a server", expected="http://host:port/v1", got=url)
+    parts, wrong = urlsplit(url), SpecError("not the URL of a server", expected="http://host:port/v1", got=url)
     try:
         port = parts.port
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether two variants differ: tests that use that both answered the same questions."""
+"""Paired significance tests: both variants were measured on the same questions or tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES = 2000
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of b - a, its standard error, and how probable a difference so large is by chance."""
+    """The mean of b - a, its standard error, and the p-value of a difference of this size."""
 
     mean: float
     stderr: float
@@ -23,7 +23,7 @@ class Difference:
 
 
 def mcnemar(a: Tensor, b: Tensor) -> float:
-    """Exact two-sided p: of the questions only one got right, is the split a coin's?"""
+    """The exact two-sided p-value of McNemar's test on the questions that only one of the two got right."""
     _check_pairs(a, b)
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     total, fewer = only_a + only_b, min(only_a, only_b)
@@ -34,7 +34,7 @@ def mcnemar(a: Tensor, b: Tensor) -> float:
 
 
 def bootstrap(a: Tensor, b: Tensor, *, samples: int = SAMPLES, seed: int = 0) -> Difference:
-    """Paired bootstrap of the mean difference: pairs are drawn again with replacement."""
+    """Paired bootstrap of the mean difference: pairs are resampled with replacement."""
     _check_pairs(a, b)
     differences = b.double() - a.double()
     count = differences.numel()

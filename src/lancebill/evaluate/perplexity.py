@@ -1,8 +1,8 @@
-"""Perplexity over a text, by windows that overlap.
+"""Perplexity of a text, computed over overlapping windows.
 
-Every token but the first is predicted once, with at least `window - stride` tokens before it wherever
-the text has so many. What is kept is the loss of each token, so that two models can be compared token
-by token. Windows of one length can be computed together: what a token sees stays the same.
+Every token but the first is scored once, with at least `window - stride` tokens of context where the text has them.
+The loss of each token is kept, so that two models can be compared token by token. Windows of the same length can
+run as one batch: the context of a token does not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lancebill.errors import SpecError
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean loss, and the standard error that the mean of these tokens has."""
+    """exp of the mean loss over tokens, with its standard error."""
 
     losses: Tensor  # [tokens] float64, nats
 
@@ -35,7 +35,7 @@ class Perplexity:
 
     @property
     def stderr(self) -> float:
-        """To first order: the error of the mean times the value."""
+        """To first order: the standard error of the mean loss, times the perplexity."""
         return self.value * float(self.losses.std()) / math.sqrt(self.losses.numel())
 
     def __str__(self) -> str:
@@ -43,28 +43,31 @@ class Perplexity:
 
 
 def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first scored): tokens [begin, end) are fed, predictions of [first scored, end) count."""
+    """(begin, end, first scored): the model gets tokens [begin, end); tokens [first scored, end) are scored."""
     if not 0 < stride <= window or window < 2:
-        raise SpecError("windows cannot cover the text", expected="0 < stride <= window", got=f"{stride} and {window}")
-    scored = 1
+        raise SpecError(
+            "these windows cannot cover the text", expected="0 < stride <= window", got=f"{stride} and {window}"
+        )
+    first_scored = 1
     begin = 0
-    while scored < length:
+    while first_scored < length:
         end = min(begin + window, length)
-        yield begin, end, scored
-        scored, begin = end, min(begin + stride, end - 1)  # the first token scored needs one before it
+        yield begin, end, first_scored
+        # end - 1: the first scored token needs at least one token of context.
+        first_scored, begin = end, min(begin + stride, end - 1)
 
 
-def batches(found: Iterable[tuple[int, int, int]], size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Neighbours that feed and score equally many tokens, at most `size` at a time."""
-    held: list[tuple[int, int, int]] = []
-    for begin, end, first in found:
-        alike = held and (held[0][1] - held[0][0], held[0][1] - held[0][2]) == (end - begin, end - first)
-        if held and (not alike or len(held) == size):
-            yield held
-            held = []
-        held.append((begin, end, first))
-    if held:
-        yield held
+def batches(spans: Iterable[tuple[int, int, int]], size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Group consecutive windows that have the same length and score the same number of tokens, at most `size` each."""
+    group: list[tuple[int, int, int]] = []
+    for begin, end, first in spans:
+        alike = group and (group[0][1] - group[0][0], group[0][1] - group[0][2]) == (end - begin, end - first)
+        if group and (not alike or len(group) == size):
+            yield group
+            group = []
+        group.append((begin, end, first))
+    if group:
+        yield group
 
 
 @torch.no_grad()
@@ -79,14 +82,15 @@ def perplexity(
 ) -> Perplexity:
     """The loss of every token of `tokens` [T] but the first."""
     if tokens.ndim != 1 or tokens.numel() < 2:
-        raise SpecError("perplexity needs a text of two tokens or more", got=list(tokens.shape))
+        raise SpecError("perplexity needs a text of at least two tokens", got=list(tokens.shape))
     losses = []
-    for together in batches(windows(tokens.numel(), window, stride), batch):
-        fed = torch.stack([tokens[begin:end] for begin, end, _ in together]).to(model.device)
-        _, end, first = together[0]
-        kept = end - first  # logits that predict a scored token; the last one predicts nothing we know
-        logits = model(fed, logits_to_keep=kept + 1).logits[:, -kept - 1 : -1]
-        wanted = fed[:, -kept:].flatten()
-        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none").double().cpu())
-        progress(wanted.numel())
+    for group in batches(windows(tokens.numel(), window, stride), batch):
+        inputs = torch.stack([tokens[begin:end] for begin, end, _ in group]).to(model.device)
+        _, end, first = group[0]
+        scored = end - first
+        # The logits at each position predict the next token. The last position predicts a token beyond the window.
+        logits = model(inputs, logits_to_keep=scored + 1).logits[:, -scored - 1 : -1]
+        targets = inputs[:, -scored:].flatten()
+        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none").double().cpu())
+        progress(targets.numel())
     return Perplexity(torch.cat(losses))

@@ -1,7 +1,7 @@
-"""Questions with one right number, in the form of GSM8K: JSON lines of `question` and `answer`.
+"""Questions whose answer is one number, in GSM8K's format: JSON lines with `question` and `answer`.
 
-The reference answer ends in `#### 42`. A model's answer counts strictly where it ends its text in that
-form, and flexibly where the last number it names is the right one.
+The reference answer ends in `#### 42`. The strict score takes the number after `####` in the model's text; the
+flexible score takes the last number in it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Question:
     """A question and its solution."""
 
     text: str
-    worked: str  # the reference's own solution, as shown to the model in examples
+    worked: str  # the full reference solution, shown to the model in few-shot examples
 
     @property
     def answer(self) -> str:
-        found = strict(self.worked)
-        assert found is not None
-        return found
+        number = strict(self.worked)
+        assert number is not None
+        return number
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Every line checked: a question without an answer is an error here, not a wrong answer later."""
-    found = []
+    """All questions of a file; raises if a line has no question or no answer."""
+    questions = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
@@ -48,21 +48,21 @@ def read_questions(path: Path) -> list[Question]:
         except json.JSONDecodeError as error:
             raise MalformedFile("not a line of JSON", where=where, got=error.msg) from None
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
-            raise MalformedFile("a line has a question and an answer", where=where)
+            raise MalformedFile("the line needs the strings 'question' and 'answer'", where=where)
         if strict(row["answer"]) is None:
             raise MalformedFile("the answer does not end in '#### number'", where=where)
-        found.append(Question(row["question"], row["answer"]))
-    if not found:
+        questions.append(Question(row["question"], row["answer"]))
+    if not questions:
         raise MalformedFile("the file has no questions", where=str(path), expected="a JSON object in each line")
-    return found
+    return questions
 
 
 def read_text(path: Path) -> str:
-    """A text file; bytes that are no text are told from it before a model is loaded."""
+    """The content of a text file; raises if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise MalformedFile("not a text in UTF-8", where=f"{path}, byte {error.start}") from None
+        raise MalformedFile("not a UTF-8 text", where=f"{path}, byte {error.start}") from None
 
 
 def strict(text: str) -> str | None:
@@ -78,7 +78,7 @@ def flexible(text: str) -> str | None:
 
 
 def normal(number: str) -> str:
-    """`$1,234.50.` as `1234.5`: how numbers are compared."""
+    """A number in the form in which answers are compared: `$1,234.50.` becomes `1234.5`."""
     plain = number.replace("$", "").replace(",", "").rstrip(".")
     if "." in plain:
         plain = plain.rstrip("0").rstrip(".")
@@ -86,14 +86,14 @@ def normal(number: str) -> str:
 
 
 def prompt(question: Question, examples: Sequence[Question]) -> str:
-    """The question after `examples` with their solutions."""
+    """A few-shot prompt: `examples` with their solutions, then the question."""
     shown = [f"Question: {e.text}\nAnswer: {e.worked}\n" for e in examples]
     return "\n".join([*shown, f"Question: {question.text}\nAnswer:"])
 
 
 @dataclass(frozen=True)
 class Score:
-    """Right or wrong for each question, under one way to read answers."""
+    """Right or wrong for each question, read either strictly or flexibly."""
 
     right: Tensor  # [questions] bool
 
@@ -111,9 +111,9 @@ class Score:
 
 
 def score(answers: Sequence[str], questions: Sequence[Question]) -> dict[str, Score]:
-    """Strict and flexible scores of answers in the questions' order."""
-    made = {}
-    for name, read in (("strict", strict), ("flexible", flexible)):
-        right = [read(answer) == question.answer for answer, question in zip(answers, questions)]
-        made[name] = Score(torch.tensor(right))
-    return made
+    """The strict and the flexible score; `answers` are in the order of `questions`."""
+    scores = {}
+    for name, read_number in (("strict", strict), ("flexible", flexible)):
+        right = [read_number(answer) == question.answer for answer, question in zip(answers, questions)]
+        scores[name] = Score(torch.tensor(right))
+    return scores

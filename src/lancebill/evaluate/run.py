@@ -1,4 +1,4 @@
-"""Variants of one model on one text and one set of questions, compared in pairs with the first."""
+"""Evaluates variants of one model on a text and on questions, and compares each with the first variant."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lancebill.evaluate.perplexity import Perplexity, perplexity, windows
 from lancebill.evaluate.questions import Question, Score, prompt, score
 
 AS_STORED = "stored"
-NEXT = "Question:"  # how every question of a prompt begins
-LAST = 12  # tokens among which it shows, however they are cut
-EVERY = 8  # tokens between two looks for it: reading all of a batch's texts takes longer than a step
+NEXT = "Question:"  # starts every question of a prompt; a model that writes it has finished its answer
+LAST = 12  # an upper bound on the number of tokens of NEXT in any tokenizer
+EVERY = 8  # generated tokens between two checks for NEXT: decoding a batch's text takes longer than a generation step
 PARTS = ("weights", "activations", "backend")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Weights, activations and backend, written `mxfp4/int8/torch-cpu`; what is left out stays as it is."""
+    """Weights, activations and backend, written `mxfp4/int8/torch-cpu`; omitted parts keep their defaults."""
 
     weights: str | None = None
     activations: str | None = None
@@ -44,7 +44,7 @@ class Variant:
 
 @dataclass
 class EvalResult:
-    """What one variant did."""
+    """The measurements of one variant."""
 
     variant: Variant
     perplexity: Perplexity | None = None
@@ -53,36 +53,38 @@ class EvalResult:
     seconds: float = 0.0  # without loading
 
     def describe(self, first: EvalResult) -> dict[str, Any]:
-        """Figures, and against `first` the probability that chance alone made them differ."""
-        found: dict[str, Any] = {"variant": str(self.variant), **self.how, "seconds": round(self.seconds, 2)}
+        """The measurements, with the p-value of the difference from `first`."""
+        facts: dict[str, Any] = {"variant": str(self.variant), **self.how, "seconds": round(self.seconds, 2)}
         if self.perplexity is not None:
-            found["perplexity"] = {"value": self.perplexity.value, "stderr": self.perplexity.stderr}
+            facts["perplexity"] = {"value": self.perplexity.value, "stderr": self.perplexity.stderr}
             if self is not first and first.perplexity is not None:
                 pair = bootstrap(first.perplexity.losses, self.perplexity.losses)
-                found["perplexity"] |= {"difference_nats": pair.mean, "difference_stderr": pair.stderr, "p": pair.p}
-        for name, held in self.scores.items():
-            found[name] = {"value": held.value, "stderr": held.stderr, "questions": held.right.numel()}
+                facts["perplexity"] |= {"difference_nats": pair.mean, "difference_stderr": pair.stderr, "p": pair.p}
+        for name, result in self.scores.items():
+            facts[name] = {"value": result.value, "stderr": result.stderr, "questions": result.right.numel()}
             if self is not first:
-                found[name]["p"] = mcnemar(first.scores[name].right, held.right)
-        return found
+                facts[name]["p"] = mcnemar(first.scores[name].right, result.right)
+        return facts
 
 
 def answers(model: Any, tokenizer: Any, texts: Sequence[str], tokens: int) -> list[str]:
-    """Greedy answers to prompts taken together, each up to where the model starts a question of its own."""
-    alone = len(texts) == 1  # a tokenizer that cannot pad still answers one by one
-    fed = tokenizer(list(texts), return_tensors="pt", **({} if alone else {"padding": True, "padding_side": "left"}))
-    fed = fed.to(model.device)
-    start = fed["input_ids"].shape[1]
+    """Greedy answers to a batch of prompts, each cut where the model starts to write the next question."""
+    single = len(texts) == 1  # no padding then: some tokenizers have no padding token
+    inputs = tokenizer(
+        list(texts), return_tensors="pt", **({} if single else {"padding": True, "padding_side": "left"})
+    )
+    inputs = inputs.to(model.device)
+    start = inputs["input_ids"].shape[1]
 
-    def asks(ids: Tensor, scores: object, **_: object) -> Tensor:
+    def starts_next_question(ids: Tensor, scores: object, **_: object) -> Tensor:
         if (ids.shape[1] - start) % EVERY:
             return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         ends = tokenizer.batch_decode(ids[:, max(start, ids.shape[1] - EVERY - LAST) :].tolist())
         return torch.tensor([NEXT in end for end in ends], device=ids.device)
 
     with torch.no_grad():
-        out = model.generate(**fed, max_new_tokens=tokens, do_sample=False, stopping_criteria=[asks])
-    return [said.split(NEXT)[0] for said in tokenizer.batch_decode(out[:, start:].tolist(), skip_special_tokens=True)]
+        out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, stopping_criteria=[starts_next_question])
+    return [text.split(NEXT)[0] for text in tokenizer.batch_decode(out[:, start:].tolist(), skip_special_tokens=True)]
 
 
 def evaluate(
@@ -98,11 +100,11 @@ def evaluate(
     answer_tokens: int = 256,
     batch: int = 1,
     progress: Callable[[int], None] = lambda _: None,
-    heard: Callable[[Variant, Question, str], None] = lambda *_: None,
+    on_answer: Callable[[Variant, Question, str], None] = lambda *_: None,
 ) -> list[EvalResult]:
-    """One result for each variant, in their order; `heard` is told every answer when it is given."""
+    """One result for each variant, in their order; `on_answer` is called with every answer."""
     results: list[EvalResult] = []
-    next(windows(window, window, stride))  # refused, if it is to be, before a model is loaded
+    next(windows(window, window, stride))  # raises for an invalid window or stride before a model is loaded
     for variant in variants:
         model, tokenizer = load(variant)
         result, start = EvalResult(variant), time.perf_counter()
@@ -110,14 +112,14 @@ def evaluate(
             ids = tokenizer(text, return_tensors="pt").input_ids[0][:max_text_tokens]
             result.perplexity = perplexity(model, ids, window=window, stride=stride, batch=batch, progress=progress)
         if questions:
-            said = []
+            texts = []
             prompts = [prompt(question, examples) for question in questions]
             for first in range(0, len(prompts), batch):
-                said += answers(model, tokenizer, prompts[first : first + batch], answer_tokens)
-                for question, answer in zip(questions[first:], said[first:]):
-                    heard(variant, question, answer)
-                progress(len(said) - first)
-            result.scores = score(said, questions)
+                texts += answers(model, tokenizer, prompts[first : first + batch], answer_tokens)
+                for question, answer in zip(questions[first:], texts[first:]):
+                    on_answer(variant, question, answer)
+                progress(len(texts) - first)
+            result.scores = score(texts, questions)
         result.seconds = time.perf_counter() - start
         results.append(result)
     return results

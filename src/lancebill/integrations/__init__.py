@@ -1,1 +1,1 @@
-"""lancebill inside other projects: one module for each."""
+"""Integrations of lancebill into other libraries, one package for each."""

@@ -56,11 +56,9 @@ def join_wgmma(ptx: str) -> str:
         else:
             joined.append(group)
     for group in joined:
-        accumulators = ",".join(group.accumulators)
+        registers = ",".join(group.accumulators)
         for i, tile, old in zip(group.lines, group.tiles, group.instructions):
-            lines[i] = (
-                f"{old['op']}{group.width}{old['kind']} {{{accumulators}}}, {{{old['a']}}}, {tile}, {old['flags']}"
-            )
+            lines[i] = f"{old['op']}{group.width}{old['kind']} {{{registers}}}, {{{old['a']}}}, {tile}, {old['flags']}"
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark harness: fair turns, checked results, honest floors, and what `lancebill bench` writes."""
+"""The benchmark harness: timing in turns, checking results, floors, and the output of `lancebill bench`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lancebill.backends.reference import Reference
 from lancebill.bench import ceilings as rates
 from lancebill.bench import peers, timing, workload
 from lancebill.bench.ceilings import Ceilings
-from lancebill.bench.check import check, expected
-from lancebill.bench.report import BenchCase, BenchRow
-from lancebill.bench.run import Setup, run
+from lancebill.bench.check import check_output, expected_rows
+from lancebill.bench.results import BenchCase, BenchRow, BenchSetup
+from lancebill.bench.run import run_benchmark
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.main import app
@@ -44,7 +44,7 @@ SHAPE = parse_shape("4,64,64,2")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings and caches of toy size: these tests are about the harness, not about this machine."""
+    """Use tiny ceilings and caches: these tests check the harness, not this machine."""
     monkeypatch.setattr(rates, "_READ_BYTES", {"cpu": 1 << 20, "cuda": 1 << 26})
     monkeypatch.setattr(rates, "_LARGEST", {"cpu": 128, "cuda": 512})
     monkeypatch.setattr(timing, "last_level_cache", lambda: 1 << 20)
@@ -64,7 +64,7 @@ def lancebill(*words: object) -> Result:
 
 
 @pytest.mark.parametrize("spec", ["bf16", "mxfp4", "nvfp4", "int4-g32-zp", "fp8-block"])
-def test_every_expert_has_numbers_of_its_own(spec: str) -> None:
+def test_experts_have_different_weights(spec: str) -> None:
     problem = problem_of(spec, shape=parse_shape("8,64,64,2"))
     packed = Weights(problem, CPU).packed(PlainLayout())
     for tensors in packed.values():
@@ -73,7 +73,7 @@ def test_every_expert_has_numbers_of_its_own(spec: str) -> None:
         assert all(bool((row != 0).any()) for row in rows)
 
 
-def test_weights_are_the_same_each_time() -> None:
+def test_weights_are_deterministic() -> None:
     problem = problem_of("int4-g32")
     one, other = (Weights(problem, CPU) for _ in range(2))
     whole = one.packed(PlainLayout())
@@ -84,7 +84,7 @@ def test_weights_are_the_same_each_time() -> None:
     assert one.dense("w2", torch.float32) is one.dense("w2", torch.float32)
 
 
-def test_routings_rotate() -> None:
+def test_batches_have_different_routings() -> None:
     problem = problem_of(shape=parse_shape("16,64,64,2"))
     uniform, popular, hot = (batches(problem, 32, kind, 4, CPU) for kind in ("uniform", "zipf", "one-hot"))
     assert len({tuple(b.ids.flatten().tolist()) for b in uniform}) == 4
@@ -107,7 +107,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Wrong(Reference):
-    """The reference with a defect of one kind."""
+    """The reference backend with a defect."""
 
     name = "wrong"
 
@@ -127,12 +127,12 @@ class Wrong(Reference):
 
 
 @pytest.mark.parametrize("defect", ["unwritten row", "half", "rows swapped"])
-def test_wrong_results_are_not_timed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_are_refused(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"wrong": Wrong(defect), "reference": REFERENCE}
     for module in (registry_module, oracle):
         monkeypatch.setattr(module, "registry", lambda: found)
     with pytest.raises(WrongResult, match="wrong, 3 tokens"):
-        run(Setup(SHAPE, "mxfp4", tokens=(3,), backends=("wrong",), repeats=1))
+        run_benchmark(BenchSetup(SHAPE, "mxfp4", tokens=(3,), backends=("wrong",), repeats=1))
     words = ("--shape", "4,64,64,2", "--weights", "mxfp4", "--tokens", "3", "--repeats", "1", "--backend", "wrong")
     result = lancebill("bench", *words)
     assert result.exit_code == PROBLEM
@@ -140,19 +140,19 @@ def test_wrong_results_are_not_timed(defect: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8-static", "int8-static", "nvfp4", "fp16"])
-def test_the_check_is_the_reference_on_few_rows(activations: str) -> None:
+def test_the_check_equals_the_reference_on_some_rows(activations: str) -> None:
     problem = problem_of("int4-g32", activations)
     weights = Weights(problem, CPU)
     (batch,) = batches(problem, 9, "uniform", 1, CPU)
-    layer = Setup(SHAPE, "int4-g32", activations)
+    layer = BenchSetup(SHAPE, "int4-g32", activations)
     assert layer.problem() == problem
     rows = torch.tensor([0, 5, 8])
-    part = expected(problem, weights, batch, rows)
-    whole = expected(problem, weights, batch, torch.arange(9))
+    part = expected_rows(problem, weights, batch, rows)
+    whole = expected_rows(problem, weights, batch, torch.arange(9))
     assert torch.allclose(part, whole[rows], rtol=1e-5, atol=1e-5)
-    assert check("it", problem, weights, batch, whole.to(batch.x.dtype)) < 4e-3
-    with pytest.raises(WrongResult, match="not the reference's"):
-        check("it", problem, weights, batch, 1.1 * whole)
+    assert check_output("it", problem, weights, batch, whole.to(batch.x.dtype)) < 4e-3
+    with pytest.raises(WrongResult, match="differs from the reference"):
+        check_output("it", problem, weights, batch, 1.1 * whole)
 
 
 # peers -----------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_peers_compute_the_layer(name: str, shape: Shape) -> None:
         (batch,) = batches(problem, tokens, routing, 1, CPU)
         got = peer(batch.x, batch.ids, batch.weights)
         assert got.dtype == batch.x.dtype
-        check(name, problem, weights, batch, got)
+        check_output(name, problem, weights, batch, got)
 
 
 class Absent(peers.Peer):
@@ -182,46 +182,46 @@ class Absent(peers.Peer):
         raise AssertionError
 
 
-class Lying(peers.Peer):
+class Incorrect(peers.Peer):
     def __init__(self, problem: Problem, weights: Weights) -> None: ...
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return x
 
 
-def test_peers_that_cannot_or_lie_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PEERS", {"absent": Absent, "lying": Lying, "loop": peers.TorchLoop})
-    result = run(Setup(SHAPE, "bf16", tokens=(2,), peers=("absent", "lying", "loop"), repeats=1))
+def test_peers_that_fail_or_are_wrong_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PEERS", {"absent": Absent, "incorrect": Incorrect, "loop": peers.TorchLoop})
+    result = run_benchmark(BenchSetup(SHAPE, "bf16", tokens=(2,), peers=("absent", "incorrect", "loop"), repeats=1))
     assert result.absent["absent"] == "no module named 'quick'"
-    assert "not the reference's" in result.absent["lying"]
+    assert "differs from the reference" in result.absent["incorrect"]
     assert set(result.rows[0].peers) == {"loop"}
 
 
-def test_families_are_their_members_and_names_are_known() -> None:
-    assert peers.expand(("humming", "torch-loop", "humming-indexed")) == (
+def test_families_expand_and_unknown_names_are_refused() -> None:
+    assert peers.expand_families(("humming", "torch-loop", "humming-indexed")) == (
         "humming-indexed",
         "humming-grouped",
         "torch-loop",
     )
     with pytest.raises(SpecError, match="no peer is called 'cutlass'"):
-        peers.expand(("torch", "cutlass"))
+        peers.expand_families(("torch", "cutlass"))
 
 
-def test_a_sorting_peer_is_timed_both_ways() -> None:
-    result = run(Setup(SHAPE, "bf16", tokens=(3,), peers=("torch",), repeats=1))
+def test_a_sorting_peer_is_timed_with_and_without_its_sort() -> None:
+    result = run_benchmark(BenchSetup(SHAPE, "bf16", tokens=(3,), peers=("torch",), repeats=1))
     assert not result.absent
     assert set(result.rows[0].peers) == {"torch-grouped", "torch-grouped, sorted"}
 
 
 @pytest.mark.parametrize("name", ["humming", "marlin", "triton_kernels"])
-def test_gpu_peers_say_why_they_are_not_here(name: str) -> None:
-    """Their packages are not installed where tests run; that is a reason, not an error."""
-    result = run(Setup(SHAPE, "mxfp4", tokens=(1,), peers=(name,), repeats=1))
-    assert set(result.absent) == set(peers.expand((name,)))
+def test_missing_gpu_peers_give_a_reason(name: str) -> None:
+    """Their packages are not installed where the tests run; the benchmark runs without them."""
+    result = run_benchmark(BenchSetup(SHAPE, "mxfp4", tokens=(1,), peers=(name,), repeats=1))
+    assert set(result.absent) == set(peers.expand_families((name,)))
     assert all("No module named" in why for why in result.absent.values())
 
 
-def test_experts_repeat_after_so_many() -> None:
+def test_experts_repeat_after_distinct_ones() -> None:
     problem = problem_of("int4-g32")
     repeated, own = Weights(problem, CPU, distinct=2), Weights(problem, CPU)
     packed = repeated.packed(PlainLayout())["w13"]["codes"]
@@ -232,9 +232,9 @@ def test_experts_repeat_after_so_many() -> None:
     assert not torch.equal(own.dense("w2", torch.float32)[3], dense[3])
 
 
-def test_peers_keep_16_bits_beside_quantised_inputs() -> None:
-    """They are held to what they claim: unquantised inputs."""
-    result = run(Setup(SHAPE, "mxfp4", "mxfp4", tokens=(4,), peers=("torch-loop",), repeats=1))
+def test_peers_with_16_bit_inputs_are_checked_as_such() -> None:
+    """Even if our layer quantises its inputs."""
+    result = run_benchmark(BenchSetup(SHAPE, "mxfp4", "mxfp4", tokens=(4,), peers=("torch-loop",), repeats=1))
     assert not result.absent
 
 
@@ -242,12 +242,12 @@ def test_peers_keep_16_bits_beside_quantised_inputs() -> None:
 
 
 class Counting(Clock):
-    """Notes who is called; every call takes 'one more' microsecond."""
+    """Logs the calls; each call takes one microsecond more than the last."""
 
     def __init__(self) -> None:
         super().__init__(CPU, 8)
         self.log: list[str] = []
-        self.evicted: list[int] = []  # after so many timed calls
+        self.evicted: list[int] = []  # the number of timed calls before each eviction
 
     def evict(self) -> Tensor:
         self.evicted.append(len(self.log))
@@ -261,16 +261,16 @@ class Counting(Clock):
         return float(len(self.log))
 
 
-def test_contestants_take_turns_and_batches_rotate() -> None:
+def test_calls_alternate_and_batches_rotate() -> None:
     clock = Counting()
     contestants = {name: [lambda n=name, i=i: f"{n}{i}" for i in range(2)] for name in "ABC"}
     times = measure(clock, contestants, 8)
     rounds = [clock.log[i : i + 3] for i in range(0, 24, 3)]
     assert [sorted(called) for called in rounds] == [["A0", "B0", "C0"], ["A1", "B1", "C1"]] * 4
     before = {(one[0], two[0]) for called in rounds for one, two in pairwise(called)}
-    assert len(before) == 6  # everyone came right after everyone else
+    assert len(before) == 6  # each implementation ran directly after each other one
     assert times["A"].us == tuple(i + 1.0 for i, name in enumerate(clock.log) if name.startswith("A"))
-    assert clock.evicted == [0] * timing.COOL_DOWN  # what the warm-up left is gone before anyone is timed
+    assert clock.evicted == [0] * timing.COOL_DOWN  # the caches are emptied before the first timed call
 
 
 def test_median_and_quartiles() -> None:
@@ -315,7 +315,7 @@ def test_work_of_a_batch() -> None:
     assert work.bytes == 4 * (64 * 64 + 64 * 32) * 4.25 / 8 + 2 * 3 * 64 * 2
 
 
-def test_the_floor_is_the_larger_of_two() -> None:
+def test_the_floor_is_the_larger_of_compute_and_memory_time() -> None:
     machine = Ceilings(100.0, {"fp32": 1.0, "bf16": 2.0, "fp8": 4.0, "int8": 3.0}, {})
     assert machine.rate(ACTIVATIONS["bf16"]) == 2.0
     assert machine.rate(ACTIVATIONS["fp8"]) == machine.rate(ACTIVATIONS["mxfp4"]) == 4.0
@@ -342,7 +342,7 @@ WORDS = ("bench", "--device", "cpu", "--shape", "4,64,64,2", "--weights", "mxfp4
 ROW = {"shape", "weights", "activations", "tokens", "routing", "part", "us", "spread", "tflops", "gbs", "roofline"}
 
 
-def test_bench_writes_its_figures(tmp_path: Path) -> None:
+def test_bench_writes_json(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     file = tmp_path / "bench.json"
     result = lancebill(*WORDS, "--peers", "torch-grouped,torch-loop", "--threads", 1, "--json", file)
@@ -375,7 +375,7 @@ def test_bench_takes_batch_invariant_order(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bench.json").read_text())["meta"]["problem"]["order"] == "batch-invariant"
 
 
-def test_bench_draws(tmp_path: Path) -> None:
+def test_bench_writes_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for file in (tmp_path / "bench.png", tmp_path / "bench.svg"):
         result = lancebill(*WORDS, "--peers", "torch-loop-fp32", "--routing", "zipf", "--plot", file)
@@ -408,7 +408,7 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
         ("--json", "no/such/folder/file"),
     ],
 )
-def test_not_used_right(words: tuple[str, str]) -> None:
+def test_usage_errors(words: tuple[str, str]) -> None:
     result = lancebill(*WORDS, *words)
     assert result.exit_code == USAGE
     assert "measuring" not in result.stderr
@@ -416,18 +416,20 @@ def test_not_used_right(words: tuple[str, str]) -> None:
 
 def test_an_unsupported_request_is_refused() -> None:
     with pytest.raises(UnsupportedProblem, match="no backend is called"):
-        run(Setup(SHAPE, "mxfp4", backends=("none",)))
-    with pytest.raises(SpecError, match="no simulated routing"):
-        run(Setup(SHAPE, "mxfp4", routing="wild"))
+        run_benchmark(BenchSetup(SHAPE, "mxfp4", backends=("none",)))
+    with pytest.raises(SpecError, match="unknown simulated routing"):
+        run_benchmark(BenchSetup(SHAPE, "mxfp4", routing="wild"))
 
 
 # CUDA ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_graphs_where_they_can_be_captured_and_events_elsewhere() -> None:
-    rivals = ("torch-grouped", "torch-loop")
-    result = run(Setup(SHAPE, "bf16", device="cuda", tokens=(1, 4), backends=("reference",), peers=rivals, repeats=4))
+def test_graphs_are_timed_if_capture_works_and_events_otherwise() -> None:
+    names = ("torch-grouped", "torch-loop")
+    result = run_benchmark(
+        BenchSetup(SHAPE, "bf16", device="cuda", tokens=(1, 4), backends=("reference",), peers=names, repeats=4)
+    )
     assert not result.absent
     for row in result.rows:
         if row.part == "layer":

@@ -1,4 +1,4 @@
-"""Ours beside peers in windows of one length, the first result of a fresh process, the host's part of a call."""
+"""Comparison with peers, time to the first result in a fresh process, host time, and the roofline plot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from lancebill.bench.compare import best, compare, geometric_mean, summarize
 from lancebill.bench.first_forward import FirstForward, first_forward
+from lancebill.bench.results import BenchSetup
 from lancebill.bench.roofline import draw_roofline, fractions, is_race
-from lancebill.bench.run import Setup, run
+from lancebill.bench.run import run_benchmark
 from lancebill.bench.sustained import Steady
 from lancebill.cli.main import app
 from lancebill.errors import LaunchError, SpecError
@@ -20,12 +21,12 @@ from lancebill.moe.model_shapes import parse_shape
 
 
 def cell(part: str, tokens: int, ours: float, **peers_us: float) -> dict[str, Any]:
-    mine = {"us": ours, "noise": 0.02}
-    others = {name: compare(mine, {"us": us, "noise": 0.01}) for name, us in peers_us.items()}
-    return {"part": part, "tokens": tokens, "ours": mine, "against": others}
+    ours_row = {"us": ours, "noise": 0.02}
+    against = {name: compare(ours_row, {"us": us, "noise": 0.01}) for name, us in peers_us.items()}
+    return {"part": part, "tokens": tokens, "ours": ours_row, "against": against}
 
 
-def test_ratios_and_what_a_run_comes_to() -> None:
+def test_ratios_and_summary_of_a_run() -> None:
     assert compare({"us": 10, "noise": 0.01}, {"us": 20, "noise": 0.03}) == {
         "ratio": 2.0,
         "noise": 0.03,
@@ -37,24 +38,24 @@ def test_ratios_and_what_a_run_comes_to() -> None:
     assert found["a"]["against"]["it"]["geometric_mean"] == pytest.approx((2 * 0.99 * 0.5) ** (1 / 3), abs=1e-4)
 
 
-def test_the_best_variant_is_the_one_to_beat() -> None:
+def test_best_is_the_fastest_variant() -> None:
     times = {"x": {"us": 3.0}, "y": {"us": 2.0}, "z": {"us": 1.0}}
     assert best(times, ("x", "y", "absent")) == ("y", {"us": 2.0})
     assert best(times, ()) is None
     assert geometric_mean([]) is None
 
 
-def test_noise_is_the_spread_of_rounds() -> None:
-    took = Steady((10.0, 11.0, 10.5))
-    assert took.median == 10.5 and took.noise == pytest.approx(1 / 10.5)
-    assert took.describe()["rounds"] == [10.0, 11.0, 10.5]
+def test_noise_is_the_spread_between_rounds() -> None:
+    times = Steady((10.0, 11.0, 10.5))
+    assert times.median == 10.5 and times.noise == pytest.approx(1 / 10.5)
+    assert times.describe()["rounds"] == [10.0, 11.0, 10.5]
 
 
-def test_a_fresh_process_gives_a_first_result() -> None:
+def test_first_forward_in_a_fresh_process() -> None:
     answer = first_forward(FirstForward("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "reference"))
     assert answer.backend == "reference" and answer.compiled == 0 and 0 < answer.seconds < 60
-    with pytest.raises(LaunchError, match="a fresh process failed"):
-        first_forward(FirstForward("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "nobody"))
+    with pytest.raises(LaunchError, match="the measuring process failed"):
+        first_forward(FirstForward("4,64,64,2", "mxfp4", "bf16", "cpu", 3, "no-such-backend"))
 
 
 def test_first_forward_of_the_command(tmp_path: Path) -> None:
@@ -68,8 +69,8 @@ def test_first_forward_of_the_command(tmp_path: Path) -> None:
 
 
 def test_host_time_needs_a_gpu() -> None:
-    with pytest.raises(SpecError, match="beside a GPU"):
-        run(Setup(parse_shape("4,64,64,2"), "bf16", tokens=(1,), host=True))
+    with pytest.raises(SpecError, match="on a GPU"):
+        run_benchmark(BenchSetup(parse_shape("4,64,64,2"), "bf16", tokens=(1,), host=True))
 
 
 def race() -> dict[str, Any]:

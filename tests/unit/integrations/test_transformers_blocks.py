@@ -1,4 +1,4 @@
-"""Our layer inside their model: MoE blocks of transformers against ours on the same saved weights."""
+"""MoE blocks of transformers compared with our layers loaded from the same saved weights."""
 
 from __future__ import annotations
 
@@ -56,34 +56,34 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _blocks(model: nn.Module) -> dict[int, nn.Module]:
-    found = {}
+    blocks_by_layer = {}
     for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
         blocks = [m for m in layer.children() if hasattr(m, "experts")]
         if blocks:
-            found[index] = blocks[0]
-    return found
+            blocks_by_layer[index] = blocks[0]
+    return blocks_by_layer
 
 
-def test_blocks_equal_ours(saved: tuple[nn.Module, Path]) -> None:
+def test_our_layers_equal_transformers_blocks(saved: tuple[nn.Module, Path]) -> None:
     model, folder = saved
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    recorded: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def watch(index: int):  # type: ignore[no-untyped-def]
+    def recorder(index: int):  # type: ignore[no-untyped-def]
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             x = args[0] if args else kwargs["hidden_states"]
-            seen[index] = x, output[0] if isinstance(output, tuple) else output
+            recorded[index] = x, output[0] if isinstance(output, tuple) else output
 
         return hook
 
     blocks = _blocks(model)
     assert len(blocks) >= 2
     for index, block in blocks.items():
-        block.register_forward_hook(watch(index), with_kwargs=True)
+        block.register_forward_hook(recorder(index), with_kwargs=True)
     tokens = torch.randint(0, 128, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         model(input_ids=tokens)
         for index, block in blocks.items():
-            theirs_in, theirs_out = seen[index]
+            theirs_in, theirs_out = recorded[index]
             x = theirs_in.reshape(-1, theirs_in.shape[-1])
             layer = RoutedExperts.from_checkpoint(folder, layer=index, dtype=torch.float32)
             gate = block.gate if hasattr(block, "gate") else block.router

@@ -1,7 +1,7 @@
-"""Routing and activations of every family against transformers' own routers and experts.
+"""Routing and activations of every family compared with transformers' routers and experts.
 
-A tiny config of each family becomes config.json, from there a Routing and an Activation; router and
-experts get random weights. Experts must be the same ones, weights equal up to fp32 rounding.
+We derive a Routing and an Activation from the config.json of a tiny model; transformers' router and experts get random
+weights. Both must choose the same experts, with weights equal up to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case:
     router: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     layer: int = 0
-    bias: str | None = None  # the router's own buffer of the correction bias
+    bias: str | None = None  # name of the router's buffer with the correction bias
     module: str = ""
 
     @property
@@ -94,12 +94,12 @@ def _one_seed() -> Iterator[None]:
 
 def class_of(case: Case, kind: str, name: str) -> Callable[..., Any]:
     module = importlib.import_module(f"transformers.models.{case.package}.{kind}_{case.package}")
-    found: Callable[..., Any] = vars(module)[name]
-    return found
+    result: Callable[..., Any] = getattr(module, name)
+    return result
 
 
 def config_of(case: Case) -> Any:
-    """Sizes under every name the families use; classes keep those they know."""
+    """A tiny config; sizes are given under all names that families use."""
     sizes = {
         "hidden_size": HIDDEN,
         "num_experts_per_tok": 3,
@@ -123,15 +123,15 @@ def loaded(case: Case, config: Any, *arguments: Any) -> nn.Module:
 
 
 def routing_of(case: Case, config: Any) -> Routing:
-    """Through what is written in config.json, the way a checkpoint goes."""
+    """Derived from config.json, as for a checkpoint."""
     model = config.to_dict()
-    family = naming.find(model).family
+    family = naming.find_family(model).family
     assert family == case.family
     return routing_for(model, family, case.layer)
 
 
 def check(routed: Routed, ids: Tensor, weights: Tensor) -> None:
-    """The same experts for each token, with the same weights, in any order of slots."""
+    """Each token must have the same experts with the same weights; the order of slots may differ."""
     ours, theirs = (torch.zeros(TOKENS, EXPERTS) for _ in range(2))
     ours.scatter_(1, routed.ids.long(), routed.weights)
     theirs.scatter_(1, ids.long(), weights.float())
@@ -150,7 +150,7 @@ def test_routers(case: Case) -> None:
 
 
 @torch.no_grad()
-def test_minimax_m2_takes_its_bias_from_the_block() -> None:
+def test_minimax_m2_gets_its_bias_from_the_block() -> None:
     case = OTHERS[0]
     config, bias = config_of(case), torch.randn(EXPERTS)
     logits, weights, ids = loaded(case, config)(torch.randn(TOKENS, HIDDEN), bias)
@@ -158,7 +158,7 @@ def test_minimax_m2_takes_its_bias_from_the_block() -> None:
 
 
 @torch.no_grad()
-def test_deepseek_v4_routes_its_first_layers_by_token() -> None:
+def test_deepseek_v4_routes_its_first_layers_by_token_id() -> None:
     case = OTHERS[1]
     config = config_of(case)
     router = loaded(case, config)
@@ -172,7 +172,7 @@ def test_deepseek_v4_routes_its_first_layers_by_token() -> None:
 
 
 @torch.no_grad()
-def test_llama4_takes_one_expert_by_its_sigmoid() -> None:
+def test_llama4_weights_its_expert_by_a_sigmoid() -> None:
     case = OTHERS[2]
     config = config_of(case)
     scores, logits = loaded(case, config)(torch.randn(TOKENS, HIDDEN))
@@ -184,7 +184,7 @@ def test_llama4_takes_one_expert_by_its_sigmoid() -> None:
 
 @pytest.mark.parametrize("norm", [1.0, None])
 @torch.no_grad()
-def test_dbrx_divides_by_the_sum_or_not_at_all(norm: float | None) -> None:
+def test_dbrx_with_and_without_normalisation(norm: float | None) -> None:
     case = OTHERS[3]
     ffn = {
         "hidden_size": HIDDEN,
@@ -202,8 +202,8 @@ def test_dbrx_divides_by_the_sum_or_not_at_all(norm: float | None) -> None:
 
 
 @torch.no_grad()
-def test_longcat_sums_what_its_zero_experts_pass_through() -> None:
-    """Not a family of the naming table; its router judges zero experts."""
+def test_longcat_sums_the_weights_of_zero_experts() -> None:
+    """Not a family of the naming table, but its router is a reference for zero experts."""
     case = Case("longcat_flash", "LongcatFlashConfig", "LongcatFlashTopkRouter")
     config = class_of(case, "configuration", case.config)(
         hidden_size=HIDDEN, n_routed_experts=EXPERTS - 6, zero_expert_num=6, moe_topk=3, routed_scaling_factor=6.0
@@ -234,8 +234,8 @@ EXPERT_CLASSES = {
 
 @pytest.mark.parametrize("family", EXPERT_CLASSES)
 @torch.no_grad()
-def test_experts_activate_alike(family: str) -> None:
-    """The activation alone, through the code of the family's experts."""
+def test_activations_equal_transformers(family: str) -> None:
+    """Compares only the activation, computed by the code of the family's experts."""
     case = next(c for c in (*CASES, *OTHERS) if c.family == family)
     config = config_of(case)
     activation = activation_for(config.to_dict(), family)

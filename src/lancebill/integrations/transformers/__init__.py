@@ -1,1 +1,1 @@
-"""transformers models whose experts stay packed: load, save, serve, or swap the experts of a model in memory."""
+"""transformers models with packed experts: loads, saves and serves them, or packs the experts of a model in memory."""

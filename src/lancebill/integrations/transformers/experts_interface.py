@@ -1,13 +1,14 @@
-"""`experts_implementation="lancebill"`: our backends on the unquantised experts of any model.
+"""`experts_implementation="lancebill"`: runs the unquantised experts of any model on our backends.
 
-The weights stay the model's parameters. A backend that wants them in another order gets a copy, made
-once and again whenever they change.
+The weights remain the model's parameters. A backend that needs another layout gets a packed copy, which is made
+again whenever the parameters change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,7 @@ from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
-from lancebill.integrations.transformers.packed_experts import forward_only
+from lancebill.integrations.transformers.packed_experts import forward_only, has_post_expert_norm
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.recipe import WIDE
 from lancebill.layer.routed_experts import RoutedExperts
@@ -31,22 +32,22 @@ _SPECS = {torch.bfloat16: DENSE_BF16, torch.float16: DENSE_F16, torch.float32: D
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the implementation under its name with transformers."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, experts_forward)
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls in place of a module's own forward."""
+    """Called by transformers instead of the module's own forward."""
     source = ModelExperts.of(module)
-    layer = _layer(module, source, int(top_k_index.shape[-1]))
+    layer = _cached_layer(module, source, int(top_k_index.shape[-1]))
     return forward_only(layer, hidden_states, top_k_index, top_k_weights, *module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """A module's weights, under the names and in the orders transformers has."""
+    """The weights of a transformers experts module, and how transformers lays them out."""
 
     up: Tensor  # [E, N, K], or [E, K, N] where transposed
     down: Tensor
@@ -59,27 +60,32 @@ class ModelExperts:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelExperts:
-        held, facts = dict(module.named_parameters(recurse=False)), vars(module)
-        first = "gate_up_proj" if facts["has_gate"] else "up_proj"
-        if facts.get("has_post_expert_norm") or facts.get("_is_expert_parallel"):
-            what = "a norm behind each expert" if facts.get("has_post_expert_norm") else "expert parallelism"
+        experts: Any = module  # its attributes are set by transformers' decorator, not declared by its class
+        parameters = dict(module.named_parameters(recurse=False))
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        normed = has_post_expert_norm(module)
+        if normed or getattr(module, "_is_expert_parallel", False):
+            what = "a norm after each expert" if normed else "expert parallelism"
             raise UnsupportedProblem(f"{what} inside transformers is not supported", where=type(module).__name__)
         return cls(
-            held[first].detach(),
-            held["down_proj"].detach(),
-            held[f"{first}_bias"].detach() if facts["has_bias"] else None,
-            held["down_proj_bias"].detach() if facts["has_bias"] else None,
-            facts["has_gate"],
-            facts["is_transposed"],
-            facts["has_gate"] and not facts["is_concatenated"],
-            facts["config"],
+            parameters[up].detach(),
+            parameters["down_proj"].detach(),
+            parameters[f"{up}_bias"].detach() if experts.has_bias else None,
+            parameters["down_proj_bias"].detach() if experts.has_bias else None,
+            experts.has_gate,
+            experts.is_transposed,
+            experts.has_gate and not experts.is_concatenated,
+            experts.config,
         )
 
     @property
     def stamp(self) -> tuple[object, ...]:
-        """Changes whenever a weight does."""
-        held = (self.up, self.down, self.up_bias, self.down_bias)
-        return tuple((t.data_ptr(), t._version, t.device) for t in held if t is not None)
+        """Identifies the current contents of the weights without reading them.
+
+        A new tensor has another address or device. torch increments `_version` at every in-place write.
+        """
+        tensors = (self.up, self.down, self.up_bias, self.down_bias)
+        return tuple((t.data_ptr(), t._version, t.device) for t in tensors if t is not None)
 
     @property
     def spec(self) -> QuantSpec:
@@ -93,12 +99,12 @@ class ModelExperts:
         return {W13: shape(W13, self.up, self.up_bias), W2: shape(W2, self.down, self.down_bias)}
 
     def weights(self, expert: int) -> dict[str, LogicalWeight]:
-        """One expert's matrices as [N, K], gates before ups."""
+        """One expert's matrices as [N, K], with all gate rows before the up rows."""
 
         def weight(tensor: Tensor, bias: Tensor | None, interleaved: bool) -> LogicalWeight:
             matrix = tensor[expert].t().contiguous() if self.transposed else tensor[expert]
-            made = LogicalWeight(self.spec, matrix, bias=None if bias is None else bias[expert])
-            return made.rows(torch.arange(made.n).view(-1, 2).t().reshape(-1)) if interleaved else made
+            stored = LogicalWeight(self.spec, matrix, bias=None if bias is None else bias[expert])
+            return stored.rows(torch.arange(stored.n).view(-1, 2).t().reshape(-1)) if interleaved else stored
 
         return {
             "w13": weight(self.up, self.up_bias, self.interleaved),
@@ -107,36 +113,42 @@ class ModelExperts:
 
 
 @dataclass(frozen=True)
-class _Made:
-    stamp: tuple[object, ...]
+class _CachedLayer:
+    """A layer, and the state of the module it was made from: the stamp of its weights, and top_k."""
+
+    made_from: tuple[object, ...]
     layer: RoutedExperts
 
 
-_MADE: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+# One layer for each module of the model. The keys are weak, so that an entry goes away with its module. The layer is
+# not stored on the module: there it would be a submodule, and appear in the model's parameters and state dict.
+_LAYERS: WeakKeyDictionary[nn.Module, _CachedLayer] = WeakKeyDictionary()
 
 
-def _layer(module: nn.Module, source: ModelExperts, top_k: int) -> RoutedExperts:
-    made = _MADE.get(module)
-    if made is None or made.stamp != (source.stamp, top_k):
-        made = _MADE[module] = _Made((source.stamp, top_k), _make(source, top_k))
-    return made.layer
+def _cached_layer(module: nn.Module, source: ModelExperts, top_k: int) -> RoutedExperts:
+    """The module's layer. Runs on every forward: packs again only if a weight or top_k changed since the last call."""
+    state = (source.stamp, top_k)
+    cached = _LAYERS.get(module)
+    if cached is None or cached.made_from != state:
+        cached = _LAYERS[module] = _CachedLayer(state, _make_layer(source, top_k))
+    return cached.layer
 
 
-def _make(source: ModelExperts, top_k: int) -> RoutedExperts:
-    problem = pose(source, top_k)
+def _make_layer(source: ModelExperts, top_k: int) -> RoutedExperts:
+    problem = problem_of(source, top_k)
     choice = oracle.select(problem, parse_device(str(source.up.device)))
     layout = choice.backend.layout(problem)
     plain = isinstance(layout, PlainLayout) and not source.transposed and not source.interleaved
-    return RoutedExperts(LayerParts(choice, _shared(source) if plain else pack(choice, source.weights)))
+    return RoutedExperts(LayerParts(choice, _without_copy(source) if plain else pack_matrices(choice, source.weights)))
 
 
-def pose(source: ModelExperts, top_k: int) -> Problem:
-    """What a module's experts compute, on its weights as they are."""
+def problem_of(source: ModelExperts, top_k: int) -> Problem:
+    """The problem that a module's experts compute with their unquantised weights."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
     shapes, wide, experts = source.shapes(), WIDE[source.up.dtype], int(source.up.shape[0])
     activation = activation_for(model, names.find_family(model).family)
     if activation.gated != source.gated:
-        raise UnsupportedProblem("the model's experts are not as its config says", got=f"gated: {source.gated}")
+        raise UnsupportedProblem("the model's experts contradict its config", got=f"gated: {source.gated}")
     return Problem(
         shapes["w13"],
         shapes["w2"],
@@ -149,17 +161,17 @@ def pose(source: ModelExperts, top_k: int) -> Problem:
     )
 
 
-def _shared(source: ModelExperts) -> dict[str, Packed]:
-    """The model's own memory, seen as the integers our layouts hold."""
-    held: dict[str, Packed] = {"w13": {"codes": as_integer(source.up)}, "w2": {"codes": as_integer(source.down)}}
+def _without_copy(source: ModelExperts) -> dict[str, Packed]:
+    """Views of the model's own weights, as the integer tensors that our layouts use. Only biases may be copied."""
+    views: dict[str, Packed] = {"w13": {"codes": as_integer(source.up)}, "w2": {"codes": as_integer(source.down)}}
     for matrix, bias in (("w13", source.up_bias), ("w2", source.down_bias)):
         if bias is not None:
-            held[matrix]["bias"] = as_integer(bias.float())
-    return held
+            views[matrix]["bias"] = as_integer(bias.float())
+    return views
 
 
-def pack(choice: oracle.Choice, weights: Callable[[int], dict[str, LogicalWeight]]) -> dict[str, Packed]:
-    """Every expert's matrices in the layout of the chosen backend."""
+def pack_matrices(choice: oracle.Choice, weights: Callable[[int], dict[str, LogicalWeight]]) -> dict[str, Packed]:
+    """All experts' matrices in the layout of the chosen backend; `weights` gives the matrices of one expert."""
     problem = choice.problem
     layout = choice.backend.layout(problem)
     packed = {

@@ -1,7 +1,7 @@
-"""GGUF files as models of transformers: the config it reads from their metadata, its names for their tensors.
+"""Loads GGUF files as transformers models: the config from the metadata, and transformers' names for the tensors.
 
-Only architectures whose other tensors are stored as transformers holds them: where llama.cpp turned, shifted or
-split them, names alone would give other numbers.
+Only for architectures whose other tensors are stored as transformers holds them. Where llama.cpp permutes, shifts or
+splits tensors, renaming them would not be enough.
 """
 
 from __future__ import annotations
@@ -17,65 +17,68 @@ from lancebill.checkpoint.read.gguf import TYPE_IDS, TYPES
 from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
 from lancebill.formats import detect
 from lancebill.formats.base import Module
-from lancebill.integrations.transformers.other_tensors import Lazy
+from lancebill.integrations.transformers.other_tensors import LazyTensor
 from lancebill.numbers.codec import dequantize
 
 ARCHITECTURES = ("qwen2moe", "qwen3moe")
 SUFFIX = ".gguf"
 _SHARED = "blk.0.ffn_gate_shexp.weight"
-_GATE_OF_SHARED = ".ffn_gate_inp_shexp.weight"  # one row, stored as a vector
+_GATE_OF_SHARED = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector
 
 
 def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     """The model's config as transformers reads it from the file's metadata."""
     file = checkpoint.path
-    found = checkpoint.config.model.get("architecture")
-    if found not in ARCHITECTURES:
+    architecture = checkpoint.config.model.get("architecture")
+    if architecture not in ARCHITECTURES:
         raise UnsupportedProblem(
-            "whole models are read from GGUF for few architectures",
+            "whole models of this GGUF architecture are not supported",
             where=str(file),
             expected=" or ".join(ARCHITECTURES),
-            got=found,
-            hint="`RoutedExperts.from_checkpoint` reads the experts of any, layer by layer",
+            got=architecture,
+            hint="`RoutedExperts.from_checkpoint` reads the experts of any architecture, layer by layer",
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     except ImportError:
         raise UnsupportedProblem(
-            "transformers reads the metadata of GGUF with the package gguf", hint="pip install gguf"
+            "transformers needs the package gguf to read GGUF metadata", hint="pip install gguf"
         ) from None
-    config.update(_widths(checkpoint))
+    config.update(_intermediate_sizes(checkpoint))
     return config
 
 
-def _widths(checkpoint: Checkpoint) -> dict[str, int]:
-    """Those that transformers leaves at its defaults."""
-    found = {"moe_intermediate_size": checkpoint.config.model.get("moe_intermediate_size")}
+def _intermediate_sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Sizes that transformers does not read from the metadata and leaves at its defaults."""
+    sizes = {"moe_intermediate_size": checkpoint.config.model.get("moe_intermediate_size")}
     shared = checkpoint.tensors.get(_SHARED)
-    found["shared_expert_intermediate_size"] = None if shared is None else shared.stored.shape[0]
-    return {name: width for name, width in found.items() if width is not None}
+    sizes["shared_expert_intermediate_size"] = None if shared is None else shared.stored.shape[0]
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
-def rest_of(checkpoint: Checkpoint, experts: Container[str], model: nn.Module, dtype: torch.dtype) -> dict[str, Lazy]:
-    """Every tensor but those of `experts`, under the names of `model`, an instance that needs no memory."""
+def lazy_tensors(
+    checkpoint: Checkpoint, experts: Container[str], model: nn.Module, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
+    """All tensors but those of `experts`, under the names of `model`, which may be on the meta device."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf_hf_weights_map
 
     processor = TENSOR_PROCESSORS[checkpoint.config.model["architecture"]](config=model.config)  # type: ignore[no-untyped-call]
     names = get_gguf_hf_weights_map(model, processor)
-    rest = [name for name in checkpoint.tensors if name not in experts]
-    for name in rest:
+    others = [name for name in checkpoint.tensors if name not in experts]
+    for name in others:
         if name not in names:
-            raise UnexpectedTensor("the model has no place for this tensor", where=name)
-    return {names[name]: Lazy(lambda name=name: _shaped(checkpoint, name, dtype)) for name in rest}  # type: ignore[misc]
+            raise UnexpectedTensor("the model has no such tensor", where=name)
+    return {names[name]: LazyTensor(lambda name=name: _read(checkpoint, name, dtype)) for name in others}  # type: ignore[misc]
 
 
-def _shaped(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    tensor = plain(checkpoint, name, dtype)
+def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
+    """A tensor in the shape that transformers expects."""
+    tensor = read_dequantized(checkpoint, name, dtype)
     return tensor.unsqueeze(0) if name.endswith(_GATE_OF_SHARED) and tensor.ndim == 1 else tensor
 
 
-def plain(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    """A tensor of a GGUF file in `dtype`, through our own reader of its blocks."""
+def read_dequantized(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of a GGUF file in `dtype`; our own decoder dequantises its blocks."""
     stored = checkpoint.tensors[name].stored
     tensor = checkpoint.read(name)
     if stored.dtype != "U8":
@@ -89,4 +92,4 @@ def plain(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
 
 def check_savable(checkpoint: Checkpoint) -> None:
     if checkpoint.path.is_file():
-        raise CannotEncode("a model read from GGUF has no checkpoint of transformers to be saved as")
+        raise CannotEncode("a model that was loaded from GGUF cannot be saved as a transformers checkpoint")

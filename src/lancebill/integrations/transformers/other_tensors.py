@@ -1,7 +1,6 @@
-"""The rest of a model: every tensor that is no expert's, read when it is asked for.
+"""All tensors of a checkpoint that belong to no expert, read lazily.
 
-Modules that a format quantised are given as the plain matrices they stand for, so that whoever
-loads them needs to know nothing of formats.
+Quantised modules are dequantised, so transformers sees ordinary matrices and needs no support for the format.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ WEIGHT, BIAS = ".weight", ".bias"
 
 
 @dataclass(frozen=True)
-class Lazy:
-    """A tensor to be: `lazy[...]` reads it. What transformers does with a safetensors slice."""
+class LazyTensor:
+    """A tensor that is read by `lazy[...]`: transformers indexes safetensors slices this way."""
 
     read: Callable[[], Tensor]
 
@@ -32,25 +31,25 @@ class Lazy:
         return self.read()
 
 
-def rest_of(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype) -> dict[str, Lazy]:
-    """Tensors by the names of the checkpoint; dequantised ones in `dtype`."""
+def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """Tensors by their names in the checkpoint; quantised modules are dequantised to `dtype`."""
     modules = quantized_modules(manifest, checkpoint.headers, checkpoint.read)
-    spent = {source.tensor for module in modules for source in module.sources.values()}
-    found = {
-        name: Lazy(lambda name=name: checkpoint.read(name))  # type: ignore[misc]
+    parts = {source.tensor for module in modules for source in module.sources.values()}
+    tensors = {
+        name: LazyTensor(lambda name=name: checkpoint.read(name))  # type: ignore[misc]
         for name in checkpoint.headers
-        if name not in manifest.expert_tensors and name not in spent
+        if name not in manifest.expert_tensors and name not in parts
     }
     for module in modules:
-        found[module.module + WEIGHT] = Lazy(lambda module=module: plain(checkpoint, module, dtype))  # type: ignore[misc]
+        tensors[module.module + WEIGHT] = LazyTensor(lambda module=module: _dequantized(checkpoint, module, dtype))  # type: ignore[misc]
         bias = module.sources.get("bias")
         if bias is not None:
-            found[module.module + BIAS] = Lazy(lambda bias=bias: checkpoint.read(bias.tensor))  # type: ignore[misc]
-    return found
+            tensors[module.module + BIAS] = LazyTensor(lambda bias=bias: checkpoint.read(bias.tensor))  # type: ignore[misc]
+    return tensors
 
 
-def plain(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> Tensor:
-    """The matrix of a quantised module, by rows so that fp32 copies stay small."""
+def _dequantized(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> Tensor:
+    """The matrix of a quantised module, computed in row chunks to keep the fp32 intermediates small."""
     out = torch.empty(module.n, module.k, dtype=dtype)
     for first, part in row_chunks(module):
         weight = load_projection(checkpoint.read, part)

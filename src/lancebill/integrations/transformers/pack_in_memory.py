@@ -1,10 +1,10 @@
-"""Experts of a model that is in memory already: quantised and packed where they stand.
+"""Quantises and packs the experts of a model that is already in memory.
 
     model = AutoModelForCausalLM.from_pretrained(..., device_map="cuda")
     pack_experts(model, weights="mxfp4")
 
-For models that come from elsewhere than a checkpoint (trained, merged, random); a checkpoint on disk is
-better read by `from_pretrained`, which never holds the dense experts.
+For models that do not come from a checkpoint (just trained, merged, random). A checkpoint on disk is better loaded by
+`from_pretrained`, which never holds the dense experts in memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
-from lancebill.integrations.transformers.experts_interface import ModelExperts, pack, pose
-from lancebill.integrations.transformers.packed_experts import PackedExperts, places
+from lancebill.integrations.transformers.experts_interface import ModelExperts, pack_matrices, problem_of
+from lancebill.integrations.transformers.packed_experts import PackedExperts, expert_modules
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
@@ -30,11 +30,11 @@ from lancebill.numbers.weight import LogicalWeight, stack
 def pack_experts(
     model: nn.Module, *, weights: WeightRules, activations: ActivationRules = None, backend: str = oracle.AUTO
 ) -> None:
-    """Replace every module of experts by a packed one; `weights` and `activations` as in `from_pretrained`.
+    """Replace every experts module by a packed one; `weights` and `activations` as in `from_pretrained`.
 
-    The dense parameters of a layer are let go when its packed ones exist.
+    The dense parameters of each layer are freed once it is packed.
     """
-    for name, index, module in list(places(model)):
+    for name, index, module in list(expert_modules(model)):
         place = PackedExperts(index)
         place.experts = _packed(ModelExperts.of(module), index, weights, activations, backend)
         parent, _, leaf = name.rpartition(".")
@@ -44,18 +44,18 @@ def pack_experts(
 def _packed(
     source: ModelExperts, index: int, weights: WeightRules, activations: ActivationRules, backend: str
 ) -> RoutedExperts:
-    targets, said = weight_targets(weights, index), activation_specs(activations, index)
+    targets, chosen = weight_targets(weights, index), activation_specs(activations, index)
     model = source.config.to_dict()  # type: ignore[attr-defined]
-    problem = pose(source, routing_for(model, names.find_family(model).family, index).top_k)
+    problem = problem_of(source, routing_for(model, names.find_family(model).family, index).top_k)
     assert problem.w2 is not None
     halves = 2 if source.gated else 1
-    first = targets.get("w13", problem.w13.spec)
+    spec13 = targets.get("w13", problem.w13.spec)
     problem = replace(
         problem,
-        w13=replace(problem.w13, spec=first.stacked(problem.w13.n // 2) if source.gated else first),
+        w13=replace(problem.w13, spec=spec13.stacked(problem.w13.n // 2) if source.gated else spec13),
         w2=replace(problem.w2, spec=targets.get("w2", problem.w2.spec)),
-        activations=said.get("w13") or problem.activations,
-        activations_w2=said.get("w2") or problem.activations,
+        activations=chosen.get("w13") or problem.activations,
+        activations_w2=chosen.get("w2") or problem.activations,
     )
     choice = oracle.select(problem, parse_device(str(source.up.device)), backend)
 
@@ -66,13 +66,13 @@ def _packed(
             "w2": _quantised(dense["w2"], targets.get("w2"), 1),
         }
 
-    return RoutedExperts(LayerParts(choice, pack(choice, quantised)))
+    return RoutedExperts(LayerParts(choice, pack_matrices(choice, quantised)))
 
 
 def _quantised(weight: LogicalWeight, target: QuantSpec | None, parts: int) -> LogicalWeight:
-    """Under `target`, gate and up each by itself, as a checkpoint would hold them."""
+    """Quantised to `target`. Gate and up are quantised separately, as in a checkpoint that stores them separately."""
     if target is None:
         return weight
     rows = weight.n // parts
-    cut = [requantize(weight.cut((i * rows, (i + 1) * rows), (0, weight.k)), target)[0] for i in range(parts)]
-    return stack(cut) if parts > 1 else cut[0]
+    halves = [requantize(weight.cut((i * rows, (i + 1) * rows), (0, weight.k)), target)[0] for i in range(parts)]
+    return stack(halves) if parts > 1 else halves[0]

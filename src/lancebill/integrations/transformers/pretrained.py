@@ -1,11 +1,10 @@
-"""transformers models whose experts stay packed.
+"""Loads transformers models with packed experts.
 
     model = lancebill.from_pretrained("path/to/checkpoint")
     model.generate(...)
 
-The model is transformers' own class with one thing changed when it is made: its modules of experts.
-Everything else (names, tied weights, buffers, generation) is left to transformers, which is given the
-other tensors of the checkpoint, dequantised where a format quantised them.
+The model is an instance of transformers' own class with its experts modules replaced. transformers handles everything
+else (names, tied weights, buffers, generation). It gets the other tensors of the checkpoint, dequantised if needed.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from lancebill.errors import (
 )
 from lancebill.integrations.transformers import gguf_models as gguf
 from lancebill.integrations.transformers.experts_interface import register
-from lancebill.integrations.transformers.other_tensors import rest_of
-from lancebill.integrations.transformers.packed_experts import packed_experts, swap
-from lancebill.integrations.transformers.save_pretrained import Origin, save
+from lancebill.integrations.transformers.other_tensors import lazy_tensors
+from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
+from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
 from lancebill.layer.parts import pull
 from lancebill.layer.recipe import WIDE, LoadOptions, Recipe
 from lancebill.layer.report import LoadReport
@@ -46,7 +45,7 @@ from lancebill.moe.problem import FAST, parse_device
 
 register()
 
-# Keywords of transformers' `from_pretrained` that have another name here, or no meaning.
+# Keywords of transformers' `from_pretrained` that we do not take, and what to use instead.
 _INSTEAD = {
     "torch_dtype": "dtype=",
     "device_map": "device=",
@@ -59,21 +58,21 @@ _QUANT_KEYS = ("quantization_config", "compression_config")
 
 
 class PackedModel:
-    """What a model's class is extended by: experts of ours, and saving that knows them."""
+    """Mixin for a transformers model class: replaces its experts, and saves them."""
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         assert isinstance(self, nn.Module)
         self.lancebill_origin: Origin | None = None
-        swap(self)
+        replace_experts(self)
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """A standard checkpoint in the format the experts are in; see `saving.save`."""
+        """Write a standard checkpoint in the experts' format; see `save_pretrained.save_packed`."""
         assert isinstance(self, PreTrainedModel)
-        save(self, self.lancebill_origin, Path(save_directory), **options)
+        save_packed(self, self.lancebill_origin, Path(save_directory), **options)
 
     def lancebill_reports(self) -> list[LoadReport]:
-        """What loading did, layer by layer: specs, bytes, the backend and why."""
+        """The load report of each layer: specs, bytes, the backend and why it was chosen."""
         assert isinstance(self, nn.Module)
         return [module.report for _, module in packed_experts(self) if module.report is not None]
 
@@ -89,35 +88,35 @@ def from_pretrained(
     order: str = FAST,
     **kwargs: Any,
 ) -> Any:
-    """The causal language model stored at `path` (a folder or a .gguf file), its experts packed as they are stored.
+    """The causal language model stored at `path` (a folder or a .gguf file), with its experts packed as stored.
 
-    `weights` and `activations` take a spec or rules as in `RoutedExperts.from_checkpoint`; `dtype` is
-    that of everything but the experts ("auto": as the config says). Other keywords go to
-    transformers' `from_pretrained` (attn_implementation, ...).
+    `weights` and `activations` take a spec or rules as in `RoutedExperts.from_checkpoint`. `dtype` is the type of
+    everything but the experts ("auto": the config's). Other keywords are passed to transformers' `from_pretrained`
+    (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
-        raise SpecError(f"from_pretrained of lancebill takes no {name}=", hint=_INSTEAD[name])
-    folder = _local(path)
+        raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
+    folder = _download(path)
     target = parse_device(device).torch
-    checkpoint = _opened(folder)
+    checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
     manifest = _manifest(config, checkpoint)
     options = LoadOptions(device, Placement(), backend, weights, activations, wide, order)
     if folder.is_file():
-        rest = gguf.rest_of(checkpoint, manifest.expert_tensors, _without_memory(config), wide)
+        other_tensors = gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), wide)
     else:
-        rest = rest_of(checkpoint, manifest, wide)
+        other_tensors = lazy_tensors(checkpoint, manifest, wide)
     model, info = packed_class(_class_of(config)).from_pretrained(
         None,
         config=config,
-        state_dict=rest,
+        state_dict=other_tensors,
         dtype=wide,
         output_loading_info=True,
         **kwargs,
     )
     _check_loaded(info, folder)
     model = model.to(target)
-    fill(model, checkpoint, manifest, options)
+    load_experts(model, checkpoint, manifest, options)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = model.name_or_path = str(path)
@@ -125,17 +124,17 @@ def from_pretrained(
     return model
 
 
-def refill(model: Any, **changes: Any) -> None:
-    """Load the experts of a model of ours again, with other options (weights, activations, backend)."""
+def reload_experts(model: Any, **changes: Any) -> None:
+    """Load the experts of a model again from its checkpoint, with changed options (weights, activations, backend)."""
     origin: Origin = model.lancebill_origin
     options = replace(origin.options, **changes)
     checkpoint = origin.checkpoint
-    fill(model, checkpoint, manifests.build(checkpoint.config, checkpoint.headers), options)
+    load_experts(model, checkpoint, manifests.build(checkpoint.config, checkpoint.headers), options)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
 
 
-def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: LoadOptions) -> None:
-    """Load every layer's experts into its place, one layer after the other."""
+def load_experts(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: LoadOptions) -> None:
+    """Load the experts of all layers, one layer after the other."""
     places = dict(packed_experts(model))
     missing = [name for name, place in places.items() if place.index not in manifest.layers]
     if missing:
@@ -145,96 +144,103 @@ def fill(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: 
 
 
 def packed_class(base: type[PreTrainedModel]) -> Any:
-    """`base` with our experts. Name and module stay: configs are written with them."""
+    """A subclass of `base` with packed experts. It keeps the name and module, which transformers writes to configs."""
     return type(base.__name__, (PackedModel, base), {"__module__": base.__module__})
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if found is None:
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if classes is None:
         raise UnsupportedProblem(
             "transformers has no causal language model for this config", got=config.model_type or type(config).__name__
         )
-    chosen = found[0] if isinstance(found, (list, tuple)) else found
+    chosen = classes[0] if isinstance(classes, (list, tuple)) else classes
     assert chosen is not None
     return chosen
 
 
-def _local(path: str | Path) -> Path:
-    """The folder itself, or that of a model of the hub, downloaded if it is not there."""
+def _download(path: str | Path) -> Path:
+    """A local path as it is; otherwise the path names a model on the Hugging Face hub, which is downloaded."""
     if Path(path).exists():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=wanted))
-    except (OSError, ValueError) as error:  # what the hub raises is one of these
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise CheckpointError("no such folder, and no such model to download", where=str(path), got=why) from None
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the base classes of all errors of huggingface_hub
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise CheckpointError("no such folder, and no such model to download", where=str(path), got=reason) from None
 
 
-def _opened(folder: Path) -> Checkpoint:
-    """A checkpoint that tells transformers what model it is: by its config, or by the metadata of GGUF."""
+def _open(folder: Path) -> Checkpoint:
+    """Open a checkpoint; raises if it has neither a config.json nor GGUF metadata for transformers."""
     if folder.suffix != gguf.SUFFIX and not (folder / "config.json").exists():
         files = sorted(file.name for file in folder.glob(f"*{gguf.SUFFIX}"))
         raise UnsupportedFormat(
-            "no config.json: not a checkpoint transformers can name",
+            "no config.json: not a transformers checkpoint",
             where=str(folder),
             expected="the folder of a checkpoint, or a .gguf file",
-            hint=f"give the file: {files[0]}" if files else None,
+            hint=f"pass the path of the file {files[0]}" if files else None,
         )
     return Checkpoint.open(folder)
 
 
 def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[PretrainedConfig, torch.dtype]:
-    """The model's config without its quantisation, which is our business, and the dtype of the rest."""
+    """The model's config and the dtype of everything but the experts.
+
+    The quantisation section is removed: transformers would otherwise try to quantise the model itself.
+    """
     try:
         config = (
             gguf.config_of(checkpoint) if checkpoint.path.is_file() else AutoConfig.from_pretrained(checkpoint.path)
         )
     except ValueError:
         raise UnsupportedProblem(
-            "this transformers does not know the model",
+            "this version of transformers does not know the model",
             where=str(checkpoint.path),
             got=checkpoint.config.model.get("model_type"),
             hint="pip install --upgrade transformers",
         ) from None
     for section in (config, config.get_text_config()):
         for key in _QUANT_KEYS:
-            vars(section).pop(key, None)
-    said = config.dtype or config.get_text_config().dtype or torch.bfloat16 if dtype == "auto" else dtype
+            if hasattr(section, key):
+                delattr(section, key)
+    requested = config.dtype or config.get_text_config().dtype or torch.bfloat16 if dtype == "auto" else dtype
     by_name = {str(wide).removeprefix("torch."): wide for wide in WIDE}
-    found = by_name.get(str(said).removeprefix("torch."))
-    if found is None:
-        raise SpecError("no model computes in this dtype", expected=" or ".join(("auto", *by_name)), got=said)
-    return config, found
+    chosen = by_name.get(str(requested).removeprefix("torch."))
+    if chosen is None:
+        raise SpecError("this dtype is not supported", expected=" or ".join(("auto", *by_name)), got=requested)
+    return config, chosen
 
 
 def _manifest(config: PretrainedConfig, checkpoint: Checkpoint) -> Manifest:
-    """What the checkpoint holds, complete. One whose names are unknown may be no mixture of experts at all."""
+    """The checkpoint's manifest; raises if tensors are missing."""
     try:
         manifest = manifests.build(checkpoint.config, checkpoint.headers)
     except UnsupportedFormat:
-        _without_memory(config)  # says so, if it is that
+        _meta_model(config)  # raises a clearer error if the model has no experts
         raise
     manifest.check(where=str(checkpoint.path))
     return manifest
 
 
-def _without_memory(config: PretrainedConfig) -> nn.Module:
+def _meta_model(config: PretrainedConfig) -> nn.Module:
+    """The model on the meta device, which allocates no memory."""
     with torch.device("meta"):
-        made: nn.Module = packed_class(_class_of(config))(config)
-    return made
+        model: nn.Module = packed_class(_class_of(config))(config)
+    return model
 
 
 def _check_loaded(info: dict[str, Any], folder: Path) -> None:
-    """Missing tensors are errors: transformers would fill them with random numbers."""
+    """Raise if transformers did not find a tensor: it would leave random values there."""
     problems: list[CheckpointError] = [
         MissingTensor("the model needs this tensor", where=name) for name in sorted(info["missing_keys"])
     ]
     for entry in sorted(info["mismatched_keys"]):
         name, got, expected = entry
-        problems.append(WrongShape("the model has another shape", where=name, expected=list(expected), got=list(got)))
+        problems.append(
+            WrongShape("the tensor has a wrong shape for the model", where=name, expected=list(expected), got=list(got))
+        )
     if problems:
         raise CheckpointProblems(problems, where=str(folder))

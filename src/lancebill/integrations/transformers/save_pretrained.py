@@ -1,8 +1,8 @@
-"""Saving a model whose experts are packed, as a checkpoint that anyone reads.
+"""Saves a model with packed experts as a standard checkpoint.
 
-Experts are never changed after loading, so what is written comes from the files they were loaded
-from: byte for byte where they are kept as stored, through the converter where they were requantised.
-A model that was changed since is not saved as if it had not been.
+The weights are written from the files the model was loaded from, because packed experts do not change after loading:
+the tensors are copied if the experts are kept as stored, and converted if they were requantised while loading. A model
+whose parameters changed since loading cannot be saved.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
 
-_MOOT = ("safe_serialization", "max_shard_size")  # always safe; the shards of the files it came from
+# Keywords of transformers' `save_pretrained` that are ignored: we always write safetensors, with the source's shards.
+_IGNORED = ("safe_serialization", "max_shard_size")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model's numbers came from, and how to tell that they still are those."""
+    """The checkpoint a model was loaded from, and the parameters' versions at that time to detect later changes."""
 
     checkpoint: Checkpoint
     options: LoadOptions
@@ -44,31 +45,34 @@ class Origin:
         return cls(checkpoint, options, layers, _versions(model))
 
     def __deepcopy__(self, memo: object) -> Origin:
-        """Copies of a model come from the same files, whose open descriptors cannot be copied."""
+        """A copy of the model shares the origin: the open file descriptors cannot be copied."""
         return self
 
     def check_unchanged(self, model: nn.Module) -> None:
+        """Raise if a parameter was added, removed or written since loading."""
         now = _versions(model)
         changed = sorted(name for name in {*now, *self.versions} if now.get(name) != self.versions.get(name))
         if changed:
             raise CannotEncode(
-                "the model was changed since it was loaded, and only what was loaded can be saved",
+                "the model was changed since it was loaded, and only unchanged weights can be saved",
                 where=changed[0],
                 hint="save the changed parameters yourself",
             )
 
     def target(self) -> QuantSpec | None:
-        """The one spec all experts have now; None where they are as stored."""
+        """The spec that all experts were requantised to; None if they are as stored."""
         specs = [weight_targets(self.options.weights, layer) for layer in self.layers]
         if not any(specs):
             return None
-        first = specs[0].get("w13")
-        if first is None or any(spec != {"w13": first, "w2": first} for spec in specs):
-            raise CannotEncode("a checkpoint holds experts of one spec", got="rules that differ between experts")
-        return first
+        spec13 = specs[0].get("w13")
+        if spec13 is None or any(spec != {"w13": spec13, "w2": spec13} for spec in specs):
+            raise CannotEncode(
+                "a checkpoint can only store experts of one spec", got="rules with different specs for some matrices"
+            )
+        return spec13
 
 
-def save(
+def save_packed(
     model: nn.Module,
     origin: Origin | None,
     folder: Path,
@@ -76,15 +80,15 @@ def save(
     format: str | None = None,
     overwrite: bool = False,
     is_main_process: bool = True,
-    **others: Any,
+    **keywords: Any,
 ) -> None:
-    """Write the checkpoint; `format` names the one to write where the experts were requantised.
+    """Write the checkpoint; `format` names the checkpoint format if the experts were requantised.
 
-    Other keywords of transformers' are taken where they change nothing, and refused where they would.
+    Other keywords of transformers' `save_pretrained` raise, unless they are false or in `_IGNORED`.
     """
-    refused = [name for name, value in others.items() if value and name not in _MOOT]
+    refused = [name for name, value in keywords.items() if value and name not in _IGNORED]
     if refused:
-        raise SpecError(f"{refused[0]}= is not for packed experts", expected="format=, overwrite=")
+        raise SpecError(f"{refused[0]}= is not supported for packed experts", expected="format=, overwrite=")
     if not is_main_process:
         return
     if origin is None:
@@ -96,7 +100,8 @@ def save(
         _copy(origin.checkpoint, folder, overwrite)
         return
     options = ConvertOptions(overwrite=overwrite)
-    convert(origin.checkpoint, folder, plan_conversion(origin.checkpoint, choose_target(spec, format), options), options)
+    plan = plan_conversion(origin.checkpoint, choose_target(spec, format), options)
+    convert(origin.checkpoint, folder, plan, options)
 
 
 def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
@@ -109,5 +114,5 @@ def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """How often each parameter was written in place."""
+    """torch's count of in-place writes for each parameter."""
     return {name: tensor._version for name, tensor in model.named_parameters()}

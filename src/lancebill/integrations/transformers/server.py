@@ -1,7 +1,7 @@
-"""transformers' OpenAI-compatible server around one model of ours.
+"""transformers' OpenAI-compatible server for one model.
 
-The server, its handlers and its protocol are transformers'; ours is only the manager that always gives
-the model that was loaded before the first request.
+The server, its handlers and its protocol are transformers'. We only replace the model manager by one that always
+returns the model that was loaded at startup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
     from transformers.cli.serving.utils import GenerationState
 except ImportError as error:
     raise UnsupportedProblem(
-        "what transformers' server needs is not installed", got=str(error), hint="pip install 'lancebill[serve]'"
+        "a dependency of transformers' server is not installed", got=str(error), hint="pip install 'lancebill[serve]'"
     ) from None
 
 try:
@@ -31,7 +31,7 @@ except ImportError:
 
 
 class OneModel(ModelManager):
-    """Knows one model, under one name, and never lets it go."""
+    """A model manager with one model that is never unloaded."""
 
     def __init__(self, name: str, model: Any, processor: Any) -> None:
         super().__init__(device=str(model.device), model_timeout=-1)
@@ -45,43 +45,46 @@ class OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "lancebill"}]
 
 
-def reserve(host: str, port: int) -> list[socket.socket]:
-    """The addresses of `host`, taken before a model is loaded for them; they refuse clients until it is served."""
-    taken: list[socket.socket] = []
+def bind_addresses(host: str, port: int) -> list[socket.socket]:
+    """Bind all addresses of `host` before the model is loaded, so that a port in use is reported early.
+
+    The sockets do not listen yet: clients are refused until the server starts.
+    """
+    bound: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
             try:
-                taken.append(_bound(socket.socket(family, kind, protocol), address))
+                bound.append(_bind(socket.socket(family, kind, protocol), address))
             except OSError as error:
-                # `localhost` names an IPv6 address also where there is no IPv6.
-                if len(found) == 1 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                # `localhost` may resolve to an IPv6 address on a machine without IPv6.
+                if len(addresses) == 1 or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
-        if not taken:
+        if not bound:
             raise OSError("none of its addresses is on this machine")
     except (OSError, UnicodeError) as error:
-        for each in taken:
+        for each in bound:
             each.close()
         raise LaunchError(
-            "cannot listen there", where=f"{host}:{port}", got=error, hint="see --host and --port"
+            "cannot listen on this address", where=f"{host}:{port}", got=error, hint="see --host and --port"
         ) from None
-    return taken
+    return bound
 
 
-def _bound(made: socket.socket, address: Any) -> socket.socket:
+def _bind(unbound: socket.socket, address: Any) -> socket.socket:
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if made.family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if unbound.family == socket.AF_INET6:
+            unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        unbound.bind(address)
     except OSError:
-        made.close()
+        unbound.close()
         raise
-    return made
+    return unbound
 
 
-def server(name: str, model: Any, processor: Any, log_level: str = "warning") -> uvicorn.Server:
-    """Ready to `run(sockets)`, which ends gracefully at SIGINT or SIGTERM: open requests are answered first."""
+def make_server(name: str, model: Any, processor: Any, log_level: str = "warning") -> uvicorn.Server:
+    """A server for `run(sockets)`. At SIGINT or SIGTERM it finishes open requests and stops."""
     manager = OneModel(name, model, processor)
     state = GenerationState()
     shared = {"model_manager": manager, "generation_state": state}

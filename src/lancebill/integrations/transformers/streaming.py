@@ -1,4 +1,4 @@
-"""Text out of a model as it comes, with the time of every token."""
+"""Streams generated text and records the time of every token."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import TextStreamer
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a model said and how fast: the first token pays for the prompt, the rest for themselves."""
+class GeneratedText:
+    """Generated text and its speed. The time of the first token includes processing the prompt."""
 
     text: str
     tokens: int
     first_seconds: float
-    tokens_per_second: float  # from the first token on; 0 where there was only one
+    tokens_per_second: float  # after the first token; 0 if there was only one
 
     def __str__(self) -> str:
         return (
@@ -26,8 +26,8 @@ class Said:
         )
 
 
-class Timed(TextStreamer):
-    """Calls `write` with each piece of text; the prompt is not repeated."""
+class TimedStreamer(TextStreamer):
+    """Calls `write` with each piece of generated text, and records when each token arrives."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -45,31 +45,31 @@ class Timed(TextStreamer):
         self.pieces.append(text)
         self.write(text)
 
-    def said(self) -> Said:
+    def result(self) -> GeneratedText:
         times = self.times
         rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-        first = times[0] - self.started if times else 0.0
-        return Said("".join(self.pieces), len(times), first, rate)
+        first_seconds = times[0] - self.started if times else 0.0
+        return GeneratedText("".join(self.pieces), len(times), first_seconds, rate)
 
 
 def chat_prompt(tokenizer: Any, question: str) -> dict[str, Tensor]:
-    """A question as the model's chat template has it; as it is where there is no template."""
+    """The tokens of a question in the model's chat template, or of the bare question if it has none."""
     if tokenizer.chat_template is None:
         return dict(tokenizer(question, return_tensors="pt"))
     messages = [{"role": "user", "content": question}]
-    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return dict(found)
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return dict(tokens)
 
 
-def speak(
+def generate_streamed(
     model: Any,
     tokenizer: Any,
     prompt: dict[str, Tensor],
     *,
     write: Callable[[str], None] = lambda _: None,
     **options: Any,
-) -> Said:
-    """Generate after `prompt`; options go to transformers' `generate`."""
-    streamer = Timed(tokenizer, write)
+) -> GeneratedText:
+    """Generate a continuation of `prompt`; `options` are passed to transformers' `generate`."""
+    streamer = TimedStreamer(tokenizer, write)
     model.generate(**{name: t.to(model.device) for name, t in prompt.items()}, streamer=streamer, **options)
-    return streamer.said()
+    return streamer.result()
