@@ -111,7 +111,7 @@ FAMILIES = [(row.family, i) for row in names.TABLE if row.family != "gguf" for i
 
 
 @pytest.mark.parametrize(("family", "form"), FAMILIES)
-def test_every_spelling_is_written_and_read_back(family: str, form: int, tmp_path: Path) -> None:
+def test_every_naming_form_is_written_and_read_back(family: str, form: int, tmp_path: Path) -> None:
     source = dense_source(tmp_path, family, form, replace(SIZE, layers=2))
     run_conversion(source, tmp_path / "int8", "int8")
     got = matrices(tmp_path / "int8")

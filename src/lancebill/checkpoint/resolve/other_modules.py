@@ -138,7 +138,7 @@ def _size(
     def stored(role: str) -> Tensor | None:
         return read(names_by_suffix[parts[role][1]], ()) if role in parts else None
 
-    size = scheme.told_size(stored)
+    size = scheme.stored_size(stored)
     if size is not None:
         return size
     inferred: dict[str, int] = {}
