@@ -50,9 +50,9 @@ def check_error(got: Tensor, want: Tensor, unquantised: Tensor, rows: Tensor) ->
     """Check `got` against rows `rows` of `want`: within four times the rounding error of the reference itself.
 
     Weights that are exact in the activations' type reach about 1.5 times it, weights that group scales round 3 to 3.7.
-    `unquantised` is the reference with unquantised inputs. If it differs from `want`, inputs are quantised, and a hidden
-    number may round to the neighbouring fp8 number, which is as accurate. Then results must be nearer to the reference
-    than it is to `unquantised`, and hardly further from `unquantised` than it is.
+    `unquantised` is the reference with unquantised inputs. If it differs from `want`, inputs are quantised, and a
+    hidden number may round to the neighbouring fp8 number, which is as accurate. Then results must be nearer to the
+    reference than it is to `unquantised`, and hardly further from `unquantised` than it is.
     """
     quantised = worst_row(want, unquantised)
     if quantised == 0:

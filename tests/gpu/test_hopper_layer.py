@@ -59,8 +59,8 @@ def make_problem(spec: str, activations: str, **sizes: Any) -> Problem:
 def large_enough(spec: str) -> dict[str, int]:
     """Sizes at which the error of a spec's worst row is meaningful.
 
-    Random zero points from 0 to 16 give the weights of a group a mean as large as their spread. With only two groups the
-    second matrix then has nearly rank two, and maps some hidden rows to little more than their rounding errors.
+    Random zero points from 0 to 16 give the weights of a group a mean as large as their spread. With only two groups
+    the second matrix then has nearly rank two, and maps some hidden rows to little more than their rounding errors.
     """
     return {"hidden": 4096, "intermediate": 2048} if spec.endswith("-zp") else {}
 

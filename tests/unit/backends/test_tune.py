@@ -141,7 +141,7 @@ def test_usage_errors(words: tuple[str, str], why: str) -> None:
 
 
 class Stopwatch:
-    """Fake times by the first tile: 32 is the fastest, best followed by 16 alone. Overlap saves a tenth, pairing 1 us."""
+    """Fake times by the first tile: 32 is fastest, best followed by 16 alone. Overlap saves a tenth, pairing 1 us."""
 
     def __init__(self, device: torch.device) -> None:
         self.measured: list[str] = []

@@ -86,9 +86,9 @@ def decode_gemm(
     ]
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "STAGES": tile.stages, "SLICES": tile.slices, "ROW_SLICES": tile.row_slices, "SPLIT": split, "SLOTS": slots, "KIND": kind,
-        "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend, "PREFETCH": prefetch,
-        "PROMOTE": promote,
+        "STAGES": tile.stages, "SLICES": tile.slices, "ROW_SLICES": tile.row_slices, "SPLIT": split, "SLOTS": slots,
+        "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
+        "PREFETCH": prefetch, "PROMOTE": promote,
     }  # fmt: skip
     options, aligned = (("num_warps", 4), ("maxnreg", tile.registers)), (*pointers, "width", "columns")
     return KernelSource(DECODE, "decode_gemm", tuple(arguments), tuple(constants.items()), aligned, options)

@@ -31,8 +31,8 @@ from lancebill.numbers.weight import LogicalWeight, expand
 
 _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# e8m0 exponents relative to the row's base: the largest and the smallest that the kernel applies exactly, and the offset
-# of the stored byte (the exponent field of the factor).
+# e8m0 exponents relative to the row's base: the largest and the smallest that the kernel applies exactly, and the
+# offset of the stored byte (the exponent field of the factor).
 _EXPONENT_RANGE = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, LEAST_EXPONENT, -LEAST_EXPONENT)}
 
 
@@ -267,8 +267,8 @@ def _excess(scales: Tensor, form: WeightForm) -> Tensor:
 def _nibble_base(scales: Tensor, form: WeightForm) -> Tensor:
     """Per row, the power of two that moves from the loop's scale to the factor, to make room for the nibble's unit.
 
-    bf16 has room for scales below 2**-5, which holds for almost every row. fp16 has room below 2**-8; smaller scales are
-    raised too, because fp16 underflows early.
+    bf16 has room for scales below 2**-5, which holds for almost every row. fp16 has room below 2**-8; smaller scales
+    are raised too, because fp16 underflows early.
     """
     exponent = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1]
     return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()

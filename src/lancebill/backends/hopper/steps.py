@@ -117,7 +117,8 @@ def _decode_gemm(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -
     kind = src.ROWS if not first else src.GATED if activation.gated else src.UNGATED
     source = src.decode_gemm(
         gemm.form, tile, gemm.split, 1 if first else top_k, problem.input.name, kind,
-        _activation_name(plan) if first else "none", bias=shape.bias, weighted=not single and problem.weight_on_input == first,
+        _activation_name(plan) if first else "none", bias=shape.bias,
+        weighted=not single and problem.weight_on_input == first,
         depend=plan.rule.overlap, promote=gemm.promote,
         # Only if the predecessor is our own launch: the ids are then older than it, and weights may be prefetched.
         prefetch=name == "w2" and plan.rule.overlap,

@@ -34,8 +34,8 @@ class Humming(Backend):
     on_request = True
 
     def __init__(self) -> None:
-        # Keyed by the layer's weight tensor, which the values do not keep alive, then by id(problem). The problem is stored
-        # too, so that its id cannot be reused.
+        # Keyed by the layer's weight tensor, which the values do not keep alive, then by id(problem). The problem is
+        # stored too, so that its id cannot be reused.
         self._experts: MutableMapping[Tensor, dict[int, tuple[Problem, Experts]]] = WeakTensorKeyDictionary()
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:

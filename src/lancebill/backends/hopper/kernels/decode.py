@@ -31,6 +31,7 @@ from lancebill.backends.hopper.kernels.mainloop import (
     stage_scale_words,
     tile_gemm,
 )
+from lancebill.backends.hopper.kernels.pipeline import Ring, epilogue_config, pipeline_config
 
 column_at = gluon.jit(rows.column_at.fn)
 T = gl.constexpr(8)  # the smallest N of wgmma; seven of its eight columns are padding
@@ -56,15 +57,18 @@ def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
-               scale_blocks, slots_per_row, STAGES: gl.constexpr, SLICES: gl.constexpr, ROW_SLICES: gl.constexpr,
-               form: gl.constexpr, SPLIT: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
-    """The producer warp: loads weights, and rows of x too unless blocks quantise them (ROW_SLICES > 0).
+def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, ring, units, slices, scale_blocks,
+                    slots_per_row, config: gl.constexpr, SPLIT: gl.constexpr, DEPEND: gl.constexpr,
+                    PREFETCH: gl.constexpr):  # fmt: skip
+    """The producer warp: loads weights, and rows of x too unless the consumer quantises them (`row_slices` > 0).
 
     PREFETCH loads the first weights before the predecessor ends. The ids must be older than the predecessor.
     """
+    form: gl.constexpr = config.form
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
     WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
-    BYTES: gl.constexpr = WEIGHTS if ROW_SLICES > 0 else WEIGHTS + SLICES * T * 128
+    BYTES: gl.constexpr = WEIGHTS if config.row_slices > 0 else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
     total = total_slots * units * SPLIT
     if DEPEND and not PREFETCH:
@@ -75,25 +79,24 @@ def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, s
             _, e, unit, first, count = part_at(ids, experts, gl.program_id(0), units, blocks, SPLIT)
             ahead = gl.minimum(count, STAGES)
             for i in range(ahead):
-                mbarrier.expect(full.index(i), BYTES)
-                copy_weights(w_desc, s_desc, wb, sb, i, full.index(i), e * units + unit, first + i, slices,
-                             scale_blocks, SLICES, form)  # fmt: skip
+                bar = ring.full.index(i)
+                mbarrier.expect(bar, BYTES)
+                copy_weights(w_desc, s_desc, ring, i, bar, e * units + unit, first + i, slices, scale_blocks, config)
         wait_for_predecessor()
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
         for block in range(first, first + count):
             stage = step % STAGES
-            bar = full.index(stage)
+            bar = ring.full.index(stage)
             if step >= ahead:
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, BYTES)
-                copy_weights(w_desc, s_desc, wb, sb, stage, bar, e * units + unit, block, slices, scale_blocks, SLICES,
-                             form)  # fmt: skip
-            if ROW_SLICES == 0:
+                copy_weights(w_desc, s_desc, ring, stage, bar, e * units + unit, block, slices, scale_blocks, config)
+            if config.row_slices == 0:
                 for j in gl.static_range(SLICES):
                     k = (block * SLICES + j) * dequant.slice_columns(form)
-                    copy_tile(x_desc, [slot // slots_per_row, k], bar, xb.index(stage * SLICES + j))
+                    copy_tile(x_desc, [slot // slots_per_row, k], bar, ring.x.index(stage * SLICES + j))
             step += 1
 
 
@@ -277,17 +280,22 @@ def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, u
 
 
 @gluon.jit
-def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb, empty,
-               full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, ROW_SLICES: gl.constexpr, form: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
-               KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-               DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, ring, units,
+                    slices, width, columns, slots_per_row, limit, alpha, beta, config: gl.constexpr,
+                    epilogue: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
+                    DEPEND: gl.constexpr):  # fmt: skip
     """The consumer warpgroup: GEMM and epilogue of every work item."""
+    SLICES: gl.constexpr = config.slices
+    ROW_SLICES: gl.constexpr = config.row_slices
+    KIND: gl.constexpr = epilogue.kind
+    ACTIVATION: gl.constexpr = epilogue.activation
+    BIAS: gl.constexpr = epilogue.bias
+    WEIGHTED: gl.constexpr = epilogue.weighted
     if DEPEND:
         wait_for_predecessor()
     let_successor_start()
     blocks = (slices + SLICES - 1) // SLICES
-    MMA: gl.constexpr = accumulator_layout(T, 0, form)
+    MMA: gl.constexpr = accumulator_layout(T, 0, config.form)
     step = 0
     for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
         slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
@@ -295,12 +303,10 @@ def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts
         bottom = load_factors(factors, e, unit, units, 1, MMA)
         scale = 1.0
         if ROW_SLICES > 0:
-            scale = quantise_row(x, xb, slot // slots_per_row, first * SLICES, width, ROW_SLICES)
+            scale = quantise_row(x, ring.x, slot // slots_per_row, first * SLICES, width, ROW_SLICES)
             if KIND == "rows":
                 gl.store(scales + slot, scale)  # every block of the slot stores the same value
-        sums, step = tile_gemm(
-            xb, wb, sb, empty, full, step, count, T, STAGES, SLICES, 1, form, PROMOTE, ROW_SLICES > 0
-        )
+        sums, step = tile_gemm(ring, step, count, config)
         UNSPLIT: gl.constexpr = SPLIT == 1 and KIND != "rows"
         if WEIGHTED and KIND != "rows":
             scale = scale * gl.load(weights + slot)
@@ -339,9 +345,9 @@ def decode_gemm(
 ):  # fmt: skip
     """One GEMM of the layer with one slot per tile. `slots_per_row` slots read the same row of x; a token has SLOTS.
 
-    ROW_SLICES = 0: the producer streams rows through `x_desc`. ROW_SLICES > 0: each block reads its row from `x` (`width` columns),
-    quantises its part of K and keeps it in shared memory as ROW_SLICES slices. The second GEMM also stores the row's scale,
-    which the final reduction needs.
+    ROW_SLICES = 0: the producer streams rows through `x_desc`. ROW_SLICES > 0: each block reads its row from `x`
+    (`width` columns), quantises its part of K and keeps it in shared memory as ROW_SLICES slices. The second GEMM also
+    stores the row's scale, which the final reduction needs.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     if ROW_SLICES > 0:
@@ -361,10 +367,13 @@ def decode_gemm(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
+    ring = Ring(xb, wb, sb, empty, full)
+    config: gl.constexpr = pipeline_config(form, T, STAGES, SLICES, 1, PROMOTE, ROW_SLICES)
+    epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED)
     gl.warp_specialize([
-        (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, xb, wb, sb,
-                      empty, full, units, slices, width, columns, slots_per_row, limit, alpha, beta, STAGES, SLICES,
-                      ROW_SLICES, form, SPLIT, SLOTS, KIND, ACTIVATION, BIAS, WEIGHTED, DEPEND, PROMOTE)),
-        (decode_producer, (x_desc, w_desc, s_desc, ids, experts, total_slots, xb, wb, sb, empty, full, units, slices,
-                      scale_blocks, slots_per_row, STAGES, SLICES, ROW_SLICES, form, SPLIT, DEPEND, PREFETCH)),
+        (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, ring,
+                           units, slices, width, columns, slots_per_row, limit, alpha, beta, config, epilogue, SPLIT,
+                           SLOTS, DEPEND)),
+        (decode_producer, (x_desc, w_desc, s_desc, ids, experts, total_slots, ring, units, slices, scale_blocks,
+                           slots_per_row, config, SPLIT, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

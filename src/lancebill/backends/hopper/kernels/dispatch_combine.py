@@ -180,7 +180,7 @@ def _divide(x, by):
 
 @triton.jit
 def _prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, FP8: tl.constexpr, WEIGHTED: tl.constexpr,
-              ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
+                 ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
     """A row as the input of expert e, and its fp8 scale.
 
     ORDERED: permute columns to the order of the expert's weights (act-order). SCALED: multiply by the expert's vector.
@@ -222,7 +222,7 @@ def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
     SAME_FOR_ALL: tl.constexpr = not (ORDERED or SCALED or STATIC)
     if SAME_FOR_ALL:
         row, scale = _prepare_row(source, token, weight, perm, pre_scale, given, k, inside, hidden, FP8, WEIGHTED,
-                               ORDERED, SCALED, STATIC)  # fmt: skip
+                                  ORDERED, SCALED, STATIC)  # fmt: skip
         row = row.to(out.dtype.element_ty)
     targets = ()
     for choice in tl.static_range(TOP_K):  # all loads are issued before the first use
@@ -236,11 +236,12 @@ def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
                 if FP8:
                     tl.store(scales + place, scale)
             else:
-                converted, converted_scale = _prepare_row(source, tl.load(ids + slot), weight, perm, pre_scale, given, k, inside,
-                                           hidden, FP8, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                expert = tl.load(ids + slot)
+                converted, own_scale = _prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden,
+                                                    FP8, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
                 tl.store(target, converted.to(out.dtype.element_ty), mask=at < length)
                 if FP8:
-                    tl.store(scales + place, converted_scale)
+                    tl.store(scales + place, own_scale)
             if OWNED:
                 tl.store(owners + place, tl.load(ids + slot))
 
@@ -342,7 +343,7 @@ def prepare_rows(
         e = tl.load(owners + r)
     if e >= 0:
         row, scale = _prepare_row(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, FP8, False, ORDERED,
-                               SCALED, STATIC)  # fmt: skip
+                                  SCALED, STATIC)  # fmt: skip
         tl.store(out + r * length + at, row.to(out.dtype.element_ty), mask=at < length)
         if FP8:
             tl.store(scales + r, scale)

@@ -4,14 +4,14 @@
 
 The operands are swapped: weights are wgmma's A operand, dequantised straight into registers, and tokens are B, in
 swizzled shared memory. So a tile can have any multiple of 8 tokens, from 8 to 160, and one kernel serves decode and
-prefill. A block is one consumer warpgroup and one producer warp, connected by a ring of stages. Two to four blocks share
-an SM and hide each other's latencies. The grid is persistent. Block p starts with tile p of a list made on the device
-(`dispatch_combine`), so the host never reads the routing. Further tiles come from a global counter: some SMs are slower
-than others, and a fixed assignment would leave blocks idle. A tile's result does not depend on the block.
+prefill. A block is one consumer warpgroup and one producer warp, connected by a ring of stages. Two to four blocks
+share an SM and hide each other's latencies. The grid is persistent. Block p starts with tile p of a list made on the
+device (`dispatch_combine`), so the host never reads the routing. Further tiles come from a global counter: some SMs are
+slower than others, and a fixed assignment would leave blocks idle. A tile's result does not depend on the block.
 
 A tile is one or two units (128 features each) by some tokens. Tensors have power-of-two sizes, so 96 tokens are two
-accumulators, for 64 and for 32 (`mainloop.widths`). Two units share the tokens they read: with few tokens per tile,
-L2 bandwidth is the limit and the accumulators are small.
+accumulators, for 64 and for 32 (`mainloop.widths`). Two units share the tokens they read: with few tokens per tile, L2
+bandwidth is the limit and the accumulators are small.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from lancebill.backends.hopper.kernels.mainloop import (
     width_at,
     width_count,
 )
+from lancebill.backends.hopper.kernels.pipeline import Ring, epilogue_config, pipeline_config
 
-# DEPEND: when a kernel waits for its predecessor (programmatic dependent launch). 0: never, a plain launch. 1: before it
-# reads. 2: only at its end, for the later tile classes of a GEMM, since their inputs are older than the predecessor.
+# DEPEND: when a kernel waits for its predecessor (programmatic dependent launch). 0: never, a plain launch. 1: before
+# it reads. 2: only at its end, for the later tile classes of a GEMM, since their inputs are older than the predecessor.
 
 
 @gluon.jit
@@ -75,9 +76,8 @@ def read_next_tile(next_tiles, next_ready, turn, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, next_tiles, next_ready, units, slices,
-         scale_blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
-         form: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles, next_ready, units, slices,
+             scale_blocks, config: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The producer warp: loads weights and token rows of every tile, stage by stage, with TMA.
 
     `taken` counts the tiles taken after each block's first. The counter is incremented once all copies of the current
@@ -85,6 +85,11 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty
     PREFETCH loads the first stages' weights before the predecessor ends. The tile list must be older than the
     predecessor.
     """
+    form: gl.constexpr = config.form
+    TOKENS: gl.constexpr = config.tokens
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
+    UNITS: gl.constexpr = config.units
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     WEIGHTS: gl.constexpr = UNITS * (w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES))
     BYTES: gl.constexpr = SLICES * TOKENS * 128 + WEIGHTS
@@ -100,10 +105,11 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty
             e, group, _, _ = tile_at(tiles, gl.program_id(0), groups)
             ahead = gl.minimum(blocks, STAGES)
             for i in range(ahead):
-                mbarrier.expect(full.index(i), BYTES)
+                bar = ring.full.index(i)
+                mbarrier.expect(bar, BYTES)
                 for u in gl.static_range(UNITS):
-                    copy_weights(w_desc, s_desc, wb, sb, i * UNITS + u, full.index(i), e * units + group * UNITS + u, i,
-                                 slices, scale_blocks, SLICES, form)  # fmt: skip
+                    unit = e * units + group * UNITS + u
+                    copy_weights(w_desc, s_desc, ring, i * UNITS + u, bar, unit, i, slices, scale_blocks, config)
         wait_for_predecessor()
     step = 0
     index = gl.program_id(0)
@@ -111,17 +117,19 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty
         e, group, row, _ = tile_at(tiles, index, groups)
         for block in range(blocks):
             stage = step % STAGES
-            bar = full.index(stage)
+            bar = ring.full.index(stage)
             if step >= ahead:
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, BYTES)
                 for u in gl.static_range(UNITS):
-                    copy_weights(w_desc, s_desc, wb, sb, stage * UNITS + u, bar, e * units + group * UNITS + u, block,
-                                 slices, scale_blocks, SLICES, form)  # fmt: skip
+                    unit = e * units + group * UNITS + u
+                    copy_weights(
+                        w_desc, s_desc, ring, stage * UNITS + u, bar, unit, block, slices, scale_blocks, config
+                    )
             for j in gl.static_range(SLICES):
                 k = (block * SLICES + j) * COLUMNS
                 for first in gl.static_range(0, TOKENS, BOX):
-                    copy_tile(x_desc, [row + first, k], bar, tokens_at(xb, stage * SLICES + j, first, BOX, TOKENS))
+                    copy_tile(x_desc, [row + first, k], bar, tokens_at(ring.x, stage * SLICES + j, first, BOX, TOKENS))
             step += 1
         index = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         publish_next_tile(next_tiles, next_ready, step // blocks - 1, index, STAGES + 1)
@@ -129,9 +137,11 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty
 
 @gluon.jit
 def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, row, rows, unit, columns, limit, alpha,
-                beta, T: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-                FP8: gl.constexpr):  # fmt: skip
+                beta, T: gl.constexpr, FP8: gl.constexpr, epilogue: gl.constexpr):  # fmt: skip
     """Epilogue of one unit: accumulators to T rows of `out`."""
+    KIND: gl.constexpr = epilogue.kind
+    ACTIVATION: gl.constexpr = epilogue.activation
+    BIAS: gl.constexpr = epilogue.bias
     CHUNK: gl.constexpr = min(T, staging.shape[0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     targets = load_targets(slots, row, rows, T, CHUNK, KIND)
@@ -142,12 +152,14 @@ def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, r
 
 
 @gluon.jit
-def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full, next_tiles, next_ready,
-         units, slices, columns, limit, alpha, beta, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-         UNITS: gl.constexpr, form: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
-         DEPEND: gl.constexpr, PROMOTE: gl.constexpr):  # fmt: skip
+def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, ring, staging, next_tiles, next_ready, units,
+             slices, columns, limit, alpha, beta, config: gl.constexpr, epilogue: gl.constexpr,
+             DEPEND: gl.constexpr):  # fmt: skip
     """The consumer warpgroup: GEMM and epilogue of every tile."""
-    FP8: gl.constexpr = dequant.fp8_inputs(form)
+    TOKENS: gl.constexpr = config.tokens
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
+    UNITS: gl.constexpr = config.units
     if DEPEND == 1:
         wait_for_predecessor()
     if DEPEND > 0:
@@ -158,16 +170,17 @@ def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb,
     step = 0
     index = gl.program_id(0)
     while index < count:
-        sums, step = tile_gemm(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, PROMOTE)
+        sums, step = tile_gemm(ring, step, blocks, config)
         e, group, row, rows = tile_at(tiles, index, groups)
         for u in gl.static_range(UNITS):
             unit = group * UNITS + u
             at = (e * units + unit) * 128
             for i in gl.static_range(width_count(TOKENS) - 1, -1, -1):  # smallest first, which frees registers early
                 top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
-                finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales,
-                            row + first_token(TOKENS, i), rows - first_token(TOKENS, i), unit, columns, limit, alpha, beta,
-                            width_at(TOKENS, i), KIND, ACTIVATION, BIAS, FP8)  # fmt: skip
+                first = first_token(TOKENS, i)
+                finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales, row + first,
+                            rows - first, unit, columns, limit, alpha, beta, width_at(TOKENS, i),
+                            dequant.fp8_inputs(config.form), epilogue)  # fmt: skip
         index = read_next_tile(next_tiles, next_ready, step // blocks - 1, STAGES + 1)
     if DEPEND == 2:
         wait_for_predecessor()
@@ -207,10 +220,12 @@ def grouped_gemm(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
+    ring = Ring(xb, wb, sb, empty, full)
+    config: gl.constexpr = pipeline_config(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE)
+    epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS)
     gl.warp_specialize([
-        (consumer, (out, slots, factors, bias, token_scales, tiles, tile_count, xb, wb, sb, staging, empty, full,
-                next_tiles, next_ready, units, slices, columns, limit, alpha, beta, TOKENS, STAGES, SLICES, UNITS, form, KIND,
-                ACTIVATION, BIAS, DEPEND, PROMOTE)),
-        (producer, (x_desc, w_desc, s_desc, tiles, tile_count, taken, xb, wb, sb, empty, full, next_tiles, next_ready, units,
-                slices, scale_blocks, TOKENS, STAGES, SLICES, UNITS, form, DEPEND, PREFETCH)),
+        (consumer, (out, slots, factors, bias, token_scales, tiles, tile_count, ring, staging, next_tiles, next_ready,
+                    units, slices, columns, limit, alpha, beta, config, epilogue, DEPEND)),
+        (producer, (x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles, next_ready, units, slices,
+                    scale_blocks, config, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -49,10 +49,11 @@ def scale_copies(form, SLICES):
 
 
 @gluon.jit
-def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_blocks, SLICES: gl.constexpr,
-                 form: gl.constexpr):  # fmt: skip
+def copy_weights(w_desc, s_desc, ring, stage, bar, unit, block, slices, scale_blocks, config: gl.constexpr):
     """Start the copies of one unit's codes and scales for a stage; `unit` counts over all experts."""
-    copy_tile(w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, wb.index(stage))
+    form: gl.constexpr = config.form
+    SLICES: gl.constexpr = config.slices
+    copy_tile(w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, ring.codes.index(stage))
     if dequant.scale_words(form) > 0:
         COPIES: gl.constexpr = scale_copies(form, SLICES)
         SHARED: gl.constexpr = stages_per_block(form, SLICES)
@@ -63,7 +64,7 @@ def copy_weights(w_desc, s_desc, wb, sb, stage, bar, unit, block, slices, scale_
             start += block // SHARED
         for i in gl.static_range(COPIES):
             at = start * (64 * dequant.scale_words(form)) + i * scale_box(form, SLICES)
-            copy_tile(s_desc, [at], bar, sb.index(stage * COPIES + i))
+            copy_tile(s_desc, [at], bar, ring.scales.index(stage * COPIES + i))
 
 
 @gluon.constexpr_function
@@ -128,7 +129,7 @@ def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl
 
 @gluon.jit
 def load_slice(wb, sb, stage, turn: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr):
-    """(codes, scales) of both halves of one turn. A stage has a turn for each of its slices and, within it, each unit."""
+    """(codes, scales) of both halves of one turn. A stage has one turn per slice and unit, units innermost."""
     at = stage * UNITS + turn % UNITS
     return load_half(wb, sb, at, turn // UNITS, 0, SLICES, form), load_half(wb, sb, at, turn // UNITS, 1, SLICES, form)
 
@@ -164,8 +165,7 @@ def start_half(sums, half: gl.constexpr, a, xb, slice, TOKENS: gl.constexpr, HAL
 
 
 @gluon.jit
-def multiply(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-             UNITS: gl.constexpr, form: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
+def multiply(ring, step, blocks, config: gl.constexpr):
     """The GEMM of one tile: accumulators of every half of its units, for each width.
 
     The next half is dequantised while one half's wgmma runs. Registers that an outstanding wgmma reads are never
@@ -173,27 +173,32 @@ def multiply(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES
     loaded from shared memory while the current turn is multiplied. A stage is released to the producer after the first
     wgmma of the next stage was issued.
     """
+    form: gl.constexpr = config.form
+    TOKENS: gl.constexpr = config.tokens
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
+    UNITS: gl.constexpr = config.units
     HALVES: gl.constexpr = 2 * UNITS
     TURNS: gl.constexpr = SLICES * UNITS
     sums = zero_accumulators(TOKENS, HALVES, form)
     for block in range(blocks):
         stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        ahead = load_slice(wb, sb, stage, 0, SLICES, UNITS, form)
+        mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
+        ahead = load_slice(ring.codes, ring.scales, stage, 0, SLICES, UNITS, form)
         for turn in gl.static_range(TURNS):
             current = ahead
             if turn + 1 < TURNS:
-                ahead = load_slice(wb, sb, stage, turn + 1, SLICES, UNITS, form)
-            slice = (block if RESIDENT else stage) * SLICES + turn // UNITS
+                ahead = load_slice(ring.codes, ring.scales, stage, turn + 1, SLICES, UNITS, form)
+            slice = (block if config.row_slices > 0 else stage) * SLICES + turn // UNITS
             for half in gl.static_range(2):
                 a = dequantise(current[half][0], current[half][1], accumulator_layout(TOKENS, 0, form), form)
-                sums = start_half(sums, turn % UNITS * 2 + half, a, xb, slice, TOKENS, HALVES, form, True)
+                sums = start_half(sums, turn % UNITS * 2 + half, a, ring.x, slice, TOKENS, HALVES, form, True)
                 sums = warpgroup_mma_wait(1, deps=sums)
                 if turn == 0 and half == 0:
-                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
+                    mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
         step += 1
     sums = warpgroup_mma_wait(0, deps=sums)
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
+    mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
     return sums, step
 
 
@@ -224,46 +229,48 @@ def wait_for(sums):
 
 
 @gluon.jit
-def multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-                      SLICES: gl.constexpr, form: gl.constexpr, RESIDENT: gl.constexpr):  # fmt: skip
+def multiply_promoted(ring, step, blocks, config: gl.constexpr):
     """`multiply` with promotion: every slice is summed separately and added to fp32 totals.
 
     The tensor cores accumulate fp8 products with about 14 bits, so long sums lose precision. Promotion also lets a
     group's scale multiply the sum of its columns. Both halves share one extra set of accumulators, because two sets do
     not fit in registers. The other blocks of the SM hide the waits.
     """
+    form: gl.constexpr = config.form
+    TOKENS: gl.constexpr = config.tokens
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
     LAYOUT: gl.constexpr = accumulator_layout(TOKENS, 0, form)
     totals = zero_accumulators(TOKENS, 2, form)
     sums = zero_accumulators(TOKENS, 1, form)
     for block in range(blocks):
         stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
         for j in gl.static_range(SLICES):
-            current = load_half(wb, sb, stage, j, 0, SLICES, form), load_half(wb, sb, stage, j, 1, SLICES, form)
-            slice = (block if RESIDENT else stage) * SLICES + j
-            a = dequantise(current[0][0], current[0][1], LAYOUT, form)
-            sums = start_half(sums, 0, a, xb, slice, TOKENS, 1, form, False)
-            b = dequantise(current[1][0], current[1][1], LAYOUT, form)  # overlaps with the first half's wgmma
+            upper = load_half(ring.codes, ring.scales, stage, j, 0, SLICES, form)
+            lower = load_half(ring.codes, ring.scales, stage, j, 1, SLICES, form)
+            slice = (block if config.row_slices > 0 else stage) * SLICES + j
+            a = dequantise(upper[0], upper[1], LAYOUT, form)
+            sums = start_half(sums, 0, a, ring.x, slice, TOKENS, 1, form, False)
+            b = dequantise(lower[0], lower[1], LAYOUT, form)  # overlaps with the first half's wgmma
             sums = wait_for(sums)
-            totals = promote_sums(totals, 0, sums, current[0][1], TOKENS, form)
-            sums = start_half(sums, 0, b, xb, slice, TOKENS, 1, form, False)
+            totals = promote_sums(totals, 0, sums, upper[1], TOKENS, form)
+            sums = start_half(sums, 0, b, ring.x, slice, TOKENS, 1, form, False)
             sums = wait_for(sums)
-            totals = promote_sums(totals, 1, sums, current[1][1], TOKENS, form)
-        mbarrier.arrive(empty.index(stage), count=1)
+            totals = promote_sums(totals, 1, sums, lower[1], TOKENS, form)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         step += 1
     return totals, step
 
 
 @gluon.jit
-def tile_gemm(xb, wb, sb, empty, full, step, blocks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-               SLICES: gl.constexpr, UNITS: gl.constexpr, form: gl.constexpr, PROMOTE: gl.constexpr,
-               RESIDENT: gl.constexpr = False):  # fmt: skip
-    """The GEMM of one tile. PROMOTE: add sums to fp32 totals after every slice.
+def tile_gemm(ring, step, blocks, config: gl.constexpr):
+    """The GEMM of one tile: its accumulators and the next step of the ring. `blocks` is the number of stages it reads.
 
-    RESIDENT: `xb` holds all slices of the tokens and is not part of the ring.
+    With `row_slices` the tokens are not part of the ring: `ring.x` holds all their slices.
     """
-    if PROMOTE:
-        gl.static_assert(UNITS == 1)
-        return multiply_promoted(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, form, RESIDENT)
+    if config.promote:
+        gl.static_assert(config.units == 1)
+        return multiply_promoted(ring, step, blocks, config)
     else:
-        return multiply(xb, wb, sb, empty, full, step, blocks, TOKENS, STAGES, SLICES, UNITS, form, RESIDENT)
+        return multiply(ring, step, blocks, config)

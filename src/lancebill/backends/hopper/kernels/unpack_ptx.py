@@ -44,8 +44,8 @@ INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: OR-ing a small int
 NIBBLE_UNIT = {f.BF16: 133, f.F16: 24}
 _MINUS_EIGHT = "0x80808008"  # -8 in the units of both nibbles, rows r in the low half
 _ONE_EXPONENT = {f.BF16: (127, 7), f.F16: (15, 10)}  # exponent field of 1.0, lowest bit of the field
-# A half of a word holds two e4m3 codes. One is already in position, so a mask extracts it; the other fills the remaining
-# bits. Lowest bit of the code, the mask, and for the other code (left shift, mask) pairs.
+# A half of a word holds two e4m3 codes. One is already in position, so a mask extracts it; the other fills the
+# remaining bits. Lowest bit of the code, the mask, and for the other code (left shift, mask) pairs.
 _E4M3_PLACE = {f.BF16: (4, 0x87F0, ((4, 0x80F0), (-4, 0x0700))), f.F16: (7, 0xBF80, ((7, 0x3F80), (1, 0x8000)))}
 
 

@@ -1,0 +1,63 @@
+"""What the GEMM kernels pass to their helpers as one argument: compile-time settings and the ring of stages (Gluon)."""
+
+# No `from __future__ import annotations`: Triton reads the annotations of an aggregate as types.
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from lancebill.backends.hopper.kernels.weight_form import WeightForm
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The shape of a tile and of its pipeline."""
+
+    form: WeightForm
+    tokens: int  # per tile
+    stages: int
+    slices: int  # of K, per stage
+    units: int  # of features, per tile
+    promote: bool  # add sums to fp32 totals after every slice
+    row_slices: int = 0  # decode with fp8: slices of the row that stay in shared memory
+
+
+@dataclass(frozen=True)
+class EpilogueConfig:
+    """What happens to the sums of a tile."""
+
+    kind: str  # "gated", "ungated", "rows" or "kept"
+    activation: str
+    bias: bool
+    weighted: bool = False  # multiply by the routing weight
+
+
+@gluon.constexpr_function
+def pipeline_config(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES=0):
+    return PipelineConfig(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES)
+
+
+@gluon.constexpr_function
+def epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED=False):
+    return EpilogueConfig(KIND, ACTIVATION, BIAS, WEIGHTED)
+
+
+@aggregate
+class Ring:
+    """Shared memory of all stages: token rows, packed codes, scale words, and the barriers of each stage."""
+
+    x: gl.shared_memory_descriptor
+    codes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, x, codes, scales, empty, full):
+        self.x = x
+        self.codes = codes
+        self.scales = scales
+        self.empty = empty
+        self.full = full
