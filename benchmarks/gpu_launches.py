@@ -19,7 +19,7 @@ from lancebill.testing.layers import SampleLayer
 
 
 def program_of_call(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Windows) -> Program:
-    """Call the layer once; return the program that the backend kept for it."""
+    """Call the layer once; return the program that its executor keeps for this plan and stream."""
     with torch.cuda.stream(windows.stream):
         layer(b.x, Indexed(b.ids, b.weights), out)
         torch.cuda.synchronize()
