@@ -1,4 +1,4 @@
-"""Every backend of the registry, on every case it says it supports, on the devices that are here."""
+"""Every registered backend, on every case that it supports, on the available devices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CASES = list(judge.cases())
 @pytest.mark.parametrize("backend", registry().values(), ids=lambda b: b.name)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("form", [judge.INDEXED, judge.CONTIGUOUS, judge.BATCHED])
-def test_numbers(backend: Backend, device: Device, case: judge.Case, form: str) -> None:
+def test_results_match_the_truth(backend: Backend, device: Device, case: judge.Case, form: str) -> None:
     if case.problem.weight_on_input and form != judge.INDEXED:
-        pytest.skip("rows of a finished form come weighted")
+        pytest.skip("routing weights on the input need an indexed dispatch")
     case = judge.in_form(case, form)
     reasons = list(backend.check(case.problem, device))
     if reasons:
@@ -30,7 +30,7 @@ def test_numbers(backend: Backend, device: Device, case: judge.Case, form: str) 
 
 @pytest.mark.parametrize("backend", registry().values(), ids=lambda b: b.name)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_layout_is_a_bijection(backend: Backend, case: judge.Case) -> None:
+def test_layout_roundtrip_is_exact(backend: Backend, case: judge.Case) -> None:
     device = Device("cpu")
     if list(backend.check(case.problem, Device("cuda", 90))) and list(backend.check(case.problem, device)):
         pytest.skip("not supported")
@@ -39,8 +39,8 @@ def test_layout_is_a_bijection(backend: Backend, case: judge.Case) -> None:
     for matrix, shape in case.problem.matrices.items():
         for expert, weight in enumerate(case.weights[matrix]):
             rows = {name: t[expert] for name, t in packed[matrix].items()}
-            back = layout.unpack(shape, rows)
-            again = {name: torch.zeros_like(t) for name, t in rows.items()}
-            layout.pack(shape, back, again)
-            assert all(torch.equal(rows[name], again[name]) for name in rows)
-            assert back.equals(weight)
+            unpacked = layout.unpack(shape, rows)
+            repacked = {name: torch.zeros_like(t) for name, t in rows.items()}
+            layout.pack(shape, unpacked, repacked)
+            assert all(torch.equal(rows[name], repacked[name]) for name in rows)
+            assert unpacked.equals(weight)

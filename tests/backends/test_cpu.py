@@ -1,4 +1,4 @@
-"""The CPU kernels, level by level: right everywhere, whatever the threads, and from several threads at once."""
+"""The CPU kernels at every level: accuracy, determinism across thread counts, calls from several threads."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ LEVELS = () if LIBRARY is None else LIBRARY.levels
 
 
 def with_16_bits(case: judge.Case) -> judge.Case:
-    """The exact cases have small integers as inputs, which bf16 holds; fp32 inputs are refused."""
+    """The exact cases with bf16 inputs: they are small integers, and the kernels reject fp32 inputs."""
     if case.tier != judge.EXACT:
         return case
     return replace(case, problem=replace(case.problem, activations=ACTIVATIONS["bf16"]))
 
 
 CASES = {case.name: with_16_bits(case) for case in judge.cases()}
-# Relative error of the worst row against the reference, by how inputs come: docs/numerics.md states them.
-BOUNDS = {"bf16": 4e-3, "int8": 6e-3}  # of quantised inputs some may round the other way
+# Largest relative error of a row against the reference, by input type (see docs/numerics.md).
+BOUNDS = {"bf16": 4e-3, "int8": 6e-3}  # a few quantised inputs may round the other way
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native.state().why)
 
 
@@ -65,7 +65,7 @@ def test_every_level_computes_every_case(name: str, level: IsaLevel) -> None:
 
 
 class Work:
-    """A layer of real width with the reference's results."""
+    """A layer of realistic width with a batch, and the reference results."""
 
     def __init__(self, spec: str, activations: str, tokens: int) -> None:
         activation = Activation("swigluoai", limit=7.0) if tokens == 5 else Activation()
@@ -100,9 +100,9 @@ def work(spec: str, activations: str = "bf16", tokens: int = 3) -> Work:
     return Work(spec, activations, tokens)
 
 
-def bound(made: Work, level: IsaLevel, activations: str) -> float:
-    """Codebooks are rounded to 14 bits, and tiles hold weights as bf16."""
-    if made.problem.w13.spec.dtype.kind == CODEBOOK and activations == "int8":
+def bound(layer_work: Work, level: IsaLevel, activations: str) -> float:
+    """Larger for codebooks, which are rounded to 14 bits, and for tiles, which hold weights as bf16."""
+    if layer_work.problem.w13.spec.dtype.kind == CODEBOOK and activations == "int8":
         return 1e-2
     return 6e-3 if level == IsaLevel.AMX else BOUNDS[activations]
 
@@ -111,12 +111,12 @@ def bound(made: Work, level: IsaLevel, activations: str) -> float:
 @pytest.mark.parametrize("activations", BOUNDS)
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8-block"])
 def test_worst_row_against_the_reference(spec: str, activations: str, tokens: int) -> None:
-    """Every level; 40 tokens give an expert about 20 rows, enough for tiles."""
-    made = work(spec, activations, tokens)
-    want = made.reference()
+    """On every level. With 40 tokens an expert has about 20 rows, enough for tiles."""
+    layer_work = work(spec, activations, tokens)
+    want = layer_work.reference()
     for level in LEVELS:
-        error = worst_row(made.run(Cpu(level)), want)
-        assert error <= bound(made, level, activations), f"{level}: {error:.1e}"
+        error = worst_row(layer_work.run(Cpu(level)), want)
+        assert error <= bound(layer_work, level, activations), f"{level}: {error:.1e}"
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -137,15 +137,20 @@ def test_threads_do_not_change_bits(level: IsaLevel) -> None:
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", ["bf16", "int8"])
 @pytest.mark.parametrize("spec", ["mxfp4", "nvfp4", "nf4", "int4-g128-zp", "int8", "fp8-block"])
-def test_a_row_does_not_know_its_batch(spec: str, activations: str, level: IsaLevel) -> None:
-    """In batch-invariant order: alone, beside any others, and in another order."""
-    made, backend = work(spec, activations, tokens=40), Cpu(level)
-    problem = replace(made.problem, order=BATCH_INVARIANT)
+def test_batch_invariant_rows(spec: str, activations: str, level: IsaLevel) -> None:
+    """In batch-invariant order a row has the same bits alone, in any batch and at any position."""
+    layer_work, backend = work(spec, activations, tokens=40), Cpu(level)
+    problem = replace(layer_work.problem, order=BATCH_INVARIANT)
     assert not list(backend.check(problem, CPU))
 
     def computed(rows: Tensor) -> Tensor:
-        x, routed = made.batch.x[rows].contiguous(), Indexed(made.batch.ids[rows], made.batch.weights[rows])
-        return backend.run(backend.plan(problem, len(rows), CPU), x, routed, made.packed, torch.full_like(x, torch.nan))
+        x, routed = (
+            layer_work.batch.x[rows].contiguous(),
+            Indexed(layer_work.batch.ids[rows], layer_work.batch.weights[rows]),
+        )
+        return backend.run(
+            backend.plan(problem, len(rows), CPU), x, routed, layer_work.packed, torch.full_like(x, torch.nan)
+        )
 
     everything = torch.arange(40)
     whole = computed(everything)
@@ -155,8 +160,8 @@ def test_a_row_does_not_know_its_batch(spec: str, activations: str, level: IsaLe
         assert torch.equal(computed(rows), whole[rows])
 
 
-def repeat_at_once(call: Callable[[int], Tensor], alone: list[Tensor], times: int) -> None:
-    """Two threads, each with its own number: every result is the one that the call gave alone."""
+def repeat_from_two_threads(call: Callable[[int], Tensor], alone: list[Tensor], times: int) -> None:
+    """Calls from two threads at once: every result equals that of the call alone."""
     together: list[list[Tensor]] = [[], []]
 
     def repeat(which: int) -> None:
@@ -177,7 +182,7 @@ def repeat_at_once(call: Callable[[int], Tensor], alone: list[Tensor], times: in
 def test_two_layers_from_two_threads_at_once(level: IsaLevel) -> None:
     layers = [work("int4-g32", "bf16", 40), work("mxfp4", "int8", 40)]
     alone = [layer.run(Cpu(level)) for layer in layers]
-    repeat_at_once(lambda which: layers[which].run(Cpu(level)), alone, 8)
+    repeat_from_two_threads(lambda which: layers[which].run(Cpu(level)), alone, 8)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -201,8 +206,8 @@ def test_linears(level: IsaLevel, activations: str) -> None:
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", BOUNDS)
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128", "mxfp4", "nvfp4", "nf4", "int8"])
-def test_the_largest_sums_fit(spec: str, activations: str, level: IsaLevel) -> None:
-    """Every weight, and the bytes of every input, at an end of their range: nearest to where short sums overflow."""
+def test_largest_sums_do_not_overflow(spec: str, activations: str, level: IsaLevel) -> None:
+    """All weights and input bytes at an end of their range, where 16-bit sums are closest to overflow."""
     shape = MatrixShape("w13", 32, 256, parse_spec(spec))
     problem = Problem(shape, None, 1, 1, 1, activations=ACTIVATIONS[activations], dispatch=CONTIGUOUS)
     weight = quantize(torch.full((32, 256), 6.0), shape.spec)
@@ -222,29 +227,29 @@ def test_the_largest_sums_fit(spec: str, activations: str, level: IsaLevel) -> N
         assert ((got - want).abs() / want.abs()).max() <= 4e-3
 
 
-def module(made: Work) -> RoutedExperts:
-    return RoutedExperts(LayerParts(oracle.select(made.problem, CPU, "cpu"), made.packed))
+def module(layer_work: Work) -> RoutedExperts:
+    return RoutedExperts(LayerParts(oracle.select(layer_work.problem, CPU, "cpu"), layer_work.packed))
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of the calls that went the long way."""
-    found: list[int] = []
-    whole = RoutedExperts.compute
+def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each call that did not take the fast path."""
+    tokens: list[int] = []
+    compute = RoutedExperts.compute
 
-    def compute(layer: RoutedExperts, x: Tensor, *rest: Tensor) -> Tensor:
-        found.append(x.shape[0])
-        return whole(layer, x, *rest)
+    def recording_compute(layer: RoutedExperts, x: Tensor, *args: Tensor) -> Tensor:
+        tokens.append(x.shape[0])
+        return compute(layer, x, *args)
 
-    monkeypatch.setattr(RoutedExperts, "compute", compute)
-    return found
+    monkeypatch.setattr(RoutedExperts, "compute", recording_compute)
+    return tokens
 
 
 @pytest.mark.parametrize("activations", BOUNDS)
-def test_a_second_call_is_short_and_gives_the_same_bits(slow: list[int], activations: str) -> None:
-    """With other tensors, and other numbers of threads, too."""
-    made, before = work("int4-g32", activations, 5), torch.get_num_threads()
-    layer, batch = module(made), made.batch
+def test_second_call_is_fast_and_bit_identical(slow_calls: list[int], activations: str) -> None:
+    """Also with other tensors and other thread counts."""
+    layer_work, before = work("int4-g32", activations, 5), torch.get_num_threads()
+    layer, batch = module(layer_work), layer_work.batch
     results = [layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)]
     try:
         for threads in (before, 1, 2):
@@ -254,13 +259,13 @@ def test_a_second_call_is_short_and_gives_the_same_bits(slow: list[int], activat
             results.append(out)
     finally:
         torch.set_num_threads(before)
-    assert slow == [5] and all(torch.equal(result, results[0]) for result in results)
+    assert slow_calls == [5] and all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("what", ["int64 ids", "ids apart", "fp16 weights", "rows apart", "fp32 out", "memory", "copy"])
-def test_what_does_not_fit_the_short_way_goes_the_long_one(slow: list[int], what: str) -> None:
-    made = work("int4-g32", "bf16", 5)
-    layer, batch, out = module(made), made.batch, torch.empty_like(made.batch.x)
+def test_calls_that_do_not_fit_the_fast_path(slow_calls: list[int], what: str) -> None:
+    layer_work = work("int4-g32", "bf16", 5)
+    layer, batch, out = module(layer_work), layer_work.batch, torch.empty_like(layer_work.batch.x)
     want = layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)
     x, ids, weights = batch.x, batch.ids, batch.weights
     if what == "int64 ids":
@@ -278,17 +283,17 @@ def test_what_does_not_fit_the_short_way_goes_the_long_one(slow: list[int], what
         layer.w13_codes.data = layer.w13_codes.data.clone()
     else:
         layer = copy.deepcopy(layer)
-    slow.clear()
+    slow_calls.clear()
     got = layer(x, topk_ids=ids, topk_weights=weights, out=out)
-    assert slow == [5] and torch.equal(got.to(want.dtype), want)
+    assert slow_calls == [5] and torch.equal(got.to(want.dtype), want)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
-def test_tensors_without_memory_are_never_computed_with(name: str) -> None:
-    made = work("int4-g32", "bf16", 5)
-    layer = module(made)
-    given = {"x": made.batch.x, "topk_ids": made.batch.ids, "topk_weights": made.batch.weights}
-    given["out"] = torch.zeros_like(made.batch.x)
+def test_meta_tensors_are_rejected(name: str) -> None:
+    layer_work = work("int4-g32", "bf16", 5)
+    layer = module(layer_work)
+    given = {"x": layer_work.batch.x, "topk_ids": layer_work.batch.ids, "topk_weights": layer_work.batch.weights}
+    given["out"] = torch.zeros_like(layer_work.batch.x)
     for _ in range(2):
         layer(**given)
     given[name] = given[name].to("meta")
@@ -296,49 +301,55 @@ def test_tensors_without_memory_are_never_computed_with(name: str) -> None:
         layer(**given)
 
 
-def test_one_layer_from_two_threads_at_once(slow: list[int]) -> None:
-    """Each call has its own struct: a shortcut is shared."""
-    made = work("int4-g32", "bf16", 5)
-    layer, ids, weights = module(made), made.batch.ids, made.batch.weights
-    inputs = [made.batch.x, made.batch.x.flip(0).contiguous()]
+def test_one_layer_from_two_threads_at_once(slow_calls: list[int]) -> None:
+    """The fast path is shared between threads, but each call has its own struct."""
+    layer_work = work("int4-g32", "bf16", 5)
+    layer, ids, weights = module(layer_work), layer_work.batch.ids, layer_work.batch.weights
+    inputs = [layer_work.batch.x, layer_work.batch.x.flip(0).contiguous()]
     alone = [layer(x, topk_ids=ids, topk_weights=weights) for x in inputs]
-    repeat_at_once(lambda which: layer(inputs[which], topk_ids=ids, topk_weights=weights), alone, 40)
-    assert slow == [5]
+    repeat_from_two_threads(lambda which: layer(inputs[which], topk_ids=ids, topk_weights=weights), alone, 40)
+    assert slow_calls == [5]
 
 
-def test_ids_of_nobody_contribute_nothing() -> None:
-    made = work("mxfp4", "bf16", 5)
-    layer, ids = module(made), made.batch.ids.clone()
+def test_ids_out_of_range_contribute_nothing() -> None:
+    layer_work = work("mxfp4", "bf16", 5)
+    layer, ids = module(layer_work), layer_work.batch.ids.clone()
     ids[:, 1] = -1
-    want = layer(made.batch.x, topk_ids=ids, topk_weights=made.batch.weights)
+    want = layer(layer_work.batch.x, topk_ids=ids, topk_weights=layer_work.batch.weights)
     ids[:, 1] = torch.tensor([6, 7, -9, 1 << 20, -(1 << 31)], dtype=torch.int32)
     for _ in range(2):
-        assert torch.equal(layer(made.batch.x, topk_ids=ids, topk_weights=made.batch.weights), want)
+        assert torch.equal(layer(layer_work.batch.x, topk_ids=ids, topk_weights=layer_work.batch.weights), want)
     ids[:] = 6
-    assert not layer(made.batch.x, topk_ids=ids, topk_weights=made.batch.weights).any()
+    assert not layer(layer_work.batch.x, topk_ids=ids, topk_weights=layer_work.batch.weights).any()
 
 
-def test_rows_may_lie_apart() -> None:
-    made = work("mxfp4", "bf16", 5)
-    want = made.run(BACKEND)
+def test_strided_rows() -> None:
+    layer_work = work("mxfp4", "bf16", 5)
+    want = layer_work.run(BACKEND)
     wide, out = torch.zeros(5, 2048, dtype=torch.bfloat16), torch.full((5, 1030), torch.nan, dtype=torch.bfloat16)
-    wide[:, 512:1536] = made.batch.x
-    plan = BACKEND.plan(made.problem, 5, CPU)
-    dispatch = Indexed(made.batch.ids, made.batch.weights)
-    BACKEND.run(plan, wide[:, 512:1536], dispatch, made.packed, out[:, 3:1027])
+    wide[:, 512:1536] = layer_work.batch.x
+    plan = BACKEND.plan(layer_work.problem, 5, CPU)
+    dispatch = Indexed(layer_work.batch.ids, layer_work.batch.weights)
+    BACKEND.run(plan, wide[:, 512:1536], dispatch, layer_work.packed, out[:, 3:1027])
     assert torch.equal(out[:, 3:1027], want)
     assert out[:, :3].isnan().all() and out[:, 1027:].isnan().all()
 
 
-def test_no_tokens_is_no_work() -> None:
-    made = work("mxfp4", "bf16", 5)
-    none = Indexed(made.batch.ids[:0], made.batch.weights[:0])
-    out = BACKEND.run(BACKEND.plan(made.problem, 0, CPU), made.batch.x[:0], none, made.packed, made.batch.x[:0].clone())
+def test_no_tokens() -> None:
+    layer_work = work("mxfp4", "bf16", 5)
+    none = Indexed(layer_work.batch.ids[:0], layer_work.batch.weights[:0])
+    out = BACKEND.run(
+        BACKEND.plan(layer_work.problem, 0, CPU),
+        layer_work.batch.x[:0],
+        none,
+        layer_work.packed,
+        layer_work.batch.x[:0].clone(),
+    )
     assert out.shape == (0, 1024)
 
 
-def test_tiles_are_for_weights_that_bf16_holds() -> None:
-    """Or nearly: where inputs are 16 bits and rows long. Integer inputs are promised exact products."""
+def test_tiles_need_weights_that_fit_bf16() -> None:
+    """Exactly, or with rounding if inputs are bf16 and rows are long. Integer inputs require exact products."""
 
     def tiles(spec: str, activations: str, k: int) -> bool:
         return matrix_form(MatrixShape("w13", 64, k, parse_spec(spec)), ACTIVATIONS[activations]).tiles
@@ -350,7 +361,7 @@ def test_tiles_are_for_weights_that_bf16_holds() -> None:
     assert not tiles("nf4", "bf16", 1024)
 
 
-def test_it_is_chosen_on_cpus_and_says_why_not_elsewhere() -> None:
+def test_oracle_choice_and_rejection_reasons() -> None:
     problem = layer_problem("mxfp4", hidden=2048, intermediate=768, experts=128, top_k=8)
     for tokens in (1, 16, 512) if max(LEVELS) > IsaLevel.PORTABLE else (1,):  # torch is faster with many rows
         assert oracle.select(problem, CPU, tokens=tokens).backend.name == "cpu"

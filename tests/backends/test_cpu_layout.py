@@ -1,4 +1,4 @@
-"""Packed weights of the CPU backend, read as native/lancebill.h says, are the numbers that were packed."""
+"""The packed weights of the CPU backend, decoded as native/lancebill.h describes, equal the original weights."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def packed_weight(
     layout = CpuLayout(Problem(shape, w2, 1, 1, 1, activation, activations=ACTIVATIONS["bf16"]))
     packed = layout.allocate(shape, 1)
     for tensor in packed.values():
-        tensor.fill_(85)  # everything is to be written
+        tensor.fill_(85)  # pack must write every byte
     layout.pack(shape, weight, {name: t[0] for name, t in packed.items()})
     return layout, shape, weight, packed
 
 
-def as_the_header_says(form: CpuForm, shape: MatrixShape, packed: Packed, *, gated: bool) -> Tensor:
-    """float64 [n, k]: the place of each element in the packed arrays, by the header's words."""
+def decode_as_in_header(form: CpuForm, shape: MatrixShape, packed: Packed, *, gated: bool) -> Tensor:
+    """float64 [n, k]: decodes every element at the position that the header specifies."""
     columns = -(-shape.k // max(form.group, 32)) * max(form.group, 32)
     values, half = form.values, shape.n // 2
     n, k = torch.arange(shape.n).unsqueeze(1), torch.arange(shape.k).unsqueeze(0)
@@ -99,19 +99,19 @@ def group_scales(kind: abi.ScaleKind, packed: Packed) -> Tensor:
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("name", SPECS)
-def test_packed_numbers_are_the_weights(name: str, gated: bool) -> None:
+def test_decoded_weights_match(name: str, gated: bool) -> None:
     for n, k in SIZES:
         layout, shape, weight, packed = packed_weight(parse_spec(name), n, k, gated=gated)
-        got = as_the_header_says(layout.form(shape), shape, packed, gated=gated)
+        got = decode_as_in_header(layout.form(shape), shape, packed, gated=gated)
         want = dequantize(weight).double()
-        assert (got - want).abs().max() <= 2e-4 * want.abs().max()  # a codebook is rounded to 14 bits
+        assert (got - want).abs().max() <= 2e-4 * want.abs().max()  # codebooks are rounded to 14 bits
         if shape.spec.dtype != NF4:
             assert torch.allclose(got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("name", SPECS)
-def test_unpacking_gives_back_every_bit(name: str, gated: bool) -> None:
+def test_unpack_is_exact(name: str, gated: bool) -> None:
     for n, k in SIZES:
         layout, shape, weight, packed = packed_weight(parse_spec(name), n, k, gated=gated)
         assert layout.unpack(shape, {key: t[0] for key, t in packed.items()}).equals(weight)
@@ -126,7 +126,7 @@ def test_codebooks_fit_the_table(dtype: object) -> None:
         assert abs(values.step * (entry - values.center) - value) <= 2e-4 * spec.dtype.max
 
 
-def test_forms_that_do_not_exist_say_why() -> None:
+def test_unsupported_forms_have_a_reason() -> None:
     def why(spec: str, activations: str = "bf16") -> str:
         with pytest.raises(NoForm) as caught:
             matrix_form(MatrixShape("w13", 32, 64, parse_spec(spec)), parse_activation(activations))
@@ -138,15 +138,15 @@ def test_forms_that_do_not_exist_say_why() -> None:
     assert "groups of 8" in why("int4-g32", "int8-g8")
 
 
-def test_groups_never_cross_those_of_the_input() -> None:
+def test_weight_groups_divide_input_groups() -> None:
     shape = MatrixShape("w13", 32, 256, parse_spec("int4-g128"))
     assert matrix_form(shape, ACTIVATIONS["int8"]).group == 128
     assert matrix_form(shape, parse_activation("int8-g32")).group == 32
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_nan_codes_are_rejected() -> None:
     _, shape, weight, packed = packed_weight(parse_spec("fp8-channel"), 32, 64, gated=False)
     layout = CpuLayout(Problem(shape, None, 1, 1, 1))
     weight.codes[3, 5] = 0x7F
-    with pytest.raises(BadValue, match="not numbers"):
+    with pytest.raises(BadValue, match="NaN or infinite"):
         layout.pack(shape, weight, {name: t[0] for name, t in packed.items()})

@@ -1,9 +1,9 @@
-"""The tests of the CPU backend with kernels built under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Runs the tests of the CPU backend with kernels built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
     python tests/native/sanitize.py [pytest arguments]
 
-Any report ends the run. Python itself is not instrumented, so the sanitizer's library is loaded before it; what
-Python leaves unfreed is not looked at.
+Stops at the first report. Python itself is not instrumented, so the sanitizer runtime is preloaded and leak detection
+is off.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> None:
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=99",
         }
         tests = sys.argv[1:] or [str(TESTS / "test_cpu.py")]
-        done = subprocess.run([sys.executable, "-c", CHILD, str(library), *tests], env=os.environ | settings)
-    sys.exit(done.returncode)
+        finished = subprocess.run([sys.executable, "-c", CHILD, str(library), *tests], env=os.environ | settings)
+    sys.exit(finished.returncode)
 
 
 if __name__ == "__main__":

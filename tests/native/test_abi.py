@@ -1,4 +1,4 @@
-"""lancebill.h and its ctypes mirror say the same; the built library agrees with both."""
+"""lancebill.h and its ctypes mirror agree in numbers, version and field offsets."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ STRUCTS = {"lancebill_matrix": abi.MatrixStruct, "lancebill_layer": abi.LayerStr
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_numbers_are_those_of_the_header(name: str) -> None:
-    mine, prefix = ENUMS[name]
+def test_enums_match_the_header(name: str) -> None:
+    mirror, prefix = ENUMS[name]
     body = re.search(rf"enum {name} \{{(.*?)\}}", HEADER, re.DOTALL)
     assert body is not None
-    said = {key.removeprefix(prefix): int(value) for key, value in re.findall(r"(LANCEBILL_\w+) = (\d+)", body[1])}
-    said.pop("LEVELS", None)
-    assert said == {member.name: member.value for member in mine}
+    header = {key.removeprefix(prefix): int(value) for key, value in re.findall(r"(LANCEBILL_\w+) = (\d+)", body[1])}
+    header.pop("LEVELS", None)
+    assert header == {member.name: member.value for member in mirror}
 
 
-def test_the_version_is_that_of_the_header() -> None:
+def test_version_matches_the_header() -> None:
     assert f"#define LANCEBILL_ABI {abi.ABI}\n" in HEADER
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-def test_fields_lie_where_the_compiler_puts_them(tmp_path: Path) -> None:
+def test_field_offsets_match_the_compiler(tmp_path: Path) -> None:
     lines = ['#include "lancebill.h"', "#include <cstdio>", "int main() {"]
-    wanted = []
+    expected = []
     for name, struct in STRUCTS.items():
         lines.append(f'std::printf("%zu\\n", sizeof({name}));')
-        wanted.append(ctypes.sizeof(struct))
+        expected.append(ctypes.sizeof(struct))
         for field, *_ in struct._fields_:
             lines.append(f'std::printf("%zu\\n", offsetof({name}, {field}));')
-            wanted.append(vars(struct)[field].offset)
+            expected.append(vars(struct)[field].offset)
     source, program = tmp_path / "offsets.cpp", tmp_path / "offsets"
     source.write_text("\n".join([*lines, "}"]))
     cxx = build.compiler()
     assert cxx is not None
     subprocess.run([cxx, f"-I{build.HERE}", str(source), "-o", str(program)], check=True)
-    told = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
-    assert [int(line) for line in told.split()] == wanted
+    printed = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
+    assert [int(line) for line in printed.split()] == expected

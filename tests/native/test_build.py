@@ -1,4 +1,4 @@
-"""The CPU kernels with and without a compiler: built whole, refused when stale, missed with a reason."""
+"""Building and loading the CPU kernels: with and without a compiler, stale libraries, level selection."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lancebill.backends.cpu import native
 from lancebill.backends.cpu.native import build
 
 COMPILER = build.compiler() is not None
-LEVEL = "from lancebill.backends.cpu import native; print(native.state().why)"
-CHOSEN = """
+PRINT_LEVEL = "from lancebill.backends.cpu import native; print(native.state().why)"
+PRINT_CHOICE = """
 from lancebill.backends import oracle
 from lancebill.moe.problem import Device
 from lancebill.moe.model_shapes import parse_shape
@@ -26,34 +26,37 @@ print(choice.table())
 """
 
 
-def run(code: str, **variables: str) -> str:
-    told = subprocess.run(
+def run_python(code: str, **variables: str) -> str:
+    finished = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | variables
     )
-    return told.stdout
+    return finished.stdout
 
 
-def test_switched_off_plain_torch_computes_and_the_table_says_why() -> None:
-    told = run(CHOSEN, LANCEBILL_NATIVE="off")
-    assert told.startswith("torch-cpu\n")
-    assert "cpu: switched off (LANCEBILL_NATIVE=off)" in told
+def test_switched_off_kernels_fall_back_to_torch_cpu() -> None:
+    output = run_python(PRINT_CHOICE, LANCEBILL_NATIVE="off")
+    assert output.startswith("torch-cpu\n")
+    assert "cpu: switched off (LANCEBILL_NATIVE=off)" in output
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
-def test_a_level_can_be_named() -> None:
-    assert run(LEVEL, LANCEBILL_NATIVE="portable") == "built, runs portable\n"
-    told = subprocess.run(
-        [sys.executable, "-c", LEVEL], capture_output=True, text=True, env=os.environ | {"LANCEBILL_NATIVE": "mmx"}
+def test_level_from_the_environment() -> None:
+    assert run_python(PRINT_LEVEL, LANCEBILL_NATIVE="portable") == "built, runs portable\n"
+    finished = subprocess.run(
+        [sys.executable, "-c", PRINT_LEVEL],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LANCEBILL_NATIVE": "mmx"},
     )
-    assert "no such level" in told.stderr and "got mmx" in told.stderr
+    assert "no such level" in finished.stderr and "got mmx" in finished.stderr
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
-def test_built_kernels_are_chosen() -> None:
-    assert run(CHOSEN, LANCEBILL_NATIVE="").startswith("cpu\n")
+def test_oracle_chooses_built_kernels() -> None:
+    assert run_python(PRINT_CHOICE, LANCEBILL_NATIVE="").startswith("cpu\n")
 
 
-def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_without_a_compiler_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert build.compiler() is None
@@ -61,34 +64,34 @@ def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytes
         build.build(tmp_path / "lib.so")
 
 
-def test_a_compiler_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses = tmp_path / "cxx"
-    refuses.write_text("#!/bin/sh\necho it will not >&2\nexit 1\n")
-    refuses.chmod(0o755)
-    monkeypatch.setenv("CXX", str(refuses))
-    with pytest.raises(build.BuildFailed, match="it will not"):
+def test_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cxx"
+    broken.write_text("#!/bin/sh\necho broken compiler >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.BuildFailed, match="broken compiler"):
         build.build(tmp_path / "made" / "lib.so")
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-def test_a_flag_that_the_compiler_lacks_is_left_out_where_it_may_be(tmp_path: Path) -> None:
+def test_unknown_optional_flags_are_dropped(tmp_path: Path) -> None:
     cxx = build.compiler()
     assert cxx is not None
     assert build._usable_flags(cxx, ("-O1", "?-Wall", "?-mno-such-instructions"), tmp_path) == ("-O1", "-Wall")
 
 
-def test_every_source_says_which_machine_it_is_for() -> None:
+def test_every_source_belongs_to_a_machine() -> None:
     for machine in ("x86_64", "aarch64", "riscv64"):
         for source in build.sources(machine):
             assert source.machine in (None, machine)
-    here = {source.path for machine in ("x86_64", "aarch64") for source in build.sources(machine)}
-    assert here == set(build.HERE.glob("*.cpp"))
+    built = {source.path for machine in ("x86_64", "aarch64") for source in build.sources(machine)}
+    assert built == set(build.HERE.glob("*.cpp"))
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
-def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its structs may be others: a stale build is told apart by the sources' fingerprint."""
+def test_stale_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its structs may differ. The fingerprint of the sources detects it."""
     monkeypatch.setattr(build, "fingerprint", lambda: "another")
     native.state.cache_clear()
     try:

@@ -1,7 +1,7 @@
-"""The living definition: dequantise and multiply, in fp32, for every spec, activation and device.
+"""The reference backend: dequantises and multiplies in fp32, for every spec, activation and device.
 
-Slow and readable; it judges every other backend. Weights stay packed: only experts that have rows
-are dequantised, one at a time.
+Slow and readable. Tests compare every other backend with it. Weights stay packed; experts that have rows are
+dequantised one at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lancebill.numbers.codec import dequantize
 from lancebill.numbers.spec import ActivationSpec
 
 _LAYOUT = PlainLayout()
-# Rough fp32 rates, what dequantising a weight costs in products, and the calls of torch for an expert: for
-# ordering backends only.
+# For time estimates that rank backends: rough fp32 rates, FLOPs to dequantise a weight, overhead of torch calls per
+# expert.
 _CPU_GFLOPS, _GPU_GFLOPS = 50.0, 20_000.0
-_CPU_EXPANDING, _GPU_EXPANDING = 300, 10
+_CPU_DEQUANTISE_FLOPS, _GPU_DEQUANTISE_FLOPS = 300, 10
 _EXPERT_US = 200.0
 
 
@@ -41,8 +41,9 @@ class Reference(Backend):
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
         activated = min(problem.experts, slots)
         cpu = device.kind == "cpu"
-        rate, expanding = (_CPU_GFLOPS, _CPU_EXPANDING) if cpu else (_GPU_GFLOPS, _GPU_EXPANDING)
-        estimate = (2 * slots + expanding * activated) * elements / rate / 1e3 + _EXPERT_US * activated
+        rate = _CPU_GFLOPS if cpu else _GPU_GFLOPS
+        dequantise = _CPU_DEQUANTISE_FLOPS if cpu else _GPU_DEQUANTISE_FLOPS
+        estimate = (2 * slots + dequantise * activated) * elements / rate / 1e3 + _EXPERT_US * activated
         return Plan(problem, tokens, estimate, notes=("dequantises each activated expert, multiplies in fp32",))
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
@@ -85,13 +86,13 @@ class Reference(Backend):
 
 
 def run_expert(problem: Problem, rows: Tensor, weights: Mapping[str, Packed], expert: int) -> Tensor:
-    """One expert on its rows, fp32: w2 @ act(w13 @ q(x) + b13), h quantised again on the way."""
-    each = _each_row if problem.order == BATCH_INVARIANT else _all_rows
-    projected = product(problem.w13, weights["w13"], expert, rows, problem.activations, each)
+    """w2 @ q(act(w13 @ q(x) + b13)) for the rows of one expert, in fp32."""
+    apply = _each_row if problem.order == BATCH_INVARIANT else _all_rows
+    projected = gemm(problem.w13, weights["w13"], expert, rows, problem.activations, apply)
     if problem.w2 is None:
         return projected
-    hidden = each(problem.activation, projected)
-    return product(problem.w2, weights["w2"], expert, hidden, problem.second_activations, each)
+    hidden = apply(problem.activation, projected)
+    return gemm(problem.w2, weights["w2"], expert, hidden, problem.second_activations, apply)
 
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -102,19 +103,19 @@ def _all_rows(function: RowFunction, rows: Tensor) -> Tensor:
 
 
 def _each_row(function: RowFunction, rows: Tensor) -> Tensor:
-    """Row by row: libraries choose their order of sums by the number of rows, and with it the bits."""
+    """Row by row, for batch-invariant bits: GEMM libraries change the order of sums with the number of rows."""
     return torch.cat([function(row.clone()) for row in rows.split(1)])
 
 
-def product(
+def gemm(
     shape: MatrixShape,
     packed: Packed,
     expert: int,
     rows: Tensor,
     activations: ActivationSpec,
-    each: Callable[[RowFunction, Tensor], Tensor] = _all_rows,
+    apply: Callable[[RowFunction, Tensor], Tensor] = _all_rows,
 ) -> Tensor:
-    """rows @ W.T + bias in fp32, the input represented as `activations` says."""
+    """rows @ W.T + bias in fp32, with the input quantised as `activations` says."""
     weight = _LAYOUT.unpack(shape, {name: t[expert] for name, t in packed.items()})
     rows = rows.float()
     if "pre_scale" in packed:
@@ -122,7 +123,7 @@ def product(
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
     rows = round_activations(rows, activations, static)
     matrix = dequantize(weight).t()
-    result = each(lambda row: row @ matrix, rows)
+    result = apply(lambda row: row @ matrix, rows)
     return result if weight.bias is None else result + weight.bias
 
 

@@ -1,8 +1,8 @@
-"""Look up and multiply, in plain torch: what runs on a CPU where no native kernel was built.
+"""A backend in plain torch, for CPUs without native kernels.
 
-Codes of 4 and 8 bits are looked up a byte at a time (one byte is two fp32 values or one), a few
-experts together, and multiplied by their scales; the products are torch's own, in fp32. Nothing is
-kept between calls: weights stay packed, and only what a batch activates is expanded.
+Decodes codes of 4 and 8 bits with one lookup per byte (two fp32 values or one), for a few experts at a time,
+applies the scales, and multiplies with torch in fp32. Keeps nothing between calls: weights stay packed, and only the
+activated experts are dequantised.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lancebill.numbers.dtypes import DType
 from lancebill.numbers.spec import ALL, DIV, Level, blocks_along
 
 _LAYOUT = PlainLayout()
-_AT_ONCE = 1 << 21  # weights expanded together: about what stays in a core's caches
-# A rough fp32 rate, what expanding a weight costs in products, and the calls of torch for an expert.
-_GFLOPS, _EXPANDING, _EXPERT_US = 50.0, 100, 100.0
+_AT_ONCE = 1 << 21  # weights dequantised at once: about what fits a core's caches
+# For time estimates: a rough fp32 rate, FLOPs to dequantise a weight, and overhead of torch calls per expert.
+_GFLOPS, _DEQUANTISE_FLOPS, _EXPERT_US = 50.0, 100, 100.0
 
 
 class TorchCpu(Backend):
@@ -34,7 +34,9 @@ class TorchCpu(Backend):
         if device.kind != "cpu":
             yield Reason("device", "runs on CPUs only")
         if problem.order == BATCH_INVARIANT:
-            yield Reason("order", "torch chooses its order of sums by the number of rows", "cpu and reference keep it")
+            yield Reason(
+                "order", "torch sums in an order that depends on the number of rows", "cpu and reference do not"
+            )
         for matrix, shape in problem.matrices.items():
             yield from _check_matrix(matrix, shape)
 
@@ -45,8 +47,8 @@ class TorchCpu(Backend):
         slots = tokens * problem.top_k
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
         activated = min(problem.experts, slots)
-        estimate = (2 * slots + _EXPANDING * activated) * elements / _GFLOPS / 1e3 + _EXPERT_US * activated
-        notes = ("looks up the codes of activated experts, multiplies in fp32",)
+        estimate = (2 * slots + _DEQUANTISE_FLOPS * activated) * elements / _GFLOPS / 1e3 + _EXPERT_US * activated
+        notes = ("dequantises the activated experts by table lookup, multiplies in fp32",)
         return Plan(problem, tokens, estimate, 4 * _AT_ONCE, notes)
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
@@ -63,14 +65,14 @@ class TorchCpu(Backend):
 def _check_matrix(matrix: str, shape: MatrixShape) -> Iterator[Reason]:
     spec = shape.spec
     if spec.quantized and spec.dtype.bits not in (4, 8):
-        yield Reason("bits", f"{matrix}: looks up codes of 4 or 8 bits, not {spec.dtype.bits}")
+        yield Reason("bits", f"{matrix}: supports codes of 4 or 8 bits, not {spec.dtype.bits}")
     if spec.minimum:
-        yield Reason("minimum", f"{matrix}: knows no minima")
+        yield Reason("minimum", f"{matrix}: does not support minima")
     if spec.quantized and spec.dtype.bits == 4 and shape.k % 2:
-        yield Reason("size", f"{matrix}: rows of {shape.k} end inside a byte")
+        yield Reason("size", f"{matrix}: an odd row length ({shape.k}) splits a byte")
     for level in spec.levels:
         if level.block[1] != ALL and shape.k % level.block[1]:
-            yield Reason("size", f"{matrix}: rows of {shape.k} do not end with a whole block of {level.block[1]}")
+            yield Reason("size", f"{matrix}: the row length {shape.k} is not a multiple of the block {level.block[1]}")
 
 
 def _run_indexed(problem: Problem, x: Tensor, dispatch: Indexed, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
@@ -98,23 +100,23 @@ def _run_batched(problem: Problem, x: Tensor, dispatch: Batched, weights: Mappin
 
 
 def _run_groups(problem: Problem, rows: Tensor, edges: list[int], weights: Mapping[str, Packed], out: Tensor) -> None:
-    """Every expert that has rows: w2 @ act(w13 @ q(x) + b13), h quantised again on the way."""
+    """w2 @ q(act(w13 @ q(x) + b13)) for every expert that has rows."""
     active = [e for e in range(problem.experts) if edges[e + 1] > edges[e]]
     if not active:
         return
     projected = torch.empty(rows.shape[0], problem.w13.n)
-    _product(problem, "w13", weights, rows, edges, active, projected)
+    _gemm(problem, "w13", weights, rows, edges, active, projected)
     if problem.w2 is None:
         out.copy_(projected)
         return
     hidden = problem.activation(projected)
     last = out if out.dtype == torch.float32 else torch.empty(out.shape)
-    _product(problem, "w2", weights, hidden, edges, active, last)
+    _gemm(problem, "w2", weights, hidden, edges, active, last)
     if last is not out:
         out.copy_(last)
 
 
-def _product(
+def _gemm(
     problem: Problem,
     matrix: str,
     weights: Mapping[str, Packed],
@@ -123,39 +125,44 @@ def _product(
     active: list[int],
     out: Tensor,
 ) -> None:
-    """rows @ W.T + bias for the rows of each active expert, few experts expanded at a time."""
+    """rows @ W.T + bias for the rows of each active expert. Dequantises a few experts at a time."""
     shape, packed = problem.matrices[matrix], weights[matrix]
     spec = problem.activations if matrix == "w13" else problem.second_activations
-    if not _own(packed):
-        rows = round_activations(rows.float(), spec)  # no expert has a say in it: all rows at once
+    if not _has_own_inputs(packed):
+        rows = round_activations(rows.float(), spec)  # the same for all experts: all rows at once
     step = max(1, _AT_ONCE // (shape.n * shape.k))
     for first in range(0, len(active), step):
-        some = active[first : first + step]
-        expanded = _expand(shape, packed, some)
-        counts = {edges[expert + 1] - edges[expert] for expert in some}
-        if len(counts) == 1 and not _own(packed):  # one token, or all alike: one product for all
-            low, high = edges[some[0]], edges[some[-1] + 1]
-            own, into = rows[low:high].view(len(some), -1, shape.k), out[low:high].view(len(some), -1, shape.n)
-            torch.bmm(own, expanded.transpose(1, 2), out=into)
+        experts = active[first : first + step]
+        dequantised = _dequantise(shape, packed, experts)
+        counts = {edges[expert + 1] - edges[expert] for expert in experts}
+        if len(counts) == 1 and not _has_own_inputs(
+            packed
+        ):  # the same number of rows for each expert: one batched GEMM
+            low, high = edges[experts[0]], edges[experts[-1] + 1]
+            inputs, results = (
+                rows[low:high].view(len(experts), -1, shape.k),
+                out[low:high].view(len(experts), -1, shape.n),
+            )
+            torch.bmm(inputs, dequantised.transpose(1, 2), out=results)
             if "bias" in packed:
-                into += _of(packed["bias"], some).view(torch.float32).unsqueeze(1)
+                results += _select_experts(packed["bias"], experts).view(torch.float32).unsqueeze(1)
             continue
-        for expert, matrix_of in zip(some, expanded):
+        for expert, expert_matrix in zip(experts, dequantised):
             low, high = edges[expert], edges[expert + 1]
-            own = _own_inputs(rows[low:high], packed, expert, problem, matrix)
-            torch.mm(own, matrix_of.t(), out=out[low:high])
+            inputs = _own_inputs(rows[low:high], packed, expert, problem, matrix)
+            torch.mm(inputs, expert_matrix.t(), out=out[low:high])
             if "bias" in packed:
                 out[low:high] += packed["bias"][expert].view(torch.float32)
 
 
-def _own(packed: Packed) -> bool:
-    """Whether each expert sees the rows in its own way."""
+def _has_own_inputs(packed: Packed) -> bool:
+    """Whether the experts have different input scales or column orders."""
     return any(name in packed for name in ("pre_scale", "input_scale", "perm"))
 
 
 def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, matrix: str) -> Tensor:
-    """Rows as this expert sees them, where its own scales or its order of columns matter."""
-    if not _own(packed):
+    """The input rows with the expert's own scales and column order applied."""
+    if not _has_own_inputs(packed):
         return rows
     rows = rows.float()
     if "pre_scale" in packed:
@@ -165,37 +172,37 @@ def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, mat
     return rows.index_select(1, packed["perm"][expert]) if "perm" in packed else rows
 
 
-def _expand(shape: MatrixShape, packed: Packed, experts: list[int]) -> Tensor:
-    """fp32 [experts, N, K] in the stored order of columns."""
+def _dequantise(shape: MatrixShape, packed: Packed, experts: list[int]) -> Tensor:
+    """Dequantises to fp32 [experts, N, K], with columns in stored order."""
     spec, n, k = shape.spec, shape.n, shape.k
-    codes = _of(packed["codes"], experts)
+    codes = _select_experts(packed["codes"], experts)
     if not spec.quantized:
         return codes.view(spec.dtype.storage).float()
-    values = _look_up(spec.dtype, codes).view(len(experts), n, k)
+    values = _decode_bytes(spec.dtype, codes).view(len(experts), n, k)
     if spec.zero is not None:
-        stored = _of(packed["zero"], experts)
+        stored = _select_experts(packed["zero"], experts)
         zero = (
             stored.float()
             if stored.dtype == torch.uint8
             else spec.zero.dtype.decode(stored.view(spec.zero.dtype.storage))
         )
-        _in_place(torch.sub, values, zero, spec.zero)
+        _apply_level(torch.sub, values, zero, spec.zero)
     factor: Tensor | None = None
     for i, level in enumerate(spec.scales):
-        scale = level.dtype.decode(_of(packed[f"scale{i}"], experts).view(level.dtype.storage))
+        scale = level.dtype.decode(_select_experts(packed[f"scale{i}"], experts).view(level.dtype.storage))
         if factor is None:
             first, factor = level, 1 / scale if level.op == DIV else scale
         elif level.block == (ALL, ALL):
             factor = factor / scale if level.op == DIV else factor * scale
         else:
-            _in_place(torch.div if level.op == DIV else torch.mul, values, scale, level)
+            _apply_level(torch.div if level.op == DIV else torch.mul, values, scale, level)
     if factor is not None:
-        _in_place(torch.mul, values, factor, first)
+        _apply_level(torch.mul, values, factor, first)
     return values
 
 
-def _in_place(op: Callable[..., Tensor], values: Tensor, numbers: Tensor, level: Level) -> None:
-    """op(value, number of its block) for [E, N, K] values and [E, blocks, blocks] numbers."""
+def _apply_level(op: Callable[..., Tensor], values: Tensor, numbers: Tensor, level: Level) -> None:
+    """op(values, number of the block), in place, for values [E, N, K] and numbers [E, row blocks, column blocks]."""
     experts, n, k = values.shape
     rows, columns = level.block
     if rows not in (ALL, 1):
@@ -205,23 +212,23 @@ def _in_place(op: Callable[..., Tensor], values: Tensor, numbers: Tensor, level:
     op(view, numbers.unsqueeze(-1), out=view)
 
 
-def _of(tensor: Tensor, experts: list[int]) -> Tensor:
-    """The rows of some experts; a view where they stand side by side."""
+def _select_experts(tensor: Tensor, experts: list[int]) -> Tensor:
+    """The slices of some experts; a view if the experts are consecutive."""
     first, last = experts[0], experts[-1]
     if last - first + 1 == len(experts):
         return tensor[first : last + 1]
     return tensor[torch.tensor(experts)]
 
 
-def _look_up(dtype: DType, codes: Tensor) -> Tensor:
-    """fp32 values of a tensor of bytes, flat."""
-    table = _table(dtype)
+def _decode_bytes(dtype: DType, codes: Tensor) -> Tensor:
+    """The fp32 values of a tensor of bytes, flat."""
+    table = _byte_table(dtype)
     return table.index_select(0, codes.reshape(-1).int()).view(torch.float32)
 
 
 @lru_cache(maxsize=64)
-def _table(dtype: DType) -> Tensor:
-    """The values of a byte: one of 8 bits, or of its low and its high 4 bits, as one integer."""
+def _byte_table(dtype: DType) -> Tensor:
+    """The values of each byte as one integer: the value of an 8-bit code, or of its low and high 4-bit codes."""
     if dtype.bits == 8:
         return dtype.decode(torch.arange(256, dtype=torch.uint8)).view(torch.int32)
     values = dtype.decode(torch.arange(16, dtype=torch.uint8))

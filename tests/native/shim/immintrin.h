@@ -1,4 +1,4 @@
-// Intel's intrinsics on any machine, for tests: SIMDe's, and what it lacks.
+// Intel's intrinsics on any machine, for tests: from SIMDe, plus those it lacks.
 #pragma once
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
@@ -38,7 +38,7 @@ inline simde__m256i _mm256_dpbusd_avx_epi32(simde__m256i sum, simde__m256i a, si
   return simde_mm256_dpbusd_epi32(sum, a, b);
 }
 
-// Numbers of 16 bits, in plain loops.
+// AVX512-FP16 in plain loops.
 #define __AVX512FP16__ 1
 using Half = __fp16;
 using __m512h = simde__m512i;
@@ -78,7 +78,7 @@ inline float _mm512_reduce_max_ps(simde__m512 a) {
   return top;
 }
 
-// The tiles, in plain loops.
+// AMX tiles in plain loops.
 struct EmulatedTile {
   unsigned char lines[16][64];
 };

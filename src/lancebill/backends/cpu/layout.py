@@ -1,8 +1,8 @@
-"""Weights as the CPU kernels read them: blocks of 16 rows, units of 64 bytes (see native/lancebill.h).
+"""The packed weights of the CPU kernels: blocks of 16 rows, units of 64 bytes (see native/lancebill.h).
 
-Of a gated w13, blocks of gates and of ups alternate. Codes of four bits are the nibbles of two blocks that follow each
-other. What the kernels read: `codes`, `scales` and `zeros` (one for each group of a row), `row_scale`, `bias`, `perm`.
-`kept0` ... hold levels that those do not give back, for `unpack` alone; they are small.
+In a gated w13, gate and up blocks alternate. Two consecutive blocks share bytes of 4-bit codes. The kernels read
+`codes`, `scales` and `zeros` (one per row and group), `row_scale`, `bias` and `perm`. The small `kept0` ... hold
+the levels that cannot be recovered from these; only `unpack` reads them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lancebill.numbers.spec import ALL, DIV, Level, Scale
 from lancebill.numbers.weight import LogicalWeight
 
 BLOCK = 16
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SCALE_BYTES = {
-    abi.ScaleKind.BF16: torch.int16, abi.ScaleKind.F16: torch.int16, abi.ScaleKind.F32: torch.int32, abi.ScaleKind.E8M0: torch.uint8,
-    abi.ScaleKind.E4M3: torch.uint8,
+    abi.ScaleKind.BF16: torch.int16, abi.ScaleKind.F16: torch.int16, abi.ScaleKind.F32: torch.int32,
+    abi.ScaleKind.E8M0: torch.uint8, abi.ScaleKind.E4M3: torch.uint8,
 }  # fmt: skip
 
 
@@ -41,42 +41,46 @@ class CpuLayout(Layout):
         return matrix_form(shape, self.problem.inputs_of(shape.name))
 
     def padded(self, shape: MatrixShape) -> tuple[int, int]:
-        """Rows in whole blocks, columns in whole groups."""
+        """Rows and columns with padding to whole blocks and groups."""
         form = self.form(shape)
-        rows = 2 * _up(shape.n // 2) if self.problem.is_gated(shape.name) else _up(shape.n, BLOCK * _strip(form))
+        rows = (
+            2 * _round_up(shape.n // 2)
+            if self.problem.is_gated(shape.name)
+            else _round_up(shape.n, BLOCK * _strip(form))
+        )
         return rows, padded_columns(shape.k, form.group)
 
     def storage(self, shape: MatrixShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         form, (n, k) = self.form(shape), self.padded(shape)
         strips = n // BLOCK // _strip(form)
         groups = (n // BLOCK, k // form.group, BLOCK)
-        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, BLOCK * k), torch.uint8)}
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"codes": ((strips, BLOCK * k), torch.uint8)}
         if form.scale != abi.ScaleKind.NONE:
-            held["scales"] = groups, _SCALE_BYTES[form.scale]
+            tensors["scales"] = groups, _SCALE_BYTES[form.scale]
         if form.zero != abi.ZeroKind.NONE:
-            held["zeros"] = groups, torch.uint8 if form.zero == abi.ZeroKind.U8 else torch.int32
+            tensors["zeros"] = groups, torch.uint8 if form.zero == abi.ZeroKind.U8 else torch.int32
         if form.row_scale:
-            held["row_scale"] = (n,), torch.int32
+            tensors["row_scale"] = (n,), torch.int32
         for place, index in enumerate(form.kept):
             level = shape.spec.levels[index]
-            held[f"kept{place}"] = level.shape(shape.n, shape.k), _INTEGER[level.dtype.storage.itemsize]
+            tensors[f"kept{place}"] = level.shape(shape.n, shape.k), _INTEGER_OF_SIZE[level.dtype.storage.itemsize]
         if shape.bias:
-            held["bias"] = (n,), torch.int32
+            tensors["bias"] = (n,), torch.int32
         if shape.act_order:
-            held["perm"] = (shape.k,), torch.int32
-        return held
+            tensors["perm"] = (shape.k,), torch.int32
+        return tensors
 
     def allocate(self, shape: MatrixShape, experts: int, device: torch.device | str = "cpu") -> Packed:
-        """On large pages where the system has them: a layer is read from end to end."""
-        made = super().allocate(shape, experts, device)
+        """Requests huge pages, since the kernels read a layer from end to end."""
+        packed = super().allocate(shape, experts, device)
         native = library()
-        if native is not None and made["codes"].device.type == "cpu":
-            for tensor in made.values():
+        if native is not None and packed["codes"].device.type == "cpu":
+            for tensor in packed.values():
                 native.huge_pages(tensor)
-        return made
+        return packed
 
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
-        _require_numbers(weight)
+        _require_finite(weight)
         form, (_, k) = self.form(shape), self.padded(shape)
         codes = _stored_codes(shape.spec.dtype, weight.codes)
         out["codes"].copy_(_pack_codes(form.values.codes, self._place(shape, codes, k)))
@@ -106,15 +110,15 @@ class CpuLayout(Layout):
             if levels[index] is None:
                 name = "zeros" if level is spec.zero else "scales"
                 values = self._take(shape, packed[name].transpose(1, 2).reshape(n, -1))
-                levels[index] = self._of_blocks(shape, form, level, values)
-        known = [level for level in levels if level is not None]
+                levels[index] = self._block_numbers(shape, form, level, values)
+        complete = [level for level in levels if level is not None]
         scales, zero = len(spec.scales), int(spec.zero is not None)
         return LogicalWeight(
             spec,
             _logical_codes(spec.dtype, codes.contiguous()),
-            tuple(known[:scales]),
-            known[scales] if zero else None,
-            tuple(known[scales + zero :]),
+            tuple(complete[:scales]),
+            complete[scales] if zero else None,
+            tuple(complete[scales + zero :]),
             bias=self._take(shape, packed["bias"].view(torch.float32)) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
@@ -122,7 +126,7 @@ class CpuLayout(Layout):
     # ------------------------------------------------------------ rows and columns
 
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int = 0) -> Tensor:
-        """Rows in packed order, both sides padded with zeros."""
+        """Rows in packed order, with rows and columns padded with zeros."""
         if columns > (rows.shape[1] if columns else 0):
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1])], dim=1)
         count, _ = self.padded(shape)
@@ -133,78 +137,78 @@ class CpuLayout(Layout):
         return torch.stack(blocks, dim=1).flatten(0, 2)
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
-        """The inverse of `_place` for rows; columns stay padded."""
+        """The inverse of `_place` for rows. Columns stay padded."""
         if not self.problem.is_gated(shape.name):
             return rows[: shape.n]
         half = shape.n // 2
         sides = rows.unflatten(0, (-1, 2, BLOCK)).unbind(1)
         return torch.cat([side.flatten(0, 1)[:half] for side in sides])
 
-    # ------------------------------------------------------------ what groups have
+    # ------------------------------------------------------------ scales and zeros of groups
 
     def _scales(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
-        """[N, groups]: one native level as it is, or all levels together in fp32."""
+        """[N, groups]: the stored scales of a single level, or the product of all levels in fp32."""
         inner = [(level, t) for level, t in zip(shape.spec.scales, weight.scales) if level.block[1] != ALL]
         if form.scale != abi.ScaleKind.F32 or (len(inner) == 1 and 0 not in form.kept):
             level, stored = inner[0]
-            return as_integer(_groups(shape, form, level, stored))
-        every = list(zip(shape.spec.scales, weight.scales)) if shape.spec.minimum else inner
-        return as_integer(_product(shape, form, every))
+            return as_integer(_repeat_to_groups(shape, form, level, stored))
+        levels = list(zip(shape.spec.scales, weight.scales)) if shape.spec.minimum else inner
+        return as_integer(_scale_product(shape, form, levels))
 
     def _zeros(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
-        """[N, groups]: bytes in the table's units, or what is subtracted after scaling."""
+        """[N, groups]: bytes in units of the table, or fp32 offsets that are subtracted after scaling."""
         spec = shape.spec
         offset = torch.zeros(shape.n, 1)
         if spec.zero is not None and weight.zero is not None:
-            zero = _groups(shape, form, spec.zero, weight.zero)
+            zero = _repeat_to_groups(shape, form, spec.zero, weight.zero)
             if form.zero == abi.ZeroKind.U8:
                 return (zero + form.values.center).to(torch.uint8)
             inner = [(level, t) for level, t in zip(spec.scales, weight.scales) if level.block[1] != ALL]
-            offset = zero.float() * _product(shape, form, inner)
+            offset = zero.float() * _scale_product(shape, form, inner)
         if spec.minimum:
-            offset = offset + _product(shape, form, list(zip(spec.minimum, weight.minimum)))
+            offset = offset + _scale_product(shape, form, list(zip(spec.minimum, weight.minimum)))
         return as_integer(offset.expand(shape.n, -(-shape.k // form.group)).contiguous())
 
-    def _of_blocks(self, shape: MatrixShape, form: CpuForm, level: Level, values: Tensor) -> Tensor:
-        """The stored numbers of a level from those of every packed group."""
+    def _block_numbers(self, shape: MatrixShape, form: CpuForm, level: Level, values: Tensor) -> Tensor:
+        """The stored numbers of a level, given the numbers of all packed groups."""
         rows, columns = level.block
-        wanted = level.shape(shape.n, shape.k)
+        blocks = level.shape(shape.n, shape.k)
         chosen = values[:: rows or shape.n, :: columns // form.group or values.shape[1]]
-        chosen = chosen[: wanted[0], : wanted[1]].clone(memory_format=torch.contiguous_format)
+        chosen = chosen[: blocks[0], : blocks[1]].clone(memory_format=torch.contiguous_format)
         if level.dtype == ZERO16:
             return (chosen.int() - form.values.center).to(torch.int16)
         return chosen.view(level.dtype.storage)
 
 
-def _groups(shape: MatrixShape, form: CpuForm, level: Level, stored: Tensor) -> Tensor:
-    """A level's numbers for every row and every packed group."""
-    stored, columns = _every_row(shape, level, stored), level.block[1]
+def _repeat_to_groups(shape: MatrixShape, form: CpuForm, level: Level, stored: Tensor) -> Tensor:
+    """The numbers of a level, repeated for every row and packed group."""
+    stored, columns = _repeat_to_rows(shape, level, stored), level.block[1]
     count = -(-shape.k // form.group)
     if columns == ALL:
         return stored.expand(-1, count).contiguous()
     return stored.repeat_interleave(columns // form.group, dim=1)[:, :count].contiguous()
 
 
-def _every_row(shape: MatrixShape, level: Level, stored: Tensor) -> Tensor:
+def _repeat_to_rows(shape: MatrixShape, level: Level, stored: Tensor) -> Tensor:
     rows = level.block[0]
     return stored.expand(shape.n, -1) if rows == ALL else stored.repeat_interleave(rows, dim=0)[: shape.n]
 
 
-def _product(shape: MatrixShape, form: CpuForm, levels: list[tuple[Scale, Tensor]]) -> Tensor:
-    """Levels of scaling together, fp32 [N, groups]; one where there are none."""
+def _scale_product(shape: MatrixShape, form: CpuForm, levels: list[tuple[Scale, Tensor]]) -> Tensor:
+    """The product of scale levels, fp32 [N, groups]; 1 if there are none."""
     product = torch.ones(shape.n, -(-shape.k // form.group))
     for level, stored in levels:
-        numbers = _groups(shape, form, level, level.dtype.decode(stored))
+        numbers = _repeat_to_groups(shape, form, level, level.dtype.decode(stored))
         product = product / numbers if level.op == DIV else product * numbers
     return product
 
 
 def _row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
-    """fp32 [N]: every scale that covers whole rows."""
+    """fp32 [N]: the product of all scales that cover whole rows."""
     product = torch.ones(shape.n, 1)
     for level, stored in zip(shape.spec.scales, weight.scales):
         if level.block[1] == ALL:
-            numbers = _every_row(shape, level, level.dtype.decode(stored))
+            numbers = _repeat_to_rows(shape, level, level.dtype.decode(stored))
             product = product / numbers if level.op == DIV else product * numbers
     return product.squeeze(1)
 
@@ -213,7 +217,7 @@ def _row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
 
 
 def _strip(form: CpuForm) -> int:
-    """Row blocks whose codes lie together."""
+    """Row blocks that share code bytes."""
     return 2 if form.values.codes == abi.Codes.TABLE4 else 1
 
 
@@ -238,30 +242,30 @@ def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
 
 
 def _stored_codes(dtype: DType, codes: Tensor) -> Tensor:
-    """Codes as the kernels number them."""
-    numbers = _renumbered(dtype)
-    return codes if numbers is None else numbers[0].index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    """Codes in the kernels' numbering."""
+    maps = _code_maps(dtype)
+    return codes if maps is None else maps[0].index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def _logical_codes(dtype: DType, codes: Tensor) -> Tensor:
-    numbers = _renumbered(dtype)
-    return codes if numbers is None else numbers[1].index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    maps = _code_maps(dtype)
+    return codes if maps is None else maps[1].index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @lru_cache(maxsize=64)
-def _renumbered(dtype: DType) -> tuple[Tensor, Tensor] | None:
-    """Where the numbers differ, there and back: two's complement to offset binary, six-bit floats to e4m3."""
-    own = torch.arange(1 << dtype.bits, dtype=torch.uint8)
+def _code_maps(dtype: DType) -> tuple[Tensor, Tensor] | None:
+    """Maps to and from the kernels' codes if they differ: two's complement to offset binary, 6-bit floats to e4m3."""
+    codes = torch.arange(1 << dtype.bits, dtype=torch.uint8)
     if dtype.bits <= 4:
         return None
     if dtype.table[0] == 0 and dtype.table[-1] < 0 and dtype.table[1] == 1:
-        stored = own ^ (1 << (dtype.bits - 1))
+        stored = codes ^ (1 << (dtype.bits - 1))
     elif dtype.bits < 8 and dtype.ieee is not None:
-        stored = E4M3.encode(dtype.decode(own))
+        stored = E4M3.encode(dtype.decode(codes))
     else:
         return None
     back = torch.zeros(256, dtype=torch.uint8)
-    back[stored.int()] = own
+    back[stored.int()] = codes
     return stored, back
 
 
@@ -271,17 +275,17 @@ def _by_group(numbers: Tensor) -> Tensor:
     return blocks
 
 
-def _require_numbers(weight: LogicalWeight) -> None:
-    """Codes and scales that are NaN or infinite mean nothing to integer kernels."""
+def _require_finite(weight: LogicalWeight) -> None:
+    """Rejects NaN and infinite codes and scales, which integer kernels cannot represent."""
     dtype = weight.spec.dtype
     if len(dtype.valid_codes) < 1 << dtype.bits:
-        wrong = torch.ones(256, dtype=torch.bool)
-        wrong[list(dtype.valid_codes)] = False
-        if bool(wrong[weight.codes.int()].any()):
-            raise BadValue(f"{dtype} codes that are not numbers", hint="the reference backend computes with them")
+        invalid = torch.ones(256, dtype=torch.bool)
+        invalid[list(dtype.valid_codes)] = False
+        if bool(invalid[weight.codes.int()].any()):
+            raise BadValue(f"{dtype} codes that are NaN or infinite", hint="the reference backend supports them")
     for level, stored in weight.levels():
         if not bool(level.dtype.decode(stored).isfinite().all()):
-            raise BadValue(f"{level.dtype} scales that are not finite", hint="the reference backend computes with them")
+            raise BadValue(f"{level.dtype} scales that are NaN or infinite", hint="the reference backend supports them")
 
 
 def _pad(rows: Tensor, count: int) -> Tensor:
@@ -289,5 +293,5 @@ def _pad(rows: Tensor, count: int) -> Tensor:
     return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
 
 
-def _up(size: int, multiple: int = BLOCK) -> int:
+def _round_up(size: int, multiple: int = BLOCK) -> int:
     return -(-size // multiple) * multiple

@@ -1,7 +1,7 @@
-"""How a problem is computed for a number of tokens: the kernels' level, and about how long it takes.
+"""The plan of a problem for a number of tokens: the ISA level and a time estimate.
 
-Estimates order backends; they are two threads' worth of the machines that were measured (see
-benchmarks/results). Few tokens take as long as reading the experts they go to, many as long as the products.
+Estimates are only used to rank backends. They assume two threads of the measured machines (see benchmarks/results).
+With few tokens, reading the activated experts takes the time; with many, the GEMMs do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lancebill.moe.problem import FAST, Problem
 
 _READ_GBS = 25.0
 _CALL_US = 20.0
-# Useful products, GFLOP/s, with inputs of 16 and of 8 bits.
+# Effective GFLOP/s with 16-bit and with 8-bit inputs.
 _GFLOPS = {
     IsaLevel.PORTABLE: (1.5, 2.0),
     IsaLevel.NEON: (45.0, 65.0),
@@ -29,11 +29,11 @@ _GFLOPS = {
 
 @dataclass(frozen=True)
 class CpuPlan(Plan):
-    """A plan serves any number of tokens: the library shares out the work in each call."""
+    """Serves any number of tokens: the library splits the work in each call."""
 
     level: IsaLevel = IsaLevel.PORTABLE
     forms: tuple[CpuForm, ...] = ()
-    tiles: bool = False  # experts with enough rows are multiplied as bf16 tiles, where the CPU has them
+    tiles: bool = False  # use bf16 tiles (AMX), if the CPU has them, for experts with enough rows
 
 
 def make_plan(problem: Problem, tokens: int, level: IsaLevel) -> CpuPlan:
@@ -43,10 +43,10 @@ def make_plan(problem: Problem, tokens: int, level: IsaLevel) -> CpuPlan:
     activated = min(problem.experts, slots)
     elements = sum(shape.n * shape.k for shape in problem.matrices.values())
     stored = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
-    narrow = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
-    # Tiles sum in another order, and are taken by experts that have many rows in a batch.
+    inputs_of_8_bits = all(inputs.spec.quantized and inputs.spec.dtype.bits == 8 for inputs in activations)
+    # Tiles change the order of sums depending on the rows of an expert, so the batch-invariant order excludes them.
     tiles = problem.order == FAST and all(form.tiles for form in forms)
-    rate = _GFLOPS[level if tiles else min(level, IsaLevel.AVX512)][narrow]
+    rate = _GFLOPS[level if tiles else min(level, IsaLevel.AVX512)][inputs_of_8_bits]
     estimate = _CALL_US + max(activated * stored / _READ_GBS, 2 * slots * elements / rate) / 1e3
-    notes = (f"{level}: codes looked up in registers, from ids to the sum of each token's experts",)
+    notes = (f"{level}: decodes codes in registers; one call from ids to the sum of each token's experts",)
     return CpuPlan(problem, tokens, estimate, 0, notes, level, forms, tiles)
