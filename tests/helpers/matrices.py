@@ -1,4 +1,4 @@
-"""Random weights of any spec, and a dequantiser so slow and plain that it is obviously right."""
+"""Random weights of any spec, and a simple scalar dequantiser as reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lancebill.numbers.dtypes import ZERO16, DType, codebook
@@ -13,7 +14,7 @@ from lancebill.numbers.spec import DIV, Level, QuantSpec, Scale, Zero, group
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight
 
-# One name for every kind of spec: each number type, each shape of block, every combination of levels.
+# Covers each number type, each shape of block and every combination of levels.
 NAMES = [
     "bf16", "fp16", "fp32", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxfp8-e5m2", "nvfp4", "nvfp4-div", "nf4",
     "int1-g8", "int2-g16", "int3-g64", "int4-g128", "int5-tensor", "int6-g16:int8-g64:fp16", "int7-g3:fp32", "int8",
@@ -28,9 +29,28 @@ NAMES = [
 SPECS: dict[str, QuantSpec] = {name: parse_spec(name) for name in NAMES}
 SPECS["codebook"] = QuantSpec(codebook([0.5, -3, 2, 0, -0.25, 7, 1, -8]), (Scale(SPECS["bf16"].dtype, group(4)),))
 
+MX = ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxfp8-e5m2"]
+
+
+def random_matrix(n: int, k: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Magnitudes over many binades, some exact zeros, one block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, k, generator=generator) * torch.exp2(torch.randn(n, k, generator=generator) * 2)
+    values[torch.rand(n, k, generator=generator) < 0.05] = 0
+    values[0, : k // 2] = 0
+    return values * scale
+
+
+def random_matrices() -> st.SearchStrategy[Tensor]:
+    exponent = st.integers(-40, 40)
+    return st.builds(
+        lambda n, k, seed, e: random_matrix(n, k, seed, 2.0**e),
+        st.integers(1, 9), st.integers(1, 70), st.integers(0, 10**6), exponent,
+    )  # fmt: skip
+
 
 def random_weight(spec: QuantSpec, n: int, k: int, seed: int, *, perm: bool = False) -> LogicalWeight:
-    """Every code, scales of either sign over many binades, zero points over their whole range."""
+    """Random codes, scales of both signs over many binades, zero points over their whole range."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(level: Level) -> Tensor:
@@ -62,14 +82,14 @@ def codes_of(dtype: DType, shape: tuple[int, ...], generator: torch.Generator) -
 
 
 def number(level: Level, tensor: Tensor, row: int, column: int) -> np.float32:
-    """The number a level has for an element, found by dividing indices."""
+    """The number of a level for one element."""
     rows, columns = level.block
     stored = tensor[row // rows if rows else 0, column // columns if columns else 0].item()
     return np.float32(level.dtype.table[int(stored)] if level.dtype.table else stored)
 
 
 def scalar_dequantize(weight: LogicalWeight) -> Tensor:
-    """The formula of `quant`, element by element in IEEE single precision."""
+    """The formula of `numbers/spec.py`, element by element in fp32."""
     np.seterr(over="ignore")
     spec, out = weight.spec, np.zeros((weight.n, weight.k), dtype=np.float32)
     for row in range(weight.n):

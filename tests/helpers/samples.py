@@ -1,4 +1,4 @@
-"""Tensors of every kind, compared bit for bit: shared by the tests of files."""
+"""Tensors of every dtype and a bitwise comparison, for the tests that read and write files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> T
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaNs included."""
+    """Bitwise equality, including NaNs."""
     return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
 
 

@@ -1,4 +1,4 @@
-"""AutoRound: every config means what the format it packs into would have been told."""
+"""AutoRound: configs are translated to those of the format that stores the weights."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_per_module_settings() -> None:
     assert scheme(NAME).spec == int_spec(8, group(32), scale=F16)
     assert scheme("model.layers.0.mlp.experts.3.up_proj").spec == int_spec(4, group(64), zero_point=True, scale=F16)
     assert scheme("model.layers.0.mlp.experts.3.down_proj").spec == int_spec(2, group(64), scale=F16)
-    assert scheme("model.layers.0.mlp.gate_proj").spec == int_spec(4, group(64), scale=F16)  # no pattern, no name
+    assert scheme("model.layers.0.mlp.gate_proj").spec == int_spec(4, group(64), scale=F16)  # matches no entry
 
 
 def test_only_listed_blocks_are_quantised() -> None:
@@ -139,7 +139,7 @@ def test_only_listed_blocks_are_quantised() -> None:
         assert FORMAT.scheme(read, Module("model.layers_norm")).spec == DENSE_BF16
         assert FORMAT.scheme(read, Module("visual.blocks.0.fc")).spec.quantized
         stored = {".qweight": Stored("I32", (8, 8)), ".scales": Stored("F16", (1, 8))}
-        assert FORMAT.scheme(read, Module("other.layers.0.fc", stored)).spec.quantized  # what is stored decides
+        assert FORMAT.scheme(read, Module("other.layers.0.fc", stored)).spec.quantized  # stored tensors take precedence
     assert isinstance(FORMAT.scheme(config(), Module(NAME, {".weight": Stored("BF16", (8, 8))})), Dense)
 
 

@@ -1,4 +1,4 @@
-"""AWQ: the numbers of its definition, and a slow packer written from it as the judge."""
+"""AWQ against values from its definition and a slow reference packer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resolve(module: Module | None = None, **values: Any) -> AwqScheme:
 
 
 def by_hand(columns: np.ndarray) -> Tensor:
-    """Nibble j of a word holds column ORDER[j]: [rows, N] to [rows, N/8]."""
+    """Nibble j of a word is column ORDER[j]: [rows, N] to [rows, N/8]."""
     rows, n = columns.shape
     out = np.zeros((rows, n // 8), dtype=np.uint32)
     for row in range(rows):
@@ -133,7 +133,7 @@ def test_old_config_keys() -> None:
 
 
 def test_unquantised_modules() -> None:
-    """Parts of names, where nothing is stored; else the tensors themselves decide."""
+    """By substrings of names if nothing is stored, otherwise by the stored tensors."""
     quant = {"bits": 4, "group_size": 64, "modules_to_not_convert": ["mlp.gate", "lm_head"]}
     read = Config(quant=quant, method="awq")
     stored = {".qweight": Stored("I32", (64, 8)), ".scales": Stored("F16", (1, 64))}

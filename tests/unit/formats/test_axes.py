@@ -1,4 +1,4 @@
-"""The table of the design, and: the slice of a stored tensor is the stored form of the slice."""
+"""Shapes, units and slices of axes; the slice of a stored tensor is the stored form of the slice."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ AXES = st.sampled_from(
 
 
 def spans(size: int, unit: int) -> st.SearchStrategy[tuple[int, int]]:
-    """Cuts that start on a unit and end on one, or at the end."""
+    """Cuts that start at a multiple of the unit and end at one or at the end of the axis."""
     starts = [*range(0, size, unit)]
     return st.sampled_from(starts).flatmap(
         lambda low: st.tuples(st.just(low), st.sampled_from([s for s in (*starts, size) if s > low]))
@@ -110,7 +110,7 @@ def spans(size: int, unit: int) -> st.SearchStrategy[tuple[int, int]]:
 @settings(max_examples=300, deadline=None)
 @given(st.data(), AXES, st.integers(1, 20), st.integers(1, 40), st.sampled_from([WORD4, NIBBLES, (3, 8), (2, 32)]))
 def test_slices_tile_the_tensor(data: st.DataObject, axes: str, n: int, k: int, ratio: tuple[int, int]) -> None:
-    """The shape of a slice is that of a smaller matrix, and the slices of all shards tile the tensor."""
+    """A slice has the shape of a smaller matrix, and the slices of all shards tile the tensor."""
     units = ax.units(axes, ratio)
     rows, columns = data.draw(spans(n, units["n"])), data.draw(spans(k, units["k"]))
     cut = ax.slices(axes, rows, columns, n, k, ratio)

@@ -1,4 +1,4 @@
-"""BitNet: the numbers of its definition, and transformers' own packer as the judge."""
+"""BitNet against values from its definition and transformers' packer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stored(scale: float = 4.0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("kind", "factor"), [("bitlinear", 0.25), ("autobitlinear", 4.0)])
 def test_values_of_both_layer_classes(kind: str, factor: float) -> None:
-    """The same tensors: one kind divides by the scale, the other multiplies."""
+    """The same tensors: one layer class divides by the scale, the other multiplies."""
     scheme = resolve(linear_class=kind)
     weight = scheme.decode(stored(), 8, 2)
     assert TERNARY.decode(weight.codes).tolist() == DIGITS
@@ -51,7 +51,7 @@ def test_division_is_not_multiplication_by_a_reciprocal() -> None:
     assert torch.equal(dequantize(weight), torch.tensor(DIGITS) / torch.tensor(3.0))
 
 
-@pytest.mark.parametrize("n", [8, 128, 10])  # the last fills its final quarter with padding
+@pytest.mark.parametrize("n", [8, 128, 10])  # 10 rows need padding
 def test_agrees_with_transformers(n: int) -> None:
     digits = torch.randint(-1, 2, (n, 48), generator=torch.Generator().manual_seed(0))
     theirs = pack_weights(digits.clone())

@@ -1,4 +1,4 @@
-"""BitsAndBytes: the numbers of its definition, and the library's own CPU functions as the judge."""
+"""BitsAndBytes against values from its definition and the library's CPU functions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NAME = "model.layers.0.mlp.experts.0.gate_proj"
 
 
 def library() -> Any:
-    """The judge. Where it is not installed only the tests that ask for it are skipped."""
+    """The reference library. If it is not installed, only the tests that use it are skipped."""
     return pytest.importorskip("bitsandbytes", reason="bitsandbytes judges this")
 
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    """The library compiles its fallback for odd shapes; what it computes is all that matters here."""
+    """Run the library without torch.compile, which it uses for odd shapes."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -70,7 +70,7 @@ def read(tensors: dict[str, Tensor], cfg: Config, n: int, k: int) -> tuple[Schem
 
 
 def theirs(values: Tensor, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """What bitsandbytes would save for a matrix, by suffix, and its own dequantised values."""
+    """The tensors that bitsandbytes saves for a matrix, by suffix, and its dequantised values."""
     packed, state = library().functional.quantize_4bit(values, **options)
     tensors = {f".weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
     return {".weight": packed, **tensors}, library().functional.dequantize_4bit(packed, state)
@@ -80,7 +80,7 @@ def normal(n: int, k: int, seed: int = 0) -> Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- the numbers of the definition
+# ---- values of the definition
 
 
 def test_values_of_the_definition() -> None:
@@ -102,7 +102,7 @@ def test_tables_equal_the_library(kind: str, dtype: Any) -> None:
     assert library().functional.get_4bit_type(kind, device="cpu").tolist() == list(dtype.table)
 
 
-# ---- the library as judge
+# ---- against the library
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -120,12 +120,12 @@ def test_reads_what_the_library_wrote(kind: str, nested: bool, block: int) -> No
 @pytest.mark.parametrize(("n", "k"), [(64, 80), (6, 96), (5, 33), (48, 32)])
 @pytest.mark.parametrize("nested", [False, True])
 def test_blocks_that_span_rows(n: int, k: int, nested: bool) -> None:
-    """The model's sizes tell how finely a row must be divided."""
+    """The sizes in the model's config determine the pieces of a row."""
     tensors, expected = theirs(normal(n, k), quant_type="nf4", compress_statistics=nested)
     scheme, stored = read(tensors, config(model={"hidden_size": k, "moe_intermediate_size": k}), n, k)
     weight = scheme.decode(stored, n, k)
     assert same_bits(dequantize(weight), expected)
-    if not nested and n * k % 2 == 0:  # the half byte that pads an odd matrix is anyone's
+    if not nested and n * k % 2 == 0:  # the padding nibble of an odd matrix is undefined
         again = scheme.encode(weight)
         assert all(same_bits(again[role], stored[role]) for role in ("codes", "scale", "table"))
 
@@ -159,7 +159,7 @@ def test_the_library_reads_what_we_wrote(name: str) -> None:
     state = library().functional.QuantState.from_dict(
         {s.removeprefix(".weight."): t for s, t in tensors.items()}, "cpu"
     )
-    state.dtype = torch.float32  # it rounds its result to the model's dtype; compare before that
+    state.dtype = torch.float32  # the library rounds its result to this dtype
     assert same_bits(library().functional.dequantize_4bit(packed, state), dequantize(weight))
     cfg = Config(quant=quant, method=quant["quant_method"])
     assert detect(cfg) is FORMAT and isinstance(FORMAT.scheme(cfg, Module("lm_head")), Dense)
@@ -182,13 +182,13 @@ def test_tensor_names_equal_the_library() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_shards_of_blocks_that_span_rows(nested: bool) -> None:
-    """Two experts through the whole path: what a rank holds is a slice of what the library computes."""
+    """Two experts through the loader: a rank's weights are a slice of the library's values."""
     hidden, inter, judged = 96, 80, {}
     model = {"model_type": "qwen3_moe", "num_experts": 2, "hidden_size": hidden, "moe_intermediate_size": inter}
     made = Generated(config(model=model, bnb_4bit_use_double_quant=nested))
     for expert, name in itertools.product(range(2), ("gate_proj", "up_proj", "down_proj")):
         n, k = (hidden, inter) if name == "down_proj" else (inter, hidden)
-        values = normal(n, k, seed=expert) * (1 + expert)  # offsets of other lengths: documents of other sizes
+        values = normal(n, k, seed=expert) * (1 + expert)  # the JSON documents of the experts differ in length
         tensors, judged[expert, name] = theirs(values, quant_type="nf4", compress_statistics=nested)
         made.tensors |= {f"model.layers.0.mlp.experts.{expert}.{name}{s}": t for s, t in tensors.items()}
     manifest = manifests.build(made.config, made.headers)
@@ -245,11 +245,11 @@ def test_int8_in_an_old_gpu_layout_is_refused() -> None:
         scheme.decode(stored, 8, 32)
 
 
-# ---- what is wrong
+# ---- invalid files and configs
 
 
 def ours() -> dict[str, Tensor]:
-    """What we would store, which the library reads (see above): refusing needs no judge."""
+    """Tensors that we wrote; the library can read them (tested above)."""
     scheme = FORMAT.export(NF4_G64, [])[1]
     stored = scheme.encode(quantize(normal(32, 128), NF4_G64))
     return {part.suffix[0]: stored[part.role] for part in scheme.parts if part.role in stored}
@@ -342,7 +342,7 @@ def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -
 
 
 def test_unquantised_modules() -> None:
-    """A floating weight beside which nothing is stored; without tensors, the config's list."""
+    """By a float weight without scales; without stored tensors, by the config's list."""
     cfg = config(llm_int8_skip_modules=["lm_head", "mlp.gate"])
     plain = {".weight": Stored("BF16", (8, 8))}
     assert isinstance(FORMAT.scheme(cfg, Module(NAME, plain)), Dense)

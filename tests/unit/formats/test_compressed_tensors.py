@@ -1,4 +1,4 @@
-"""compressed-tensors against the library that owns the format, and the traps of its configs."""
+"""compressed-tensors against the library of that name, and details that are easy to get wrong."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _word(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-# The numbers of the format's description --------------------------------------------------------------
+# Values of the format's description -------------------------------------------------------------------
 
 
 def test_eight_codes_and_their_word() -> None:
@@ -140,7 +140,7 @@ def test_nvfp4_divides_by_its_global_scale() -> None:
     assert same_bits(got, torch.tensor([FP4_VALUES]))
 
 
-# The library as judge ---------------------------------------------------------------------------------
+# Against the library ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [64, 40, 33])
@@ -195,7 +195,7 @@ EXPORTED = [
 
 
 def _powers_of_two(weight: LogicalWeight) -> LogicalWeight:
-    """Global scales for which no order of operations rounds, so that any judge must agree."""
+    """Global scales that are powers of two, so that no order of operations rounds."""
     scales = (weight.scales[0], torch.tensor([[4.0]])) if len(weight.scales) == 2 else weight.scales
     return LogicalWeight(weight.spec, weight.codes, scales, weight.zero)
 
@@ -208,7 +208,7 @@ def test_the_library_reads_what_we_export(spec: QuantSpec) -> None:
     ours, theirs = dequantize(weight), _decompress(config, stored, scheme)
     assert same_bits(ours.to(theirs.dtype), theirs)
     if theirs.dtype == torch.bfloat16 and spec.scales[0].dtype != BF16:
-        assert torch.equal(ours, theirs.float())  # nothing was rounded away
+        assert torch.equal(ours, theirs.float())  # nothing was rounded
     read = Config(quant=config, method="compressed-tensors")
     assert FORMAT.unknown_keys(read) == []
     again = FORMAT.scheme(read, _module(stored, scheme))
@@ -231,7 +231,7 @@ def test_float_bytes_equal_the_library(dtype: Any, pack: Any) -> None:
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize(("bits", "block"), [(8, TENSOR), (8, CHANNEL), (8, group(32)), (4, group(32)), (3, CHANNEL)])
 def test_integers_in_bytes(fmt: str, bits: int, block: tuple[int, int], zero_point: bool) -> None:
-    """Trap f: both names mean the same offset."""
+    """Both format names use the same offset."""
     spec = int_spec(bits, block, zero_point=zero_point, scale=F32)
     config = _config(fmt, spec)
     scheme = FORMAT.scheme(config, Module(EXPERT, {".weight_scale": Stored("F32", (1,))}))
@@ -242,7 +242,7 @@ def test_integers_in_bytes(fmt: str, bits: int, block: tuple[int, int], zero_poi
     assert scheme.decode(stored, N, K).equals(weight)
 
 
-# Traps ------------------------------------------------------------------------------------------------
+# Details that are easy to get wrong -------------------------------------------------------------------
 
 
 def test_zero_points_are_packed_along_the_other_axis() -> None:
@@ -255,7 +255,7 @@ def test_zero_points_are_packed_along_the_other_axis() -> None:
 
 
 def _old_words(codes: Tensor, bits: int) -> Tensor:
-    """What the old writer did, in Python's own integers: whole codes only, lowest first."""
+    """The old writer's packing with Python integers: whole codes only, lowest first."""
     per = 32 // bits
     rows = [
         [sum(c << (bits * j) for j, c in enumerate(row[i : i + per])) for i in range(0, len(row), per)]

@@ -1,4 +1,4 @@
-"""Which group of a compressed-tensors config holds for a module, and what is refused."""
+"""Which group of a compressed-tensors config applies to a module, and which configs are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: FP4 and FP8 experts, told apart by what is stored, against transformers' dequantiser."""
+"""DeepSeek-V4: FP4 and FP8 experts, distinguished by their stored dtype, against transformers' dequantiser."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_fp4_experts_equal_transformers(stored: torch.dtype, scale_dtype: torch.
 @pytest.mark.parametrize("name", [EXPERT, SHARED])
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
 def test_fp8_weights_equal_transformers(name: str, scale_dtype: torch.dtype) -> None:
-    """Shared experts beside FP4 ones have power-of-two scales; checkpoints with FP8 experts have fp32."""
+    """Shared experts have power-of-two scales if the routed experts are FP4, and fp32 scales if they are FP8."""
     weight, exponents = _fp8(), _bytes(2, 3, low=100, high=140).view(torch.float8_e8m0fnu)
     scale = exponents if scale_dtype == torch.float8_e8m0fnu else exponents.float() * 1.3
     for model in ({"expert_dtype": "fp8"}, {"expert_dtype": "fp4"}, {}):

@@ -1,4 +1,4 @@
-"""Every format of the registry keeps every promise; no test here is written for one format."""
+"""The conformance tests, run on every registered format."""
 
 from __future__ import annotations
 

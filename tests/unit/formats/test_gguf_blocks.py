@@ -1,4 +1,4 @@
-"""GGUF block types against the `gguf` library, bit for bit, and against the numbers of the format."""
+"""GGUF block types against the `gguf` library, bit for bit, and against values of the definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _random(size: int, seed: int = 0) -> Tensor:
 
 
 def _legal(block: BlockType, seed: int = 0) -> Tensor:
-    """Random bytes whose scales are finite numbers: signs, subnormals and zeros included."""
+    """Random bytes with finite scales, including both signs, subnormals and zeros."""
     data = _random(block.size, seed)
     for field in (*block.scales, *block.minimum):
         start = field.planes[0].start
@@ -51,7 +51,7 @@ def _judged(block: BlockType, data: Tensor) -> Tensor:
 
 
 def _decode(name: str, blocks: str | bytes | Tensor) -> list[float]:
-    """One row of blocks, given in hexadecimal, as numbers."""
+    """The values of one row of blocks, given in hexadecimal."""
     if isinstance(blocks, str):
         blocks = bytes.fromhex(blocks)
     data = torch.frombuffer(bytearray(blocks), dtype=torch.uint8) if isinstance(blocks, bytes) else blocks
@@ -68,7 +68,7 @@ def test_values_equal_the_gguf_library(block: BlockType, seed: int) -> None:
     values = dequantize(gguf_scheme(block).decode({"codes": data}, N, BLOCKS * block.columns))
     expected = _judged(block, data)
     if block.codes.dtype == E2M1:
-        values = values + 0.0  # the library has no minus zero in its fp4 table
+        values = values + 0.0  # the library's fp4 table has no minus zero
         expected = expected + 0.0
     assert same_bits(values, expected)
 
@@ -197,7 +197,7 @@ def test_the_error_for_an_unsupported_type_lists_the_supported_ones() -> None:
 
 
 def test_a_file_of_the_gguf_library_loads_expert_by_expert(tmp_path: Path) -> None:
-    """Mixed types within a layer, as real files have them; NVFP4 with its scale for each expert."""
+    """Mixed types within a layer, as in real files; NVFP4 with one scale per expert."""
     experts, hidden, inter = 3, 512, 256
     kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "NVFP4"}
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "mixtral")

@@ -1,4 +1,4 @@
-"""GPTQ: the numbers of its definition, and a slow packer written from it as the judge."""
+"""GPTQ against values from its definition and a slow reference packer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAME = "model.layers.0.mlp.experts.7.gate_proj"
 
 
 def words(*values: int) -> Tensor:
-    """32-bit patterns as the int32 that holds them."""
+    """32-bit patterns as int32."""
     return torch.from_numpy(np.array(values, dtype=np.uint32).view(np.int32).copy())
 
 
@@ -45,7 +45,7 @@ def resolve(module: Module | None = None, **values: Any) -> GptqScheme:
 
 
 def pack_stream(codes: list[int], bits: int) -> list[int]:
-    """Element i in bits [i*b, (i+1)*b) of one string; bit j of it is bit j % 32 of word j // 32."""
+    """Element i occupies bits [i*b, (i+1)*b) of one bit stream; bit j of the stream is bit j % 32 of word j // 32."""
     out = [0] * -(-len(codes) * bits // 32)
     for i, code in enumerate(codes):
         for bit in range(bits):
@@ -61,14 +61,14 @@ def by_hand(codes: np.ndarray, zero: np.ndarray, bits: int, offset: int) -> tupl
     return torch.stack([words(*w) for w in qweight], dim=1), torch.stack([words(*w) for w in qzeros])
 
 
-# ---- the numbers of the definition
+# ---- values of the definition
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
         ("gptq", [-2.5, 3, 0, -0.5, -4, 3.5, 0.5, -3.5]),
-        ("gptq_v2", [-2, 3.5, 0.5, 0, -3.5, 4, 1, -3]),  # the same file misread: everything off by one step
+        ("gptq_v2", [-2, 3.5, 0.5, 0, -3.5, 4, 1, -3]),  # the same file read as v2: all values off by one step
     ],
 )
 def test_values_of_both_versions(version: str, expected: list[float]) -> None:
@@ -107,7 +107,7 @@ def test_symmetric_zero_points_are_written_and_checked(version: str, word: int) 
     assert scheme.decode(stored, 8, 64).equals(weight)  # both may be missing
 
 
-# ---- the slow packer and the formula, spelled out
+# ---- against the slow packer and the formula
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -192,7 +192,7 @@ def test_a_single_group_has_no_act_order() -> None:
         scheme.decode(stored, 8, 64)
 
 
-# ---- what cannot be held
+# ---- what cannot be stored
 
 
 @pytest.mark.parametrize(("version", "zero"), [("gptq", 0), ("gptq_v2", 16)])
@@ -296,7 +296,7 @@ def test_bias_is_kept() -> None:
 
 
 def test_experts_of_a_layer_are_all_reordered_or_none() -> None:
-    """One that alone is would lose its order: the layout has no place for it."""
+    """A layer with a single reordered expert is refused: its layout stores no permutation."""
     row = names.find_family({"model_type": "qwen3_moe"})
     example = next(e for e in FORMAT.examples() if e.scheme.act_order)
     made = generate(example, row, row.forms[0], Geometry(experts=3, hidden=128, intermediate=128))

@@ -72,7 +72,7 @@ def test_nvfp4_multiplies_by_its_second_scale(algo: str) -> None:
 
 
 def test_nvfp4_equals_its_conversion_to_compressed_tensors() -> None:
-    """The judge inverts the second scale; with a power of two nothing may differ."""
+    """The library inverts the second scale; with a power of two the values must be equal."""
     scheme = FORMAT.scheme(_config("NVFP4"), Module(EXPERT, {}))
     random = _weight(scheme)
     inputs = {"input_scale": torch.tensor(0.125)}

@@ -1,4 +1,4 @@
-"""gpt-oss MXFP4 against transformers' own dequantiser, bit for bit."""
+"""gpt-oss MXFP4 against transformers' dequantiser, bit for bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_values_equal_transformers(seed: int) -> None:
 
 
 def test_every_code_with_every_scale_equals_transformers() -> None:
-    """Down to 2**-128 and up to infinity; bf16 holds every finite one exactly."""
+    """From 2**-128 to infinity; bf16 represents every finite value exactly."""
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
     blocks = (torch.arange(16) % 8 * 34 + 16).to(torch.uint8).expand(1, 255, 1, 16).contiguous()  # nibbles 0 1 2 ... 15
     weight = _scheme().decode({"codes": blocks[0], "scale": scales[0]}, 255, 32)

@@ -1,4 +1,4 @@
-"""Regular expressions from configs: what `re` says, soon, whatever the pattern."""
+"""Regular expressions from configs: the results of `re`, in bounded time for any pattern."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPEATS = ["*", "+", "?", "*?", "+?", "{{2}}", "{{1,2}}", "{{0,}}", "{{,1}}", "?
 
 
 def _pattern(g: random.Random, depth: int = 2) -> str:
-    """Everything that is read, in any combination."""
+    """A random pattern of all supported elements."""
     text = ""
     for _ in range(g.randint(0, 4)):
         if depth and g.random() < 0.25:
@@ -44,7 +44,7 @@ def _pattern(g: random.Random, depth: int = 2) -> str:
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Even the simplest patterns by sets of positions."""
+    """Use the bounded matcher even for simple patterns."""
     monkeypatch.setattr(_patterns, "_FEW_CHOICES", -1)
     compile_pattern.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""Quark's storages against slow packers written from their definitions, and what its configs mean."""
+"""Quark's storage schemes against slow reference packers."""
 
 from __future__ import annotations
 
@@ -8,39 +8,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from quark_configs import G, config, section
 from torch import Tensor
 
-from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
-from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
+from lancebill.errors import BadValue, CannotEncode
+from lancebill.formats.base import Config, Module, Scheme, Stored
 from lancebill.formats.quark import FORMAT
 from lancebill.formats.stored import DTYPE_NAMES
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16, E4M3, E8M0, F32, UE5M3
-from lancebill.numbers.spec import CHANNEL, DENSE_BF16, TENSOR, Scale, group
-from lancebill.numbers.spec_names import parse_activation, parse_spec
+from lancebill.numbers.spec import CHANNEL, TENSOR, Scale, group
+from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import same_bits
 from lancebill.testing.weights import random_weight
 
 NAME = "model.layers.0.mlp.experts.7.gate_proj"
-N, K, G = 16, 64, 32
+N, K = 16, 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 ML = {"fp4": ml_dtypes.float4_e2m1fn, "fp6_e2m3": ml_dtypes.float6_e2m3fn, "fp6_e3m2": ml_dtypes.float6_e3m2fn}
 RNG = np.random.default_rng(0)
-
-
-def section(dtype: str, scheme: str, **values: Any) -> dict[str, Any]:
-    axis = {"per_channel": {"ch_axis": 0}, "per_group": {"ch_axis": -1, "group_size": G}}.get(scheme, {})
-    return {"dtype": dtype, "qscheme": scheme, "is_dynamic": False, **axis, **values}
-
-
-def config(weight: Any, inputs: Any = None, pack: str = "reorder", **values: Any) -> Config:
-    quant = {
-        "quant_method": "quark",
-        "global_quant_config": {"weight": weight, "input_tensors": inputs},
-        "export": {"pack_method": pack},
-        **values,
-    }
-    return Config(quant=quant, method="quark")
 
 
 def check(cfg: Config, tensors: dict[str, Any], expected: np.ndarray, n: int = N, k: int = K) -> Scheme:
@@ -58,7 +44,7 @@ def check(cfg: Config, tensors: dict[str, Any], expected: np.ndarray, n: int = N
 
 
 def nibbles(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """Eight values of the last axis to a word, nibble j from column order[j]."""
+    """Eight values of the last axis per word, nibble j from column order[j]."""
     out = np.zeros((*values.shape[:-1], values.shape[-1] // 8), dtype=np.uint32)
     for index in np.ndindex(out.shape):
         for j in range(8):
@@ -67,7 +53,7 @@ def nibbles(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
 
 
 def stream(values: np.ndarray, bits: int) -> np.ndarray:
-    """A little-endian bit string along the last axis, in bytes, one bit at a time."""
+    """A little-endian bit stream along the last axis, in bytes, packed one bit at a time."""
     out = np.zeros((*values.shape[:-1], -(-values.shape[-1] * bits // 8)), dtype=np.uint8)
     for index in np.ndindex(values.shape):
         for bit in range(bits):
@@ -77,7 +63,7 @@ def stream(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def spread(values: np.ndarray, columns: int = K) -> np.ndarray:
-    """One number for each group, row or tensor to one for each element."""
+    """One number per group, row or tensor to one per element."""
     if values.ndim == 2:
         return np.repeat(values, columns // values.shape[1], axis=1)
     return np.broadcast_to(values.reshape(-1, 1), (N, columns))
@@ -195,7 +181,7 @@ def test_microscaling_floats(dtype: str, byte_type: str) -> None:
 
 
 def test_unsigned_e5m3_scales() -> None:
-    """Bias 15, subnormals down to 2**-17, 254 the largest finite one."""
+    """Bias 15, subnormals down to 2**-17, 254 is the largest finite code."""
     codes = RNG.integers(0, 16, (N, K)).astype(np.uint8)
     scale = RNG.integers(0, 255, (N, K // 16)).astype(np.uint8)
     scale[0, 0], scale[0, 1], scale[0, 2] = 254, 1, 8
@@ -230,7 +216,7 @@ def test_stored_scale_dtypes_are_kept() -> None:
     assert scheme.spec.scales == (Scale(BF16, CHANNEL),)
 
 
-# ---- exponents among the codes
+# ---- exponents stored with the codes
 
 
 @pytest.mark.parametrize("element", list(ML))
@@ -274,7 +260,7 @@ def test_exponent_minus_128_is_refused() -> None:
 
 
 def test_quantised_scales() -> None:
-    """fp4, its scales in fp8, theirs for the tensor: NVFP4 under another name."""
+    """fp4 with fp8 scales and a per-tensor scale of these: NVFP4 under another name."""
     second = section("fp8_e4m3", "per_tensor", is_scale_quant=True)
     codes = RNG.integers(0, 16, (N, K)).astype(np.uint8)
     inner = RNG.integers(1, 0x7F, (N, K // 16)).astype(np.uint8)
@@ -290,7 +276,7 @@ def test_quantised_scales() -> None:
 
 
 def test_int4_over_fp8() -> None:
-    """fp8 for the tensor, then int4 by channel: the later stage's scale is the element's own."""
+    """fp8 per tensor, then int4 per channel: the later stage's scale is the element's scale."""
     codes = RNG.integers(-8, 8, (N, K))
     own, first = scales(N), np.float32(0.019)
     tensors = {
@@ -302,124 +288,6 @@ def test_int4_over_fp8() -> None:
     weight = [section("fp8_e4m3", "per_tensor"), section("int4", "per_channel", symmetric=True)]
     scheme = check(config(weight), tensors, codes.astype(np.float32) * spread(own) * first)
     assert scheme.spec.scales == (Scale(F32, CHANNEL), Scale(F32, TENSOR))
-
-
-# ---- configs
-
-
-def test_the_most_specific_section_wins() -> None:
-    four, eight = section("int4", "per_group", symmetric=True), section("int8", "per_channel", symmetric=True)
-    fp8 = section("fp8_e4m3", "per_tensor")
-    cfg = config(
-        four,
-        exclude=["lm_head", "mlp.gate", "re:.*shared_expert.*", "model.layers.9.*"],
-        layer_quant_config={"*down_proj": {"weight": eight}, "model.layers.5.mlp.up_proj": {"weight": fp8}},
-    )
-
-    def spec(name: str) -> str:
-        return str(FORMAT.scheme(cfg, Module(name)).spec)
-
-    assert spec(NAME) == "int4-g32:fp32"
-    assert spec("model.layers.1.mlp.experts.0.down_proj") == "int8-channel:fp32"
-    assert spec("model.layers.5.mlp.up_proj") == "fp8-tensor"
-    assert spec("model.layers.5.mlp.gate_proj") == "int4-g32:fp32"  # not mlp.gate
-    for left in ("lm_head", "model.layers.5.mlp.gate", "model.layers.5.shared_expert.up_proj", "model.layers.9.x"):
-        assert spec(left) == "bf16", left
-    assert spec("model.layers.90.x") == "int4-g32:fp32"
-
-
-def test_sections_by_layer_type_and_unquantised_modules() -> None:
-    cfg = config(section("int4", "per_tensor", symmetric=True), layer_type_quant_config={"Linear": {"weight": None}})
-    assert FORMAT.scheme(cfg, Module(NAME)).spec == DENSE_BF16
-    cfg = config(section("int4", "per_tensor", symmetric=True))
-    assert isinstance(FORMAT.scheme(cfg, Module(NAME, {".weight": Stored("F16", (8, 8))})), Dense)
-    both = {".weight": Stored("F16", (8, 8)), ".weight_scale": Stored("F32", ())}
-    assert not isinstance(FORMAT.scheme(cfg, Module(NAME, both)), Dense)
-    assert isinstance(FORMAT.scheme(config({"dtype": "bfloat16"}), Module(NAME)), Dense)
-
-
-def test_activation_specs() -> None:
-    weight = section("fp8_e4m3", "per_tensor")
-    second = section("fp8_e4m3", "per_tensor", is_scale_quant=True)
-    dynamic = {"is_dynamic": True}
-    for inputs, name in (
-        (section("fp8_e4m3", "per_tensor"), "fp8-static"),
-        (section("fp8_e4m3", "per_channel", ch_axis=1, **dynamic), "fp8"),
-        (section("fp8_e4m3", "per_group", group_size=128, **dynamic), "fp8-g128"),
-        (section("int8", "per_channel", symmetric=True, **dynamic), "int8"),
-        (section("int8", "per_tensor", symmetric=True), "int8-static"),
-        (section("fp4", "per_group", scale_format="e8m0", **dynamic), "mxfp4"),
-        ({"dtype": "mx", "mx_element_dtype": "fp4", "group_size": 32}, "mxfp4"),
-        ([section("fp4", "per_group", group_size=16, **dynamic), second], "nvfp4"),
-    ):
-        assert FORMAT.activations(config(weight, inputs), Module(NAME)) == parse_activation(name)
-    assert FORMAT.activations(config(weight), Module(NAME)) is None
-
-
-def test_static_inputs_need_their_scales() -> None:
-    weight = section("fp8_e4m3", "per_tensor")
-
-    def needed(inputs: Any) -> set[str]:
-        parts = FORMAT.scheme(config(weight, inputs), Module(NAME)).parts
-        return {p.role for p in parts if p.role.startswith("input") and not p.optional}
-
-    assert needed(None) == set()
-    assert needed(section("fp8_e4m3", "per_tensor")) == {"input_scale"}
-    assert needed(section("int8", "per_tensor", symmetric=False)) == {"input_scale", "input_zero_point"}
-    assert needed(section("fp8_e4m3", "per_channel", is_dynamic=True)) == set()
-    second = section("fp8_e4m3", "per_tensor", is_scale_quant=True)
-    assert needed([section("fp4", "per_group", is_dynamic=True), second]) == {"input_global_scale"}
-
-
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [
-        (section("int5", "per_tensor"), "weight.dtype"),
-        (section("mx6", "per_tensor"), "weight.dtype"),
-        (section("int4", "per_head"), "qscheme"),
-        (section("int4", "per_block", block_size=[8, 8]), "qscheme"),
-        (section("fp8_e4m3", "per_block"), "block_size"),
-        (section("fp8_e4m3", "per_block", block_size=[128]), "block_size"),
-        (section("fp8_e4m3", "per_block", block_size=[128, 0]), "block_size"),
-        (section("int4", "per_channel", ch_axis=1), "ch_axis"),
-        (section("int4", "per_group", ch_axis=0), "ch_axis"),
-        (section("int4", "per_group", group_size=8), "power of two"),
-        (section("int4", "per_group", group_size=96), "power of two"),
-        (section("int4", "per_group", group_size=None), "group_size"),
-        (section("int4", "per_group", is_dynamic=True), "dynamically quantised"),
-        (section("fp8_e4m3", "per_tensor", symmetric=False), "no zero point"),
-        (section("fp4", "per_group", scale_format="e4m3"), "scale_format"),
-        ({"dtype": "mx", "mx_element_dtype": "int8", "group_size": 32}, "mx_element_dtype"),
-        ({"dtype": "mx", "mx_element_dtype": "fp4", "group_size": 16}, "group_size"),
-        ([section("fp4", "per_group")] * 3, "stages"),
-        ([section("fp4", "per_group"), section("int8", "per_tensor", is_scale_quant=True)], "dtype"),
-        ([section("fp4", "per_group"), section("fp8_e4m3", "per_group", is_scale_quant=True)], "second stage"),
-        ("int4", "weight"),
-        ([4, 5], "weight"),
-    ],
-)
-def test_unsupported_sections_are_refused(weight: Any, message: str) -> None:
-    with pytest.raises(UnsupportedFormat, match=message):
-        FORMAT.scheme(config(weight), Module(NAME))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"exclude": ["re:("]}, "regular expression"),
-        ({"exclude": [["x"]]}, "list of names"),
-        ({"exclude": "lm_head"}, "exclude"),
-        ({"layer_quant_config": []}, "layer_quant_config"),
-        ({"layer_quant_config": {"*": 4}}, "'\\*'"),
-        ({"global_quant_config": None}, "global_quant_config"),
-        ({"export": {"pack_method": "shuffle"}}, "pack_method"),
-        ({"export": {"weight_format": "fake_quantized"}}, "weight_format"),
-        ({"global_quant_config": {"weight": section("int8", "per_tensor"), "bias": {}}}, "bias"),
-    ],
-)
-def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedFormat, match=message):
-        FORMAT.scheme(config(section("int8", "per_tensor"), **values), Module(NAME))
 
 
 def test_e4m3_scales_are_codes() -> None:

@@ -1,4 +1,4 @@
-"""Every packing against arithmetic on one big integer, and the words of the format notes."""
+"""Every packing against arithmetic on one big integer, and against words from the formats' documentation."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def unsigned(words: Tensor) -> list[int]:
 
 
 def slow_stream(codes: list[int], bits: int, width: int) -> list[int]:
-    """All codes in one integer, cut into words."""
+    """All codes in one integer, split into words."""
     stream = sum(code << (i * bits) for i, code in enumerate(codes))
     return [(stream >> (w * width)) & ((1 << width) - 1) for w in range(-(-len(codes) * bits // width))]
 
 
-# --- the words of the notes ------------------------------------------------------------------------------
+# --- documented words ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_bytes_of_fp4() -> None:
 
 
 def test_words_of_gptq_and_compressed_tensors() -> None:
-    """GPTQ zero points and compressed-tensors codes, as the notes give them."""
+    """GPTQ zero points and compressed-tensors codes."""
     assert unpack_bits(torch.tensor([0x7777777F], dtype=torch.int32), 4, 8).tolist() == [15, 7, 7, 7, 7, 7, 7, 7]
     assert unsigned(pack_bits(codes_of(*(q + 8 for q in (-8, -1, 0, 7, 3, -5, 2, 1))), 4, torch.int32)) == [0x9A3BF870]
     assert unsigned(pack_bits(codes_of(*(q + 8 for q in (-8, -1, 0, 3, 7, 2, -3, 1))), 4, torch.int32)) == [0x95AFB870]

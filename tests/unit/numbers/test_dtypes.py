@@ -1,4 +1,4 @@
-"""Every code, every midpoint and its neighbours, and all bf16 inputs, against judges that share no code."""
+"""Every code, every midpoint and its neighbours, and all bf16 inputs, against independent references."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ CPU = torch.device("cpu")
 MINIFLOATS = [E2M1, E2M3, E3M2, E3M4, E4M3, E4M3FNUZ, E5M2, UE5M3]
 INTEGERS = [make(bits) for make in (int_type, uint_type, biased_type) for bits in range(1, 9)]
 UNSORTED = codebook([0.5, -3.0, 2.0, 0.0, -0.25, 7.0, 1.0, -8.0])
-CROWDED = codebook([1.0, 1.0 + 2**-20, 1.0 + 2**-19, 1.0 + 3 * 2**-20])  # no two share a float's top bits elsewhere
+CROWDED = codebook([1.0, 1.0 + 2**-20, 1.0 + 2**-19, 1.0 + 3 * 2**-20])  # several values share their top 16 bits
 TABLES = [*MINIFLOATS, *INTEGERS, E8M0, NF4, BNB_FP4, IQ4, TERNARY, INV127, UNSORTED, CROWDED]
 
-# Types ml_dtypes defines alike. Where rules differ on purpose: ours saturate, its types overflow to infinity or NaN;
-# a tie between two powers of two goes to the even code in ours and up in its e8m0, which also has no 2**-127.
+# Types that ml_dtypes defines the same way. Intended differences: ours saturate, its types overflow to infinity or
+# NaN; a tie between two powers of two rounds to the even code in ours and up in its e8m0, which also has no 2**-127.
 JUDGED: list[tuple[DType, type]] = [
     (E2M1, ml_dtypes.float4_e2m1fn),
     (E2M3, ml_dtypes.float6_e2m3fn),
@@ -101,7 +101,7 @@ def random_floats(count: int, seed: int) -> Tensor:
 
 
 def nearest(dtype: DType, value: float) -> set[int]:
-    """The legal codes for a finite value, by exact arithmetic on its two neighbours in the table."""
+    """The correct codes for a finite value, by exact arithmetic on its two neighbours in the table."""
     if dtype.kind == "integer":
         rounded = min(max(round(Fraction(value)), int(dtype.min)), int(dtype.max))
         return {dtype.table.index(float(rounded))}
@@ -116,7 +116,7 @@ def nearest(dtype: DType, value: float) -> set[int]:
     return codes[even[0] if len(even) == 1 else below]
 
 
-# --- the numbers of the specification ---------------------------------------------------------------------
+# --- values from the specifications -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_bitsandbytes_fp4_table_in_fp32() -> None:
 
 def of_judge(dtype: DType, judge: type, codes: np.ndarray) -> np.ndarray:
     values: np.ndarray = codes.view(judge).astype(np.float32)
-    if dtype == E3M4:  # theirs spends the top binade on infinity and NaN, ours does not
+    if dtype == E3M4:  # theirs uses the top binade for infinity and NaN, ours does not
         values[(codes & 0x70) == 0x70] = np.nan
     return values
 
@@ -249,7 +249,7 @@ def test_integers_equal_ml_dtypes(dtype: DType, judge: type) -> None:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, E4M3FNUZ], ids=names)
 def test_torch_conversion_equals_the_table(dtype: DType) -> None:
-    """The fast path through torch's own types, against the table it stands for."""
+    """The fast path through torch's types, against the table."""
     values = decode(dtype, range(256))
     for code, (ours, table) in enumerate(zip(values, dtype.table)):
         assert ours == table or (math.isnan(ours) and math.isnan(table)), hex(code)
@@ -285,7 +285,7 @@ def test_encode_is_nearest_on_random_floats(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", [t for t in TABLES if t.kind != "integer"], ids=names)
 def test_fast_encoders_equal_a_table_search(dtype: DType) -> None:
-    """All bf16 inputs and a million fp32 patterns, by a numpy search that shares no code with ours."""
+    """All bf16 inputs and a million fp32 patterns, against an independent numpy search."""
     inputs = torch.cat([all_bf16(), random_floats(1 << 20, 3), probes(dtype)])
     inputs = inputs[~inputs.isnan()]
     values = sorted({dtype.table[c] for c in dtype.valid_codes})
@@ -364,9 +364,6 @@ def test_encode_does_not_modify_its_input() -> None:
         assert torch.equal(values, before), dtype
 
 
-# --- identity ---------------------------------------------------------------------------------------------
-
-
 def test_equality_is_by_name_and_table() -> None:
     assert uint_type(4) == uint_type(4)
     assert hash(uint_type(4)) == hash(uint_type(4))
@@ -393,12 +390,9 @@ def test_codebooks() -> None:
 
 
 def test_rounding_range() -> None:
-    """Where half a step beyond the outermost value ends."""
+    """The range ends half a step beyond the outermost value."""
     ranges = {E2M1: 7, E4M3: 464, E3M2: 30, int_type(4): 7.5, uint_type(8): 255.5, F16: 65520, ZERO16: 32767.5}
     assert {t: t.rounding_range[1] for t in ranges} == ranges
-    assert (uint_type(8).rounding_range[0], int_type(4).rounding_range[0], TERNARY.rounding_range) == (
-        -0.5,
-        -8.5,
-        (-1.5, 1.5),
-    )
+    assert (uint_type(8).rounding_range[0], int_type(4).rounding_range[0]) == (-0.5, -8.5)
+    assert TERNARY.rounding_range == (-1.5, 1.5)
     assert NF4.rounding_range == pytest.approx((-1.1519, 1.13852), rel=1e-4)

@@ -77,7 +77,6 @@ SCALE_TYPES = [*CODE_TYPES, d.INV127, d.F16, d.BF16, d.F32]
 def test_names(name: str, spec: QuantSpec) -> None:
     assert parse_spec(name) == spec
     assert str(spec) == name
-    assert str(spec) == name
 
 
 @pytest.mark.parametrize(

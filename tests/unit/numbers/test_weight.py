@@ -1,4 +1,4 @@
-"""Cutting, reordering, stacking and re-blocking a weight change no number: bit for bit, for every kind of spec."""
+"""Cutting, reordering, stacking and re-blocking a weight are bitwise exact for every kind of spec."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def halves(size: int) -> st.SearchStrategy[tuple[int, int]]:
 @EXAMPLES
 @given(st.data(), NAMES, SIZES, SIZES, SEEDS)
 def test_cuts_at_any_position(data: st.DataObject, name: str, n: int, k: int, seed: int) -> None:
-    """Blocks are cut to what the edges need, then the sub-matrix has the numbers of the whole."""
+    """After refining blocks to the edges, the sub-matrix has the values of the whole matrix."""
     weight = weight_of(name, n, k, seed)
     rows, columns = data.draw(halves(n)), data.draw(halves(k))
     fine = weight.reblock(weight.spec.map_blocks(0, rows[0]).map_blocks(1, columns[0]))
@@ -74,7 +74,7 @@ def test_rows_in_any_order(data: st.DataObject, name: str, n: int, k: int, seed:
 @EXAMPLES
 @given(NAMES, SIZES, SIZES, st.integers(1, 3), SEEDS)
 def test_stacking_is_exact(name: str, n: int, k: int, count: int, seed: int) -> None:
-    """Each matrix keeps its own scales, global ones included, even where blocks do not end at its edge."""
+    """Each matrix keeps its scales, including global ones, even if its blocks do not end at its edge."""
     weights = [weight_of(name, n, k, seed + i) for i in range(count)]
     stacked = stack(weights)
     assert same_bits(dequantize(stacked), torch.cat([dequantize(w) for w in weights]))
@@ -104,7 +104,7 @@ def test_unequal_global_scales_stack_exactly() -> None:
 
 
 def test_operations_agree_with_scalar_arithmetic() -> None:
-    """A sample of the above through the judge that knows nothing of blocks but division."""
+    """The same operations against the scalar dequantiser."""
     for name in SPECS:
         weight = weight_of(name, 6, 20, 1)
         part = weight.reblock(weight.spec.map_blocks(0, 2).map_blocks(1, 4)).cut((2, 5), (4, 19))
@@ -112,7 +112,7 @@ def test_operations_agree_with_scalar_arithmetic() -> None:
         assert same_bits(scalar_dequantize(stack([weight, weight])), scalar_dequantize(weight).repeat(2, 1))
 
 
-# --- what travels along -----------------------------------------------------------------------------------
+# --- input tensors and act-order --------------------------------------------------------------------------
 
 
 def with_inputs(weight: LogicalWeight, **inputs: torch.Tensor) -> LogicalWeight:
@@ -147,7 +147,7 @@ def test_act_order_is_kept() -> None:
     assert gate.cut((1, 3), (0, 64)).perm is gate.perm
 
 
-@pytest.mark.skipif(not __debug__, reason="asserts are for our own bugs, and -O takes them out")
+@pytest.mark.skipif(not __debug__, reason="-O removes assertions")
 def test_cutting_columns_of_an_act_order_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="undo the act-order"):
         weight_of("int4-g32-zp", 4, 64, 5, perm=True).cut((0, 4), (0, 32))
@@ -167,7 +167,7 @@ def test_equality_is_by_bits() -> None:
     assert nan.equals(replace(nan, codes=nan.codes.clone()))
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------
+# --- invalid arguments --------------------------------------------------------------------------------------
 
 
 def test_tensors_must_match_the_spec() -> None:
@@ -176,7 +176,7 @@ def test_tensors_must_match_the_spec() -> None:
     with pytest.raises(WrongShape, match="one tensor for each level"):
         LogicalWeight(MXFP4, codes)
     with pytest.raises(WrongShape, match="one tensor for each level"):
-        LogicalWeight(MXFP4, codes, (), None, (scale,))  # as many as there are levels, but not the same
+        LogicalWeight(MXFP4, codes, (), None, (scale,))  # the right number of tensors, but a minimum instead of a scale
     with pytest.raises(WrongShape, match="one tensor for each level"):
         LogicalWeight(MXFP4, codes, (scale,), torch.zeros(4, 1, dtype=torch.int16))
     with pytest.raises(WrongShape, match=r"expected \[4, 1\]; got \[4, 2\]"):
