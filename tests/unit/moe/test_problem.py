@@ -72,7 +72,7 @@ def test_unknown_option_values_are_refused() -> None:
     for key in ("order", "dispatch"):
         with pytest.raises(SpecError, match=f"unknown {key} 'sorted'"):
             _problem(96, 48, "silu", **{key: "sorted"})
-    with pytest.raises(SpecError, match="another dtype"):
+    with pytest.raises(SpecError, match="no kernel takes inputs"):
         wide_inputs(torch.float64)
 
 
