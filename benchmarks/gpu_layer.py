@@ -161,7 +161,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.perf_counter()
         self.windows = Windows(DEVICE, arguments.window_us, arguments.rounds, arguments.pause_ms / 1e3)
-        rates = window_rates(self.windows, {})
+        rates = window_rates(self.windows)
         torch.cuda.empty_cache()
         self.dense = dense_gemms(DEVICE)
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})

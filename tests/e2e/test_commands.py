@@ -131,7 +131,7 @@ def test_a_batch_of_questions_gives_the_same_answers(model: Path, tmp_path: Path
         (["generate", "model", "x", "--device", "tpu"], 2, "unknown device"),
         (["generate", "dense", "x"], 1, "has no experts"),
         (["generate", "empty", "x"], 1, "no config.json"),
-        (["generate", "wordless", "x"], 1, "no tokenizer"),
+        (["generate", "wordless", "x"], 1, "cannot load a tokenizer"),
         (["generate", "unknown", "x"], 1, "does not know the model"),
         (["bench-serve", "http://localhost:port/v1"], 2, "not the URL"),
         (["bench-serve", "http://127.0.0.1:9/v1"], 1, "no server answers"),

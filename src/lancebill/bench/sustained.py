@@ -21,6 +21,7 @@ from lancebill.errors import LancebillError
 WINDOW_US = 40_000.0
 ROUNDS = 3
 GEMM_SIZE = 8192  # side of the square dense GEMMs
+READ_BYTES = 4 << 30  # size of the buffer whose reads are timed
 _MOST_CALLS = 512  # in one graph
 _SLEEP_CYCLES = 1_000_000  # keeps the GPU busy while the host queues the replays
 
@@ -140,13 +141,12 @@ def dense_gemms(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Call]:
     }
 
 
-def window_rates(windows: Windows, sizes: Mapping[str, int]) -> dict[str, float]:
+def window_rates(windows: Windows) -> dict[str, float]:
     """The GPU's limits over the same window: GB/s of reads, TFLOP/s of dense bf16 and fp8 GEMMs."""
     device = windows.device
-    size = sizes.get("product", GEMM_SIZE)
-    buffer = torch.ones(sizes.get("read", 4 << 30) // 4, device=device)
+    buffer = torch.ones(READ_BYTES // 4, device=device)
     calls: dict[str, Sequence[Call]] = {
-        **{name: [call] for name, call in dense_gemms(device, size).items()},
+        **{name: [call] for name, call in dense_gemms(device).items()},
         "sum": [buffer.sum],
         "amax": [buffer.amax],
         "read": [lambda: _read(buffer)],
@@ -157,7 +157,7 @@ def window_rates(windows: Windows, sizes: Mapping[str, int]) -> dict[str, float]
             times |= windows.measure({name: call})
         except (RuntimeError, ImportError):  # this GPU has no such GEMM, or Triton is not installed
             continue
-    flops, read = 2.0 * size**3, buffer.numel() * buffer.element_size()
+    flops, read = 2.0 * GEMM_SIZE**3, buffer.numel() * buffer.element_size()
     rates = {name: flops / times[name].median / 1e6 for name in ("bf16", "fp8") if name in times}
     fastest = min(times[name].median for name in ("sum", "amax", "read") if name in times)
     return rates | {"read_gbs": read / fastest / 1e3}

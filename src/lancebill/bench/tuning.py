@@ -68,7 +68,7 @@ class Journal:
         self.times: dict[str, dict[str, float]] = _without_obsolete(stored.get("times", {}))
         self.failed: dict[str, dict[str, str]] = _without_obsolete(stored.get("failed", {}))
 
-    def knows(self, cell: Cell, candidate: Candidate) -> bool:
+    def is_measured(self, cell: Cell, candidate: Candidate) -> bool:
         """Whether the candidate was already measured, or failed, for this cell."""
         return any(candidate.name in cells.get(cell.name, {}) for cells in (self.times, self.failed))
 
@@ -98,7 +98,7 @@ class Search:
     def run(self, log: Log, advance: Callable[[int], None] = lambda _: None) -> None:
         for layer in self.layers:
             candidates = [(layer.cell(tokens), c) for tokens in self.tokens for c in self._first_round(layer, tokens)]
-            remaining = sum(not self.journal.knows(cell, candidate) for cell, candidate in candidates)
+            remaining = sum(not self.journal.is_measured(cell, candidate) for cell, candidate in candidates)
             log(f"{layer.name}: {remaining} of {len(candidates)} candidates are not measured yet")
             weights = Weights(layer.problem, self.device, distinct=DISTINCT)
             packed = weights.packed(HopperLayout(layer.problem))
@@ -130,7 +130,7 @@ class Search:
         self, layer: TuningLayer, cell: Cell, candidates: Sequence[Candidate], packed: Mapping[str, Packed]
     ) -> None:
         """Measure those candidates that are not in the journal; all must agree with the first that runs."""
-        remaining = [candidate for candidate in candidates if not self.journal.knows(cell, candidate)]
+        remaining = [candidate for candidate in candidates if not self.journal.is_measured(cell, candidate)]
         if not remaining:
             return
         plans, failed = self._plans(layer, cell, remaining)

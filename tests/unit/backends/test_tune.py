@@ -125,8 +125,8 @@ def test_a_search_can_be_resumed(tmp_path: Path) -> None:
     journal = Journal(path)
     journal.note(where, {"16+8 overlap": 12.5}, {"decode": "does not compile"})
     reopened = Journal(path)
-    assert reopened.knows(where, Candidate(FLAGS)) and reopened.knows(where, Candidate())
-    assert not reopened.knows(cell(256), Candidate(FLAGS))
+    assert reopened.is_measured(where, Candidate(FLAGS)) and reopened.is_measured(where, Candidate())
+    assert not reopened.is_measured(cell(256), Candidate(FLAGS))
     reopened.note(where, {"8": 11.0}, {})
     assert json.loads(path.read_text())["times"][where.name] == {"16+8 overlap": 12.5, "8": 11.0}
     assert [file.name for file in tmp_path.iterdir()] == ["x.cells.json"]
