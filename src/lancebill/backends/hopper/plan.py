@@ -216,5 +216,5 @@ def _estimate(problem: Problem, layout: HopperLayout, slots: int) -> float:
     activated = problem.experts * (1 - (1 - 1 / problem.experts) ** slots)
     loaded = activated * sum(layout.bytes(shape) for shape in problem.matrices.values())
     flops = 2 * slots * sum(shape.n * shape.k for shape in problem.matrices.values())
-    narrow = layout.form(problem.w13).activations == E4M3
-    return max(loaded / _READ_RATE, flops / _TENSOR_RATE[narrow]) + 10
+    fp8 = layout.form(problem.w13).activations == E4M3
+    return max(loaded / _READ_RATE, flops / _TENSOR_RATE[fp8]) + 10
