@@ -71,7 +71,7 @@ def test_partial_blocks_and_words_are_rounded_up(
 
 
 @pytest.mark.parametrize(
-    ("axes", "ratio", "told"),
+    ("axes", "ratio", "sizes"),
     [
         ("n k^", WORD4, {"n": 256, "k": 512}),
         ("k^ n", WORD3, {"n": 256, "k": 512}),
@@ -83,8 +83,8 @@ def test_partial_blocks_and_words_are_rounded_up(
         ("", (1, 32), {}),
     ],
 )
-def test_sizes_are_inferred_from_element_axes(axes: str, ratio: tuple[int, int], told: dict[str, int]) -> None:
-    assert ax.infer(axes, ax.shape(axes, 256, 512, ratio), ratio) == told
+def test_sizes_are_inferred_from_element_axes(axes: str, ratio: tuple[int, int], sizes: dict[str, int]) -> None:
+    assert ax.infer(axes, ax.shape(axes, 256, 512, ratio), ratio) == sizes
 
 
 @ASSERTS

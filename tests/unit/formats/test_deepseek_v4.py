@@ -41,9 +41,9 @@ def _fp8() -> Tensor:
     return _bytes(N, K, high=0x7F).view(torch.float8_e4m3fn)
 
 
-def _judged(weight: Tensor, scale: Tensor) -> Tensor:
-    judge: Any = Fp8Dequantize(None)
-    result: Tensor = judge._dequantize_one(weight, scale, output_dtype=torch.float32)
+def _reference_values(weight: Tensor, scale: Tensor) -> Tensor:
+    reference: Any = Fp8Dequantize(None)
+    result: Tensor = reference._dequantize_one(weight, scale, output_dtype=torch.float32)
     return result
 
 
@@ -56,7 +56,7 @@ def test_fp4_experts_equal_transformers(stored: torch.dtype, scale_dtype: torch.
     assert scheme.spec == MXFP4
     assert FORMAT.activations(_config(), _module(weight=weight, scale=scale)) is None
     decoded = scheme.decode({"codes": weight, "scale": scale}, N, K)
-    assert same_bits(dequantize(decoded), _judged(weight.view(torch.int8), scale))
+    assert same_bits(dequantize(decoded), _reference_values(weight.view(torch.int8), scale))
     packed = scheme.encode(decoded)
     assert same_bits(packed["codes"], weight) and same_bits(packed["scale"], scale)
 
@@ -70,7 +70,7 @@ def test_fp8_weights_equal_transformers(name: str, scale_dtype: torch.dtype) -> 
     for model in ({"expert_dtype": "fp8"}, {"expert_dtype": "fp4"}, {}):
         scheme = FORMAT.scheme(_config(model=model), _module(name, weight=weight, scale=scale))
         decoded = scheme.decode({"codes": weight, "scale": scale}, N, K)
-        assert same_bits(dequantize(decoded), _judged(weight, scale))
+        assert same_bits(dequantize(decoded), _reference_values(weight, scale))
         assert same_bits(scheme.encode(decoded)["scale"], scale)
 
 
@@ -94,7 +94,7 @@ def test_nvfp4_experts_have_the_tensor_names_of_modelopt(where: str) -> None:
     scheme = FORMAT.scheme(config, _module(**tensors, input_scale=torch.tensor(0.5)))
     assert scheme.spec == NVFP4
     decoded = scheme.decode({"codes": codes, "scale": scale, "scale_2": torch.tensor(0.375)}, N, K)
-    judged = _judged(codes.view(torch.int8), scale) * 0.375
+    judged = _reference_values(codes.view(torch.int8), scale) * 0.375
     assert same_bits(dequantize(decoded), judged)
     shared = _module(SHARED, weight=_fp8(), scale=torch.ones(2, 3))
     assert FORMAT.scheme(config, shared).spec == FP8_BLOCK

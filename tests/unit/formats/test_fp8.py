@@ -61,9 +61,9 @@ def _scales(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.rand(shape, generator=generator).to(dtype)
 
 
-def _judged(weight: Tensor, scale: Tensor) -> Tensor:
-    judge: Any = Fp8Dequantize(None)
-    result: Tensor = judge._dequantize_one(weight, scale, output_dtype=torch.float32)
+def _reference_values(weight: Tensor, scale: Tensor) -> Tensor:
+    reference: Any = Fp8Dequantize(None)
+    result: Tensor = reference._dequantize_one(weight, scale, output_dtype=torch.float32)
     return result
 
 
@@ -81,7 +81,7 @@ def test_block_scales_equal_transformers(quant: dict[str, Any], dtype: torch.dty
     weight, scale = _weight(), _scales((2, 3), dtype)
     scheme = FORMAT.scheme(_config(quant), _module(weight=weight, weight_scale_inv=scale))
     decoded = scheme.decode({"codes": weight, "scale": scale}, N, K)
-    assert same_bits(dequantize(decoded), _judged(weight, scale))
+    assert same_bits(dequantize(decoded), _reference_values(weight, scale))
     assert DTYPE_NAMES[scheme.encode(decoded)["scale"].dtype] == DTYPE_NAMES[dtype]
 
 
@@ -92,7 +92,7 @@ def test_partial_blocks() -> None:
     values = dequantize(scheme.decode({"codes": weight, "scale": scale}, n, k))
     whole = torch.zeros(384, 512)
     whole[:n, :k] = weight.float()
-    assert same_bits(values, _judged(whole.to(torch.float8_e4m3fn), scale)[:n, :k].contiguous())
+    assert same_bits(values, _reference_values(whole.to(torch.float8_e4m3fn), scale)[:n, :k].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_experts_may_be_mxfp4(said: dict[str, Any], scale_dtype: torch.dtype) ->
     assert scheme.spec == MXFP4
     assert FORMAT.activations(config, _module(weight=weight, weight_scale_inv=scale)) is None
     values = dequantize(scheme.decode({"codes": weight, "scale": scale}, N, K))
-    assert same_bits(values, _judged(weight.view(torch.int8), scale))
+    assert same_bits(values, _reference_values(weight.view(torch.int8), scale))
     linear = _module(weight=_weight(), weight_scale_inv=_scales((2, 3), torch.float32))
     assert FORMAT.scheme(config, linear).spec == FP8_BLOCK
     without = FORMAT.scheme(_config(BLOCK), _module(weight=weight, weight_scale_inv=scale)).part("codes")

@@ -44,7 +44,7 @@ def _legal(block: BlockType, seed: int = 0) -> Tensor:
     return data
 
 
-def _judged(block: BlockType, data: Tensor) -> Tensor:
+def _reference_values(block: BlockType, data: Tensor) -> Tensor:
     kind = gguf.GGMLQuantizationType[block.name]
     with np.errstate(over="ignore"):
         return torch.from_numpy(gguf.quants.dequantize(data.flatten(1).numpy(), kind))
@@ -66,7 +66,7 @@ def _decode(name: str, blocks: str | bytes | Tensor) -> list[float]:
 def test_values_equal_the_gguf_library(block: BlockType, seed: int) -> None:
     data = _legal(block, seed)
     values = dequantize(gguf_scheme(block).decode({"codes": data}, N, BLOCKS * block.columns))
-    expected = _judged(block, data)
+    expected = _reference_values(block, data)
     if block.codes.dtype == E2M1:
         values = values + 0.0  # the library's fp4 table has no minus zero
         expected = expected + 0.0
@@ -158,11 +158,11 @@ def test_negative_and_nan_scales_are_refused(name: str, code: int) -> None:
     data = _legal(block)
     weight = scheme.decode({"codes": data}, N, k)
     data[3, 5, 0] = code
-    told = "NaN" if code in (0xFF, 0x7F) else f"{code:#x}"
-    with pytest.raises(BadValue, match=told):
+    message = "NaN" if code in (0xFF, 0x7F) else f"{code:#x}"
+    with pytest.raises(BadValue, match=message):
         scheme.decode({"codes": data}, N, k)
     weight.scales[0][1, 2] = code
-    with pytest.raises(CannotEncode, match=told):
+    with pytest.raises(CannotEncode, match=message):
         scheme.encode(weight)
 
 

@@ -48,7 +48,7 @@ TABLES = [*MINIFLOATS, *INTEGERS, E8M0, NF4, BNB_FP4, IQ4, TERNARY, INV127, UNSO
 
 # Types that ml_dtypes defines the same way. Intended differences: ours saturate, its types overflow to infinity or
 # NaN; a tie between two powers of two rounds to the even code in ours and up in its e8m0, which also has no 2**-127.
-JUDGED: list[tuple[DType, type]] = [
+REFERENCE_TYPES: list[tuple[DType, type]] = [
     (E2M1, ml_dtypes.float4_e2m1fn),
     (E2M3, ml_dtypes.float6_e2m3fn),
     (E3M2, ml_dtypes.float6_e3m2fn),
@@ -58,7 +58,7 @@ JUDGED: list[tuple[DType, type]] = [
     (E5M2, ml_dtypes.float8_e5m2),
     (E8M0, ml_dtypes.float8_e8m0fnu),
 ]
-JUDGED_INTEGERS: list[tuple[DType, type]] = [
+REFERENCE_INTEGERS: list[tuple[DType, type]] = [
     (int_type(2), ml_dtypes.int2),
     (int_type(4), ml_dtypes.int4),
     (uint_type(2), ml_dtypes.uint2),
@@ -207,17 +207,17 @@ def test_bitsandbytes_fp4_table_in_fp32() -> None:
 # --- against ml_dtypes ------------------------------------------------------------------------------------
 
 
-def of_judge(dtype: DType, judge: type, codes: np.ndarray) -> np.ndarray:
-    values: np.ndarray = codes.view(judge).astype(np.float32)
+def reference_values(dtype: DType, reference: type, codes: np.ndarray) -> np.ndarray:
+    values: np.ndarray = codes.view(reference).astype(np.float32)
     if dtype == E3M4:  # theirs uses the top binade for infinity and NaN, ours does not
         values[(codes & 0x70) == 0x70] = np.nan
     return values
 
 
-@pytest.mark.parametrize(("dtype", "judge"), JUDGED, ids=names)
-def test_decode_equals_ml_dtypes_on_every_code(dtype: DType, judge: type) -> None:
+@pytest.mark.parametrize(("dtype", "reference"), REFERENCE_TYPES, ids=names)
+def test_decode_equals_ml_dtypes_on_every_code(dtype: DType, reference: type) -> None:
     codes = np.arange(1 << dtype.bits, dtype=np.uint8)
-    theirs = of_judge(dtype, judge, codes)
+    theirs = reference_values(dtype, reference, codes)
     ours = dtype.decode(torch.from_numpy(codes)).numpy()
     alike = ~np.isnan(theirs) if dtype == E3M4 else np.ones_like(codes, dtype=bool)
     both_nan = np.isnan(theirs) & np.isnan(ours)
@@ -225,25 +225,25 @@ def test_decode_equals_ml_dtypes_on_every_code(dtype: DType, judge: type) -> Non
     assert alike.sum() == (224 if dtype == E3M4 else 1 << dtype.bits)
 
 
-@pytest.mark.parametrize(("dtype", "judge"), JUDGED, ids=names)
-def test_encode_equals_ml_dtypes_within_the_finite_range(dtype: DType, judge: type) -> None:
+@pytest.mark.parametrize(("dtype", "reference"), REFERENCE_TYPES, ids=names)
+def test_encode_equals_ml_dtypes_within_the_finite_range(dtype: DType, reference: type) -> None:
     inputs = torch.cat([probes(dtype), all_bf16(), random_floats(1 << 17, 1), torch.randn(1 << 16)])
     limit = 15.5 if dtype == E3M4 else dtype.max  # e3m4: the largest value both have
     inside = inputs[inputs.abs() <= limit]
     if dtype == E8M0:
         inside = inside[(inside >= 2.0**-126) & (inside.frexp().mantissa != 0.75)]
-    theirs = torch.from_numpy(inside.numpy().astype(judge).view(np.uint8).copy())
+    theirs = torch.from_numpy(inside.numpy().astype(reference).view(np.uint8).copy())
     ours = dtype.encode(inside)
     wrong = inside[ours != theirs]
     assert not len(wrong), (wrong[:8], ours[ours != theirs][:8], theirs[ours != theirs][:8])
 
 
-@pytest.mark.parametrize(("dtype", "judge"), JUDGED_INTEGERS, ids=names)
-def test_integers_equal_ml_dtypes(dtype: DType, judge: type) -> None:
+@pytest.mark.parametrize(("dtype", "reference"), REFERENCE_INTEGERS, ids=names)
+def test_integers_equal_ml_dtypes(dtype: DType, reference: type) -> None:
     values = np.array([dtype.table[c] for c in range(1 << dtype.bits)], dtype=np.float32)
-    assert (values.astype(judge).astype(np.float32) == values).all()
+    assert (values.astype(reference).astype(np.float32) == values).all()
     mask = (1 << dtype.bits) - 1
-    theirs = values.astype(judge).astype(np.int32) & mask
+    theirs = values.astype(reference).astype(np.int32) & mask
     assert encode(dtype, *values.tolist()) == theirs.tolist()
 
 
