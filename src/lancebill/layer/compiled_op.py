@@ -1,7 +1,7 @@
 """The layer as one opaque operator, used only while torch.compile traces.
 
-The live tensors are arguments, so that a graph sees what it reads. Which layer they belong to is an integer handle
-into a table of weak references.
+The weights are arguments, so that the compiler knows what the operator reads. An integer handle identifies the layer in
+a table of weak references.
 """
 
 from __future__ import annotations

@@ -25,14 +25,13 @@ class PackedModule(nn.Module):
 
     def __init__(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
         super().__init__()
-        self.choice = choice  # the backend and why
         self._names: dict[str, tuple[str, ...]] = {}
-        self._executor: Executor | None = None  # all that is kept between calls
+        self._executor: Executor | None = None  # made by the first call; holds all state between calls
         self.adopt(choice, packed)
 
     def adopt(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
-        """Replace the weights, and with them the backend."""
-        self.choice = choice
+        """Replace the weights and the backend."""
+        self.choice = choice  # the backend and why
         for matrix in list(self._names):
             self._unregister(matrix)
         for matrix, tensors in packed.items():
@@ -50,7 +49,7 @@ class PackedModule(nn.Module):
         super().register_parameter(name, param)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has weights of its own, so it starts without an executor."""
+        """Without the executor, which holds addresses of this object's weights: copies have other addresses."""
         return {**self.__dict__, "_executor": None}
 
     @property
@@ -64,8 +63,8 @@ class PackedModule(nn.Module):
     @property
     def packed(self) -> dict[str, Packed]:
         """The current tensors, by matrix and name."""
-        held = dict(self.named_parameters(recurse=False))
-        return {m: {name: held[f"{m}_{name}"].data for name in names} for m, names in self._names.items()}
+        current = dict(self.named_parameters(recurse=False))
+        return {m: {name: current[f"{m}_{name}"].data for name in names} for m, names in self._names.items()}
 
     def _register(self, matrix: str, tensors: Packed) -> None:
         self._names[matrix] = tuple(tensors)
@@ -78,19 +77,19 @@ class PackedModule(nn.Module):
             self._parameters.pop(f"{matrix}_{name}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
-        """Move, then ask the oracle again: another device may want another layout."""
+        """Move, then select a backend for the new device and repack if its layout differs."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before, here = self.choice, _device_of(self)
-        if here is None or here == before.device:
+        before, device = self.choice, _device_of(self)
+        if device is None or device == before.device:
             return self
-        self.choice, self._executor = oracle.select(before.problem, here, before.requested), None
+        self.choice, self._executor = oracle.select(before.problem, device, before.requested), None
         old = before.backend.layout(before.problem)
         if self.layout != old:
             self._repack(old)
         return self
 
     def _repack(self, old: Layout) -> None:
-        """Through the canonical form, one expert at a time."""
+        """Convert from layout `old` through the canonical form, one expert at a time. Input scales have no layout."""
         new, packed = self.layout, self.packed
         for matrix, shape in self.problem.matrices.items():
             source = packed[matrix]

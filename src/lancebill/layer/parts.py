@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class LayerParts:
     choice: Choice
     packed: Mapping[str, Packed]
     routing: Routing | None = None
-    expert_map: Tensor | None = None  # slot of every global expert, -1 on other ranks; None: all are here, in order
+    expert_map: Tensor | None = None  # slot of every global expert, -1 on other ranks; None: all are local, in order
     router: Mapping[str, Tensor] = field(default_factory=dict)  # by role: bias, correction, table
     report: LoadReport | None = None
     recipe: Recipe | None = None  # how tensors of the checkpoint become `packed`: needed to refit the layer
@@ -47,7 +47,10 @@ def pull(recipe: Recipe, read: Reader) -> LayerParts:
 def assemble(
     recipe: Recipe, packed: Mapping[str, Packed], router: Mapping[str, Tensor], report: LoadReport | None
 ) -> LayerParts:
-    """Packed weights of a recipe with all that follows from its metadata."""
+    """Packed weights of a recipe with all that follows from its metadata.
+
+    The layer keeps the recipe without `progress`: a progress bar cannot be copied or pickled.
+    """
     manifest, stored, placement = recipe.manifest, recipe.plan.layer, recipe.options.placement
     device = recipe.choice.device.torch
     expert_map = None
@@ -60,5 +63,5 @@ def assemble(
         expert_map,
         {role: tensor.to(device) for role, tensor in router.items()},
         report,
-        recipe,
+        replace(recipe, options=replace(recipe.options, progress=None)),
     )

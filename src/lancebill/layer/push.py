@@ -72,11 +72,11 @@ class ExpertCollector:
         self.pending: dict[str, Tensor] = {}
         self.headers: dict[str, Stored] = {}
         self._losses, self._seconds = Losses(), 0.0
-        self._layout: Layout | None = None  # of this load: it counts what it could not hold as stored
+        self._layout: Layout | None = None  # one for the whole load: it counts what it could not store exactly
 
     @property
     def settled(self) -> bool:
-        """Nothing is half done: the layer may compute."""
+        """Whether no expert is half written, so that the layer may compute."""
         return not self.pending and not self.incomplete
 
     def push(self, name: str, tensor: Tensor, packed: Mapping[str, Packed], layout: Layout) -> bool:
@@ -123,7 +123,7 @@ class ExpertCollector:
         )
 
     def _plan_new_experts(self) -> None:
-        """Experts may have been moved here whose headers were unknown when the plan was made; now they are known."""
+        """Plan experts that were moved to this rank: their headers were unknown when the plan was made."""
         plan = self.recipe.plan
         planned = plan.layer.projections
         parsed = (self.filter.parse(name) for name in self.pending)
@@ -159,7 +159,8 @@ class ExpertCollector:
             return
         plan, start = self.recipe.plan, time.perf_counter()
         weights = load_expert(self._read, plan, expert, self._losses.add)
-        self._layout = self._layout or layout
+        if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
+            self._layout = layout
         for slot, logical in enumerate(plan.experts):
             if logical == expert:
                 weights.pack(plan, self._layout, expert_rows(packed, slot))

@@ -18,16 +18,14 @@ class LoadReport:
     stored: dict[str, str]  # specs in the files, by matrix
     kept: dict[str, str]  # specs in memory
     activations: dict[str, str]
-    declared_activations: dict[str, str]  # what the checkpoint asks for
+    declared_activations: dict[str, str]  # as the checkpoint declares them
     experts: int
     bytes: int
     seconds: float
     choice: Choice
     losses: dict[str, Loss] = field(default_factory=dict)
-    unknown_keys: tuple[
-        str, ...
-    ] = ()  # of the config that the format does not know: they may change what the numbers mean
-    notes: tuple[str, ...] = ()  # what the backend's layout could not hold as stored
+    unknown_keys: tuple[str, ...] = ()  # config keys that the format ignores; they may change what the weights mean
+    notes: tuple[str, ...] = ()  # what the backend's layout could not store exactly
 
     def __str__(self) -> str:
         lines = [

@@ -29,7 +29,7 @@ from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
 from lancebill.moe.routing import Routed, route
 
-NEVER_MOVED = ("input_scale",)  # per-expert facts that load balancing leaves where they are
+INPUT_SCALES = ("input_scale",)  # engines keep one for all experts, so their load balancing does not move them
 ROUTER_ROLES = ("bias", "correction", "table")
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -55,12 +55,12 @@ class RoutedExperts(PackedModule):
             self.take_router(role, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
-        """Moves; but `.to(bfloat16)` does not round what selects experts."""
-        held = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.is_floating_point()}
+        """Moves all tensors, but keeps the router's in fp32: rounding them would change which experts are selected."""
+        before = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.is_floating_point()}
         super()._apply(fn, recurse)
         for name, now in list(self.named_buffers(recurse=False)):
-            if name in held and now.dtype != held[name].dtype:
-                self.register_buffer(name, held[name].to(now.device), persistent=False)
+            if name in before and now.dtype != before[name].dtype:
+                self.register_buffer(name, before[name].to(now.device), persistent=False)
         return self
 
     @classmethod
@@ -72,11 +72,11 @@ class RoutedExperts(PackedModule):
         `weights` and `activations` take a spec, a spec for each matrix, or rules by layer; activations="checkpoint"
         follows what the checkpoint declares.
         """
-        wanted = LoadOptions(**options)
+        load_options = LoadOptions(**options)
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-        manifest = manifests.build(checkpoint.config, checkpoint.headers, wanted.naming, layers=(layer,))
+        manifest = manifests.build(checkpoint.config, checkpoint.headers, load_options.naming, layers=(layer,))
         manifest.check(where=str(checkpoint.path))
-        return cls(pull(Recipe.make(manifest, layer, wanted), checkpoint.read))
+        return cls(pull(Recipe.make(manifest, layer, load_options), checkpoint.read))
 
     @classmethod
     def from_config(
@@ -116,12 +116,14 @@ class RoutedExperts(PackedModule):
             made: Tensor = routed_experts_op(x, topk_ids, topk_weights, weights, self.handle)
             return made if out is None else out.copy_(made)
         result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
-        if self._buffers["expert_map"] is None and self.choice.backend.drops_wild_ids:
+        # Fast calls take int32 ids as they are; other ids need `localize` in every call.
+        int32_ids = topk_ids.dtype is torch.int32 and self.choice.backend.drops_wild_ids
+        if int32_ids and self._buffers["expert_map"] is None:
             self.executor.prepare_fast_call(x)
         return result
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
-        """`forward` once everything is checked."""
+        """`forward` without the checks."""
         if x.numel() == 0:
             return out
         places, local = self._buffers["expert_map"], topk_ids
@@ -131,7 +133,7 @@ class RoutedExperts(PackedModule):
         return self.executor.run(x, Indexed(local.contiguous(), weights.contiguous()), out)
 
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        """Work already dispatched, in local ids: for callers that bring rows to experts themselves."""
+        """Run rows that the caller has already dispatched, with local ids."""
         return self.executor.run(x, dispatch, out)
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
@@ -156,8 +158,7 @@ class RoutedExperts(PackedModule):
         )
 
     def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
-        """Add what is not a routed expert's: the share of zero experts, a scale that was left to the
-        output, and the shared experts."""
+        """Add what routed experts do not compute: zero experts, the scale of the whole output, shared experts."""
         if routed.identity_weight is not None:
             out = (out.float() + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
         if self.routing is not None and self.routing.apply_scale_to_output:
@@ -165,15 +166,15 @@ class RoutedExperts(PackedModule):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another layer to torch.compile: with the handle of its original it would compute with that."""
+        """A copy needs its own handle: with the original's it would compute with the original's weights if compiled."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.handle = new_handle(self)
 
     def take_router(self, role: str, tensor: Tensor) -> None:
         """A copy of the router's bias or correction bias (kept in fp32: rounding would change selections),
         or of its hash table."""
-        held = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True)
-        self.register_buffer(f"router_{role}", held, persistent=False)
+        own = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True)
+        self.register_buffer(f"router_{role}", own, persistent=False)
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Refit: push checkpoint tensors in any order; returns the names that belong to this layer.
@@ -193,31 +194,37 @@ class RoutedExperts(PackedModule):
     def finish(self) -> RoutedExperts:
         """End a refit: everything pushed is packed; raises naming whatever never came."""
         report = self._require_refit().finish(self.packed, self.layout)
-        self.report = report or self.report
+        if report is not None:  # the recipe's choice is that of the first load: the layer may have moved since
+            self.report = replace(report, choice=self.choice)
         return self
 
     def expert_weights(self) -> list[Tensor]:
-        """[E_local, -1] views of everything that makes an expert: what load balancing moves."""
-        return self._rows(moved=True)
+        """[E_local, -1] views of the tensors of each expert, for engines that move experts between ranks."""
+        return self._rows(input_scales=False)
 
     def expert_inputs(self) -> list[Tensor]:
         """[E_local, -1] views of what `expert_weights` leaves out: an expert's input scales.
 
-        Engines keep one input scale for all experts; whoever moves experts here takes these along.
+        Engines keep one input scale for all experts. Here each expert has its own, so it must move with the expert.
         """
-        return self._rows(moved=False)
+        return self._rows(input_scales=True)
 
-    def _rows(self, *, moved: bool) -> list[Tensor]:
-        held = [(name, t) for tensors in self.packed.values() for name, t in tensors.items()]
-        return [t.view(t.shape[0], math.prod(t.shape[1:])) for name, t in held if (name not in NEVER_MOVED) == moved]
+    def _rows(self, *, input_scales: bool) -> list[Tensor]:
+        chosen = [
+            tensor
+            for tensors in self.packed.values()
+            for name, tensor in tensors.items()
+            if (name in INPUT_SCALES) == input_scales
+        ]
+        return [tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])) for tensor in chosen]
 
     def hold(self, experts: Sequence[int]) -> None:
-        """Say which logical experts the rows are now, after someone moved them: pushes follow."""
+        """Record which logical experts the slots hold after weights were moved, for later pushes."""
         if self.refit is not None:
             self.refit.hold(tuple(experts))
 
     def rehome(self, weights: Mapping[str, Packed], experts: Sequence[int], expert_map: Sequence[int]) -> None:
-        """Take other buffers of the same layout for another number of experts on this rank.
+        """Replace the buffers by others of the same layout, for another number of experts on this rank.
 
         `experts` are the logical ones by slot, `expert_map` the slot of every physical id. The
         backend stays: all ranks must keep one layout.
@@ -253,7 +260,7 @@ class RoutedExperts(PackedModule):
         self._check_routing(x, topk_ids, topk_weights)
 
     def _check_logits(self, logits: Tensor, zero_experts: int) -> None:
-        """A column too many would route tokens to no one; copies of experts have none of their own."""
+        """Too many columns would select experts that do not exist. Redundant copies of experts have no column."""
         most, got = self.problem.global_experts + zero_experts, logits.shape[-1] if logits.dim() else 0
         if got > most or (got < most and self.expert_map is None):
             expected = f"[tokens, {most}]"

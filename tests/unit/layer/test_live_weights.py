@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from lancebill.backends import oracle
 from lancebill.backends.registry import registry
 from lancebill.checkpoint.resolve.naming import TABLE
 from lancebill.errors import MissingTensor
+from lancebill.layer import packed_module
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import Device
@@ -128,20 +130,69 @@ def test_rehoming_takes_other_buffers() -> None:
 
 
 def test_a_refit_is_computed_with(tmp_path: Path) -> None:
-    example = next(example for fmt, example in all_examples() if fmt.name == "gptq")
-    row = next(row for row in TABLE if row.family == "qwen3_moe")
-    size = Geometry(experts=4, hidden=128, intermediate=128, top_k=2)
-    old, new = (generate(example, row, row.forms[0], size, seed=seed) for seed in (1, 2))
-    layer = RoutedExperts.from_checkpoint(save(old, tmp_path / "old"), layer=0)
-    fresh_layer = RoutedExperts.from_checkpoint(save(new, tmp_path / "new"), layer=0)
+    old, new, tensors = _old_and_new(tmp_path)
+    layer, fresh_layer = RoutedExperts.from_checkpoint(old, layer=0), RoutedExperts.from_checkpoint(new, layer=0)
     x = torch.randn(3, 128).bfloat16()
     ids, weights = torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32), torch.full((3, 2), 0.5)
     for _ in range(2):
         layer(x, topk_ids=ids, topk_weights=weights)
-    layer.load_weights(new.tensors.items())
+    layer.load_weights(tensors.items())
     layer.finish()
     want = fresh_layer(x, topk_ids=ids, topk_weights=weights)
     assert torch.equal(layer(x, topk_ids=ids, topk_weights=weights), want)
+
+
+def _old_and_new(folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
+    """Folders of two checkpoints of the same model, and the tensors of the second."""
+    example = next(example for fmt, example in all_examples() if fmt.name == "gptq")
+    row = next(row for row in TABLE if row.family == "qwen3_moe")
+    size = Geometry(experts=4, hidden=128, intermediate=128, top_k=2)
+    old, new = (generate(example, row, row.forms[0], size, seed=seed) for seed in (1, 2))
+    return save(old, folder / "old"), save(new, folder / "new"), dict(new.tensors)
+
+
+def test_a_layer_that_moves_during_a_refit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts pushed after the move are packed in the layout of the new backend; the report names that backend."""
+    old, new, tensors = _old_and_new(tmp_path)
+    layer, fresh_layer = (
+        RoutedExperts.from_checkpoint(old, 0),
+        RoutedExperts.from_checkpoint(new, 0, backend="reference"),
+    )
+    before = [name for name in tensors if ".experts.0." in name or ".experts.1." in name]
+    layer.load_weights((name, tensors[name]) for name in before)
+    gpu = Device("cuda", 80)
+    monkeypatch.setattr(packed_module, "_device_of", lambda module: gpu)
+    layer.to("cpu")
+    assert layer.choice.backend.name == "reference"
+    layer.load_weights((name, tensor) for name, tensor in tensors.items() if name not in before)
+    layer.finish()
+    assert layer.report is not None and layer.report.choice.device == gpu
+    x = torch.randn(3, 128).bfloat16()
+    ids, weights = torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32), torch.full((3, 2), 0.5)
+    want = fresh_layer(x, topk_ids=ids, topk_weights=weights)
+    assert torch.equal(layer(x, topk_ids=ids, topk_weights=weights), want)
+
+
+def test_a_layer_loaded_with_a_progress_bar_can_be_copied(tmp_path: Path) -> None:
+    class Bar:
+        def __init__(self) -> None:
+            self.lock, self.done = threading.Lock(), 0  # a lock cannot be copied
+
+        def update(self, count: int) -> None:
+            self.done += count
+
+    bar = Bar()
+    layer = RoutedExperts.from_checkpoint(_old_and_new(tmp_path)[0], layer=0, progress=bar.update)
+    assert bar.done == 4
+    copy.deepcopy(layer)
+
+
+def test_only_int32_ids_prepare_a_fast_call() -> None:
+    layer, routed, x = fresh(), routing(PROBLEM, 3, 0, "cpu"), torch.randn(3, 128).bfloat16()
+    want = layer(x, topk_ids=routed.ids.long(), topk_weights=routed.weights)
+    assert not layer.executor.fast_calls
+    assert torch.equal(layer(x, topk_ids=routed.ids.int(), topk_weights=routed.weights), want)
+    assert bool(layer.executor.fast_calls) == (BACKEND == "cpu")
 
 
 def test_comparing_all_addresses_is_cheap() -> None:
