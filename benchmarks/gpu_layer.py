@@ -58,7 +58,7 @@ SHAPES = {
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CHECKED_ROWS = 16
-HUMMING, TRITON, TORCH, TORCH_GEMMS = "humming", "triton_kernels", "torch", "torch products"
+HUMMING, TRITON, TORCH, TORCH_GEMMS = "humming", "triton_kernels", "torch", "torch GEMMs"
 AFTER_SORT = ", sorted"
 COMPUTE_BOUND = 4096  # from this many tokens on the GEMMs decide a layer's time
 DEVICE = torch.device("cuda", 0)
@@ -104,13 +104,13 @@ def main() -> None:
     parser.add_argument(
         "--distinct", type=int, default=16, help="experts with different numbers; the others repeat them"
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--window-us", type=float, default=WINDOW_US)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="windows of each contestant")
+    parser.add_argument("--window-us", type=float, default=WINDOW_US, help="length of a window")
     parser.add_argument("--pause-ms", type=float, default=0.0, help="pause before every window")
     parser.add_argument("--limit", type=float, default=560, help="seconds; no new cell is started after that")
     parser.add_argument("--launches", action="store_true", help="also time each of our launches alone")
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="two sizes of one shape, full tracebacks, no file")
+    parser.add_argument("--list", action="store_true", help="print the names of parts")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(PARTS))

@@ -39,7 +39,7 @@ MIXTURE_BOUND, KERNEL_BOUNDS, EIGHT_BIT_BOUND = 1e-5, {"bf16": 1e-3}, 1e-2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, required=True, help="the demo's model")
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--moe", type=Path, help="folder of the mixture of experts; written if missing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto", help="the backend to compare with the reference")
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="no new pair is started after that")
     parser.add_argument("--dtype", default="float32", help="of everything but the quantised experts")
     parser.add_argument("--tokens", type=int, help="use only the first tokens of the text")
-    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--window", type=int, default=2048, help="tokens in one window")
     parser.add_argument("--batch", type=int, default=1, help="windows in one batch")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/perplexity")
     chosen = parser.parse_args()

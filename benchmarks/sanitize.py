@@ -221,12 +221,12 @@ def report(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--tools", default=",".join(TOOLS), help="default: all four")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/sanitize")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each process")
     parser.add_argument("--total", type=float, default=3600, help="seconds for all processes")
     parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="a file that an earlier run saved")
     parser.add_argument("--work", metavar="TOOL", help="compute cases in this process (the sanitizer starts it)")
     parser.add_argument("--taken", type=Path, help="folder in which processes mark the cases they took")

@@ -1,4 +1,4 @@
-"""Score the answers that an interrupted run of `lancebill eval --questions --answers FILE` had kept.
+"""Score the answers that an interrupted `lancebill eval --questions FILE --answers FILE` saved.
 
     python benchmarks/score_answers.py --answers gsm8k-answers.jsonl --options shots=3,answer_tokens=192 --run run.json
 
@@ -22,7 +22,7 @@ from lancebill.evaluate.run import EvalResult, Variant
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--answers", type=Path, required=True, help="the file that `eval --answers` wrote")
     parser.add_argument("--options", default="", help="name=number, ...: the options of the run")
     parser.add_argument("--run", type=Path, required=True, help="a result file of the same run, in benchmarks/results")
     parser.add_argument("--out", type=Path, help="default: the same file name in benchmarks/results/questions")

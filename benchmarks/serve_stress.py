@@ -28,11 +28,11 @@ TIMEOUT = 120.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--weights", default="mxfp4")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder")
+    parser.add_argument("--weights", default="mxfp4", help="weight spec of the experts")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent clients")
+    parser.add_argument("--seconds", type=float, default=60, help="how long requests are sent")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per answer")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/serve")
     chosen = parser.parse_args()
     url, server = start_server(chosen.model, chosen.weights)

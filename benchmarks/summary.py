@@ -3,8 +3,10 @@
     python benchmarks/summary.py            rewrites it
     python benchmarks/summary.py --check    exits with 1 if it is not what the files make it
 
-A row names its table, machine, shape or model, weights, activations and file. Units are in the names of fields; the
-values in `peers` have the unit of the row's own figure.
+A row names its table, machine, shape or model, weights, activations (where something is computed) and file. Units are
+in the names of fields; the values in `peers` have the unit of the row's own figure. On GPUs, `humming` and
+`triton_kernels` are timed without their routing sort, `NAME with sort` includes it; `torch-grouped` includes it,
+`torch-grouped, sorted` does not; `torch GEMMs` are the two GEMMs alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +24,7 @@ PATH = RESULTS / "summary.json"
 Row = dict[str, Any]
 CPU_SHAPE = "qwen3-30b-a3b"  # the layer that benchmarks/cpu_layer.py measures
 ACTIVATIONS = {"A16": "bf16", "A8": "int8"}
+RENAMED_PEERS = {"torch products": "torch GEMMs"}  # names in files recorded earlier
 
 
 def main() -> None:
@@ -61,7 +65,7 @@ def _gpu_layer(file: ResultFile) -> Iterator[Row]:
             "activations": row["activations"],
             "tokens": row["tokens"],
             "us": row["ours"]["us"],
-            "peers": {name: peer["us"] for name, peer in row["against"].items()},
+            "peers": {RENAMED_PEERS.get(name, name): peer["us"] for name, peer in row["against"].items()},
         }
 
 
@@ -87,8 +91,12 @@ def _cpu_layer(file: ResultFile) -> Iterator[Row]:
 
 
 def _first_forward(file: ResultFile) -> Iterator[Row]:
+    """One row for each process; `run` counts the processes of one layer."""
+    runs: Counter[tuple[str, ...]] = Counter()
     for row in file.record["first_forward"]:
-        yield {**{name: row[name] for name in ("shape", "weights", "activations", "tokens", "seconds")}, "peers": {}}
+        labels = {name: row[name] for name in ("shape", "weights", "activations", "tokens")}
+        runs[tuple(map(str, labels.values()))] += 1
+        yield {**labels, "run": runs[tuple(map(str, labels.values()))], "seconds": row["seconds"], "peers": {}}
 
 
 def _host_time(file: ResultFile) -> Iterator[Row]:
