@@ -31,7 +31,9 @@ class ExplainRequest:
     different: tuple[int, ...] = ()
 
 
-SHAPES = "deepseek-v4-flash, gpt-oss-120b, qwen3-30b-a3b, mixtral-8x7b, or E,H,I,K"
+SHAPES = (
+    "deepseek-v4-flash, gpt-oss-120b, qwen3-30b-a3b, mixtral-8x7b, or E,H,I,K (experts, hidden, intermediate, top k)"
+)
 
 
 def explain(
@@ -82,9 +84,7 @@ def explain(
 
 def _check_usage(path: Path | None, shape: str | None, weights: str | None, layer: int | None) -> None:
     if (path is None) == (shape is None):
-        raise SpecError(
-            "nothing to explain, or two things", expected="either PATH or --shape", hint=f"shapes: {SHAPES}"
-        )
+        raise SpecError("give either PATH or --shape", hint=f"shapes: {SHAPES}")
     if shape is not None and weights is None:
         raise SpecError("--shape needs --weights", hint="for example --weights mxfp4")
     if shape is not None and layer is not None:

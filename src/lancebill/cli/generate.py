@@ -62,7 +62,11 @@ def _answer(
     torch.manual_seed(seed)
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
     if not prompt["input_ids"].numel():
-        raise SpecError("the prompt has no tokens", got=repr(line))
+        raise SpecError(
+            "the tokenizer turns the prompt into no tokens",
+            got=repr(line),
+            hint="does the checkpoint have its tokenizer files?",
+        )
     reply = generate_streamed(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
     if not quiet:
         _stream("\n")

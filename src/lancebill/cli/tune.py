@@ -40,8 +40,9 @@ def tune(
 ) -> None:
     """Time candidate tiles for layers of these shapes and make rules from the fastest.
 
-    Every candidate's result is checked before it is timed. Each measurement is saved at once next to the rules
-    (.cells.json), so that an interrupted search can continue and later searches can add shapes.
+    Every candidate's result is checked before it is timed.
+
+    Each measurement is saved at once in a .cells.json file: an interrupted search continues, a later one adds shapes.
     """
     with ui.reported(False):
         batches = numbers(tokens)

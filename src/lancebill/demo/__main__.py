@@ -83,7 +83,7 @@ def answer_questions(small: Path) -> None:
 
 
 def measure_variants(model: Path, folder: Path) -> None:
-    from lancebill.demo.variants import WINDOW, measured_rows, variants
+    from lancebill.demo.variants import TOKENS, WINDOW, measured_rows, variants
 
     heading("Perplexity and speed of each weight and activation format (batch 1).")
     table = ui.table("weights", "activations", "backend", ">experts", ">perplexity", ">± stderr", ">tokens/s")
@@ -95,7 +95,7 @@ def measure_variants(model: Path, folder: Path) -> None:
     out = ui.console()
     out.print()
     out.print(table)
-    note(f"perplexity on {WINDOW} tokens of a story that is part of lancebill")
+    note(f"perplexity on {WINDOW} tokens of a story that is part of lancebill; tokens/s over only {TOKENS} tokens")
     note("measured on this machine; the next run reuses the figures")
 
 

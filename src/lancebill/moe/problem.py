@@ -154,6 +154,6 @@ def parse_device(name: str) -> Device:
         raise SpecError(f"unknown device '{name}'", expected="cpu, cuda, cuda:0 or sm_90")
     index = int(installed[1] or 0)
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise SpecError(f"this machine has no {name}", hint="sm_90 works without the GPU, where nothing is computed")
+        raise SpecError(f"this machine has no {name}", hint="`explain` also takes sm_90, without a GPU")
     major, minor = torch.cuda.get_device_capability(index)
     return Device("cuda", 10 * major + minor, index)

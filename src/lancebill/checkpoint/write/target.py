@@ -65,7 +65,8 @@ def choose_target(spec: QuantSpec, name: str | None = None) -> Target:
     try:
         return _hold(formats[name], spec)
     except CannotEncode as error:
-        able = [other.name for other in formats.values() if _can_hold(other, spec)]
+        public_names = {format_name: alias for alias, format_name in ALIASES.items()}
+        able = [public_names.get(other, other) for other in formats if _can_hold(formats[other], spec)]
         hint = f"formats that can store {spec}: {', '.join(able)}" if able else error.hint
         raise CannotEncode(error.what, where=name, expected=error.expected, got=spec, hint=hint) from error
 
