@@ -60,7 +60,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False  # never chosen automatically
-    drops_wild_ids: ClassVar[bool] = False  # takes any int32 ids; those of no local expert contribute nothing
+    drops_wild_ids: ClassVar[bool] = False  # accepts any int32 ids; ids that are no local expert contribute nothing
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Copies of a model share the backend: it has no state."""
@@ -95,19 +95,19 @@ class TensorTable:
     """A layer's weights by matrix and name, looked up in the layer's live dictionary on every call.
 
     The dictionary may change under us: a parameter may be replaced, moved or deleted, and `p.data = ...` changes
-    its address without changing any version counter. So whoever holds addresses compares all of them.
+    its address without changing any version counter. So code that keeps addresses compares all of them in every call.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor | None], names: Mapping[str, tuple[str, ...]]) -> None:
         self.tensors = tensors
         self.names = {matrix: {name: f"{matrix}_{name}" for name in held} for matrix, held in names.items()}
         keys = [key for held in self.names.values() for key in held.values()]
-        # Of a single key, itemgetter would give the tensor instead of a tuple.
+        # With one key, itemgetter would return the tensor instead of a tuple.
         self._all = itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
 
     @classmethod
     def of(cls, packed: Mapping[str, Packed]) -> TensorTable:
-        """The table of weights that no module holds."""
+        """The table of weights that belong to no module."""
         flat = {f"{matrix}_{name}": tensor for matrix, held in packed.items() for name, tensor in held.items()}
         return cls(flat, {matrix: tuple(held) for matrix, held in packed.items()})
 
@@ -133,15 +133,15 @@ class TensorTable:
 FastCall = Callable[[Tensor, Tensor, Tensor, Tensor], bool]
 
 _DISPATCH: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
-MOST_PLANS = 1024  # a server sees batches of every size
+MOST_PLANS = 1024  # plans or fast calls before all are dropped: a server sees batches of every size
 
 
 class Executor:
-    """Runs the calls of one layer. Everything that is kept between them is here and dies with the layer.
+    """Runs the calls of one layer and holds everything that is kept between them.
 
-    `fast_calls`, by the number of elements of x, holds functions for calls by ids that repeat an earlier one. Such a
-    function compares all that it depends on (shapes, dtypes, stream, every address of the weights). Where anything
-    changed it returns False and has done nothing, and the caller uses `run`.
+    `fast_calls`, by the number of elements of x, holds functions for indexed calls that repeat an earlier one. Such a
+    function compares all that it depends on (shapes, dtypes, stream, every address of the weights). If anything
+    changed it does nothing and returns False, and the caller uses `run`.
     """
 
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
@@ -165,23 +165,23 @@ class Executor:
         return found
 
     def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
-        """A function for further calls by ids with an x like this one; None: the backend has none."""
+        """A function for further indexed calls with an x like this one; None if the backend has none."""
         return None
 
     def prepare_fast_call(self, x: Tensor) -> None:
-        """After a `run` by ids: let the next call like it go straight to the kernels."""
+        """After an indexed `run`: make the fast call for further calls like it."""
         plan = self._plans.get((INDEXED, self.plan_key(x.shape[0])))
-        found = None if plan is None else self.fast_call(x, plan)
-        if found is not None:
+        call = None if plan is None else self.fast_call(x, plan)
+        if call is not None:
             if len(self.fast_calls) >= MOST_PLANS:
                 self.fast_calls.clear()
-            self.fast_calls[x.numel()] = found
+            self.fast_calls[x.numel()] = call
 
     def plan_key(self, tokens: int) -> int:
         """Numbers of tokens with the same key share a plan."""
         return tokens
 
     def forget(self) -> None:
-        """Drop everything that is kept; the next call makes it again."""
+        """Drop everything that is kept; the next call builds it again."""
         self._plans.clear()
         self.fast_calls.clear()

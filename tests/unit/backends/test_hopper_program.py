@@ -208,7 +208,7 @@ def test_inputs_with_facts_of_their_experts(gpu: FakeDriver) -> None:
     x, routed = torch.zeros(4, 256, dtype=torch.bfloat16), routing(small(), 4, 0, "cpu")
     call = {"x": x, "out": torch.empty_like(x), "ids": routed.ids, "weights": routed.weights}
     program = run(replace(small(), pre_scale=True), 4, call)
-    assert [tensor.unique().tolist() for tensor in program.bindings.unit_factors] == [[1.0], [1.0]]
+    assert [tensor.unique().tolist() for tensor in program.bindings.unit_pre_scales] == [[1.0], [1.0]]
     assert any(step.source.kernel == "prepare_rows" for step in steps(program.bindings.plan))
 
 
@@ -586,11 +586,11 @@ def test_few_tokens_are_launched_as_one(gpu: FakeDriver) -> None:
         told == [(launch.config.gx, launch.parameters)] for told, launch in zip(gpu.nodes, program.bindings.launches)
     )
     program.run(100, (16, 160, 48, 64))
-    assert [len(told) for told in gpu.nodes] == [1 + (i in program.bindings.calling) for i in range(count)]
+    assert [len(told) for told in gpu.nodes] == [1 + (i in program.bindings.with_caller) for i in range(count)]
     assert (
-        0 in program.bindings.calling
-        and count - 1 in program.bindings.calling
-        and len(program.bindings.calling) < count
+        0 in program.bindings.with_caller
+        and count - 1 in program.bindings.with_caller
+        and len(program.bindings.with_caller) < count
     )
     program.run(90, call)
     assert gpu.repeated == 2

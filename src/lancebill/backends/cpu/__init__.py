@@ -1,4 +1,4 @@
-"""CPUs, at memory speed: our own kernels (`native`) take every spec of up to 8 bits in one pass over the weights.
+"""CPUs: our own kernels (`native`), for every spec of up to 8 bits, in one pass over the weights.
 
 Codes are looked up in registers and multiplied as integers, or as AMX tiles where the CPU has them. 16-bit inputs
 keep 16 bits; inputs are rounded to int8 or fp8 only where the problem says so.
@@ -25,7 +25,7 @@ from lancebill.numbers.dtypes import BF16, F16, F32
 
 
 class Cpu(Backend):
-    """With `level`, kept to that set of instructions; else the best there is."""
+    """Uses the instruction set `level`, or the best that this machine has."""
 
     name = "cpu"
     drops_wild_ids = True
@@ -42,7 +42,7 @@ class Cpu(Backend):
         elif self._level is not None and self._level not in state.library.levels:
             yield Reason("level", f"{self._level} does not run on this machine")
         if problem.input not in (BF16, F16, F32):
-            yield Reason("input", f"{problem.input} inputs", "bf16, fp16 and fp32 have kernels")
+            yield Reason("input", f"{problem.input} inputs", "supported: bf16, fp16, fp32")
         for name, shape in problem.matrices.items():
             try:
                 matrix_form(shape, problem.inputs_of(name))

@@ -16,7 +16,7 @@ from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 
-FLOAT = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # abi.Float
+FLOAT = {torch.bfloat16: abi.Float.BF16, torch.float16: abi.Float.F16, torch.float32: abi.Float.F32}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def run(native: Library, plan: CpuPlan, structs: LayerStructs, x: Tensor, dispat
 
 
 def indexed_work(plan: CpuPlan, tokens: int, dtype: torch.dtype) -> abi.WorkStruct:
-    """The struct of a call by ids, less what differs between calls: addresses and the number of threads."""
+    """The struct of an indexed call, without what differs between calls: addresses and the number of threads."""
     problem, kind = plan.problem, FLOAT[dtype]
     return abi.WorkStruct(
         0, 0, problem.hidden, problem.hidden, kind, kind, tokens, problem.top_k, 0, 0, problem.weight_on_input,

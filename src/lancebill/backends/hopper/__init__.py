@@ -11,7 +11,7 @@ from lancebill.backends.base import Backend, Executor, NoForm, Plan, Reason, Ten
 from lancebill.backends.hopper.bindings import Bindings
 from lancebill.backends.hopper.choose_form import kernel_form
 from lancebill.backends.hopper.executor import HopperExecutor, run_program
-from lancebill.backends.hopper.kernels import triton_version as compat
+from lancebill.backends.hopper.kernels import triton_version
 from lancebill.backends.hopper.kernels.weight_form import E4M3
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan
@@ -23,8 +23,8 @@ from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, ActivationSpec
 
 _MOST_EXPERTS = 1024
-# Of rows that are prepared, by whether they are both treated as their expert says and made narrow: what registers hold.
-_MOST_COLUMNS = {False: 1 << 15, True: 1 << 14}
+# The longest row that a block prepares in registers: quantised to fp8, or scaled or reordered for its expert, or both.
+_MOST_COLUMNS, _MOST_COLUMNS_BOTH = 1 << 15, 1 << 14
 
 
 class Hopper(Backend):
@@ -36,7 +36,7 @@ class Hopper(Backend):
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch != 90:
             yield Reason("device", f"needs an sm_90 GPU, not {device}")
-        missing = compat.problem()
+        missing = triton_version.problem()
         if missing:
             yield Reason("triton", missing, "pip install 'lancebill[gpu]'")
         yield from _unsupported(problem)
@@ -62,11 +62,11 @@ class Hopper(Backend):
 
 def _unsupported(problem: Problem) -> Iterator[Reason]:
     if problem.input not in (BF16, F16):
-        yield Reason("input", f"{problem.input} inputs", "bf16 and fp16 have kernels")
+        yield Reason("input", f"{problem.input} inputs", "supported: bf16, fp16")
     if problem.experts > _MOST_EXPERTS:
         yield Reason("experts", f"{problem.experts} local experts", f"up to {_MOST_EXPERTS}")
     if problem.w2 is not None and problem.w2.act_order:
-        yield Reason("act-order", "an order of w2's columns", "it can be the order of w13's rows")
+        yield Reason("act-order", "w2's columns are in act-order", "loaders apply that order to w13's rows")
     for shape, activations in _matrices(problem):
         dense = {DENSE_BF16: BF16, DENSE_F16: F16}.get(activations.spec)
         if dense is not None and dense != problem.input:
@@ -76,9 +76,9 @@ def _unsupported(problem: Problem) -> Iterator[Reason]:
         except NoForm as why:
             yield why.reason
             continue
-        own, narrow = problem.pre_scale or shape.act_order, form.activations == E4M3
-        most = _MOST_COLUMNS[own and narrow]
-        if shape.k > most and (own or narrow):
+        by_expert, fp8 = problem.pre_scale or shape.act_order, form.activations == E4M3
+        most = _MOST_COLUMNS_BOTH if by_expert and fp8 else _MOST_COLUMNS
+        if shape.k > most and (by_expert or fp8):
             yield Reason("sizes", f"rows of {shape.k} columns", f"up to {most} are prepared in one piece")
 
 

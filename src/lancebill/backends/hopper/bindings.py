@@ -25,12 +25,12 @@ from lancebill.moe.layout import Packed
 from lancebill.moe.problem import INDEXED
 
 Resize = Callable[[int], None]
-_PLACES = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3}  # of the caller's tensors in the array
+_PLACES = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3}  # index of each of the caller's tensors in that array
 
 
 @dataclass(frozen=True)
 class Bindings:
-    """Launches ready to go, but for the caller's addresses and the number of tokens."""
+    """Launches whose arguments are complete, except for the caller's addresses and the number of tokens."""
 
     plan: HopperPlan
     device: int
@@ -40,9 +40,9 @@ class Bindings:
     caller: ctypes.Array[ctypes.c_uint64]  # addresses of the caller's tensors
     mapped: tuple[tuple[Launch, str], ...]  # launches that read x through a tensor map, and the argument's name
     resizers: tuple[Resize, ...]
-    calling: frozenset[int]  # launches that read a tensor of the caller's
+    with_caller: frozenset[int]  # indices of launches that take a tensor of the caller as an argument
     scratch: Tensor
-    unit_factors: tuple[Tensor, ...]  # ones, where only the other matrix has stored input factors
+    unit_pre_scales: tuple[Tensor, ...]  # kept alive here: the launches hold their addresses
 
     @classmethod
     def bind(cls, plan: HopperPlan, weights: Mapping[str, Packed], device: torch.device, stream: int) -> Bindings:
@@ -52,7 +52,7 @@ class Bindings:
             use_context(index)
         sizes = scratch(plan)
         memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
-        packed = {name: _with_factors(plan.gemm(name), held) for name, held in weights.items()}
+        packed = {name: _with_pre_scale(plan.gemm(name), own) for name, own in weights.items()}
         tensors: dict[str, Mapping[str, Tensor]] = {
             SCRATCH: workspace.views(memory, sizes),
             COUNTERS: {"all": workspace.counters(device, stream)},
@@ -68,14 +68,14 @@ class Bindings:
             binder.caller,
             tuple(binder.mapped),
             tuple(binder.resizers),
-            frozenset(i for i, step in enumerate(planned) if any(map(_is_callers, step.values.values()))),
+            frozenset(i for i, step in enumerate(planned) if any(map(_is_from_caller, step.values.values()))),
             memory,
-            tuple(held["pre_scale"] for name, held in packed.items() if held is not weights[name]),
+            tuple(own["pre_scale"] for name, own in packed.items() if own is not weights[name]),
         )
 
 
 class _Binder:
-    """Binds one step after the other and collects what they have in common."""
+    """Binds steps one by one and collects what they share: the caller's addresses, tensor maps, resize functions."""
 
     def __init__(
         self, plan: HopperPlan, device: torch.device, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]
@@ -88,8 +88,8 @@ class _Binder:
         self.resizers: list[Resize] = []
 
     def bind(self, step: Step) -> Launch:
-        """One launch. It may start before its predecessor ends, whoever launched that: kernels wait for their
-        predecessor themselves before they touch what it wrote."""
+        """One launch. With `overlap` it may start before the previous kernel on the stream ends; each kernel waits
+        before it reads what its predecessor wrote."""
         values: dict[str, Bound] = {}
         for name, value in step.values.items():
             if isinstance(value, Ref):
@@ -117,16 +117,16 @@ class _Binder:
         return resize
 
 
-def _is_callers(value: Value) -> bool:
+def _is_from_caller(value: Value) -> bool:
     return isinstance(value, Ref) and value.owner == CALL
 
 
-def _with_factors(product: GemmPlan, packed: Packed) -> Packed:
-    """Where only the other matrix has stored input factors, this one gets ones."""
-    if not product.scaled or "pre_scale" in packed:
+def _with_pre_scale(gemm: GemmPlan, packed: Packed) -> Packed:
+    """The kernels apply pre-scales to both matrices or to none: a matrix without one gets ones."""
+    if not gemm.scaled or "pre_scale" in packed:
         return packed
     codes = packed["codes"]
-    k = product.slices * product.form.slice_columns  # padded: at least as wide as the input
+    k = gemm.slices * gemm.form.slice_columns  # padded: at least as long as the input row
     return {**packed, "pre_scale": torch.ones(codes.shape[0], k, device=codes.device)}
 
 

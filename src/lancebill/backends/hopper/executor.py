@@ -54,7 +54,7 @@ class HopperExecutor(Executor):
     def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
         """Further calls with as many tokens on this stream, as long as the weights have not moved.
 
-        A function: calling an object takes the host longer.
+        Returns a function and not an object with `__call__`, which takes the host longer to call.
         """
         assert isinstance(plan, HopperPlan)
         program, tokens, tensors = self.program(plan, x.device), x.shape[0], self.tensors
@@ -79,7 +79,7 @@ class HopperExecutor(Executor):
 
 
 def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-    """One call. Tensors that kernels cannot read as they are get copied; everything is checked."""
+    """One call. Checks all tensors and copies those that the kernels cannot read as they are."""
     plan = program.bindings.plan
     if isinstance(dispatch, Indexed):
         signature = program.signature(x.shape[0], x.device)

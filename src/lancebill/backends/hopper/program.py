@@ -1,7 +1,7 @@
 """Bound launches, and what a call changes about them.
 
-A call stores the caller's addresses where all launches read them and hands each launch to the driver: no allocation,
-no synchronisation, no shape logic.
+A call stores the caller's addresses where all launches read them, and calls the driver once per launch or graph.
+It does not allocate, synchronise or compute shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lancebill.jit.graph import Graph, graphs_available
 from lancebill.jit.load import MappedMatrix, encode_tensor_map
 from lancebill.moe.problem import INDEXED
 
-ALIGNMENT = 16  # bytes: addresses are multiples of it
+ALIGNMENT = 16  # bytes; the kernels require it of every address
 _MOST_KEPT = 64  # tensor maps and signatures, before all are dropped
 
 
@@ -31,14 +31,14 @@ class Program:
         self.arguments = [launch.arguments for launch in bindings.launches]
         self.go = launch_function()
         self.use_graph = graphed(plan.tokens) and graphs_available()
-        # What calls change.
+        # Changed by calls:
         self.tokens = -1
         self.addresses: tuple[int, ...] = ()  # of the last call's tensors
         self.graph: Graph | None = None
-        self.outdated: set[int] = set()  # launches that the graph holds with other arguments
+        self.outdated: set[int] = set()  # indices of launches whose arguments changed since the graph was updated
         self.all_changed = False  # this call changes every launch
         self.tensor_maps: dict[tuple[int, int], list[tuple[MapSlot, bytes]]] = {}  # by x's address and tokens
-        self.signatures: dict[int, CallSignature] = {}  # of calls by ids, by tokens
+        self.signatures: dict[int, CallSignature] = {}  # of indexed calls, by tokens
 
     def run(self, tokens: int, addresses: tuple[int, ...]) -> None:
         """Launch for the caller's tensors at these addresses: x, out, and ids and weights, or edges."""
@@ -50,7 +50,7 @@ class Program:
     def run_indexed(
         self, tokens: int, signature: CallSignature, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
     ) -> bool:
-        """`run` for tensors that are exactly what the kernels read; else False, and nothing was done."""
+        """`run`, if the kernels can read these tensors as they are; else does nothing and returns False."""
         # The guard first, without a Python call: it nearly always matches.
         if not (signature.same_as_last(x, ids, weights, out) or signature(x, ids, weights, out)):
             return False
@@ -61,7 +61,7 @@ class Program:
         return True
 
     def signature(self, tokens: int, device: torch.device) -> CallSignature | None:
-        """What a call by ids of so many tokens must look like; None: the plan is not for it."""
+        """What the tensors of an indexed call with this many tokens must be; None if the plan does not support it."""
         plan = self.bindings.plan
         found = self.signatures.get(tokens)
         if found is None and plan.work == INDEXED and 0 < tokens <= plan.tokens:
@@ -80,7 +80,7 @@ class Program:
             self._submit()
 
     def _submit(self) -> None:
-        # Updating a node of a graph costs nearly as much as a launch, so a call that changes all launches one by one.
+        # Updating a graph node costs nearly as much as a launch, so a call that changes every launch uses no graph.
         if self.use_graph and not self.all_changed and not torch._C._cuda_isCurrentStreamCapturing():
             self._submit_graph()
             return
@@ -107,7 +107,7 @@ class Program:
     def _point(self, tokens: int, addresses: tuple[int, ...]) -> None:
         """Write sizes and addresses into the launches' arguments.
 
-        `tokens` and `addresses` are reset first: an interrupted call leaves nothing that the next one would trust.
+        Resets `tokens` and `addresses` first, so that the call after an interrupted one writes everything again.
         """
         bindings = self.bindings
         self.addresses = ()
@@ -120,8 +120,8 @@ class Program:
                 self.graph.copy_grids()
             self.tokens, self.all_changed = tokens, True
         else:
-            self.outdated |= bindings.calling
-            self.all_changed = len(bindings.calling) == len(bindings.launches)
+            self.outdated |= bindings.with_caller
+            self.all_changed = len(bindings.with_caller) == len(bindings.launches)
         bindings.caller[:] = addresses  # type: ignore[call-overload]  # any sequence will do
         if bindings.mapped:
             for slot, value in self._maps(addresses[0], tokens):
@@ -136,6 +136,8 @@ class Program:
                 self.tensor_maps.clear()
             bindings = self.bindings
             matrix = MappedMatrix(x, (tokens, bindings.plan.problem.hidden))
-            found = [(launch.map_slot(name), encode_tensor_map(launch, name, matrix)) for launch, name in bindings.mapped]
+            found = [
+                (launch.map_slot(name), encode_tensor_map(launch, name, matrix)) for launch, name in bindings.mapped
+            ]
             self.tensor_maps[x, tokens] = found
         return found

@@ -25,7 +25,7 @@ def counters(device: torch.device, stream: int) -> Tensor:
 
 
 def lock(device: torch.device, stream: int) -> Lock:
-    """Held while a call queues its launches: two threads on one stream share scratch, so launches must not mix."""
+    """Held while a call queues its launches: threads on one stream share scratch, so their launches must not mix."""
     return _locks.setdefault((device.index or 0, stream), Lock())
 
 
