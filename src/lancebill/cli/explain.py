@@ -121,7 +121,7 @@ def _from_checkpoint(
     """The problem of this layer, as loading it would create it; reads only headers."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
-    from lancebill.layer.recipe import LoadOptions, pose
+    from lancebill.layer.recipe import LoadOptions, plan_problem
     from lancebill.moe.placement import Placement
 
     with Checkpoint.open(path) as checkpoint:
@@ -131,7 +131,9 @@ def _from_checkpoint(
     options = LoadOptions(
         placement=Placement(tp_size=tp), weights=weights, activations=activations, dtype=_input_dtype(activations)
     )
-    return ExplainRequest(str(path), pose(manifest, index, options)[2], index, _different_layers(manifest, index))
+    return ExplainRequest(
+        str(path), plan_problem(manifest, index, options)[2], index, _different_layers(manifest, index)
+    )
 
 
 def _input_dtype(activations: str | None) -> Any:

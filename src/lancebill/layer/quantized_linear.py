@@ -14,7 +14,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
 from lancebill.layer.packed_module import PackedModule
-from lancebill.layer.recipe import wide_inputs
+from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.dispatch import Contiguous
 from lancebill.moe.layout import W13, MatrixShape
@@ -46,7 +46,7 @@ class QuantizedLinear(PackedModule):
         if target is not None:
             weight, _ = requantize(weight, target)
         shape = MatrixShape(W13, weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
-        wide = wide_inputs(dtype)
+        wide = unquantised_inputs(dtype)
         spec = activation_specs(activations, 0).get(W13, wide)
         if spec is None:
             header = stored.as_module(checkpoint.headers)

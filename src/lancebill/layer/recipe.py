@@ -65,11 +65,11 @@ class Recipe:
     plan: LayerPlan
     choice: oracle.Choice
     options: LoadOptions
-    declared: dict[str, ActivationSpec]  # activations the checkpoint asks for, by matrix
+    declared: dict[str, ActivationSpec]  # activations that the checkpoint declares, by matrix
 
     @classmethod
     def make(cls, manifest: Manifest, index: int, options: LoadOptions) -> Recipe:
-        plan, declared, problem = pose(manifest, index, options)
+        plan, declared, problem = plan_problem(manifest, index, options)
         choice = oracle.select(problem, options.device, options.backend)
         return cls(manifest, plan, choice, options, declared)
 
@@ -113,14 +113,16 @@ class Recipe:
         )
 
 
-def wide_inputs(dtype: torch.dtype) -> ActivationSpec:
+def unquantised_inputs(dtype: torch.dtype) -> ActivationSpec:
     """Unquantised inputs of this dtype."""
     if dtype not in WIDE:
         raise SpecError("no kernel takes inputs of this dtype", expected=" or ".join(map(str, WIDE)), got=dtype)
     return WIDE[dtype]
 
 
-def pose(manifest: Manifest, index: int, options: LoadOptions) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
+def plan_problem(
+    manifest: Manifest, index: int, options: LoadOptions
+) -> tuple[LayerPlan, dict[str, ActivationSpec], Problem]:
     """This rank's share of a layer, the activations its checkpoint declares, and the problem for the oracle."""
     if index not in manifest.layers:
         legal = ", ".join(map(str, manifest.layer_indices)) or "none"
@@ -137,7 +139,7 @@ def _problem(
 ) -> Problem:
     """What this rank computes."""
     requested = activation_specs(options.activations, plan.layer.index)
-    wide = wide_inputs(options.dtype)
+    wide = unquantised_inputs(options.dtype)
     chosen = {m: (requested[m] or declared[m]) if m in requested else wide for m in ("w13", "w2")}
     routing = options.routing or _routing(manifest, plan.layer.index)
     projections = {"w13": plan.layer.sample(GATE), "w2": plan.layer.sample(DOWN)}
@@ -168,5 +170,5 @@ def _declared_activations(manifest: Manifest, layer: StoredLayer, options: LoadO
     declared = {}
     for matrix, name in (("w13", GATE), ("w2", DOWN)):
         module = layer.sample(name).as_module(manifest.tensors)
-        declared[matrix] = manifest.format.activations(manifest.config, module) or wide_inputs(options.dtype)
+        declared[matrix] = manifest.format.activations(manifest.config, module) or unquantised_inputs(options.dtype)
     return declared

@@ -17,7 +17,7 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import SpecError, UnsupportedProblem
 from lancebill.formats import registry
 from lancebill.formats.stored import Config
-from lancebill.layer.recipe import wide_inputs
+from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape
@@ -73,7 +73,7 @@ def test_unknown_option_values_are_refused() -> None:
         with pytest.raises(SpecError, match=f"unknown {key} 'sorted'"):
             _problem(96, 48, "silu", **{key: "sorted"})
     with pytest.raises(SpecError, match="no kernel takes inputs"):
-        wide_inputs(torch.float64)
+        unquantised_inputs(torch.float64)
 
 
 @pytest.mark.parametrize("name", ["int8-zp-static", "mxfp8-static", "fp8-g128-static"])
