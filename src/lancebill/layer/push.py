@@ -282,6 +282,6 @@ class PushedLayer(Generic[Made]):
         return taken
 
     def finish(self) -> Made:
-        """The layer; raises naming whatever never came, which may still be pushed."""
+        """Make the layer, once; raises naming whatever never came, which may still be pushed."""
         self._stage = planned = self._stage.planned()
         return self._make(planned.finish(self._router))

@@ -69,6 +69,7 @@ class Layout(ABC):
         return sum(math.prod(size) * dtype.itemsize for size, dtype in self.storage(shape).values())
 
 
+@dataclass(frozen=True)
 class PlainLayout(Layout):
     """Codes packed densely along K in bytes; scales, zero points and minima bit for bit."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lancebill.parallel.groups import RankGroup
 
-ExpertsByRank = Sequence[Sequence[int]]  # for each rank, the logical experts in its slots
-
 
 @dataclass(frozen=True)
 class Move:
@@ -29,7 +27,7 @@ class Move:
         return (self.source, self.source_slot) == (self.target, self.target_slot)
 
 
-def plan_moves(before: ExpertsByRank, after: ExpertsByRank) -> list[Move]:
+def plan_moves(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[Move]:
     """The moves from arrangement `before` to arrangement `after`; the same list on all ranks.
 
     A rank copies from itself if it can; otherwise the ranks that hold an expert take turns in sending it. The two

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -117,6 +118,12 @@ def test_moves_and_copies() -> None:
     for parameter in layer.parameters():
         parameter.data.zero_()
     assert torch.equal(warm(twin), want) and not torch.equal(compute(layer), want)
+
+
+def test_a_layer_can_be_sent_to_another_process() -> None:
+    layer = fresh()
+    want = warm(layer)
+    assert torch.equal(warm(pickle.loads(pickle.dumps(layer))), want)
 
 
 def test_rehoming_takes_other_buffers() -> None:

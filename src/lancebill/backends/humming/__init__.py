@@ -6,14 +6,13 @@ which the package would round at load are refused: biases, and scales folded int
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from lancebill.backends.base import Backend, Plan, Reason
+from lancebill.backends.base import Backend, Executor, Plan, Reason, TensorTable
 from lancebill.backends.humming.layout import HummingLayout
 from lancebill.backends.humming.support import PACKAGE, missing, unsupported
 from lancebill.errors import LaunchError
@@ -30,13 +29,10 @@ _GBS, _TFLOPS, _START_US = 1500.0, 250.0, 30.0  # roughly an A100
 
 
 class Humming(Backend):
+    """The GEMMs of the package, with our dispatch around them."""
+
     name = "humming"
     on_request = True
-
-    def __init__(self) -> None:
-        # Keyed by the layer's weight tensor, which the values do not keep alive, then by id(problem). The problem is
-        # stored too, so that its id cannot be reused.
-        self._experts: MutableMapping[Tensor, dict[int, tuple[Problem, Experts]]] = WeakTensorKeyDictionary()
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch not in ARCHS:
@@ -69,28 +65,53 @@ class Humming(Backend):
         return Plan(problem, tokens, us, rows * problem.input.storage.itemsize, notes)
 
     def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-        if not isinstance(dispatch, Indexed):
-            raise LaunchError("humming computes experts by token ids", got=type(dispatch))
-        if dispatch.tokens == 0:
-            return out
-        ids, scale = dispatch.ids.contiguous(), dispatch.weights.contiguous()
-        experts = self._layer(plan.problem, weights)
-        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        experts.compute(x.contiguous(), experts.sort(ids), ids, scale, target)
-        return target if target is out else out.copy_(target)
+        _require_ids(dispatch)
+        return _compute(_view_experts(plan.problem, weights), x, dispatch, out)
 
-    def _layer(self, problem: Problem, weights: Mapping[str, Packed]) -> Experts:
-        """The package's view of packed weights. It shares their memory, so it follows in-place updates."""
-        from lancebill.backends.humming.package import INDEXED, Experts, view_matrix
+    def executor(self, problem: Problem, device: Device, tensors: TensorTable) -> Executor:
+        return HummingExecutor(self, problem, device, tensors)
 
-        layers = self._experts.setdefault(weights["w13"]["weight"], {})
-        if id(problem) not in layers:
-            matrices = {
-                name: view_matrix(shape, problem.experts, weights[name], problem.input.storage)
-                for name, shape in problem.matrices.items()
-            }
-            layers[id(problem)] = problem, Experts(problem, matrices, INDEXED)
-        return layers[id(problem)][1]
+
+class HummingExecutor(Executor):
+    """Keeps the package's view of the weights as long as none of them moved."""
+
+    def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
+        super().__init__(backend, problem, device, tensors)
+        self._experts: tuple[list[int], Experts] | None = None  # and the addresses it was made for
+
+    def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        _require_ids(dispatch)
+        addresses = self.tensors.addresses()
+        if self._experts is None or self._experts[0] != addresses:
+            problem = self.plan(x, dispatch).problem
+            self._experts = addresses, _view_experts(problem, self.tensors.packed())
+        return _compute(self._experts[1], x, dispatch, out)
+
+
+def _view_experts(problem: Problem, weights: Mapping[str, Packed]) -> Experts:
+    """The package's view of packed weights. It shares their memory, so it follows in-place updates."""
+    from lancebill.backends.humming.package import INDEXED, Experts, view_matrix
+
+    matrices = {
+        name: view_matrix(shape, problem.experts, weights[name], problem.input.storage)
+        for name, shape in problem.matrices.items()
+    }
+    return Experts(problem, matrices, INDEXED)
+
+
+def _require_ids(dispatch: Dispatch) -> None:
+    if not isinstance(dispatch, Indexed):
+        raise LaunchError("humming computes experts by token ids", got=type(dispatch))
+
+
+def _compute(experts: Experts, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+    assert isinstance(dispatch, Indexed)
+    if dispatch.tokens == 0:
+        return out
+    ids, scale = dispatch.ids.contiguous(), dispatch.weights.contiguous()
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    experts.compute(x.contiguous(), experts.sort(ids), ids, scale, target)
+    return target if target is out else out.copy_(target)
 
 
 BACKEND = Humming()

@@ -9,6 +9,7 @@ with ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ _GROUPED = [8 * row + first for first in range(8) for row in range(8)]  # 64 cha
 _CHANNELS = [8 * band + first + half for first in range(0, 8, 2) for band in range(4) for half in range(2)]  # 32
 
 
+@dataclass(frozen=True)
 class HummingLayout(Layout):
     """`weight` and `weight_scale`, as the package names them."""
 
