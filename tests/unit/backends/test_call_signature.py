@@ -1,4 +1,4 @@
-"""Which tensors a fast call accepts: the answer never depends on earlier calls."""
+"""Which tensors a fast call accepts. The answer does not depend on earlier calls."""
 
 from __future__ import annotations
 
@@ -18,55 +18,67 @@ GOOD = {
     "weights": torch.zeros(SLOTS),
     "out": torch.zeros(ROWS, dtype=torch.bfloat16),
 }
-WAYS = ("as it is", "a copy", "a parameter", "another dtype", "with gaps", "turned", "longer", "flat", "no memory")
+VARIANTS = (
+    "unchanged",
+    "a copy",
+    "a parameter",
+    "another dtype",
+    "with gaps",
+    "column-major",
+    "longer",
+    "flat",
+    "no memory",
+)
 
 
-def changed(tensor: Tensor, way: str) -> Tensor:
+def make_variant(tensor: Tensor, variant: str) -> Tensor:
     return {
-        "as it is": lambda: tensor,
+        "unchanged": lambda: tensor,
         "a copy": tensor.clone,
         "a parameter": lambda: torch.nn.Parameter(tensor, requires_grad=False),
         "another dtype": lambda: tensor.to(torch.float16),
         "with gaps": lambda: torch.cat([tensor, tensor], 1)[:, ::2],
-        "turned": lambda: tensor.t().contiguous().t(),
+        "column-major": lambda: tensor.t().contiguous().t(),
         "longer": lambda: torch.cat([tensor, tensor]),
         "flat": tensor.flatten,
         "no memory": lambda: tensor.to("meta"),
-    }[way]()
+    }[variant]()
 
 
-def call(name: str, way: str) -> tuple[Tensor, ...]:
-    return tuple(changed(tensor, way) if name == own else tensor for own, tensor in GOOD.items())
+def call(name: str, variant: str) -> tuple[Tensor, ...]:
+    return tuple(make_variant(tensor, variant) if name == key else tensor for key, tensor in GOOD.items())
 
 
-def fresh() -> CallSignature:
+def new_signature() -> CallSignature:
     return CallSignature(ROWS, SLOTS, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("guarded", [True, False])
-def test_only_what_kernels_take_fits(name: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where torch has no guards."""
+def test_only_tensors_that_kernels_can_read_are_accepted(
+    name: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's guards, and with a torch that lacks them."""
     if not guarded:
         monkeypatch.delattr(guards, "TensorGuards")
-    accepted = {way for way in WAYS if fresh()(*call(name, way))}
-    assert accepted == {"as it is", "a copy", "a parameter"}
+    accepted = {variant for variant in VARIANTS if new_signature()(*call(name, variant))}
+    assert accepted == {"unchanged", "a copy", "a parameter"}
 
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_came_before_does_not_matter(name: str, inference: bool) -> None:
-    for before, way in product(WAYS, WAYS):
-        used = fresh()
+def test_earlier_calls_do_not_change_the_answer(name: str, inference: bool) -> None:
+    for before, variant in product(VARIANTS, VARIANTS):
+        used = new_signature()
         used(*call(name, before))
         with torch.inference_mode(inference):
             for _ in range(2):
-                assert used(*call(name, way)) == fresh()(*call(name, way)), (before, way)
+                assert used(*call(name, variant)) == new_signature()(*call(name, variant)), (before, variant)
 
 
-def test_a_single_row_fits_whatever_its_stride() -> None:
+def test_a_single_row_may_have_any_stride() -> None:
     signature = CallSignature((1, 8), (1, 2), torch.bfloat16, torch.device("cpu"))
     x, ids, weights, out = (tensor[:1] for tensor in GOOD.values())
-    wide = torch.zeros(3, 16, dtype=torch.bfloat16)[:1, :8]
-    for rows in (x, wide, x, wide):
+    strided = torch.zeros(3, 16, dtype=torch.bfloat16)[:1, :8]
+    for rows in (x, strided, x, strided):
         assert signature(rows, ids, weights, out)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of inputs: scales and factors, pulled, pushed, cut and padded alike."""
+"""Input scales and pre-scales of a checkpoint: pulled, pushed, sliced for ranks, padded and refused."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ROW = names.find_family({"model_type": "qwen3_moe"})
 
 
 def _make(fmt: str = "modelopt", example: str = "NVFP4_AWQ", seed: int = 0) -> Generated:
-    found = next(e for e in registry()[fmt].examples() if e.name == example)
-    return generate(found, ROW, ROW.forms[0], SIZE, seed=seed)
+    chosen = next(e for e in registry()[fmt].examples() if e.name == example)
+    return generate(chosen, ROW, ROW.forms[0], SIZE, seed=seed)
 
 
 def _batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -37,13 +37,13 @@ def _batch() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(7, SIZE.hidden, generator=g), ids, torch.rand(7, 2, generator=g)
 
 
-def _by_hand(made: Generated, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _expected_output(made: Generated, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """w2 @ (f2 * (silu(g @ (f1 * x)) * (u @ (f1 * x)))) in float64, slot by slot."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, slot in ((t, s) for t in range(ids.shape[0]) for s in range(ids.shape[1])):
-        held = {name: made.weights[0, int(ids[token, slot]), name] for name in ("gate", "up", "down")}
-        matrix = {name: dequantize(w).double() for name, w in held.items()}
-        factor = {name: w.inputs[FACTORS].double() for name, w in held.items()}
+        projections = {name: made.weights[0, int(ids[token, slot]), name] for name in ("gate", "up", "down")}
+        matrix = {name: dequantize(w).double() for name, w in projections.items()}
+        factor = {name: w.inputs[FACTORS].double() for name, w in projections.items()}
         row = x[token].double() * factor["gate"]
         hidden = torch.nn.functional.silu(matrix["gate"] @ row) * (matrix["up"] @ row) * factor["down"]
         out[token] += weights[token, slot].double() * (matrix["down"] @ hidden)
@@ -52,7 +52,7 @@ def _by_hand(made: Generated, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 @pytest.mark.parametrize("activations", [None, "checkpoint"])
 @pytest.mark.parametrize("pad_to", [1, 96])
-def test_ranks_add_up_with_factors_of_the_input(tmp_path: Path, activations: str | None, pad_to: int) -> None:
+def test_tensor_parallel_ranks_add_up_with_pre_scales(tmp_path: Path, activations: str | None, pad_to: int) -> None:
     made = _make()
     folder = save(made, tmp_path / "m")
     x, ids, weights = _batch()
@@ -61,7 +61,7 @@ def test_ranks_add_up_with_factors_of_the_input(tmp_path: Path, activations: str
     want = single(x, topk_ids=ids, topk_weights=weights)
     if activations is None:
         torch.testing.assert_close(
-            want.double(), _by_hand(made, x, ids, weights), rtol=1e-4, atol=1e-5 * float(want.abs().max())
+            want.double(), _expected_output(made, x, ids, weights), rtol=1e-4, atol=1e-5 * float(want.abs().max())
         )
     total = torch.zeros_like(want)
     for rank in range(2):
@@ -72,32 +72,32 @@ def test_ranks_add_up_with_factors_of_the_input(tmp_path: Path, activations: str
     assert (total - want).norm() / want.norm() < 1e-5
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])
-def test_a_pushed_layer_is_the_pulled_one(tmp_path: Path, known: bool) -> None:
+@pytest.mark.parametrize("with_headers", [True, False], ids=["headers", "no-headers"])
+def test_push_equals_pull_with_input_scales(tmp_path: Path, with_headers: bool) -> None:
     made = _make()
     placement = Placement(tp_rank=1, tp_size=2, ep_rank=1, ep_size=2)
     options = {"activations": "checkpoint", "placement": placement}
     pulled = RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=0, **options)
     config = {**made.config.model, "quantization_config": {"quant_method": "modelopt", **made.config.quant}}
-    coming = RoutedExperts.from_config(config, 0, tensors=made.headers if known else None, **options)
+    loader = RoutedExperts.from_config(config, 0, tensors=made.headers if with_headers else None, **options)
     pairs = list(made.tensors.items())
     random.Random(0).shuffle(pairs)
-    coming.load_weights(pairs)
-    pushed = coming.finish()
+    loader.load_weights(pairs)
+    pushed = loader.finish()
     got, want = pushed.state_dict(), pulled.state_dict()
     assert got.keys() == want.keys() and {"w13_input_scale", "w2_pre_scale"} <= got.keys()
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor), name
 
 
-def test_a_layer_says_which_activations_its_checkpoint_declares(tmp_path: Path) -> None:
+def test_the_report_has_the_declared_activations(tmp_path: Path) -> None:
     layer = RoutedExperts.from_checkpoint(save(_make(), tmp_path / "m"), layer=0)
     assert layer.report is not None
     assert layer.report.declared_activations == {"w13": "nvfp4", "w2": "nvfp4"}
     assert layer.report.activations == {"w13": "bf16", "w2": "bf16"}
 
 
-def test_static_activations_need_their_scales(tmp_path: Path) -> None:
+def test_static_activations_require_input_scales(tmp_path: Path) -> None:
     made = _make(example="FP8")
     for name in [n for n in made.tensors if n.endswith(".input_scale")]:
         del made.tensors[name]
@@ -108,14 +108,14 @@ def test_static_activations_need_their_scales(tmp_path: Path) -> None:
         QuantizedLinear.from_checkpoint(folder, "model.layers.0.mlp.experts.0.gate_proj", activations="fp8-static")
 
 
-def test_a_scale_is_there_for_all_experts_or_for_none(tmp_path: Path) -> None:
+def test_a_pre_scale_missing_for_one_expert_is_refused(tmp_path: Path) -> None:
     made = _make()
     del made.tensors["model.layers.0.mlp.experts.2.up_proj.pre_quant_scale"]
     with pytest.raises(CheckpointProblems, match=r"expert 2, up: 'pre_quant_scale' is present for other experts"):
         RoutedExperts.from_checkpoint(save(made, tmp_path / "m"), layer=0)
 
 
-def test_gate_and_up_share_one_input(tmp_path: Path) -> None:
+def test_different_pre_scales_of_gate_and_up_are_refused(tmp_path: Path) -> None:
     made = _make()
     name = "model.layers.0.mlp.experts.3.up_proj.pre_quant_scale"
     made.tensors[name] = made.tensors[name] * 2
@@ -124,7 +124,7 @@ def test_gate_and_up_share_one_input(tmp_path: Path) -> None:
 
 
 def test_unequal_scales_of_gate_and_up(tmp_path: Path) -> None:
-    """The larger of the two divides the shared input."""
+    """The shared input is divided by the larger of the two."""
     made = _make("compressed-tensors", "nvfp4-pack-quantized-nvfp4-div-input_global_scale")
     placement = Placement(ep_rank=0, ep_size=2)
     folder = save(made, tmp_path / "m")
@@ -135,7 +135,7 @@ def test_unequal_scales_of_gate_and_up(tmp_path: Path) -> None:
         assert got == max(1 / stored[0], 1 / stored[1])
 
 
-def test_a_linear_with_factors(tmp_path: Path) -> None:
+def test_a_linear_with_pre_scales(tmp_path: Path) -> None:
     made = _make()
     folder, name = save(made, tmp_path / "m"), "model.layers.0.mlp.experts.1.down_proj"
     weight, x = made.weights[0, 1, "down"], torch.randn(3, SIZE.intermediate)
@@ -148,7 +148,7 @@ def test_a_linear_with_factors(tmp_path: Path) -> None:
     torch.testing.assert_close(declared(x), rows @ dequantize(weight).t(), rtol=1e-5, atol=1e-3)
 
 
-def test_factors_are_cut_with_the_columns() -> None:
+def test_pre_scales_are_sliced_with_the_columns() -> None:
     weight = _make().weights[0, 0, "down"]
     part = weight.cut((0, 64), (32, 160))
     assert torch.equal(part.inputs[FACTORS], weight.inputs[FACTORS][32:160])
@@ -156,7 +156,7 @@ def test_factors_are_cut_with_the_columns() -> None:
     assert torch.equal(dequantize(part), dequantize(weight)[:64, 32:160])
 
 
-def test_facts_of_one_product() -> None:
+def test_combining_input_scales() -> None:
     one, two = {"input_scale": torch.tensor([0.5])}, {"input_scale": torch.tensor(2.0)}
     assert combine_input_scales([one, two]).scale == 2.0
     assert combine_input_scales([{}]) == combine_input_scales([])

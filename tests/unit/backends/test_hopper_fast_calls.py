@@ -1,0 +1,117 @@
+"""Which calls of a Hopper layer use the fast call of an earlier one, on a fake driver."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import (
+    FakeDriver,
+    fake_gpu,  # noqa: F401
+    layer_and_call,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lancebill.errors import LaunchError
+from lancebill.layer.routed_experts import RoutedExperts
+
+
+class RecordOperations(TorchDispatchMode):
+    """Records the names of the torch operations that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_repeated_call_runs_no_torch_operation(gpu: FakeDriver, tokens: int) -> None:
+    """Only launches: every small operation would cost the host as much as a launch."""
+    layer, x, call = layer_and_call(tokens)
+    layer(x, **call)
+    gpu.launched = 0
+    with RecordOperations() as ran:
+        layer(x, **call)
+    assert gpu.launched > 0 and ran.seen == []
+    with RecordOperations() as ran:
+        layer(x, **{**call, "topk_ids": call["topk_ids"].long()})
+    assert ran.seen  # int64 ids are converted first
+
+
+def full_calls(layer: RoutedExperts, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of the token counts of those calls that run `compute` instead of a fast call."""
+    token_counts: list[int] = []
+    original = layer.compute
+
+    def compute(x: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+        token_counts.append(x.shape[0])
+        return original(x, *arguments)
+
+    monkeypatch.setattr(layer, "compute", compute)
+    return token_counts
+
+
+def test_a_repeated_call_uses_the_fast_call(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, call = layer_and_call(100)
+    slow = full_calls(layer, monkeypatch)
+    layer(x, **call)
+    first, gpu.launched = gpu.launched, 0
+    moved = {name: tensor.clone() for name, tensor in call.items()}
+    assert layer(x.clone(), **moved) is moved["out"] and slow == [100] and gpu.launched == first
+    fewer = {name: tensor[:90] for name, tensor in call.items()}
+    for _ in range(2):
+        layer(x[:90], **fewer)
+    assert slow == [100, 90]
+
+
+@contextmanager
+def switch_device(current: list[int], index: int) -> Iterator[None]:
+    before, current[0] = current[0], index
+    yield
+    current[0] = before
+
+
+@pytest.mark.parametrize("what", ["stream", "device", "memory", "parameter", "copy", "misaligned", "expert_map"])
+def test_a_changed_call_does_not_use_the_fast_call(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A fast call is valid only for the stream, device, weights and alignment that it was made for."""
+    layer, x, call = layer_and_call(100)
+    layer(x, **call)
+    if what == "stream":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    elif what == "device":
+        current = [1]
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: switch_device(current, index))
+    elif what == "memory":
+        layer.w13_codes.data = layer.w13_codes.data.clone()
+    elif what == "parameter":
+        layer.w2_factors = torch.nn.Parameter(layer.w2_factors.clone(), requires_grad=False)
+    elif what == "copy":
+        layer = copy.deepcopy(layer)
+    elif what == "misaligned":
+        x = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    else:
+        layer.expert_map = torch.arange(4)
+    slow, gpu.launched = full_calls(layer, monkeypatch), 0
+    layer(x, **call)
+    assert slow == [100] and gpu.launched > 0
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
+def test_wrong_shapes_are_refused_after_a_fast_call(gpu: FakeDriver, name: str) -> None:
+    layer, x, call = layer_and_call(100)
+    layer(x, **call)
+    layer(x, **call)
+    gpu.launched, given = 0, {"x": x, **call}
+    given[name] = given[name].t().contiguous()
+    with pytest.raises(LaunchError, match="fit"):
+        layer(given.pop("x"), **given)
+    assert gpu.launched == 0
