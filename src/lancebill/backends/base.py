@@ -60,7 +60,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False  # never chosen automatically
-    drops_wild_ids: ClassVar[bool] = False  # accepts any int32 ids; ids that are no local expert contribute nothing
+    accepts_any_ids: ClassVar[bool] = False  # accepts any int32 ids; ids that are no local expert contribute nothing
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Copies of a model share the backend: it has no state."""

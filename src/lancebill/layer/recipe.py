@@ -28,7 +28,11 @@ from lancebill.numbers.codec import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
 
-WIDE = {torch.bfloat16: ACTIVATIONS["bf16"], torch.float16: ACTIVATIONS["fp16"], torch.float32: ACTIVATIONS["fp32"]}
+UNQUANTISED = {
+    torch.bfloat16: ACTIVATIONS["bf16"],
+    torch.float16: ACTIVATIONS["fp16"],
+    torch.float32: ACTIVATIONS["fp32"],
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,9 @@ class Recipe:
 
 def unquantised_inputs(dtype: torch.dtype) -> ActivationSpec:
     """Unquantised inputs of this dtype."""
-    if dtype not in WIDE:
-        raise SpecError("no kernel takes inputs of this dtype", expected=" or ".join(map(str, WIDE)), got=dtype)
-    return WIDE[dtype]
+    if dtype not in UNQUANTISED:
+        raise SpecError("no kernel takes inputs of this dtype", expected=" or ".join(map(str, UNQUANTISED)), got=dtype)
+    return UNQUANTISED[dtype]
 
 
 def plan_problem(

@@ -117,7 +117,7 @@ class RoutedExperts(PackedModule):
             return made if out is None else out.copy_(made)
         result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
         # Fast calls take int32 ids as they are; other ids need `localize` in every call.
-        int32_ids = topk_ids.dtype is torch.int32 and self.choice.backend.drops_wild_ids
+        int32_ids = topk_ids.dtype is torch.int32 and self.choice.backend.accepts_any_ids
         if int32_ids and self._buffers["expert_map"] is None:
             self.executor.prepare_fast_call(x)
         return result
@@ -127,7 +127,7 @@ class RoutedExperts(PackedModule):
         if x.numel() == 0:
             return out
         places, local = self._buffers["expert_map"], topk_ids
-        if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.drops_wild_ids:
+        if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.accepts_any_ids:
             local = localize(topk_ids, places, self.problem.global_experts)
         weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.float()
         return self.executor.run(x, Indexed(local.contiguous(), weights.contiguous()), out)

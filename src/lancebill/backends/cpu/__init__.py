@@ -28,7 +28,7 @@ class Cpu(Backend):
     """Uses the instruction set `level`, or the best that this machine has."""
 
     name = "cpu"
-    drops_wild_ids = True
+    accepts_any_ids = True
 
     def __init__(self, level: IsaLevel | None = None) -> None:
         self._level = level

@@ -31,7 +31,7 @@ class Hopper(Backend):
     """Our Gluon kernels, from ids to the weighted sum of each token's experts."""
 
     name = "hopper"
-    drops_wild_ids = True
+    accepts_any_ids = True
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch != 90:

@@ -20,7 +20,7 @@ from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
 from lancebill.integrations.transformers.packed_experts import forward_only, has_post_expert_norm
 from lancebill.layer.parts import LayerParts
-from lancebill.layer.recipe import WIDE
+from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed, PlainLayout, as_integer
 from lancebill.moe.problem import Problem, parse_device
@@ -145,7 +145,7 @@ def _make_layer(source: ModelExperts, top_k: int) -> RoutedExperts:
 def problem_of(source: ModelExperts, top_k: int) -> Problem:
     """The problem that a module's experts compute with their unquantised weights."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
-    shapes, wide, experts = source.shapes(), WIDE[source.up.dtype], int(source.up.shape[0])
+    shapes, wide, experts = source.shapes(), UNQUANTISED[source.up.dtype], int(source.up.shape[0])
     activation = activation_for(model, names.find_family(model).family)
     if activation.gated != source.gated:
         raise UnsupportedProblem("the model's experts contradict its config", got=f"gated: {source.gated}")

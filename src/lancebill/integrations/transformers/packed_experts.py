@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lancebill.backends import oracle
 from lancebill.errors import LaunchError, UnsupportedProblem
-from lancebill.layer.recipe import WIDE
+from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.report import LoadReport
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, activation_specs
@@ -121,8 +121,8 @@ def set_activations(model: nn.Module, activations: ActivationRules, dtype: torch
         before = layer.choice
         problem = replace(
             before.problem,
-            activations=chosen.get("w13") or WIDE[dtype],
-            activations_w2=chosen.get("w2") or WIDE[dtype],
+            activations=chosen.get("w13") or UNQUANTISED[dtype],
+            activations_w2=chosen.get("w2") or UNQUANTISED[dtype],
         )
         choice = oracle.select(problem, before.device, before.requested)
         if choice.backend.layout(problem) != before.backend.layout(before.problem):

@@ -36,7 +36,7 @@ from lancebill.integrations.transformers.other_tensors import lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
 from lancebill.layer.parts import pull
-from lancebill.layer.recipe import WIDE, LoadOptions, Recipe
+from lancebill.layer.recipe import UNQUANTISED, LoadOptions, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules
@@ -207,7 +207,7 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
             if hasattr(section, key):
                 delattr(section, key)
     requested = config.dtype or config.get_text_config().dtype or torch.bfloat16 if dtype == "auto" else dtype
-    by_name = {str(wide).removeprefix("torch."): wide for wide in WIDE}
+    by_name = {str(wide).removeprefix("torch."): wide for wide in UNQUANTISED}
     chosen = by_name.get(str(requested).removeprefix("torch."))
     if chosen is None:
         raise SpecError("this dtype is not supported", expected=" or ".join(("auto", *by_name)), got=requested)
