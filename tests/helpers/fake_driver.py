@@ -105,6 +105,7 @@ def _fake_encode(matrix: MappedMatrix, facts: object) -> bytes:
 
 @pytest.fixture(name="gpu")
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    MAPPED_ADDRESSES.clear()
     fake = FakeDriver()
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(load, "load_kernel", fake_load_kernel)
