@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def _machine() -> dict[str, Any]:
     return {
         "cpu": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "versions": [version("lancebill"), torch.__version__],
         "backends": [oracle.AUTO, *registry()],
         "measured": [len(TEXT), WINDOW, TOKENS],
         "variants": [list(pair) for pair in variants()],
