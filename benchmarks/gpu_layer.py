@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_cell import AFTER_SORT, HUMMING, TRITON, against, compile_kernels, floors, reference_rows, relative_error
 from gpu_launches import gemms_against_dense, launch_times
 from machine import clocks, command, commit, gpu_machine, result_path, without_local_paths
 
@@ -36,20 +37,17 @@ from lancebill.backends.oracle import select
 from lancebill.backends.registry import registry
 from lancebill.bench import peers as others
 from lancebill.bench.ceilings import Ceilings
-from lancebill.bench.check import expected_rows
-from lancebill.bench.compare import best, compare, summarize
+from lancebill.bench.compare import summarize
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.peers import SlotsByExpert, TorchGrouped
-from lancebill.bench.results import BenchCase
 from lancebill.bench.sustained import ROUNDS, WINDOW_US, Windows, dense_gemms, window_rates
 from lancebill.bench.timing import Call, host_time
 from lancebill.bench.workload import Batch, Weights
-from lancebill.jit.build import build_all
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import BATCH_INVARIANT, Problem, parse_device
-from lancebill.testing.layers import SampleLayer, layer_problem, routing, worst_row
+from lancebill.testing.layers import SampleLayer, layer_problem, routing
 
 SHAPES = {
     "deepseek-v4-flash": {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6},
@@ -57,9 +55,7 @@ SHAPES = {
     "qwen3-30b-a3b": {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8},
 }
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-CHECKED_ROWS = 16
-HUMMING, TRITON, TORCH, TORCH_GEMMS = "humming", "triton_kernels", "torch", "torch GEMMs"
-AFTER_SORT = ", sorted"
+TORCH, TORCH_GEMMS = "torch", "torch GEMMs"
 COMPUTE_BOUND = 4096  # from this many tokens on the GEMMs decide a layer's time
 DEVICE = torch.device("cuda", 0)
 
@@ -141,18 +137,8 @@ def batch_invariant(problem: Problem) -> Problem:
 
 
 def compile_all(parts: Iterable[Part]) -> None:
-    """Compile the kernels of all parts together, so that all cores have work."""
-    start = time.perf_counter()
     problems = [(problem_of(part), m) for part in parts for m in part.tokens]
-    sources = [
-        source
-        for problem, m in problems
-        for order in (problem, batch_invariant(problem))
-        for source in kernels(order, m)
-    ]
-    for source, why in build_all(sources).items():
-        print("does not compile:", source.label, why[-300:])
-    print(f"{len(set(sources))} kernels in {time.perf_counter() - start:.1f} s", flush=True)
+    compile_kernels([(order, m) for problem, m in problems for order in (problem, batch_invariant(problem))])
 
 
 class Run:
@@ -222,7 +208,7 @@ class Run:
             except Exception:
                 self._failed(f"{name_of_part}: {name}")
         with ThreadPoolExecutor(max(1, len(made))) as pool:
-            jobs = {name: pool.submit(peer.ready, part.tokens) for name, peer in made.items()}
+            jobs = {name: pool.submit(peer.compile, part.tokens) for name, peer in made.items()}
         for name, job in jobs.items():
             try:
                 job.result()
@@ -237,8 +223,7 @@ class Run:
     ) -> dict:
         problem = ours.problem
         batches = [batch(problem, tokens, 31 * tokens + i) for i in range(8 if tokens <= 64 else 2)]
-        rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens)).round().long().to(DEVICE)
-        reference = rows, expected_rows(problem, weights, batches[0], rows)
+        reference = reference_rows(problem, weights, batches[0])
         out = torch.full_like(batches[0].x, float("nan"))
         contestants, worst = {"ours": [partial(our_call, ours, out, b) for b in batches]}, {}
         for name, peer in peers.items():
@@ -344,37 +329,6 @@ def eager_calls(ours: SampleLayer, out: torch.Tensor, batches: list[Batch]) -> l
     choice = select(ours.problem, parse_device(str(DEVICE)), ours.backend.name)
     layer = RoutedExperts(LayerParts(choice, ours.weights))
     return [partial(layer, b.x, topk_ids=b.ids, topk_weights=b.weights, out=out) for b in batches]
-
-
-def relative_error(got: torch.Tensor, reference: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Of the worst of the compared rows; infinite if any row of the result is not finite."""
-    rows, want = reference
-    return round(worst_row(got[rows], want), 6) if bool(torch.isfinite(got).all()) else float("inf")
-
-
-def against(ours: dict, peers: dict) -> dict[str, dict]:
-    """The ratio to each peer's fastest variant."""
-    groups: dict[str, list[str]] = {}
-    for family in (HUMMING, TRITON):
-        variants = [name for name in peers if name.startswith(family)]
-        groups[family] = [name for name in variants if name.endswith(AFTER_SORT)]
-        groups[f"{family} with sort"] = [name for name in variants if not name.endswith(AFTER_SORT)]
-    groups |= {name: [name] for name in peers if not name.startswith((HUMMING, TRITON))}
-    ratios = {}
-    for title, names in groups.items():
-        chosen = best(peers, names)
-        if chosen is not None:
-            ratios[title] = {"variant": chosen[0], "us": chosen[1]["us"]} | compare(ours, chosen[1])
-    return ratios
-
-
-def floors(ceilings: Ceilings, problem: Problem, batches: list[Batch], us: float) -> dict[str, float]:
-    work = BenchCase.of(problem, batches)
-    floor = ceilings.floor_us(work.flops, work.bytes, problem.activations)
-    return {
-        "floor_us": round(floor, 2), "of_floor": round(floor / us, 4), "tflops": round(work.flops / us / 1e6, 1),
-        "gbs": round(work.bytes / us / 1e3, 1), "experts": work.experts,
-    }  # fmt: skip
 
 
 def row_text(row: dict) -> str:

@@ -69,6 +69,13 @@ def _gpu_layer(file: ResultFile) -> Iterator[Row]:
         }
 
 
+def _gpu_shapes(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["rows"]:
+        labels = {name: row[name] for name in ("shape", "weights", "activations", "routing", "tokens")}
+        peers = {name: peer["us"] for name, peer in row["against"].items()}
+        yield {**labels, "us": row["ours"]["us"], "of_floor": row["of_floor"], "peers": peers}
+
+
 def _cpu_layer(file: ResultFile) -> Iterator[Row]:
     """The fastest call of each of our contestants."""
     rows = file.record["rows"]
@@ -170,6 +177,7 @@ def _convert(file: ResultFile) -> Iterator[Row]:
 
 TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-layer": _gpu_layer,
+    "gpu-shapes": _gpu_shapes,
     "cpu-layer": _cpu_layer,
     "first-forward": _first_forward,
     "host-time": _host_time,

@@ -27,6 +27,7 @@ from result_files import (
     result_files,
     table_by_tokens,
 )
+from shape_tables import gpu_shapes
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -309,7 +310,8 @@ def _serve_line(file: ResultFile) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
-        explain, headlines, gpu_layer, gpu_host, cpu_layer, generate, perplexity, questions, memory, convert, serve
+        explain, headlines, gpu_layer, gpu_shapes, gpu_host, cpu_layer, generate, perplexity, questions, memory,
+        convert, serve,
     )
 }  # fmt: skip
 

@@ -46,12 +46,15 @@ def error_bound(problem: Problem) -> float:
 
 
 def expected_rows(problem: Problem, weights: Weights, batch: Batch, rows: Tensor) -> Tensor:
-    """The reference's result for these rows in fp32. Packs only the experts that the rows are routed to."""
-    ids = batch.ids[rows].long()
-    needed, local = torch.unique(ids, return_inverse=True)
+    """The reference's result for these rows in fp32. Packs only the different experts that the rows are routed to."""
+    device, routed = batch.x.device, batch.ids[rows]
+    originals = torch.where(routed < 0, -1, routed % weights.distinct)  # the other experts repeat these
+    needed = originals[originals >= 0].unique()
+    out = torch.zeros(rows.numel(), problem.hidden, device=device)
+    if not needed.numel():
+        return out
+    ids = torch.where(originals < 0, -1, torch.searchsorted(needed, originals)).to(torch.int32)
     part = replace(problem, experts=needed.numel(), global_experts=needed.numel())
-    device = batch.x.device
     packed = weights.packed(REFERENCE.layout(part), needed.tolist())
-    out = torch.empty(rows.numel(), problem.hidden, device=device)
     plan = REFERENCE.plan(part, rows.numel(), Device(device.type))
-    return REFERENCE.run(plan, batch.x[rows], Indexed(local.to(torch.int32), batch.weights[rows]), packed, out)
+    return REFERENCE.run(plan, batch.x[rows], Indexed(ids, batch.weights[rows]), packed, out)

@@ -57,6 +57,18 @@ class HummingIndexed(SortingPeer[Any]):
         return self.experts.compute(x, routed, ids, weights, self._out)
 
 
+def compile_humming(problem: Problem, tokens: Sequence[int], device: torch.device) -> None:
+    """Compile what Humming needs for these batch sizes into its cache, without weights; no GEMM is run."""
+    from lancebill.backends.humming.package import Experts, describe_matrix
+
+    matrices = {
+        name: describe_matrix(shape, problem.experts, problem.activations, problem.input.storage, device)
+        for name, shape in problem.matrices.items()
+    }
+    for peer in (HummingIndexed, HummingGrouped):
+        Experts(problem, matrices, peer.mode).compile(tokens)
+
+
 class HummingGrouped(HummingIndexed):
     """GEMMs on contiguous rows in expert order; an extra input kernel writes these rows."""
 

@@ -39,6 +39,11 @@ class BenchSetup:
         return replace(problem, order=self.order)
 
 
+def expert_bytes(problem: Problem) -> float:
+    """The size of one expert's matrices as their specs store them."""
+    return sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
+
+
 @dataclass(frozen=True)
 class BenchCase:
     """The least work that any implementation of a call has to do, averaged over the batches."""
@@ -50,12 +55,12 @@ class BenchCase:
 
     @classmethod
     def of(cls, problem: Problem, batches: Sequence[Batch]) -> BenchCase:
-        tokens = batches[0].x.shape[0]
+        tokens, rows = batches[0].x.shape[0], sum(batch.rows for batch in batches) / len(batches)
         elements = sum(shape.n * shape.k for shape in problem.matrices.values())
-        expert = sum(s.n * s.k * s.spec.bits_per_weight(s.n, s.k) / 8 for s in problem.matrices.values())
         activated = sum(batch.experts for batch in batches) / len(batches)
-        rows = 2 * tokens * problem.hidden * problem.input.storage.itemsize
-        return cls(2.0 * tokens * problem.top_k * elements, activated * expert + rows, activated, problem.activations)
+        in_and_out = 2 * tokens * problem.hidden * problem.input.storage.itemsize
+        moved = activated * expert_bytes(problem) + in_and_out
+        return cls(2.0 * rows * elements, moved, activated, problem.activations)
 
 
 @dataclass(frozen=True)

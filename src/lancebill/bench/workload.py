@@ -29,16 +29,21 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens with their routing."""
+    """Tokens with their routing to the experts of this rank."""
 
     x: Tensor  # [M, H]
-    ids: Tensor  # [M, k] int32
+    ids: Tensor  # [M, k] int32, -1: an expert of another rank
     weights: Tensor  # [M, k] fp32
 
     @property
     def experts(self) -> int:
         """The number of distinct experts that tokens are routed to."""
-        return int(self.ids.unique().numel())
+        return int(self.ids[self.ids >= 0].unique().numel())
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that experts of this rank compute."""
+        return int((self.ids >= 0).sum())
 
 
 class Weights:

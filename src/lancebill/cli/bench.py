@@ -20,6 +20,8 @@ from lancebill.errors import SpecError
 if TYPE_CHECKING:
     from lancebill.bench.results import BenchSetup
 
+ROUTINGS = "uniform, zipf, normal, one-hot, eight-busy, half-empty or half-to-one"
+
 
 def bench(
     shape: Annotated[str, typer.Option("--shape", help=f"{SHAPES}.")],
@@ -27,7 +29,7 @@ def bench(
     activations: Annotated[str, typer.Option("--activations", help="Activation format: bf16, fp8 ...")] = "bf16",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda:0.")] = "cpu",
     tokens: Annotated[str, typer.Option("--tokens", help="Batch sizes in tokens, comma-separated.")] = "1,16,64",
-    routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, normal or one-hot.")] = "uniform",
+    routing: Annotated[str, typer.Option("--routing", help=f"{ROUTINGS}.")] = "uniform",
     backend: Annotated[str, typer.Option("--backend", help="Backend names, comma-separated, or auto.")] = "auto",
     order: Annotated[
         str, typer.Option("--order", help="fast, or batch-invariant: a row's result does not depend on its batch.")

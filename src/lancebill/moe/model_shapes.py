@@ -27,9 +27,10 @@ class Shape:
     bias: bool = False
     uneven: bool = False  # shards may differ in size; the same flag as in the family's row of the naming table
 
-    def problem(self, weights: QuantSpec, activations: ActivationSpec, *, tp: int = 1) -> Problem:
-        """The problem of this layer under a spec on rank 0 of `tp`, sharded as loading a checkpoint does."""
-        cut = Placement(tp_size=tp).cut(self.intermediate, block=weights.widest, uneven=self.uneven)
+    def problem(self, weights: QuantSpec, activations: ActivationSpec, *, tp: int = 1, ep: int = 1) -> Problem:
+        """The problem of this layer under a spec on rank 0 of `tp` or `ep`, sharded as loading a checkpoint does."""
+        placement = Placement(tp_size=tp, ep_size=ep)
+        cut = placement.cut(self.intermediate, block=weights.widest, uneven=self.uneven)
         rows, stacked = weights.map_blocks(0, cut.granule), 2 if self.activation.gated else 1
         return Problem(
             MatrixShape(
@@ -40,7 +41,7 @@ class Shape:
                 self.bias,
             ),
             MatrixShape(W2, self.hidden, cut.size, weights.map_blocks(1, cut.granule), self.bias),
-            experts=self.experts,
+            experts=len(placement.slots(self.experts)),
             global_experts=self.experts,
             top_k=self.top_k,
             activation=self.activation,
@@ -56,6 +57,11 @@ NAMED: dict[str, Shape] = {
         Shape("gpt-oss-120b", 128, 2880, 2880, 4, Activation("swigluoai", limit=7.0), bias=True, uneven=True),
         Shape("qwen3-30b-a3b", 128, 2048, 768, 8),
         Shape("mixtral-8x7b", 8, 4096, 14336, 2),
+        Shape("deepseek-v3", 256, 7168, 2048, 8),
+        Shape("kimi-k2", 384, 7168, 2048, 8),
+        Shape("glm-4.5-air", 128, 4096, 1408, 8),
+        Shape("llama-4-scout", 16, 5120, 8192, 1),
+        Shape("qwen3-235b-a22b", 128, 4096, 1536, 8),
     )
 }
 

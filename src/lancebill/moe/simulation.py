@@ -11,31 +11,57 @@ from torch import Tensor
 from lancebill.errors import SpecError
 
 
-def _uniform(experts: int, top_k: int) -> Tensor:
+def _uniform(tokens: int, experts: int, top_k: int) -> Tensor:
     return torch.zeros(experts)
 
 
-def _zipf(experts: int, top_k: int) -> Tensor:
+def _zipf(tokens: int, experts: int, top_k: int) -> Tensor:
     """The r-th most popular expert is 1/r as likely as the first."""
     return -torch.arange(1, experts + 1).float().log()
 
 
-def _normal(experts: int, top_k: int) -> Tensor:
+def _normal(tokens: int, experts: int, top_k: int) -> Tensor:
     """A normal distribution over the expert indices, with a standard deviation of a sixth of them."""
     distance = torch.arange(experts) - (experts - 1) / 2
     return -0.5 * (distance / (experts / 6)).square()
 
 
-def _one_hot(experts: int, top_k: int) -> Tensor:
+def _first(count: int, experts: int) -> Tensor:
+    """Only so many experts are ever selected."""
+    return torch.where(torch.arange(experts) < count, 0.0, -torch.inf)
+
+
+def _one_hot(tokens: int, experts: int, top_k: int) -> Tensor:
     """Every token goes to the same experts: the worst possible balance."""
-    return torch.where(torch.arange(experts) < top_k, 0.0, -torch.inf)
+    return _first(top_k, experts)
 
 
-KINDS: dict[str, Callable[[int, int], Tensor]] = {
+def _eight_busy(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Eight experts share all tokens."""
+    return _first(max(8, top_k), experts)
+
+
+def _half_empty(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Half of the experts share all tokens."""
+    return _first(max(experts // 2, top_k), experts)
+
+
+def _half_to_one(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Every second token goes to one expert; all other choices are uniform."""
+    likelihood = torch.zeros(tokens, experts)
+    likelihood[::2, 0] = torch.inf
+    return likelihood
+
+
+# Logarithms of how likely each expert is: [experts], or [tokens, experts].
+KINDS: dict[str, Callable[[int, int, int], Tensor]] = {
     "uniform": _uniform,
     "zipf": _zipf,
     "normal": _normal,
     "one-hot": _one_hot,
+    "eight-busy": _eight_busy,
+    "half-empty": _half_empty,
+    "half-to-one": _half_to_one,
 }
 
 
@@ -56,9 +82,9 @@ class Simulation:
     def draw(self, tokens: int, experts: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ids and equal weights [tokens, top_k]."""
         generator = torch.Generator().manual_seed(self.seed)
-        log_likelihood = KINDS[self.kind](experts, top_k)[torch.randperm(experts, generator=generator)]
+        log_likelihood = KINDS[self.kind](tokens, experts, top_k)[..., torch.randperm(experts, generator=generator)]
         # Gumbel trick: the k largest log-likelihoods plus Gumbel noise are a draw without replacement.
         noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
-        ids = torch.argsort(log_likelihood + noise, dim=-1, descending=True, stable=True)[:, :top_k]
+        ids = torch.topk(log_likelihood + noise, top_k).indices
         weights = torch.full((tokens, top_k), 1 / top_k)
         return ids.to(device), weights.to(device)

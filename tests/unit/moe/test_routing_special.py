@@ -135,6 +135,9 @@ def test_simulated_loads_follow_their_distribution() -> None:
     assert zipf[0] > 5 * zipf[-1]
     assert normal[0] > 10 * normal[-1]
     assert one_hot == [4000, 4000] + [0] * 14
+    busy, empty, one = (load(kind) for kind in ("eight-busy", "half-empty", "half-to-one"))
+    assert busy[8:] == empty[8:] == [0] * 8 and busy[7] > 0.8 * busy[0] and empty[7] > 0.8 * empty[0]
+    assert one[0] >= 2000 > 3 * one[1]
 
 
 def test_unknown_simulation() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -76,9 +76,7 @@ def make_matrix(
     shape: MatrixShape, experts: int, plain: Mapping[str, Tensor], activations: ActivationSpec, dtype: torch.dtype
 ) -> HummingMatrix:
     """From tensors in `PlainLayout`, with the package's own conversion, which may fold scales and round biases."""
-    from humming import dtypes
-    from humming.schema import HummingInputSchema
-    from humming.transform import prepare_fp16_e8m0_scale, prepare_layer_config, transform_humming_tensors
+    from humming.transform import prepare_fp16_e8m0_scale, transform_humming_tensors
 
     level, codes = shape.spec.scales[0], plain["codes"]
     scale = plain["scale0"].view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
@@ -86,24 +84,43 @@ def make_matrix(
     if shape.bias:
         tensors["bias"] = plain["bias"].view(torch.float32).to(dtype)
     schema, tensors = _centred(_schema(shape), tensors)
-    inputs = HummingInputSchema(a_dtype=dtypes.float8e4m3) if activations.spec.quantized else None
-    config = prepare_layer_config(
-        shape.n, shape.k, schema, inputs, experts, PAD_ROWS, PAD_COLUMNS, shape.bias, dtype, codes.device, tensors
-    )
+    config = _config(shape, experts, schema, activations, dtype, codes.device)
     config, tensors = prepare_fp16_e8m0_scale(config, tensors)
     return HummingMatrix(config, transform_humming_tensors(config, tensors), _new_locks(codes.device))
 
 
 def view_matrix(shape: MatrixShape, experts: int, packed: Mapping[str, Tensor], dtype: torch.dtype) -> HummingMatrix:
     """From tensors in `HummingLayout`: the same memory, viewed as the package's dtypes."""
-    from humming.transform import prepare_layer_config
-
     level, codes = shape.spec.scales[0], packed["weight"].detach()
     scale = packed["weight_scale"].detach().view(torch.float8_e8m0fnu if level.dtype == E8M0 else level.dtype.storage)
-    config = prepare_layer_config(
-        shape.n, shape.k, _schema(shape), None, experts, PAD_ROWS, PAD_COLUMNS, False, dtype, codes.device
-    )
+    config = _config(replace(shape, bias=False), experts, _schema(shape), None, dtype, codes.device)
     return HummingMatrix(config, {"weight": codes, "weight_scale": scale}, _new_locks(codes.device))
+
+
+def describe_matrix(
+    shape: MatrixShape, experts: int, activations: ActivationSpec, dtype: torch.dtype, device: torch.device
+) -> HummingMatrix:
+    """Without weights, to compile kernels ahead. Integers are described as if every code occurs."""
+    config = _config(shape, experts, _schema(shape), activations, dtype, device)
+    return HummingMatrix(config, {}, _new_locks(device))
+
+
+def _config(
+    shape: MatrixShape,
+    experts: int,
+    schema: Any,
+    activations: ActivationSpec | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    from humming import dtypes
+    from humming.schema import HummingInputSchema
+    from humming.transform import prepare_layer_config
+
+    inputs = HummingInputSchema(a_dtype=dtypes.float8e4m3) if activations and activations.spec.quantized else None
+    return prepare_layer_config(
+        shape.n, shape.k, schema, inputs, experts, PAD_ROWS, PAD_COLUMNS, shape.bias, dtype, device
+    )
 
 
 def _schema(shape: MatrixShape) -> Any:
@@ -156,18 +173,23 @@ class Experts:
         self.matrices = (matrices["w13"], matrices["w2"])
         self._tuned: dict[int, tuple[Tuned, ...]] = {}
 
-    def tuned(self, rows: int) -> tuple[Tuned, ...]:
-        """The configurations of both GEMMs."""
-        if rows not in self._tuned:
-            self._tuned[rows] = tuple(matrix.tuned(self.gemm_type, rows) for matrix in self.matrices)
-        return self._tuned[rows]
+    def tuned(self, slots: int) -> tuple[Tuned, ...]:
+        """The configurations of both GEMMs, for the rows that are expected on this rank."""
+        if slots not in self._tuned:
+            rows = max(1, round(slots * self.problem.experts / self.problem.global_experts))
+            self._tuned[slots] = tuple(matrix.tuned(self.gemm_type, rows) for matrix in self.matrices)
+        return self._tuned[slots]
 
     def compile(self, tokens: Sequence[int]) -> None:
-        """Compile the GEMMs for these numbers of tokens in parallel; each compilation is a process."""
+        """Compile the GEMMs for these numbers of tokens in parallel, each in a process, and the input kernels."""
         per_count = [zip(self.matrices, self.tuned(count * self.problem.top_k)) for count in tokens]
         jobs = {(matrix.config.to_str(), tuned): matrix for pairs in per_count for matrix, tuned in pairs}
         with ThreadPoolExecutor(min(32, len(jobs))) as pool:
             list(pool.map(lambda job: job[1].compile(self.gemm_type, job[0][1]), jobs.items()))
+        problem, device = self.problem, self.matrices[0].locks.device
+        one = self.sort(torch.zeros(1, problem.top_k, dtype=torch.int32, device=device))
+        for process, width in ((self._tokens, problem.hidden), (self._hidden, problem.w13.n)):
+            process(torch.zeros(1, width, dtype=problem.input.storage, device=device), one)
 
     def sort(self, ids: Tensor) -> HummingRouting:
         """Group the slots by expert: in expert order, or padded for each tile height in use."""
@@ -180,18 +202,26 @@ class Experts:
     def compute(self, x: Tensor, routed: HummingRouting, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         """Compute the layer, from grouped slots to the weighted sum."""
         tokens, top_k = ids.shape
-        problem, slots = self.problem, tokens * top_k
-        widths = (problem.w13.n, problem.intermediate, problem.hidden)
-        projected, hidden, rows = (x.new_empty(slots, width) for width in widths)
+        projected, rows = (x.new_empty(tokens * top_k, width) for width in (self.problem.w13.n, self.problem.hidden))
+        self._gemm(0, *self._tokens(x, routed), projected, routed, top_k)
+        self._gemm(1, *self._hidden(projected, routed), rows, routed, 1)
         order = routed.order
-        quantised = _process(
-            self.matrices[0], x, **({} if order is None else {"layout": "scatter", "scatter_idx": order})
-        )
-        self._gemm(0, *quantised, projected, routed, top_k)
-        kind = {"activation_type": "binary_split", "activation_impl": expression(problem.activation)}
-        target = {} if self.matrices[1].config.input_quant_mode.should_quantize else {"outputs": hidden}
-        self._gemm(1, *_process(self.matrices[1], projected, **kind, **target), rows, routed, 1)
         return weighted_sum(rows, ids if order is None else order, weights, out, in_order=order is None)
+
+    def _tokens(self, x: Tensor, routed: HummingRouting) -> tuple[Tensor, Tensor | None]:
+        """The input of w13 and its scales: a row for each token, or for each slot in expert order."""
+        order = routed.order
+        return _process(self.matrices[0], x, **({} if order is None else {"layout": "scatter", "scatter_idx": order}))
+
+    def _hidden(self, projected: Tensor, routed: HummingRouting) -> tuple[Tensor, Tensor | None]:
+        """The input of w2 and its scales. Rows of other ranks' slots are skipped where they are last."""
+        matrix = self.matrices[1]
+        how: dict[str, Any] = {"activation_type": "binary_split"}
+        if not matrix.config.input_quant_mode.should_quantize:
+            how["outputs"] = projected.new_empty(projected.shape[0], self.problem.intermediate)
+        if self.gemm_type == GROUPED and self.problem.experts < self.problem.global_experts:
+            how["num_valid_tokens"] = routed.blocks[1].edges[-1:]
+        return _process(matrix, projected, activation_impl=expression(self.problem.activation), **how)
 
     def _gemm(
         self, which: int, x: Tensor, scale: Tensor | None, out: Tensor, routed: HummingRouting, per_row: int

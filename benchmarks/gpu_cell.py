@@ -1,0 +1,78 @@
+"""One measurement of a layer on a GPU: what both GPU benchmarks check, compare and record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lancebill.backends.hopper.steps import kernels
+from lancebill.bench.ceilings import Ceilings
+from lancebill.bench.check import expected_rows
+from lancebill.bench.compare import best, compare
+from lancebill.bench.results import BenchCase, expert_bytes
+from lancebill.bench.workload import Batch, Weights
+from lancebill.jit.build import build_all
+from lancebill.moe.problem import Problem
+from lancebill.testing.layers import worst_row
+
+CHECKED_ROWS = 16
+HUMMING, TRITON = "humming", "triton_kernels"
+AFTER_SORT = ", sorted"
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """Some rows of a batch, and the reference's results for them."""
+
+    rows: torch.Tensor
+    want: torch.Tensor
+
+
+def compile_kernels(sizes: Iterable[tuple[Problem, int]]) -> None:
+    """Compile our kernels for these layers and numbers of tokens together, so that all cores have work."""
+    start = time.perf_counter()
+    sources = [source for problem, tokens in sizes for source in kernels(problem, tokens)]
+    for source, why in build_all(sources).items():
+        print("does not compile:", source.label, why[-300:])
+    print(f"{len(set(sources))} kernels in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def reference_rows(problem: Problem, weights: Weights, batch: Batch) -> ReferenceRows:
+    tokens = batch.x.shape[0]
+    rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens)).round().long().to(batch.x.device)
+    return ReferenceRows(rows, expected_rows(problem, weights, batch, rows))
+
+
+def relative_error(got: torch.Tensor, reference: ReferenceRows) -> float:
+    """Of the worst of the compared rows; infinite if any row of the result is not finite."""
+    rows, want = reference.rows, reference.want
+    return round(worst_row(got[rows], want), 6) if bool(torch.isfinite(got).all()) else float("inf")
+
+
+def against(ours: dict, peers: dict) -> dict[str, dict]:
+    """The ratio to each peer's fastest variant."""
+    groups: dict[str, list[str]] = {}
+    for family in (HUMMING, TRITON):
+        variants = [name for name in peers if name.startswith(family)]
+        groups[family] = [name for name in variants if name.endswith(AFTER_SORT)]
+        groups[f"{family} with sort"] = [name for name in variants if not name.endswith(AFTER_SORT)]
+    groups |= {name: [name] for name in peers if not name.startswith((HUMMING, TRITON))}
+    ratios = {}
+    for title, names in groups.items():
+        chosen = best(peers, names)
+        if chosen is not None:
+            ratios[title] = {"variant": chosen[0], "us": chosen[1]["us"]} | compare(ours, chosen[1])
+    return ratios
+
+
+def floors(ceilings: Ceilings, problem: Problem, batches: Sequence[Batch], us: float) -> dict[str, float]:
+    """The floor (the larger of flops at the dense rate and bytes of activated experts at the read rate), our share."""
+    work = BenchCase.of(problem, batches)
+    floor = ceilings.floor_us(work.flops, work.experts * expert_bytes(problem), problem.activations)
+    return {
+        "floor_us": round(floor, 2), "of_floor": round(floor / us, 4), "tflops": round(work.flops / us / 1e6, 1),
+        "gbs": round(work.bytes / us / 1e3, 1), "experts": work.experts,
+    }  # fmt: skip
