@@ -12,7 +12,6 @@ from torch import Tensor
 from lancebill.backends.oracle import Choice
 from lancebill.checkpoint.load.load_experts import load_layer
 from lancebill.checkpoint.read.slices import Reader
-from lancebill.checkpoint.resolve.routing_config import routing_for
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.moe.layout import Packed
@@ -35,8 +34,8 @@ class LayerParts:
 def pull(recipe: Recipe, read: Reader) -> LayerParts:
     """Load every local expert from files, with the router's tensors."""
     start, losses, packed = time.perf_counter(), Losses(), recipe.allocate()
-    layout = recipe.choice.backend.layout(recipe.choice.problem)
-    load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.options.progress)
+    layout = recipe.layout
+    load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance)
     manifest, index = recipe.manifest, recipe.plan.layer.index
     roles = manifest.naming.router.names(index)
     router = {role: read(name, ()) for name, role in roles.items() if name in manifest.tensors}
@@ -51,7 +50,7 @@ def assemble(
 
     The layer keeps the recipe without `progress`: a progress bar cannot be copied or pickled.
     """
-    manifest, stored, placement = recipe.manifest, recipe.plan.layer, recipe.options.placement
+    stored, placement = recipe.plan.layer, recipe.options.placement
     device = recipe.choice.device.torch
     expert_map = None
     if placement.ep_size > 1 or placement.redundant:
@@ -59,7 +58,7 @@ def assemble(
     return LayerParts(
         recipe.choice,
         packed,
-        recipe.options.routing or routing_for(manifest.config.model, manifest.naming.family, stored.index),
+        recipe.routing,
         expert_map,
         {role: tensor.to(device) for role, tensor in router.items()},
         report,

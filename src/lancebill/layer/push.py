@@ -1,204 +1,51 @@
-"""Filling or refitting a layer tensor by tensor, for engines that own the files.
+"""A layer that does not exist yet, for engines that own the files: it takes tensors, and `finish` makes the layer.
 
-Tensors come in any order, for one expert or for all, local or not. Each expert is packed by the code that loads from
-files, reading from the pushed tensors instead.
+Tensors come in any order, for one expert or for all, of this rank or not, from any device.
 """
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import expert_rows, load_expert
-from lancebill.checkpoint.read.config import config_of_model
-from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Naming, ParsedName
-from lancebill.errors import CheckpointProblems, MissingTensor, WrongDtype, WrongShape
-from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
+from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, Claim, NameForm, Naming
+from lancebill.errors import DuplicateTensor, LaunchError
+from lancebill.formats import detect
+from lancebill.formats.stored import Config, Stored
+from lancebill.layer.collect import ExpertCollector, header_of
 from lancebill.layer.parts import LayerParts, assemble
-from lancebill.layer.recipe import LoadOptions, Losses, Recipe
-from lancebill.layer.report import LoadReport
-from lancebill.moe.layout import Layout, Packed
+from lancebill.layer.recipe import LoadOptions, Recipe
 
-
-@dataclass(frozen=True)
-class Pushed:
-    """One tensor that was pushed and belongs to the experts of this layer."""
-
-    name: str
-    expert: int | None  # None: it holds all experts
-    header: Stored
-
-
-class TensorFilter:
-    """Tells the tensors of one layer from all others, by the naming table."""
-
-    def __init__(self, naming: Naming, index: int) -> None:
-        self.naming, self.index = naming, index
-        self.router_roles = naming.router.names(index)  # role by tensor name
-
-    def parse(self, name: str) -> ParsedName | None:
-        for form in self.naming.forms:
-            parsed = names.parse_name(form, name)
-            if parsed is not None and parsed.layer == self.index:
-                return parsed
-        return None
-
-    def accept(self, name: str, tensor: Tensor) -> Pushed | None:
-        """The tensor as one of this layer's experts; None if it is not."""
-        parsed = self.parse(name)
-        if parsed is None:
-            return None
-        if tensor.dtype not in DTYPE_NAMES:
-            raise WrongDtype("no checkpoint holds this dtype", where=name, got=tensor.dtype)
-        return Pushed(name, parsed.expert, Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-
-
-class ExpertCollector:
-    """Collects pushed tensors and packs an expert into its rows as soon as the last of its tensors has come.
-
-    `incomplete` holds the experts that are not, or not wholly, written.
-    """
-
-    def __init__(self, recipe: Recipe, incomplete: Iterable[int] = ()) -> None:
-        self.recipe = recipe
-        self.filter = TensorFilter(recipe.manifest.naming, recipe.plan.layer.index)
-        self.incomplete = set(incomplete)
-        self.pending: dict[str, Tensor] = {}
-        self.headers: dict[str, Stored] = {}
-        self._losses, self._seconds = Losses(), 0.0
-        self._layout: Layout | None = None  # one for the whole load: it counts what it could not store exactly
-
-    @property
-    def settled(self) -> bool:
-        """Whether no expert is half written, so that the layer may compute."""
-        return not self.pending and not self.incomplete
-
-    def push(self, name: str, tensor: Tensor, packed: Mapping[str, Packed], layout: Layout) -> bool:
-        """Take the tensor if it belongs to this layer's experts; packs what is complete."""
-        pushed = self.filter.accept(name, tensor)
-        if pushed is None:
-            return False
-        self._check_planned(pushed)
-        self.headers[name] = pushed.header
-        if pushed.expert is None or pushed.expert in self.recipe.plan.experts:
-            self.pending[name] = tensor
-            self._flush(pushed.expert, packed, layout)
-        return True
-
-    def finish(self, packed: Mapping[str, Packed], layout: Layout) -> LoadReport | None:
-        """Pack what is left; raises everything that never came (it may still be pushed). None: nothing was written."""
-        self._plan_new_experts()
-        for expert in sorted(e for e in self.recipe.plan.experts if self._names_of(e) & self.pending.keys()):
-            self._write(expert, packed, layout)
-        if self.incomplete:
-            raise CheckpointProblems(self._missing(), where=f"layer {self.filter.index}")
-        self.pending.clear()
-        if not self._seconds:
-            return None
-        notes = () if self._layout is None else self._layout.notes()
-        report = self.recipe.report(packed, self._seconds, self._losses.held, notes)
-        self._losses, self._seconds, self._layout = Losses(), 0.0, None
-        return report
-
-    def hold(self, experts: tuple[int, ...]) -> None:
-        """The layer's slots now hold `experts`, complete: weights were moved between ranks."""
-        self.incomplete.clear()
-        self.recipe = replace(self.recipe, plan=replace(self.recipe.plan, experts=experts))
-
-    def _check_planned(self, pushed: Pushed) -> None:
-        """A refit must bring the shapes and dtypes the plan was made for: other slices would be other numbers."""
-        planned = self.recipe.manifest.tensors.get(pushed.name)
-        if planned is None or planned == pushed.header:
-            return
-        wrong = WrongShape if planned.dtype == pushed.header.dtype else WrongDtype
-        expected, got = (f"{list(stored.shape)} of {stored.dtype}" for stored in (planned, pushed.header))
-        raise wrong(
-            "a pushed tensor is not what the layer was planned for", where=pushed.name, expected=expected, got=got
-        )
-
-    def _plan_new_experts(self) -> None:
-        """Plan experts that were moved to this rank: their headers were unknown when the plan was made."""
-        plan = self.recipe.plan
-        planned = plan.layer.projections
-        parsed = (self.filter.parse(name) for name in self.pending)
-        new = {p.expert for p in parsed if p is not None and p.expert is not None} - {e for e, _ in planned}
-        if new:
-            manifest = manifests.build(
-                self.recipe.manifest.config, self.headers, self.recipe.manifest.naming, experts=new
-            )
-            manifest.check(where=f"layer {self.filter.index}")
-            grown = replace(plan.layer, projections={**planned, **manifest.layers[self.filter.index].projections})
-            self.recipe = replace(self.recipe, plan=replace(plan, layer=grown))
-
-    def _names_of(self, expert: int) -> set[str]:
-        planned = self.recipe.plan.layer.projections
-        projections = [planned[expert, name] for name in (GATE, UP, DOWN) if (expert, name) in planned]
-        return {source.tensor for projection in projections for source in projection.sources.values()}
-
-    def _flush(self, expert: int | None, packed: Mapping[str, Packed], layout: Layout) -> None:
-        """Pack `expert` (None: all) if nothing of it is missing, and release its tensors."""
-        sharing = set(self.recipe.plan.experts) if expert is None else {expert}
-        for candidate in sharing:
-            if self._names_of(candidate):
-                self._write(candidate, packed, layout)
-        if not self.incomplete & sharing:
-            for candidate in sharing:
-                for name in self._names_of(candidate):
-                    self.pending.pop(name, None)
-
-    def _write(self, expert: int, packed: Mapping[str, Packed], layout: Layout) -> None:
-        """Pack one expert into every slot that holds it; marks it incomplete while tensors are missing."""
-        if not self._names_of(expert) <= self.pending.keys():
-            self.incomplete.add(expert)
-            return
-        plan, start = self.recipe.plan, time.perf_counter()
-        weights = load_expert(self._read, plan, expert, self._losses.add)
-        if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
-            self._layout = layout
-        for slot, logical in enumerate(plan.experts):
-            if logical == expert:
-                weights.pack(plan, self._layout, expert_rows(packed, slot))
-        self.incomplete.discard(expert)
-        self._seconds += time.perf_counter() - start
-
-    def _read(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
-        tensor = self.pending[name]
-        return (tensor[index] if index else tensor).cpu().contiguous()
-
-    def _missing(self) -> list[MissingTensor]:
-        problems = []
-        for (expert, name), projection in sorted(self.recipe.plan.layer.projections.items()):
-            if expert not in self.incomplete:
-                continue
-            for role, source in projection.sources.items():
-                if source.tensor not in self.pending:
-                    problems.append(
-                        MissingTensor(
-                            f"'{role}' was never pushed",
-                            where=f"layer {self.filter.index}, expert {expert}, {name}",
-                            expected=source.tensor,
-                        )
-                    )
-        return problems
+# Without headers, a complete expert may still lack an optional tensor that is to come. So the first waits for a second
+# (with stacked tensors: a layer for another layer), which shows what all of them have.
+LOOKAHEAD = 2
 
 
 class _Planned:
     """A layer whose headers are known: buffers are allocated, experts are packed as they become complete."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.packed = recipe, recipe.allocate()
+        self.packed = recipe.allocate()
         self.collector = ExpertCollector(recipe, recipe.plan.experts)
-        self.layout = recipe.choice.backend.layout(recipe.choice.problem)
-        self.router_roles = self.collector.filter.router_roles
+        self.layout = recipe.layout
 
-    def push(self, name: str, tensor: Tensor) -> bool:
-        return self.collector.push(name, tensor, self.packed, self.layout)
+    waits = False
+
+    @property
+    def settled(self) -> bool:
+        return self.collector.settled
+
+    def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned:
+        self.collector.push(claim, name, tensor, self.packed, self.layout)
+        return self
+
+    def resume(self) -> _Planned:
+        return self
 
     def planned(self) -> _Planned:
         return self
@@ -209,33 +56,84 @@ class _Planned:
 
 
 class _Unplanned:
-    """A layer whose headers are not known: tensors are held, and planned from their own headers at the end."""
+    """A layer whose headers are not known. It is planned from the tensors of its first complete experts.
 
-    def __init__(self, config: Config, index: int, options: LoadOptions) -> None:
-        self.config, self.options = config, options
-        self.filter = TensorFilter(options.naming or names.find_family(config.model), index)
-        self.router_roles = self.filter.router_roles
-        self.tensors: dict[str, Tensor] = {}
+    An expert counts as complete if it has everything that its format requires, and every optional tensor that any
+    other expert has shown.
+    """
+
+    settled = False
+
+    def __init__(self, config: Config, naming: Naming, index: int, options: LoadOptions) -> None:
+        self.config, self.naming, self.index, self.options = config, naming, index, options
+        self.format = detect(config)
+        self.tensors: dict[str, tuple[Claim, Tensor]] = {}
         self.headers: dict[str, Stored] = {}
+        self.suffixes: dict[tuple[int | None, str], set[str]] = defaultdict(set)  # by expert and stored projection
+        self.all_suffixes: dict[bool, set[str]] = defaultdict(set)  # over all experts, of down and of gate and up
+        self.ready: set[int | None] = set()
         count = names.expert_sizes(config.model).experts
         self.local = None if count is None else frozenset(options.placement.experts(count))
 
-    def push(self, name: str, tensor: Tensor) -> bool:
-        pushed = self.filter.accept(name, tensor)
-        if pushed is None:
-            return False
-        self.headers[name] = pushed.header
-        if pushed.expert is None or self.local is None or pushed.expert in self.local:
-            self.tensors[name] = tensor
-        return True
+    def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned | _Unplanned:
+        if name in self.headers:
+            raise DuplicateTensor("this tensor was pushed before", where=name)
+        self.headers[name] = header_of(name, tensor)
+        form, parsed = self._parse(name)
+        self.suffixes[claim.expert, parsed.projection].add(parsed.suffix)
+        self.all_suffixes[parsed.projection == DOWN].add(parsed.suffix)
+        if claim.expert is not None and self.local is not None and claim.expert not in self.local:
+            return self
+        self.tensors[name] = claim, tensor
+        if self.local is None or not self._is_complete(form, claim.expert):
+            return self
+        self.ready = {expert for expert in (*self.ready, claim.expert) if self._has_every_suffix(form, expert)}
+        enough = claim.expert is not None and len(self.ready) >= min(LOOKAHEAD, len(self.local))
+        return self._plan() if enough else self
+
+    @property
+    def waits(self) -> bool:
+        return None in self.ready
+
+    def resume(self) -> _Planned:
+        return self._plan()
 
     def planned(self) -> _Planned:
-        index = self.filter.index
-        manifest = manifests.build(self.config, self.headers, self.filter.naming, experts=self.local)
-        manifest.check(where=f"layer {index}")
-        planned = _Planned(Recipe.make(manifest, index, self.options))
-        for name, tensor in self.tensors.items():
-            planned.push(name, tensor)
+        """No more tensors will come; raises naming whatever is missing."""
+        manifest = LayerIndex(self.config, self.headers, self.naming, self.format).manifest(experts=self.local)
+        manifest.check(where=f"layer {self.index}")
+        return self._pushed(Recipe.make(manifest, self.index, self.options, partial=True))
+
+    def _parse(self, name: str) -> tuple[NameForm, names.ParsedName]:
+        return next((f, p) for f in self.naming.forms if (p := names.parse_name(f, name)) is not None)
+
+    def _is_complete(self, form: NameForm, expert: int | None) -> bool:
+        """Whether this expert (None: all experts, stacked) has every tensor that seems to exist."""
+        if not self._has_every_suffix(form, expert):
+            return False
+        manifest = self._manifest(expert)
+        layer = manifest.layers.get(self.index)
+        if manifest.problems or layer is None:
+            return False
+        return not self.naming.biased or all("bias" in layer.sample(name).sources for name in (GATE, DOWN))
+
+    def _has_every_suffix(self, form: NameForm, expert: int | None) -> bool:
+        """Whether its projections have every suffix seen so far; gate and up have the same."""
+        return all(self.suffixes.get((expert, name)) == self.all_suffixes[name == DOWN] for name in form.names)
+
+    def _manifest(self, expert: int | None) -> Manifest:
+        headers = {name: self.headers[name] for name, (claim, _) in self.tensors.items() if claim.expert == expert}
+        chosen = self.local if expert is None else {expert}
+        return LayerIndex(self.config, headers, self.naming, self.format).manifest(experts=chosen)
+
+    def _plan(self) -> _Planned:
+        manifest = self._manifest(next(iter(self.ready)))
+        return self._pushed(Recipe.make(manifest, self.index, self.options, partial=True))
+
+    def _pushed(self, recipe: Recipe) -> _Planned:
+        planned = _Planned(recipe)
+        for name, (claim, tensor) in self.tensors.items():
+            planned.push(claim, name, tensor)
         return planned
 
 
@@ -243,45 +141,80 @@ Made = TypeVar("Made")
 
 
 class PushedLayer(Generic[Made]):
-    """A layer that does not exist yet: it takes tensors, and `finish` makes the layer.
+    """A layer in the making. An expert is packed, and its tensors released, as soon as the last of them comes.
 
-    With `tensors` (names and headers of the checkpoint) an expert is packed and its tensors are released as soon as
-    the last of them comes; without, at `finish`.
+    `source` is a resolved `Recipe`, or a config: then headers are not known, and the layer is planned from the tensors.
+    Tensors are held, not copied, until their expert is packed: do not overwrite them before.
     """
 
     def __init__(
-        self,
-        make: Callable[[LayerParts], Made],
-        config: Mapping[str, Any] | Config,
-        index: int,
-        options: LoadOptions,
-        tensors: Mapping[str, Stored] | None = None,
+        self, make: Callable[[LayerParts], Made], source: Recipe | Config, index: int, options: LoadOptions
     ) -> None:
         self._make, self._router = make, dict[str, Tensor]()
+        self._made: Made | None = None
         self._stage: _Planned | _Unplanned
-        model = config if isinstance(config, Config) else config_of_model(config)
-        if tensors is None:
-            self._stage = _Unplanned(model, index, options)
+        self.index = index
+        if isinstance(source, Recipe):
+            self._naming = source.manifest.naming
+            self._stage = _Planned(source)
         else:
-            manifest = manifests.build(model, tensors, options.naming, layers=(index,))
-            manifest.check(where=model.source)
-            self._stage = _Planned(Recipe.make(manifest, index, options))
+            self._naming = options.naming or names.find_family(source.model)
+            self._stage = _Unplanned(source, self._naming, index, options)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every expert is packed, so that `finish` succeeds."""
+        return self._stage.settled
+
+    def claim(self, name: str) -> Claim | None:
+        """What the tensor with this name is to this layer; None if it is another's."""
+        claim = self._naming.claim(name)
+        return claim if claim is not None and claim.layer == self.index else None
+
+    def push(self, claim: Claim, name: str, tensor: Tensor) -> None:
+        """Take a tensor that `claim` says is this layer's."""
+        if self._made is not None:
+            raise LaunchError("this layer is finished", where=name, hint="refit it with its own load_weights()")
+        if claim.router is None:
+            self._stage = self._stage.push(claim, name, tensor)
+        else:
+            self._router[claim.router] = tensor
+
+    @property
+    def waits(self) -> bool:
+        """Whether the layer seems complete but waits for `resume`: only another layer can show that it is."""
+        return self._stage.waits
+
+    def resume(self) -> None:
+        """Pack what waits."""
+        self._stage = self._stage.resume()
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Push checkpoint tensors in any order; returns the names that belong to this layer.
+        """Push checkpoint tensors in any order; returns the names of the experts' tensors.
 
-        Tensors are held, not copied, until all tensors of their expert have come: do not overwrite them before.
+        The router's bias, correction bias and table are noted too, but are not in the set: the engine may need them.
         """
-        taken = set()
-        for name, tensor in pairs:
-            role = self._stage.router_roles.get(name)
-            if role is not None:
-                self._router[role] = tensor
-            if self._stage.push(name, tensor) or role is not None:
-                taken.add(name)
-        return taken
+        return push_claimed(self.claim, self.push, pairs)
 
     def finish(self) -> Made:
-        """Make the layer, once; raises naming whatever never came, which may still be pushed."""
-        self._stage = planned = self._stage.planned()
-        return self._make(planned.finish(self._router))
+        """The layer; raises naming whatever never came, which may still be pushed."""
+        if self._made is None:
+            self._stage = planned = self._stage.planned()
+            self._made = self._make(planned.finish(self._router))
+        return self._made
+
+
+def push_claimed(
+    claim_of: Callable[[str], Claim | None],
+    push: Callable[[Claim, str, Tensor], None],
+    pairs: Iterable[tuple[str, Tensor]],
+) -> set[str]:
+    """Push the pairs that are claimed; returns the names of those that are experts'."""
+    taken = set()
+    for name, tensor in pairs:
+        claim = claim_of(name)
+        if claim is not None:
+            push(claim, name, tensor)
+            if claim.router is None:
+                taken.add(name)
+    return taken

@@ -14,13 +14,14 @@ import torch
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
 from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
-from lancebill.checkpoint.resolve.manifest import Manifest, StoredLayer
+from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming
-from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
 from lancebill.errors import MissingTensor, SpecError
 from lancebill.layer.report import LoadReport
+from lancebill.layer.routing_and_activation import agreed_activation, agreed_routing, agreed_top_k
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
-from lancebill.moe.layout import Packed
+from lancebill.moe.activation import Activation
+from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, Problem
 from lancebill.moe.routing import Routing
@@ -37,7 +38,11 @@ UNQUANTISED = {
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a layer is to be loaded; the keyword arguments of `from_checkpoint`."""
+    """How a layer is to be loaded; the keyword arguments of `from_checkpoint`.
+
+    `top_k` and `activation` are what the engine computes with; they must be the checkpoint's.
+    `progress` is called with the number of bytes packed since its last call.
+    """
 
     device: str = "cpu"
     placement: Placement = field(default_factory=Placement)
@@ -48,6 +53,8 @@ class LoadOptions:
     order: str = FAST
     naming: Naming | None = None
     routing: Routing | None = None
+    top_k: int | None = None
+    activation: Activation | str | None = None
     progress: Callable[[int], None] | None = None
 
 
@@ -70,17 +77,38 @@ class Recipe:
     choice: oracle.Choice
     options: LoadOptions
     declared: dict[str, ActivationSpec]  # activations that the checkpoint declares, by matrix
+    partial: bool = False  # made from the tensors of a few experts: the headers of the others are not known yet
 
     @classmethod
-    def make(cls, manifest: Manifest, index: int, options: LoadOptions) -> Recipe:
+    def make(cls, manifest: Manifest, index: int, options: LoadOptions, *, partial: bool = False) -> Recipe:
         plan, declared, problem = plan_problem(manifest, index, options)
         choice = oracle.select(problem, options.device, options.backend)
-        return cls(manifest, plan, choice, options, declared)
+        return cls(manifest, plan, choice, options, declared, partial)
+
+    @classmethod
+    def resolve(cls, index: LayerIndex, layer: int, options: LoadOptions, *, where: str) -> Recipe:
+        """The recipe of one layer of a checkpoint; raises everything that is wrong with the layer."""
+        manifest = index.manifest(layers=(layer,))
+        manifest.check(where)
+        return cls.make(manifest, layer, options)
+
+    @property
+    def routing(self) -> Routing | None:
+        return agreed_routing(self.manifest, self.plan.layer.index, self.options.routing, self.options.top_k)
+
+    @property
+    def layout(self) -> Layout:
+        return self.choice.backend.layout(self.choice.problem)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the packed weights of all local experts."""
+        return self.plan.bytes(self.layout)
 
     def allocate(self) -> dict[str, Packed]:
         """Buffers for all local experts, with those for stored input scales."""
         problem, device, count = self.choice.problem, self.choice.device.torch, len(self.plan.experts)
-        layout = self.choice.backend.layout(problem)
+        layout = self.layout
         gemms = {"w13": (GATE, problem.activations), "w2": (DOWN, problem.second_activations)}
         packed = {}
         for matrix, shape in problem.matrices.items():
@@ -90,6 +118,11 @@ class Recipe:
             inputs = allocate_inputs(roles, spec, shape.k, count, device, where)
             packed[matrix] = {**layout.allocate(shape, count, device), **inputs}
         return packed
+
+    def advance(self, experts: int) -> None:
+        """Tell the caller that this many experts were packed."""
+        if self.options.progress is not None:
+            self.options.progress(experts * self.bytes // len(self.plan.experts))
 
     def report(
         self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]
@@ -142,31 +175,28 @@ def _problem(
     manifest: Manifest, plan: LayerPlan, options: LoadOptions, declared: Mapping[str, ActivationSpec]
 ) -> Problem:
     """What this rank computes."""
-    requested = activation_specs(options.activations, plan.layer.index)
+    index = plan.layer.index
+    requested = activation_specs(options.activations, index)
     wide = unquantised_inputs(options.dtype)
     chosen = {m: (requested[m] or declared[m]) if m in requested else wide for m in ("w13", "w2")}
-    routing = options.routing or _routing(manifest, plan.layer.index)
+    routing = agreed_routing(manifest, index, options.routing, options.top_k)
     projections = {"w13": plan.layer.sample(GATE), "w2": plan.layer.sample(DOWN)}
     for matrix, projection in projections.items():
-        check_static(projection.sources, chosen[matrix], f"layer {plan.layer.index}, {matrix}")
+        check_static(projection.sources, chosen[matrix], f"layer {index}, {matrix}")
     return Problem(
         plan.w13,
         plan.w2,
         experts=len(plan.experts),
         global_experts=plan.layer.experts + options.placement.redundant,
-        top_k=routing.top_k,
-        activation=activation_for(manifest.config.model, manifest.naming.family),
+        top_k=agreed_top_k(routing, options.top_k, index),
+        activation=agreed_activation(manifest, index, options.activation),
         input=wide.spec.dtype,
         activations=chosen["w13"],
         activations_w2=chosen["w2"],
-        weight_on_input=routing.weight_on_input,
+        weight_on_input=routing is not None and routing.weight_on_input,
         pre_scale=any(FACTORS in p.sources for p in projections.values()),
         order=options.order,
     )
-
-
-def _routing(manifest: Manifest, layer: int) -> Routing:
-    return routing_for(manifest.config.model, manifest.naming.family, layer)
 
 
 def _declared_activations(manifest: Manifest, layer: StoredLayer, options: LoadOptions) -> dict[str, ActivationSpec]:

@@ -16,14 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
+from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.manifest import LayerIndex
+from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer.collect import ExpertCollector
 from lancebill.layer.compiled_op import new_handle, routed_experts_op
 from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
 from lancebill.layer.parts import LayerParts, pull
-from lancebill.layer.push import ExpertCollector, PushedLayer
+from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
@@ -67,16 +70,17 @@ class RoutedExperts(PackedModule):
     def from_checkpoint(cls, path: str | Path | Checkpoint, layer: int, **options: Any) -> RoutedExperts:
         """The routed experts of `layer`, with the router's bias, correction bias and hash table.
 
-        Give an open `Checkpoint` to read the headers once for all layers. Options are the fields of `LoadOptions`:
-        device, placement, backend, weights, activations, dtype (of the inputs), order, naming, routing, progress.
+        `ModelExperts` reads the headers once for all layers. Options are the fields of `LoadOptions`: device,
+        placement, backend, weights, activations, dtype (of the inputs), order, naming, routing, top_k, activation,
+        progress.
         `weights` and `activations` take a spec, a spec for each matrix, or rules by layer; activations="checkpoint"
         follows what the checkpoint declares.
         """
         load_options = LoadOptions(**options)
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-        manifest = manifests.build(checkpoint.config, checkpoint.headers, load_options.naming, layers=(layer,))
-        manifest.check(where=str(checkpoint.path))
-        return cls(pull(Recipe.make(manifest, layer, load_options), checkpoint.read))
+        index = LayerIndex(checkpoint.config, checkpoint.headers, load_options.naming)
+        recipe = Recipe.resolve(index, layer, load_options, where=str(checkpoint.path))
+        return cls(pull(recipe, checkpoint.read))
 
     @classmethod
     def from_config(
@@ -90,9 +94,14 @@ class RoutedExperts(PackedModule):
         """For engines that own the files: push tensors into what this returns; its `finish()` gives the layer.
 
         `config` is the model's config.json as a dict; `tensors` are names and headers of the checkpoint, if known.
-        Options as in `from_checkpoint`.
+        Options as in `from_checkpoint`. `ModelExperts` does this for all layers of a model.
         """
-        return PushedLayer(cls, config, layer, LoadOptions(**options), tensors)
+        load_options = LoadOptions(**options)
+        model = config if isinstance(config, Config) else config_of_model(config)
+        if tensors is None:
+            return PushedLayer(cls, model, layer, load_options)
+        index = LayerIndex(model, tensors, load_options.naming)
+        return PushedLayer(cls, Recipe.resolve(index, layer, load_options, where=model.source), layer, load_options)
 
     def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
@@ -176,20 +185,26 @@ class RoutedExperts(PackedModule):
         own = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True)
         self.register_buffer(f"router_{role}", own, persistent=False)
 
-    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Refit: push checkpoint tensors in any order; returns the names that belong to this layer.
+    def claim(self, name: str) -> Claim | None:
+        """What the tensor with this name is to this layer; None if it is another's."""
+        recipe = self._require_refit().recipe
+        claim = recipe.manifest.naming.claim(name)
+        return claim if claim is not None and claim.layer == recipe.plan.layer.index else None
 
-        Tensors are held, not copied, until all tensors of their expert have come: do not overwrite them before.
+    def push(self, claim: Claim, name: str, tensor: Tensor) -> None:
+        """Take a tensor that `claim` says is this layer's."""
+        if claim.router is None:
+            self._require_refit().push(claim, name, tensor, self.packed, self.layout)
+        else:
+            self.take_router(claim.router, tensor.to(next(self.parameters()).device))
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Refit: push checkpoint tensors in any order; returns the names of the experts' tensors.
+
+        The router's tensors are taken too, but are not in the set: the engine may need them. Tensors are held, not
+        copied, until all tensors of their expert have come: do not overwrite them before.
         """
-        refit, taken = self._require_refit(), set()
-        packed, layout = self.packed, self.layout
-        for name, tensor in pairs:
-            role = refit.filter.router_roles.get(name)
-            if role is not None:
-                self.take_router(role, tensor.to(next(self.parameters()).device))
-            if refit.push(name, tensor, packed, layout) or role is not None:
-                taken.add(name)
-        return taken
+        return push_claimed(self.claim, self.push, pairs)
 
     def finish(self) -> RoutedExperts:
         """End a refit: everything pushed is packed; raises naming whatever never came."""
@@ -241,6 +256,11 @@ class RoutedExperts(PackedModule):
         shapes = {m: {n: (tuple(t.shape[1:]), str(t.dtype)) for n, t in ts.items()} for m, ts in self.packed.items()}
         return self.choice.backend.name, tuple((m, tuple(sorted(ts.items()))) for m, ts in sorted(shapes.items()))
 
+    @property
+    def settled(self) -> bool:
+        """Whether no refit is under way, so that the layer may compute."""
+        return self.refit is None or self.refit.settled
+
     def _require_refit(self) -> ExpertCollector:
         if self.refit is None:
             raise LaunchError(
@@ -250,7 +270,7 @@ class RoutedExperts(PackedModule):
         return self.refit
 
     def _check_ready(self) -> None:
-        if self.refit is not None and not self.refit.settled:
+        if not self.settled:
             raise MissingTensor("tensors were pushed but not finished", hint="call finish() after load_weights()")
 
     def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:

@@ -57,34 +57,65 @@ def build(
 ) -> Manifest:
     """Resolve names and headers; loads nothing. Problems are collected, not raised.
 
-    `layers` limits the work to these layers: a large model has a hundred thousand tensors in the others. `experts`
-    limits the check to these experts, for a rank that was sent only its own.
+    `layers` limits the work to these layers, `experts` to these experts, for a rank that was sent only its own.
     """
-    row = naming or names.find_family(config.model)
-    manifest = Manifest(config, detect(config), row, names.expert_sizes(config.model), tensors)
-    form, modules = _modules_by_layer(row, tensors)
-    manifest.problems.extend(_stray_tensors(form, modules, tensors))
-    manifest.layer_indices = tuple(sorted(modules))
-    if layers is not None:  # drop the headers of other layers: a loaded layer keeps its manifest
-        skipped = _tensor_names({index: modules.pop(index) for index in manifest.layer_indices if index not in layers})
-        manifest.tensors = {name: stored for name, stored in tensors.items() if name not in skipped}
-    manifest.expert_tensors = _tensor_names(modules)
-    if not manifest.layer_indices:
-        manifest.problems.append(
-            MissingTensor(
-                "no tensor name matches an expert of this family",
-                where=f"naming '{row.family}'",
-                expected=" or ".join(f.home + next(iter(f.names.values())) for f in row.forms),
-                got=f"{len(tensors)} other tensors",
-            )
+    return LayerIndex(config, tensors, naming).manifest(layers, experts)
+
+
+class LayerIndex:
+    """The expert tensors of a checkpoint, sorted by layer.
+
+    Parsing a hundred thousand names takes a second, so it is done once. Each layer is resolved when it is needed.
+    """
+
+    def __init__(
+        self, config: Config, tensors: Mapping[str, Stored], naming: Naming | None = None, fmt: Format | None = None
+    ) -> None:
+        self.config, self.tensors = config, tensors
+        self.naming = naming or names.find_family(config.model)
+        self.format = fmt or detect(config)
+        self.form, self._modules = _modules_by_layer(self.naming, tensors)
+        self.layers = tuple(sorted(self._modules))
+        expert_tensors = _tensor_names(self._modules)
+        self._others = {name: stored for name, stored in tensors.items() if name not in expert_tensors}
+        self._problems = tuple(self._general_problems())
+
+    def manifest(self, layers: Container[int] | None = None, experts: Container[int] | None = None) -> Manifest:
+        """The manifest of all layers, or of these, with the headers of these layers and of all other modules.
+
+        A loaded layer keeps its manifest, so it should not hold the headers of other layers.
+        """
+        chosen = {index: self._modules[index] for index in self.layers if layers is None or index in layers}
+        expert_tensors = _tensor_names(chosen)
+        held = self.tensors if layers is None else self._others | {name: self.tensors[name] for name in expert_tensors}
+        manifest = Manifest(
+            self.config,
+            self.format,
+            self.naming,
+            names.expert_sizes(self.config.model),
+            held,
+            problems=list(self._problems),
+            expert_tensors=expert_tensors,
+            layer_indices=self.layers,
         )
-    for index in sorted(modules):
-        builder = LayerBuilder(config, manifest.format, form, index, modules[index], tensors)
-        layer = builder.build(experts)
-        manifest.problems.extend(builder.problems)
-        if layer is not None:
-            manifest.layers[index] = layer
-    return manifest
+        for index, modules in chosen.items():
+            builder = LayerBuilder(self.config, self.format, self.form, index, modules, self.tensors)
+            layer = builder.build(experts)
+            manifest.problems.extend(builder.problems)
+            if layer is not None:
+                manifest.layers[index] = layer
+        return manifest
+
+    def _general_problems(self) -> Iterable[CheckpointError]:
+        """Errors that belong to no layer."""
+        yield from _stray_tensors(self.form, self._others)
+        if not self.layers:
+            yield MissingTensor(
+                "no tensor name matches an expert of this family",
+                where=f"naming '{self.naming.family}'",
+                expected=" or ".join(f.home + next(iter(f.names.values())) for f in self.naming.forms),
+                got=f"{len(self.tensors)} other tensors",
+            )
 
 
 _Modules = dict[int, dict[tuple[int | None, str], ModuleTensors]]  # by layer, then by (expert, projection)
@@ -114,12 +145,9 @@ def _tensor_names(modules: _Modules) -> frozenset[str]:
     return frozenset(name for layer in modules.values() for module in layer.values() for name in module.names.values())
 
 
-def _stray_tensors(form: NameForm, modules: _Modules, tensors: Iterable[str]) -> Iterable[CheckpointError]:
+def _stray_tensors(form: NameForm, others: Iterable[str]) -> Iterable[CheckpointError]:
     """Errors for tensors below the experts that belong to no projection or are duplicates."""
-    expected = _tensor_names(modules)
-    for name in tensors:
-        if name in expected:
-            continue
+    for name in others:
         if names.parse_name(form, name) is not None:
             yield DuplicateTensor("the same part is stored under two names", where=name)
         elif form.exclusive and form.below_home.fullmatch(name):

@@ -69,9 +69,13 @@ class NameForm:
         return re.compile(rf"{self._home_pattern()}\..*")
 
     def _home_pattern(self) -> str:
-        prefixes = "|".join(re.escape(p) for p in sorted(self.prefixes, key=len, reverse=True))
-        home = re.escape(self.home).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
-        return rf"(?P<prefix>{prefixes}){home}"
+        return _below(self.prefixes, self.home)
+
+
+def _below(prefixes: Iterable[str], template: str) -> str:
+    """A pattern for `template` below any of the prefixes; its groups are prefix and layer."""
+    listed = "|".join(re.escape(p) for p in sorted(prefixes, key=len, reverse=True))
+    return rf"(?P<prefix>{listed})" + re.escape(template).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,15 @@ def parse_name(form: NameForm, name: str) -> ParsedName | None:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a tensor is, by its name alone: a part of the routed experts of `layer`, or of their router."""
+
+    layer: int
+    expert: int | None = None  # None: all experts, or the router
+    router: str | None = None  # bias, correction or table; None: the tensor is the experts'
+
+
+@dataclass(frozen=True)
 class Router:
     """Names of the router's tensors, below the prefix."""
 
@@ -105,15 +118,31 @@ class Router:
     table: str | None = None  # token id -> expert ids
     prefixes: tuple[str, ...] = (*PREFIXES, "transformer.")
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """{role: template} of the tensors that a layer keeps: all but the gate matrix."""
+        templates = {"bias": self.bias, "correction": self.correction, "table": self.table}
+        return {role: template for role, template in templates.items() if template is not None}
+
     def names(self, layer: int) -> dict[str, str]:
-        """{tensor name under any prefix: role} for the router tensors that a layer keeps (all but the gate matrix)."""
-        roles = {"bias": self.bias, "correction": self.correction, "table": self.table}
+        """{tensor name under any prefix: role} for the router tensors that a layer keeps."""
         return {
             prefix + template.format(layer=layer): role
-            for role, template in roles.items()
-            if template is not None
+            for role, template in self.roles.items()
             for prefix in self.prefixes
         }
+
+    def claim(self, name: str) -> Claim | None:
+        """The router tensor with this name; None if a layer keeps no such tensor."""
+        for role, pattern in self._patterns.items():
+            match = pattern.fullmatch(name)
+            if match is not None:
+                return Claim(int(match["layer"]), router=role)
+        return None
+
+    @cached_property
+    def _patterns(self) -> dict[str, re.Pattern[str]]:
+        return {role: re.compile(_below(self.prefixes, template)) for role, template in self.roles.items()}
 
 
 @dataclass(frozen=True)
@@ -125,6 +154,16 @@ class Naming:
     forms: tuple[NameForm, ...]
     router: Router = field(default_factory=Router)
     uneven: bool = False  # tensor-parallel shards keep blocks whole and may differ in size
+    biased: bool = False  # every projection has a bias
+    described: bool = True  # the config states the routing and the activation
+
+    def claim(self, name: str) -> Claim | None:
+        """What the tensor with this name is; None if it is neither an expert's nor their router's."""
+        for form in self.forms:
+            parsed = parse_name(form, name)
+            if parsed is not None:
+                return Claim(parsed.layer, parsed.expert)
+        return self.router.claim(name)
 
 
 @dataclass(frozen=True)
@@ -197,6 +236,7 @@ TABLE: tuple[Naming, ...] = (
         (NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES)),
         Router("layers.{layer}.mlp.router.weight", bias="layers.{layer}.mlp.router.bias"),
         uneven=True,
+        biased=True,
     ),
     Naming(
         "llama4",

@@ -40,13 +40,13 @@ def register() -> None:
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Called by transformers instead of the module's own forward."""
-    source = ModelExperts.of(module)
+    source = ModuleExperts.of(module)
     layer = _cached_layer(module, source, int(top_k_index.shape[-1]))
     return forward_only(layer, hidden_states, top_k_index, top_k_weights, *module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
-class ModelExperts:
+class ModuleExperts:
     """The weights of a transformers experts module, and how transformers lays them out."""
 
     up: Tensor  # [E, N, K], or [E, K, N] where transposed
@@ -59,7 +59,7 @@ class ModelExperts:
     config: object
 
     @classmethod
-    def of(cls, module: nn.Module) -> ModelExperts:
+    def of(cls, module: nn.Module) -> ModuleExperts:
         experts: Any = module  # its attributes are set by transformers' decorator, not declared by its class
         parameters = dict(module.named_parameters(recurse=False))
         up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -125,7 +125,7 @@ class _CachedLayer:
 _LAYERS: WeakKeyDictionary[nn.Module, _CachedLayer] = WeakKeyDictionary()
 
 
-def _cached_layer(module: nn.Module, source: ModelExperts, top_k: int) -> RoutedExperts:
+def _cached_layer(module: nn.Module, source: ModuleExperts, top_k: int) -> RoutedExperts:
     """The module's layer. Runs on every forward: packs again only if a weight or top_k changed since the last call."""
     state = (source.stamp, top_k)
     cached = _LAYERS.get(module)
@@ -134,7 +134,7 @@ def _cached_layer(module: nn.Module, source: ModelExperts, top_k: int) -> Routed
     return cached.layer
 
 
-def _make_layer(source: ModelExperts, top_k: int) -> RoutedExperts:
+def _make_layer(source: ModuleExperts, top_k: int) -> RoutedExperts:
     problem = problem_of(source, top_k)
     choice = oracle.select(problem, parse_device(str(source.up.device)))
     layout = choice.backend.layout(problem)
@@ -142,7 +142,7 @@ def _make_layer(source: ModelExperts, top_k: int) -> RoutedExperts:
     return RoutedExperts(LayerParts(choice, _without_copy(source) if plain else pack_matrices(choice, source.weights)))
 
 
-def problem_of(source: ModelExperts, top_k: int) -> Problem:
+def problem_of(source: ModuleExperts, top_k: int) -> Problem:
     """The problem that a module's experts compute with their unquantised weights."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
     shapes, wide, experts = source.shapes(), UNQUANTISED[source.up.dtype], int(source.up.shape[0])
@@ -161,7 +161,7 @@ def problem_of(source: ModelExperts, top_k: int) -> Problem:
     )
 
 
-def _without_copy(source: ModelExperts) -> dict[str, Packed]:
+def _without_copy(source: ModuleExperts) -> dict[str, Packed]:
     """Views of the model's own weights, as the integer tensors that our layouts use. Only biases may be copied."""
     views: dict[str, Packed] = {"w13": {"codes": as_integer(source.up)}, "w2": {"codes": as_integer(source.down)}}
     for matrix, bias in (("w13", source.up_bias), ("w2", source.down_bias)):

@@ -16,7 +16,7 @@ from torch import nn
 from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import routing_for
-from lancebill.integrations.transformers.experts_interface import ModelExperts, pack_matrices, problem_of
+from lancebill.integrations.transformers.experts_interface import ModuleExperts, pack_matrices, problem_of
 from lancebill.integrations.transformers.packed_experts import PackedExperts, expert_modules
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
@@ -36,13 +36,13 @@ def pack_experts(
     """
     for name, index, module in list(expert_modules(model)):
         place = PackedExperts(index)
-        place.experts = _packed(ModelExperts.of(module), index, weights, activations, backend)
+        place.experts = _packed(ModuleExperts.of(module), index, weights, activations, backend)
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent).register_module(leaf, place)
 
 
 def _packed(
-    source: ModelExperts, index: int, weights: WeightRules, activations: ActivationRules, backend: str
+    source: ModuleExperts, index: int, weights: WeightRules, activations: ActivationRules, backend: str
 ) -> RoutedExperts:
     targets, chosen = weight_targets(weights, index), activation_specs(activations, index)
     model = source.config.to_dict()  # type: ignore[attr-defined]

@@ -19,8 +19,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.resolve import manifest as manifests
-from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,
@@ -35,10 +33,9 @@ from lancebill.integrations.transformers.experts_interface import register
 from lancebill.integrations.transformers.other_tensors import lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
-from lancebill.layer.parts import pull
-from lancebill.layer.recipe import UNQUANTISED, LoadOptions, Recipe
+from lancebill.layer.model_experts import ModelExperts
+from lancebill.layer.recipe import UNQUANTISED, LoadOptions
 from lancebill.layer.report import LoadReport
-from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.layer.rules import ActivationRules, WeightRules
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
@@ -100,8 +97,9 @@ def from_pretrained(
     target = parse_device(device).torch
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
-    manifest = _manifest(config, checkpoint)
     options = LoadOptions(device, Placement(), backend, weights, activations, wide, order)
+    experts = _experts(config, checkpoint, options)
+    manifest = experts.manifest()
     if folder.is_file():
         other_tensors = gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), wide)
     else:
@@ -116,7 +114,7 @@ def from_pretrained(
     )
     _check_loaded(info, folder)
     model = model.to(target)
-    load_experts(model, checkpoint, manifest, options)
+    load_experts(model, experts)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = model.name_or_path = str(path)
@@ -129,18 +127,18 @@ def reload_experts(model: Any, **changes: Any) -> None:
     origin: Origin = model.lancebill_origin
     options = replace(origin.options, **changes)
     checkpoint = origin.checkpoint
-    load_experts(model, checkpoint, manifests.build(checkpoint.config, checkpoint.headers), options)
+    load_experts(model, ModelExperts.from_checkpoint(checkpoint, options=options))
     model.lancebill_origin = Origin.of(model, checkpoint, options)
 
 
-def load_experts(model: nn.Module, checkpoint: Checkpoint, manifest: Manifest, options: LoadOptions) -> None:
+def load_experts(model: nn.Module, experts: ModelExperts) -> None:
     """Load the experts of all layers, one layer after the other."""
     places = dict(packed_experts(model))
-    missing = [name for name, place in places.items() if place.index not in manifest.layers]
+    missing = [name for name, place in places.items() if place.index not in experts.layers]
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
     for place in places.values():
-        place.experts = RoutedExperts(pull(Recipe.make(manifest, place.index, options), checkpoint.read))
+        place.experts = experts.layer(place.index)
 
 
 def packed_class(base: type[PreTrainedModel]) -> Any:
@@ -214,15 +212,13 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
     return config, chosen
 
 
-def _manifest(config: PretrainedConfig, checkpoint: Checkpoint) -> Manifest:
-    """The checkpoint's manifest; raises if tensors are missing."""
+def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOptions) -> ModelExperts:
+    """The checkpoint's experts; raises if the model has none."""
     try:
-        manifest = manifests.build(checkpoint.config, checkpoint.headers)
+        return ModelExperts.from_checkpoint(checkpoint, options=options)
     except UnsupportedFormat:
         _meta_model(config)  # raises a clearer error if the model has no experts
         raise
-    manifest.check(where=str(checkpoint.path))
-    return manifest
 
 
 def _meta_model(config: PretrainedConfig) -> nn.Module:

@@ -1,0 +1,208 @@
+"""Collecting pushed tensors of a layer whose buffers exist: each expert is packed when the last of its tensors comes.
+
+Used for the first load and for every refit. Each expert takes the way of a load from files, reading from the pushed
+tensors instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lancebill.checkpoint.load.load_experts import expert_rows, load_expert
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.manifest import LayerIndex
+from lancebill.checkpoint.resolve.naming import DOWN, Claim
+from lancebill.errors import (
+    CheckpointProblems,
+    DuplicateTensor,
+    MissingTensor,
+    UnexpectedTensor,
+    WrongDtype,
+    WrongShape,
+)
+from lancebill.formats.stored import DTYPE_NAMES, Stored
+from lancebill.layer.recipe import Losses, Recipe
+from lancebill.layer.report import LoadReport
+from lancebill.moe.layout import Layout, Packed
+
+
+def header_of(name: str, tensor: Tensor) -> Stored:
+    """The header that a checkpoint would have for this tensor."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise WrongDtype("no checkpoint holds this dtype", where=name, got=tensor.dtype)
+    return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What a tensor is for: a role of a projection."""
+
+    projection: str
+    role: str
+
+
+class ExpertCollector:
+    """Collects pushed tensors and packs experts into their rows; `incomplete` are those not, or not wholly, written.
+
+    From the first push to `finish` each tensor may come once.
+    """
+
+    def __init__(self, recipe: Recipe, incomplete: Iterable[int] = ()) -> None:
+        self.recipe = recipe
+        self.incomplete = set(incomplete)
+        self.pending: dict[str, Tensor] = {}
+        self._taken: set[str] = set()  # everything since the last `finish`
+        self._headers: dict[str, Stored] = {}  # of experts that are not planned yet
+        self._uses: dict[int, dict[str, _Use]] = {}  # what each expert needs, by tensor name
+        self._losses, self._seconds = Losses(), 0.0
+        self._layout: Layout | None = None  # one for the whole load: it counts what it could not store exactly
+
+    @property
+    def settled(self) -> bool:
+        """Whether no expert is half written, so that the layer may compute."""
+        return not self.pending and not self.incomplete
+
+    def push(self, claim: Claim, name: str, tensor: Tensor, packed: Mapping[str, Packed], layout: Layout) -> None:
+        """Take a tensor of this layer's experts, and pack what is complete."""
+        header = header_of(name, tensor)
+        self._check(claim, name, header)
+        self._taken.add(name)
+        if claim.expert is not None and claim.expert not in self.recipe.plan.experts:
+            return  # another rank's
+        if name not in self.recipe.manifest.tensors:
+            self._headers[name] = header
+        self.pending[name] = tensor
+        sharing = self.recipe.plan.experts if claim.expert is None else (claim.expert,)
+        self._flush(dict.fromkeys(sharing), packed, layout)
+
+    def finish(self, packed: Mapping[str, Packed], layout: Layout) -> LoadReport | None:
+        """End the load; raises everything that never came (it may still be pushed). None: nothing was written."""
+        if self.incomplete:
+            raise CheckpointProblems(self.missing(), where=f"layer {self.recipe.plan.layer.index}")
+        self.pending.clear()
+        self._taken.clear()
+        if not self._seconds:
+            return None
+        notes = () if self._layout is None else self._layout.notes()
+        report = self.recipe.report(packed, self._seconds, self._losses.held, notes)
+        self._losses, self._seconds, self._layout = Losses(), 0.0, None
+        return report
+
+    def missing(self) -> list[MissingTensor]:
+        """Every tensor that an incomplete expert still needs."""
+        index = self.recipe.plan.layer.index
+        return [
+            MissingTensor(
+                f"'{use.role}' was never pushed",
+                where=f"layer {index}, expert {expert}, {use.projection}",
+                expected=name,
+            )
+            for expert in sorted(self.incomplete)
+            for name, use in sorted(self._needs(expert).items())
+            if name not in self.pending
+        ]
+
+    def hold(self, experts: tuple[int, ...]) -> None:
+        """The layer's slots now hold `experts`, complete: weights were moved between ranks."""
+        self.incomplete.clear()
+        self.recipe = replace(self.recipe, plan=replace(self.recipe.plan, experts=experts))
+
+    def _check(self, claim: Claim, name: str, header: Stored) -> None:
+        """Raise for a tensor that was pushed before, or that the layer was not planned for."""
+        if name in self._taken:
+            raise DuplicateTensor("this tensor was pushed before", where=name, hint="finish() ends a load or a refit")
+        planned = self.recipe.manifest.tensors.get(name)
+        if planned is not None and planned != header:  # other slices would be other numbers
+            wrong = WrongShape if planned.dtype == header.dtype else WrongDtype
+            expected, got = (f"{list(stored.shape)} of {stored.dtype}" for stored in (planned, header))
+            what = "a pushed tensor is not what the layer was planned for"
+            raise wrong(what, where=name, expected=expected, got=got)
+        if planned is None and (not self.recipe.partial or self._is_planned(claim.expert)):
+            what = "its expert was packed without this tensor" if self.recipe.partial else "not in the checkpoint"
+            hint = "give the headers of the checkpoint (tensors=)" if self.recipe.partial else None
+            raise UnexpectedTensor(what, where=name, hint=hint)
+
+    def _is_planned(self, expert: int | None) -> bool:
+        return expert is None or (expert, DOWN) in self.recipe.plan.layer.projections
+
+    def _needs(self, expert: int) -> dict[str, _Use]:
+        """The tensors of an expert. One that is not planned yet needs the same as those that are."""
+        if expert not in self._uses:
+            layer = self.recipe.plan.layer
+            model = expert if self._is_planned(expert) else layer.sample(DOWN).expert
+            uses = {
+                source.tensor: _Use(name, role)
+                for (owner, name), projection in layer.projections.items()
+                if owner == model
+                for role, source in projection.sources.items()
+            }
+            self._uses[expert] = {self._renamed(tensor, expert): use for tensor, use in uses.items()}
+        return self._uses[expert]
+
+    def _renamed(self, tensor: str, expert: int) -> str:
+        """The name of the same tensor of another expert."""
+        form = self.recipe.plan.layer.form
+        parsed = names.parse_name(form, tensor)
+        if parsed is None or parsed.expert in (None, expert):
+            return tensor
+        return form.module(parsed.prefix, parsed.layer, expert, parsed.projection) + parsed.suffix
+
+    def _flush(self, experts: Collection[int], packed: Mapping[str, Packed], layout: Layout) -> None:
+        """Pack those of `experts` that are complete. Tensors that no other expert needs are released."""
+        complete = [expert for expert in experts if self._needs(expert).keys() <= self.pending.keys()]
+        self.incomplete |= set(experts) - set(complete)
+        if complete:
+            self._plan([expert for expert in complete if not self._is_planned(expert)])
+            self._write(complete, packed, layout)
+        if not self.incomplete & set(experts):
+            for expert in experts:
+                for name in self._needs(expert):
+                    self.pending.pop(name, None)
+
+    def _plan(self, experts: Collection[int]) -> None:
+        """Add experts whose headers were not known when the plan was made, checked against one that is planned."""
+        if not experts:
+            return
+        recipe, layer = self.recipe, self.recipe.plan.layer
+        new = {name: header for name, header in self._headers.items() if self._owner(name) in experts}
+        model = layer.sample(DOWN).expert
+        known = {name: recipe.manifest.tensors[name] for name in self._needs(model)}
+        index = LayerIndex(recipe.manifest.config, known | new, recipe.manifest.naming, recipe.manifest.format)
+        manifest = index.manifest(experts={model, *experts})
+        manifest.check(where=f"layer {layer.index}")
+        grown = replace(layer, projections={**layer.projections, **manifest.layers[layer.index].projections})
+        self.recipe = replace(
+            recipe,
+            plan=replace(recipe.plan, layer=grown),
+            manifest=replace(recipe.manifest, tensors={**recipe.manifest.tensors, **new}),
+        )
+        for name in new:
+            del self._headers[name]
+
+    def _owner(self, name: str) -> int | None:
+        claim = self.recipe.manifest.naming.claim(name)
+        return None if claim is None else claim.expert
+
+    def _write(self, experts: Collection[int], packed: Mapping[str, Packed], layout: Layout) -> None:
+        """Pack experts into every slot that holds them."""
+        plan, start = self.recipe.plan, time.perf_counter()
+        if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
+            self._layout = layout
+        device = next(iter(packed["w13"].values())).device
+
+        def read(name: str, index: tuple[int | slice, ...]) -> Tensor:
+            tensor = self.pending[name]
+            return (tensor[index] if index else tensor).to(device).contiguous()
+
+        for expert in experts:
+            weights = load_expert(read, plan, expert, self._losses.add)
+            for slot, logical in enumerate(plan.experts):
+                if logical == expert:
+                    weights.pack(plan, self._layout, expert_rows(packed, slot))
+                    self.recipe.advance(1)
+            self.incomplete.discard(expert)
+        self._seconds += time.perf_counter() - start

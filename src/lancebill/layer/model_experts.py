@@ -1,0 +1,176 @@
+"""`ModelExperts`: the routed experts of all layers of a model, for engines that own the files or the model.
+
+experts = ModelExperts(config, tensors=headers, device="cuda")
+for name, tensor in stream:
+    if not experts.push(name, tensor):
+        ...  # the engine's own
+layers = experts.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lancebill.checkpoint.read.config import config_of_model
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
+from lancebill.checkpoint.resolve.naming import Claim
+from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor
+from lancebill.formats.stored import Config, Stored
+from lancebill.layer.parts import pull
+from lancebill.layer.push import LOOKAHEAD, PushedLayer
+from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.layer.routed_experts import RoutedExperts
+
+
+class ModelExperts:
+    """All layers of routed experts of one model on this rank. Headers are read once for all of them.
+
+    A layer exists when it is complete: `layer` and `finish` return complete layers only. Until then tensors are pushed
+    into it, and each expert is packed as soon as its last tensor comes. Later pushes refit the layers in place.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | Config,
+        *,
+        tensors: Mapping[str, Stored] | None = None,
+        layers: Collection[int] | None = None,
+        options: LoadOptions | None = None,
+        **changes: Any,
+    ) -> None:
+        """`config` is the model's config.json; `tensors` are names and headers of the checkpoint, if known.
+
+        `layers` are those that this rank computes: tensors of other layers are claimed and dropped. By default they
+        are all that the headers, or the pushed names, show. Other arguments are the fields of `LoadOptions`.
+        """
+        self.config = config if isinstance(config, Config) else config_of_model(config)
+        self.options = replace(options or LoadOptions(), **changes)
+        self.naming = self.options.naming or names.find_family(self.config.model)
+        self.tensors = tensors
+        self._wanted = None if layers is None else frozenset(layers)
+        self._checkpoint: Checkpoint | None = None
+        self._coming: dict[int, PushedLayer[RoutedExperts]] = {}
+        self._made: dict[int, RoutedExperts] = {}
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path | Checkpoint, *, layers: Collection[int] | None = None, **options: Any
+    ) -> ModelExperts:
+        """The experts of a checkpoint on disk: `layer` reads a layer when it is first asked for, `finish` reads all."""
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+        experts = cls(checkpoint.config, tensors=checkpoint.headers, layers=layers, **options)
+        experts._checkpoint = checkpoint
+        return experts
+
+    @cached_property
+    def index(self) -> LayerIndex | None:
+        """The checkpoint's expert tensors by layer; None if its headers are not known."""
+        return None if self.tensors is None else LayerIndex(self.config, self.tensors, self.naming)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of this rank, as far as they are known."""
+        if self._wanted is not None:
+            return tuple(sorted(self._wanted))
+        return tuple(sorted({*self._coming, *self._made})) if self.index is None else self.index.layers
+
+    def manifest(self) -> Manifest:
+        """All layers resolved and checked at once; raises every problem of the checkpoint."""
+        manifest = self._known_index("all layers").manifest()
+        manifest.check(self._where)
+        return manifest
+
+    def recipe(self, layer: int) -> Recipe:
+        """What the headers decide about a layer: its problem, the chosen backend, its bytes. Reads no tensor."""
+        return Recipe.resolve(self._known_index(f"layer {layer}"), layer, self.options, where=self._where)
+
+    def claim(self, name: str) -> Claim | None:
+        """What the tensor with this name is: an expert's, the router's, or (None) neither."""
+        return self.naming.claim(name)
+
+    def push(self, name: str, tensor: Tensor) -> Claim | None:
+        """Take the tensor if it is claimed. It may be on any device and is held until its expert is packed.
+
+        The router's tensors are noted, but an engine that routes itself needs them too: see `Claim.router`.
+        """
+        claim = self.claim(name)
+        if claim is None or (self._wanted is not None and claim.layer not in self._wanted):
+            return claim
+        if claim.layer in self._made:
+            self._made[claim.layer].push(claim, name, tensor)
+            return claim
+        coming = self._pushed(claim.layer)
+        coming.push(claim, name, tensor)
+        if coming.waits:
+            self._resume_waiting()
+        return claim
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Take the experts' tensors out of a stream, and yield all others, the router's among them."""
+        for name, tensor in pairs:
+            claim = self.push(name, tensor)
+            if claim is None or claim.router is not None:
+                yield name, tensor
+
+    @property
+    def settled(self) -> bool:
+        """Whether every layer is complete and none is being refitted."""
+        made = all(layer.settled for layer in self._made.values())
+        return made and all(index in self._made or self._is_packed(index) for index in self.layers)
+
+    def layer(self, layer: int) -> RoutedExperts:
+        """The complete layer. It is read from the files if there are any; else raises naming what was not pushed."""
+        if layer not in self._made:
+            if self._checkpoint is not None and layer not in self._coming:
+                self._made[layer] = RoutedExperts(pull(self.recipe(layer), self._checkpoint.read))
+            else:
+                self._made[layer] = self._pushed(layer).finish()
+                del self._coming[layer]
+        return self._made[layer]
+
+    def finish(self) -> dict[int, RoutedExperts]:
+        """All layers, complete; ends a load or a refit. Raises one error that names everything that is missing."""
+        problems: list[CheckpointError] = []
+        for index in self.layers:
+            try:
+                self.layer(index).finish()
+            except CheckpointProblems as error:
+                problems.extend(error.problems)  # type: ignore[arg-type]
+            except CheckpointError as error:
+                problems.append(error)
+        if problems:
+            raise CheckpointProblems(problems, where=self._where)
+        return dict(self._made)
+
+    def _known_index(self, where: str) -> LayerIndex:
+        if self.index is None:
+            raise MissingTensor("the headers of the checkpoint are not known", where=where, hint="give tensors=")
+        return self.index
+
+    def _resume_waiting(self) -> None:
+        waiting = [layer for layer in self._coming.values() if layer.waits]
+        if len(waiting) >= LOOKAHEAD:
+            for layer in waiting:
+                layer.resume()
+
+    def _is_packed(self, layer: int) -> bool:
+        return layer in self._coming and self._coming[layer].settled
+
+    def _pushed(self, layer: int) -> PushedLayer[RoutedExperts]:
+        """The layer in the making."""
+        if layer not in self._coming:
+            source = self.config if self.index is None else self.recipe(layer)
+            self._coming[layer] = PushedLayer(RoutedExperts, source, layer, replace(self.options, naming=self.naming))
+        return self._coming[layer]
+
+    @property
+    def _where(self) -> str:
+        return self.config.source if self._checkpoint is None else str(self._checkpoint.path)
