@@ -30,7 +30,8 @@ from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
-from lancebill.moe.routing import Routed, route
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routed
 
 INPUT_SCALES = ("input_scale",)  # engines keep one for all experts, so their load balancing does not move them
 ROUTER_ROLES = ("bias", "correction", "table")
@@ -156,15 +157,8 @@ class RoutedExperts(PackedModule):
         if self.routing is None:
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
         self._check_logits(router_logits, self.routing.zero_experts)
-        logits = router_logits if self.router_bias is None else router_logits + self.router_bias
-        return route(
-            self.routing,
-            logits,
-            hidden=x,
-            correction_bias=self.router_correction,
-            table=self.router_table,
-            input_ids=input_ids,
-        )
+        router = RouterTensors(self.router_bias, self.router_correction, self.router_table)
+        return self.executor.route(self.routing, router_logits, router, x, input_ids)
 
     def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
         """Add what routed experts do not compute: zero experts, the scale of the whole output, shared experts."""

@@ -195,17 +195,18 @@ def route(
     logits: Tensor,
     *,
     hidden: Tensor | None = None,
+    bias: Tensor | None = None,
     correction_bias: Tensor | None = None,
     table: Tensor | None = None,
     input_ids: Tensor | None = None,
 ) -> Routed:
-    """Choose experts for each row of `logits` [M, E].
+    """Choose experts for each row of `logits` [M, E], to which the router's own `bias` [E] is added first.
 
     Hash routing looks up experts in `table` [vocabulary, k] by `input_ids` [M]; negative ids are padding.
     """
-    _check_shapes(routing, logits, hidden, correction_bias)
+    check_inputs(routing, logits, hidden, bias, correction_bias)
     tokens, experts = logits.shape
-    routing.check(experts, biased=correction_bias is not None)
+    logits = logits if bias is None else logits.float() + bias.float()
     if routing.simulated is not None:
         ids, weights = routing.simulated.draw(tokens, experts, routing.top_k, logits.device)
     elif routing.custom is not None:
@@ -287,8 +288,8 @@ def _total(weights: Tensor) -> Tensor:
     return total
 
 
-def _look_up(routing: Routing, table: Tensor | None, input_ids: Tensor | None, logits: Tensor) -> Tensor:
-    """Experts by token id. Padding (negative ids) and table entries that are not an expert become -1."""
+def check_lookup(routing: Routing, tokens: int, table: Tensor | None, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The table and the flat token ids of hash routing; raises if they are missing or do not fit."""
     if table is None or input_ids is None:
         missing = "a table of experts by token id" if table is None else "input_ids"
         raise LaunchError(f"hash routing needs {missing}")
@@ -296,13 +297,24 @@ def _look_up(routing: Routing, table: Tensor | None, input_ids: Tensor | None, l
         raise LaunchError(
             "wrong shape of the hash table", expected=f"[vocabulary, {routing.top_k}]", got=list(table.shape)
         )
-    tokens = input_ids.reshape(-1).long()
-    if tokens.numel() != logits.shape[0]:
-        raise LaunchError("input_ids do not match the logits", expected=logits.shape[0], got=tokens.numel())
+    if input_ids.numel() != tokens:
+        raise LaunchError("input_ids do not match the logits", expected=tokens, got=input_ids.numel())
+    return table, input_ids.reshape(-1)
+
+
+def token_outside(table: Tensor, input_ids: Tensor) -> LaunchError:
+    """The error of a token id that the table does not have."""
+    return LaunchError("a token id is outside the table", expected=f"< {table.shape[0]}", got=int(input_ids.max()))
+
+
+def _look_up(routing: Routing, table: Tensor | None, input_ids: Tensor | None, logits: Tensor) -> Tensor:
+    """Experts by token id. Padding (negative ids) and table entries that are not an expert become -1."""
+    table, input_ids = check_lookup(routing, logits.shape[0], table, input_ids)
+    tokens = input_ids.long()
     in_table = tokens < table.shape[0]
     # On a GPU this check would synchronise the stream; there such a row becomes padding.
     if tokens.device.type == "cpu" and not bool(in_table.all()):
-        raise LaunchError("a token id is outside the table", expected=f"< {table.shape[0]}", got=int(tokens.max()))
+        raise token_outside(table, tokens)
     in_table &= tokens >= 0
     ids = table[torch.where(in_table, tokens, 0)].long()
     legal = in_table.unsqueeze(-1) & (ids >= 0) & (ids < logits.shape[1])
@@ -331,19 +343,25 @@ def _finish(routing: Routing, ids: Tensor, weights: Tensor, experts: int) -> Rou
     return Routed(ids.to(torch.int32).contiguous(), weights.contiguous(), identity)
 
 
-def _check_shapes(routing: Routing, logits: Tensor, hidden: Tensor | None, bias: Tensor | None) -> None:
+def check_inputs(
+    routing: Routing, logits: Tensor, hidden: Tensor | None, bias: Tensor | None, correction_bias: Tensor | None
+) -> None:
+    """Raise if these tensors do not fit each other or the routing."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise LaunchError("router logits are not a float matrix", expected="[tokens, experts]", got=list(logits.shape))
-    if hidden is not None and hidden.shape[0] != logits.shape[0]:
-        raise LaunchError("hidden states do not match the logits", expected=logits.shape[0], got=hidden.shape[0])
-    if routing.zero_experts >= logits.shape[1]:
+    tokens, experts = logits.shape
+    if hidden is not None and hidden.shape[0] != tokens:
+        raise LaunchError("hidden states do not match the logits", expected=tokens, got=hidden.shape[0])
+    if routing.zero_experts >= experts:
         raise LaunchError("all experts are zero experts", expected=f"> {routing.zero_experts} columns")
-    if bias is not None and tuple(bias.shape) != (logits.shape[1],):
-        raise LaunchError("wrong shape of the correction bias", expected=[logits.shape[1]], got=list(bias.shape))
-    if bias is not None and routing.after_top_k:
+    for name, vector in (("router's bias", bias), ("correction bias", correction_bias)):
+        if vector is not None and tuple(vector.shape) != (experts,):
+            raise LaunchError(f"wrong shape of the {name}", expected=[experts], got=list(vector.shape))
+    if correction_bias is not None and routing.after_top_k:
         raise LaunchError("this routing takes no correction bias", hint="it selects by raw logits")
-    if bias is None and routing.correction and routing.simulated is None:
+    if correction_bias is None and routing.correction and routing.simulated is None:
         raise LaunchError("this routing needs a correction bias")
+    routing.check(experts, biased=correction_bias is not None)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,13 @@ from lancebill.backends.hopper.bindings import Bindings
 from lancebill.backends.hopper.call import caller_addresses, dense, is_dense, write_back
 from lancebill.backends.hopper.plan import HopperPlan
 from lancebill.backends.hopper.program import Program
+from lancebill.backends.hopper.route_program import RoutePrograms
 from lancebill.backends.hopper.tuning.policy import bucket
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.problem import Device, Problem
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routed, Routing
 
 _MOST_PROGRAMS = 256  # a program that is dropped is bound again by the next call
 
@@ -24,6 +27,7 @@ class HopperExecutor(Executor):
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
         super().__init__(backend, problem, device, tensors)
         self.programs: dict[tuple[str, int, int], tuple[list[int], Program]] = {}
+        self.route_programs = RoutePrograms()
 
     def plan_key(self, tokens: int) -> int:
         return bucket(max(tokens, 1))
@@ -38,6 +42,21 @@ class HopperExecutor(Executor):
         plan = self.plan(x, dispatch)
         assert isinstance(plan, HopperPlan)
         return run_program(self.program(plan, x.device), x, dispatch, out)
+
+    def route(
+        self,
+        routing: Routing,
+        logits: Tensor,
+        router: RouterTensors,
+        hidden: Tensor | None = None,
+        input_ids: Tensor | None = None,
+    ) -> Routed:
+        index = logits.device.index or 0
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.route(routing, logits, router, hidden, input_ids)
+        routed = self.route_programs.route(routing, logits, router, hidden, input_ids)
+        return super().route(routing, logits, router, hidden, input_ids) if routed is None else routed
 
     def program(self, plan: HopperPlan, device: torch.device) -> Program:
         """The program of this plan on the current stream, bound to the weights where they are now."""
