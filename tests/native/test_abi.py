@@ -20,9 +20,15 @@ ENUMS: dict[str, tuple[type[IntEnum], str]] = {
     "lancebill_input_kind": (abi.Input, "LANCEBILL_INPUT_"),
     "lancebill_float": (abi.Float, "LANCEBILL_"),
     "lancebill_activation": (abi.ActivationKind, "LANCEBILL_"),
+    "lancebill_scoring": (abi.Scoring, "LANCEBILL_SCORING_"),
     "lancebill_level": (abi.IsaLevel, "LANCEBILL_"),
 }
-STRUCTS = {"lancebill_matrix": abi.MatrixStruct, "lancebill_layer": abi.LayerStruct, "lancebill_work": abi.WorkStruct}
+STRUCTS = {
+    "lancebill_matrix": abi.MatrixStruct,
+    "lancebill_layer": abi.LayerStruct,
+    "lancebill_work": abi.WorkStruct,
+    "lancebill_routing": abi.RoutingStruct,
+}
 
 
 @pytest.mark.parametrize("name", ENUMS)
@@ -37,6 +43,8 @@ def test_enums_match_the_header(name: str) -> None:
 
 def test_version_matches_the_header() -> None:
     assert f"#define LANCEBILL_ABI {abi.ABI}\n" in HEADER
+    assert f"LANCEBILL_MOST_EXPERTS = {abi.MOST_EXPERTS} " in HEADER
+    assert f"LANCEBILL_BAD_TOKEN = {abi.BAD_TOKEN} " in HEADER
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")

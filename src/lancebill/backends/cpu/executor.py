@@ -15,8 +15,12 @@ from lancebill.backends.cpu import call
 from lancebill.backends.cpu.call import FLOAT, LayerStructs
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
+from lancebill.backends.cpu.route import CpuRouting
+from lancebill.backends.route_call import RouteCall
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.problem import Device, Problem
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routed, Routing
 
 
 class CpuExecutor(Executor):
@@ -28,6 +32,7 @@ class CpuExecutor(Executor):
         super().__init__(backend, problem, device, tensors)
         self.native = native
         self._structs: tuple[list[int], LayerStructs] | None = None  # and the addresses they hold
+        self._routing: CpuRouting | None = None
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         plan = self.plan(x, dispatch)
@@ -38,6 +43,22 @@ class CpuExecutor(Executor):
         call.run(self.native, plan, structs, x, dispatch, out)
         return out
 
+    def route(
+        self,
+        routing: Routing,
+        logits: Tensor,
+        router: RouterTensors,
+        hidden: Tensor | None = None,
+        input_ids: Tensor | None = None,
+    ) -> Routed:
+        call = RouteCall.make(routing, logits, router, hidden, input_ids)
+        bound = self._routing
+        if call is not None and (bound is None or not bound.serves(call)):
+            bound = self._routing = CpuRouting.bind(self.native, call)
+        if call is None or bound is None:
+            return super().route(routing, logits, router, hidden, input_ids)
+        return bound.run(call)
+
     def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
         assert isinstance(plan, CpuPlan)
         if x.numel() == 0 or x.dtype not in FLOAT:
@@ -47,7 +68,7 @@ class CpuExecutor(Executor):
 
     def forget(self) -> None:
         super().forget()
-        self._structs = None
+        self._structs = self._routing = None
 
     def _bound(self, plan: CpuPlan) -> tuple[list[int], LayerStructs]:
         addresses = self.tensors.addresses()

@@ -12,6 +12,7 @@ from lancebill.backends.hopper.plan import HopperPlan
 from lancebill.backends.hopper.program import Program
 from lancebill.backends.hopper.route_program import RoutePrograms
 from lancebill.backends.hopper.tuning.policy import bucket
+from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.problem import Device, Problem
@@ -55,8 +56,11 @@ class HopperExecutor(Executor):
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.route(routing, logits, router, hidden, input_ids)
-        routed = self.route_programs.route(routing, logits, router, hidden, input_ids)
-        return super().route(routing, logits, router, hidden, input_ids) if routed is None else routed
+        call = RouteCall.make(routing, logits, router, hidden, input_ids)
+        program = None if call is None else self.route_programs.find(call)
+        if call is None or program is None:
+            return super().route(routing, logits, router, hidden, input_ids)
+        return program.run(call)
 
     def program(self, plan: HopperPlan, device: torch.device) -> Program:
         """The program of this plan on the current stream, bound to the weights where they are now."""
@@ -95,6 +99,7 @@ class HopperExecutor(Executor):
     def forget(self) -> None:
         super().forget()
         self.programs.clear()
+        self.route_programs = RoutePrograms()
 
 
 def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:

@@ -9,34 +9,28 @@ import ctypes
 from threading import Lock
 
 import torch
-from torch import Tensor
 
-from lancebill.backends.hopper.route_step import RouteStep, rows_readable
+from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.route_call import BoundRouting, RouteCall
 from lancebill.errors import ContextError
 from lancebill.jit.driver import check_launch, launch_function, use_context
 from lancebill.jit.load import prepare_launch
-from lancebill.moe.router_tensors import RouterTensors
-from lancebill.moe.routing import Routed, Routing, check_inputs, check_lookup
+from lancebill.moe.routing import Routed
 
 _MOST_STREAMS = 64  # programs, before all are dropped
 _CALLERS = ("logits", "input_ids", "ids", "weights", "identity")  # tensors that differ from call to call
 
 
-class RouteProgram:
+class RouteProgram(BoundRouting):
     """The launch of one routing on one stream, bound to the router's own tensors."""
 
-    def __init__(
-        self, step: RouteStep, routing: Routing, logits: Tensor, router: RouterTensors, input_ids: Tensor | None
-    ) -> None:
-        index = logits.device.index or 0
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        self.routing, self.router, self.addresses = routing, router, router.addresses()
-        self.logits = logits.dtype, logits.device, logits.shape[1], logits.stride()
-        self.input_ids = None if input_ids is None else (input_ids.dtype, input_ids.device)
-        fixed = dict(zip(("bias", "correction", "table"), self.addresses))
-        values = {**step.values, "stride": logits.stride(0), **fixed, **dict.fromkeys(_CALLERS, 0)}
-        if logits.device.type == "cuda":
+    def __init__(self, step: RouteStep, call: RouteCall, stream: int) -> None:
+        super().__init__(call)
+        index = call.logits.device.index or 0
+        if call.logits.device.type == "cuda":
             use_context(index)
+        fixed = dict(zip(("bias", "correction", "table"), call.router.addresses()))
+        values = {**step.values, **fixed, "stride": call.logits.stride(0), **dict.fromkeys(_CALLERS, 0)}
         self.launch = prepare_launch(step.source, index, stream, values, dependent=True)
         self.callers = (ctypes.c_uint64 * len(_CALLERS))()
         for place, name in enumerate(_CALLERS):
@@ -44,21 +38,13 @@ class RouteProgram:
         self.go = launch_function()
         self.lock = Lock()  # threads on one stream take turns: they share the arguments
 
-    def serves(self, routing: Routing, logits: Tensor, router: RouterTensors, input_ids: Tensor | None) -> bool:
-        """Whether everything that it is bound to is still right."""
-        return (
-            (routing is self.routing or routing == self.routing)
-            and self.logits == (logits.dtype, logits.device, logits.shape[1], logits.stride())
-            and router.same_as(self.router)
-            and router.addresses() == self.addresses
-            and self.input_ids == (None if input_ids is None else (input_ids.dtype, input_ids.device))
-        )
-
-    def run(self, logits: Tensor, input_ids: Tensor | None) -> Routed:
-        shape, device = (logits.shape[0], self.routing.top_k), logits.device
+    def run(self, call: RouteCall) -> Routed:
+        """Launch for these logits; ids and weights are new tensors."""
+        _, logits, _, input_ids = call
+        shape, device = (len(logits), self.routing.top_k), logits.device
         ids = torch.empty(shape, dtype=torch.int32, device=device)
         weights = torch.empty(shape, dtype=torch.float32, device=device)
-        identity = torch.empty(shape[0], dtype=torch.float32, device=device) if self.routing.zero_experts else None
+        identity = torch.empty(shape[:1], dtype=torch.float32, device=device) if self.routing.zero_experts else None
         at = (
             logits.data_ptr(),
             0 if input_ids is None else input_ids.data_ptr(),
@@ -83,47 +69,16 @@ class RoutePrograms:
     def __init__(self) -> None:
         self._programs: dict[int, RouteProgram] = {}
 
-    def route(
-        self, routing: Routing, logits: Tensor, router: RouterTensors, hidden: Tensor | None, input_ids: Tensor | None
-    ) -> Routed | None:
-        """None if the kernel does not support this call. The device of the logits must be current."""
-        if logits.dim() != 2 or not logits.shape[0] or (hidden is not None and len(hidden) != len(logits)):
-            return None
-        if not rows_readable(logits):
-            logits = logits.contiguous()
-        if not routing.hashed:
-            input_ids = None
-        elif input_ids is not None:
-            input_ids = input_ids.reshape(-1)
-            if len(input_ids) != len(logits):
-                return None
-        stream = torch._C._cuda_getCurrentRawStream(logits.device.index or 0)
+    def find(self, call: RouteCall) -> RouteProgram | None:
+        """The program for this call on the current stream; None if the kernel does not support the call."""
+        stream = torch._C._cuda_getCurrentRawStream(call.logits.device.index or 0)
         program = self._programs.get(stream)
-        if program is None or not program.serves(routing, logits, router, input_ids):
-            program = _bind(routing, logits, router, input_ids)
-            if program is None:
-                return None
-            if len(self._programs) >= _MOST_STREAMS:
-                self._programs.clear()
-            self._programs[stream] = program
-        return program.run(logits, input_ids)
-
-
-def _bind(routing: Routing, logits: Tensor, router: RouterTensors, input_ids: Tensor | None) -> RouteProgram | None:
-    check_inputs(routing, logits, None, router.bias, router.correction)
-    lookup, vocabulary = (torch.int32, torch.int32), 0
-    tensors = [router.bias, router.correction, input_ids]
-    if routing.hashed:
-        table, tokens = check_lookup(routing, len(logits), router.table, input_ids)
-        tensors.append(table)
-        lookup, vocabulary = (table.dtype, tokens.dtype), len(table)
-    if any(tensor is not None and not (tensor.is_contiguous() and tensor.device == logits.device) for tensor in tensors):
-        return None
-    floats = [tensor.dtype for tensor in (router.bias, router.correction) if tensor is not None]
-    step = RouteStep.make(
-        routing, logits.shape[1], logits.dtype, biased=router.bias is not None,
-        corrected=router.correction is not None, lookup=lookup, vocabulary=vocabulary,
-    )  # fmt: skip
-    if step is None or any(dtype is not torch.float32 for dtype in floats):
-        return None
-    return RouteProgram(step, routing, logits, router, input_ids)
+        if program is not None and program.serves(call):
+            return program
+        step = RouteStep.of(call) if call.supported() else None
+        if step is None:
+            return None
+        if len(self._programs) >= _MOST_STREAMS:
+            self._programs.clear()
+        program = self._programs[stream] = RouteProgram(step, call, stream)
+        return program

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+from lancebill.backends.hopper.route_step import RouteStep
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.hopper.tuning.policy import buckets
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.layout import W2, W13, MatrixShape
 from lancebill.moe.problem import Problem
+from lancebill.moe.routing import SIGMOID, SQRTSOFTPLUS, Routing
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 SPECS = (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"))  # weights, activations
@@ -18,6 +22,7 @@ TOKENS = buckets(16384)
 
 def shipped() -> Iterator[KernelSource]:
     """Every kernel of the set, without duplicates."""
+    yield from route_kernels()
     seen: set[KernelSource] = set()
     for problem in problems():
         for tokens in TOKENS:
@@ -25,6 +30,23 @@ def shipped() -> Iterator[KernelSource]:
                 if source not in seen:
                     seen.add(source)
                     yield source
+
+
+def route_kernels() -> tuple[KernelSource, ...]:
+    """Routing of Qwen3, gpt-oss, DeepSeek-V3 and DeepSeek-V4. Kernels do not depend on top-k and scaling factors."""
+    softmax, after = Routing(8, renormalize=True), Routing(4, after_top_k=True)
+    grouped = Routing(8, SIGMOID, renormalize=True, n_group=8, topk_group=4)
+    sqrt, hashed = Routing(6, SQRTSOFTPLUS, renormalize=True), Routing(6, SQRTSOFTPLUS, renormalize=True, hashed=True)
+    made = (
+        RouteStep.make(softmax, 128, torch.bfloat16),
+        RouteStep.make(softmax, 128, torch.float32),
+        RouteStep.make(after, 128, torch.bfloat16, biased=True),
+        RouteStep.make(grouped, 256, torch.bfloat16, corrected=True),
+        RouteStep.make(grouped, 256, torch.float32, corrected=True),
+        RouteStep.make(sqrt, 256, torch.float32, corrected=True),
+        RouteStep.make(hashed, 256, torch.float32, lookup=(torch.int32, torch.int64)),
+    )
+    return tuple(step.source for step in made if step is not None)
 
 
 def problems() -> Iterator[Problem]:

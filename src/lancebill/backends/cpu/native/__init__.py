@@ -74,6 +74,13 @@ class Library:
         if status:
             self._raise_status(status)
 
+    def route(self, routing: abi.RoutingStruct) -> bool:
+        """Choose experts; False if a token id is outside the hash table."""
+        status = self.calls.lancebill_route(ctypes.byref(routing))
+        if status and status != abi.BAD_TOKEN:
+            self._raise_status(status)
+        return not status
+
     def _raise_status(self, status: int) -> NoReturn:
         text: bytes = self.calls.lancebill_status_text(status)
         raise LaunchError(f"CPU kernel call failed: {text.decode()}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_void_p
 from enum import IntEnum
 
-ABI = 2
+ABI = 3
+MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
+BAD_TOKEN = 6  # the status of a token id outside the hash table
 
 
 class Codes(IntEnum):
@@ -66,6 +68,15 @@ class ActivationKind(IntEnum):
     SILU_NO_MUL = 17
     GELU_NO_MUL = 18
     GELU_TANH_NO_MUL = 19
+
+
+class Scoring(IntEnum):
+    """The scoring functions of `lancebill.moe.routing`."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+    SQRTSOFTPLUS = 2
+    NONE = 3
 
 
 class IsaLevel(IntEnum):
@@ -145,4 +156,35 @@ class WorkStruct(Structure):
         ("level", c_int32),
         ("tile_rows", c_int32),
         ("scratch", c_void_p),
+    ]
+
+
+class RoutingStruct(Structure):
+    """From logits to ids and weights."""
+
+    _fields_ = [
+        ("experts", c_int32),
+        ("top_k", c_int32),
+        ("scoring", c_int32),
+        ("after_top_k", c_int32),
+        ("n_group", c_int32),
+        ("topk_group", c_int32),
+        ("renormalize", c_int32),
+        ("zero_experts", c_int32),
+        ("epsilon", c_float),
+        ("scale", c_float),
+        ("bias", c_void_p),
+        ("correction", c_void_p),
+        ("table", c_void_p),
+        ("table_is_int64", c_int32),
+        ("vocabulary", c_int64),
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("logits_type", c_int32),
+        ("threads", c_int32),
+        ("tokens", c_int64),
+        ("input_ids", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("identity", c_void_p),
     ]

@@ -122,6 +122,7 @@ const char* lancebill_status_text(int32_t status) {
     case LANCEBILL_BAD_WORK: return "bad rows, offsets or number of threads";
     case LANCEBILL_NO_LEVEL: return "this machine or this build does not have that level";
     case LANCEBILL_NO_MEMORY: return "no memory for scratch";
+    case LANCEBILL_BAD_TOKEN: return "a token id is outside the hash table";
     default: return "unknown status";
   }
 }

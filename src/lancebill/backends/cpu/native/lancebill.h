@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 2
+#define LANCEBILL_ABI 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -148,6 +148,45 @@ typedef struct lancebill_work {
   void *scratch;                 /* 64-byte aligned, lancebill_scratch_bytes long; NULL: allocated in the call */
 } lancebill_work;
 
+/* The scoring functions of lancebill.moe.routing. */
+enum lancebill_scoring {
+  LANCEBILL_SCORING_SOFTMAX = 0,
+  LANCEBILL_SCORING_SIGMOID = 1,
+  LANCEBILL_SCORING_SQRTSOFTPLUS = 2,
+  LANCEBILL_SCORING_NONE = 3
+};
+
+enum { LANCEBILL_MOST_EXPERTS = 2048 };  /* columns of the logits in lancebill_route */
+
+/* From logits to ids and weights; the fields of lancebill.moe.routing.Routing with the same names. */
+typedef struct lancebill_routing {
+  int32_t experts; /* columns of the logits, zero experts included */
+  int32_t top_k;
+  int32_t scoring; /* enum lancebill_scoring */
+  int32_t after_top_k;
+  int32_t n_group, topk_group; /* n_group 0 or 1: no groups */
+  int32_t renormalize;
+  int32_t zero_experts;
+  float epsilon;
+  float scale;             /* multiplies the weights */
+  const float *bias;       /* [experts]; NULL: none. Added to the logits. */
+  const float *correction; /* [experts]; NULL: none. Added to the scores for the selection. */
+  const void *table;       /* [vocabulary][top_k] experts by token id; read if input_ids is set */
+  int32_t table_is_int64;  /* else int32 */
+  int64_t vocabulary;
+
+  const void *logits;       /* [tokens][experts], rows `stride` elements apart */
+  int64_t stride;
+  int32_t logits_type;      /* enum lancebill_float */
+  int32_t threads;          /* >= 1 */
+  int64_t tokens;
+  const int64_t *input_ids; /* [tokens]: hash routing; negative: padding. NULL: experts are selected by score. */
+
+  int32_t *ids;    /* [tokens][top_k]; -1: padding or a zero expert */
+  float *weights;  /* [tokens][top_k] */
+  float *identity; /* [tokens]: total weight of zero experts; may be NULL if there are none */
+} lancebill_routing;
+
 enum lancebill_level {
   LANCEBILL_PORTABLE = 0,
   LANCEBILL_NEON = 1,       /* with byte dot products (asimddp) */
@@ -165,7 +204,8 @@ enum lancebill_status {
   LANCEBILL_BAD_LAYER = 2,   /* w13, w2 and the activation disagree about the intermediate size */
   LANCEBILL_BAD_WORK = 3,    /* neither ids nor offsets, no threads, decreasing offsets ... */
   LANCEBILL_NO_LEVEL = 4,    /* this machine or this build does not have that level */
-  LANCEBILL_NO_MEMORY = 5
+  LANCEBILL_NO_MEMORY = 5,
+  LANCEBILL_BAD_TOKEN = 6    /* a token id is outside the hash table */
 };
 
 #pragma GCC visibility push(default)
@@ -178,6 +218,9 @@ int32_t lancebill_has_openmp(void);
 /* Scratch bytes of this call; negative: minus the status that lancebill_run would return. */
 int64_t lancebill_scratch_bytes(const lancebill_layer *layer, const lancebill_work *work);
 int32_t lancebill_run(const lancebill_layer *layer, const lancebill_work *work);
+
+/* Routes all tokens. Nothing is written unless it returns LANCEBILL_OK. */
+int32_t lancebill_route(const lancebill_routing *routing);
 
 /* Bytes per expert of the packed arrays, for checks: codes, scales, zeros (0 if absent). */
 void lancebill_packed_bytes(const lancebill_matrix *matrix, int32_t gated, int64_t bytes[3]);

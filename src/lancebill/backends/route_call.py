@@ -1,0 +1,78 @@
+"""A call of a routing kernel: tensors that kernels can read, and whether a later call is like an earlier one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routing, check_inputs, check_lookup
+
+LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTEGER_DTYPES = (torch.int32, torch.int64)  # of hash tables and token ids
+_MOST_STRIDE = 1 << 31
+
+
+class RouteCall(NamedTuple):
+    """Rows of logits with unit column stride, and flat token ids if the routing needs them."""
+
+    routing: Routing
+    logits: Tensor
+    router: RouterTensors
+    input_ids: Tensor | None
+
+    @classmethod
+    def make(
+        cls, routing: Routing, logits: Tensor, router: RouterTensors, hidden: Tensor | None, input_ids: Tensor | None
+    ) -> RouteCall | None:
+        """None where only the definition computes the result, or says what is wrong. Runs on every call."""
+        if logits.dim() != 2 or not len(logits) or (hidden is not None and len(hidden) != len(logits)):
+            return None
+        row, column = logits.stride()
+        if column != 1 or not 0 <= row < _MOST_STRIDE:
+            logits = logits.contiguous()
+        if not routing.hashed:
+            return cls(routing, logits, router, None)
+        if input_ids is None or input_ids.numel() != len(logits):
+            return None
+        return cls(routing, logits, router, input_ids.reshape(-1))
+
+    def supported(self) -> bool:
+        """Whether kernels can read these tensors; raises where they do not fit the routing."""
+        routing, logits, (bias, correction, table), input_ids = self
+        check_inputs(routing, logits, None, bias, correction)
+        if routing.custom is not None or routing.simulated is not None or logits.dtype not in LOGITS_DTYPES:
+            return False
+        read = [(tensor, (torch.float32,)) for tensor in (bias, correction) if tensor is not None]
+        if routing.hashed:
+            found = check_lookup(routing, len(logits), table, input_ids)
+            read += [(tensor, INTEGER_DTYPES) for tensor in found]
+        return all(
+            tensor.dtype in dtypes and tensor.is_contiguous() and tensor.device == logits.device
+            for tensor, dtypes in read
+        )
+
+
+class BoundRouting:
+    """What a kernel's arguments were computed from, to be compared with every later call."""
+
+    def __init__(self, call: RouteCall) -> None:
+        self.routing, self.router = call.routing, call.router
+        self._addresses, self._facts = call.router.addresses(), _facts(call)
+
+    def serves(self, call: RouteCall) -> bool:
+        """Whether this call differs from the first only in the number of tokens and their addresses."""
+        return (
+            call.routing is self.routing
+            and call.router.same_as(self.router)
+            and call.router.addresses() == self._addresses
+            and _facts(call) == self._facts
+        )
+
+
+def _facts(call: RouteCall) -> tuple[object, ...]:
+    _, logits, _, input_ids = call
+    own = None if input_ids is None else (input_ids.dtype, input_ids.device)
+    return logits.dtype, logits.device, logits.shape[1], logits.stride(), own
