@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 from routings import CASES, Case, check, make_case
 
 from lancebill.backends.cpu import native
 from lancebill.backends.cpu.route import CpuRouting
 from lancebill.backends.route_call import RouteCall
-from lancebill.errors import LaunchError
 from lancebill.moe.routing import Routed
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.state().why)

@@ -34,7 +34,11 @@ def run_kernel(case: Case) -> Routed:
     step = RouteStep.of(call)
     assert step is not None
     shape, nothing = (len(logits), routing.top_k), torch.zeros(1)
-    ids, weights, identity = torch.full(shape, -7, dtype=torch.int32), torch.full(shape, 7.0), torch.full(shape[:1], 7.0)
+    ids, weights, identity = (
+        torch.full(shape, -7, dtype=torch.int32),
+        torch.full(shape, 7.0),
+        torch.full(shape[:1], 7.0),
+    )
     tensors = {
         "logits": logits, "bias": nothing if router.bias is None else router.bias,
         "correction": nothing if router.correction is None else router.correction, "table": table,

@@ -18,8 +18,8 @@ from lancebill.errors import MissingTensor
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
-from lancebill.moe.router_tensors import RouterTensors
-from lancebill.moe.routing import Routed, Routing, route
+from lancebill.moe.router_tensors import RouterTensors, route_as_defined
+from lancebill.moe.routing import Routed, Routing
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,7 @@ class Executor:
         input_ids: Tensor | None = None,
     ) -> Routed:
         """Choose experts for each row of `logits`. Backends with a kernel for it override this."""
-        bias, correction, table = router
-        inputs = {"hidden": hidden, "bias": bias, "correction_bias": correction, "table": table, "input_ids": input_ids}
-        return route(routing, logits, **inputs)
+        return route_as_defined(routing, logits, router, hidden, input_ids)
 
     def plan(self, x: Tensor, dispatch: Dispatch) -> Plan:
         form, tokens = _DISPATCH[type(dispatch)], x.shape[:-1].numel()  # a batched x counts all rows it has room for

@@ -45,6 +45,7 @@ class RouteCall(NamedTuple):
         check_inputs(routing, logits, None, bias, correction)
         if routing.custom is not None or routing.simulated is not None or logits.dtype not in LOGITS_DTYPES:
             return False
+        read: list[tuple[Tensor, tuple[torch.dtype, ...]]]
         read = [(tensor, (torch.float32,)) for tensor in (bias, correction) if tensor is not None]
         if routing.hashed:
             found = check_lookup(routing, len(logits), table, input_ids)

@@ -30,7 +30,7 @@ from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
-from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed
 
 INPUT_SCALES = ("input_scale",)  # engines keep one for all experts, so their load balancing does not move them
@@ -158,6 +158,8 @@ class RoutedExperts(PackedModule):
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
         self._check_logits(router_logits, self.routing.zero_experts)
         router = RouterTensors(self.router_bias, self.router_correction, self.router_table)
+        if torch.compiler.is_compiling():  # the definition can be traced, a launch cannot
+            return route_as_defined(self.routing, router_logits, router, x, input_ids)
         return self.executor.route(self.routing, router_logits, router, x, input_ids)
 
     def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:

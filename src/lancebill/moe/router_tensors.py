@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lancebill.moe.routing import Routed, Routing, route
+
 
 class RouterTensors(NamedTuple):
     """As `lancebill.moe.routing.route` takes them. A tuple, because every call makes one."""
@@ -21,3 +23,13 @@ class RouterTensors(NamedTuple):
     def same_as(self, other: RouterTensors) -> bool:
         """Whether these are the same objects. Their memory may have changed: compare the addresses too."""
         return self[0] is other[0] and self[1] is other[1] and self[2] is other[2]
+
+
+def route_as_defined(
+    routing: Routing, logits: Tensor, router: RouterTensors, hidden: Tensor | None, input_ids: Tensor | None
+) -> Routed:
+    """`lancebill.moe.routing.route` with the router's tensors."""
+    bias, correction, table = router
+    return route(
+        routing, logits, hidden=hidden, bias=bias, correction_bias=correction, table=table, input_ids=input_ids
+    )

@@ -288,7 +288,9 @@ def _total(weights: Tensor) -> Tensor:
     return total
 
 
-def check_lookup(routing: Routing, tokens: int, table: Tensor | None, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def check_lookup(
+    routing: Routing, tokens: int, table: Tensor | None, input_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The table and the flat token ids of hash routing; raises if they are missing or do not fit."""
     if table is None or input_ids is None:
         missing = "a table of experts by token id" if table is None else "input_ids"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lancebill.backends.registry import registry
 from lancebill.errors import CompileError
@@ -19,12 +20,14 @@ from lancebill.jit.build import build_all, get_binary
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import Binary
 from lancebill.moe.problem import Device
+from lancebill.moe.routing import SOFTMAX, SQRTSOFTPLUS, Routing
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem
 
 pytest.importorskip("triton")
 
 from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.route_step import RouteStep
 from lancebill.backends.hopper.shipped import shipped
 from lancebill.backends.hopper.steps import Step, steps
 
@@ -55,6 +58,15 @@ def test_forms_outside_the_shipped_set_compile(
     assert set(kernels) <= set(first)
     for kernel in kernels:
         check(get_binary(first[kernel].source), first[kernel].persistent)
+
+
+def test_the_largest_routing_kernels_compile() -> None:
+    """Most registers: as many experts, groups and slots as the kernel supports, with every option."""
+    grouped = Routing(64, SQRTSOFTPLUS, renormalize=True, n_group=32, topk_group=8, zero_experts=9)
+    for routing in (grouped, replace(grouped, scoring=SOFTMAX, n_group=0, topk_group=0)):
+        step = RouteStep.make(routing, 2048, torch.bfloat16, biased=True, corrected=True)
+        assert step is not None
+        check(get_binary(step.source), 1)
 
 
 def test_small_layers_of_every_form_fit_in_registers() -> None:

@@ -91,7 +91,7 @@ def route_tokens(
 ):  # fmt: skip
     """Route the token of this program. `size`: experts of a group. `first_zero`: the first zero expert (ZEROS).
 
-    AFTER selects by logits and scores the selected ones only. HASHED reads the experts from `table` [vocabulary, top_k].
+    AFTER selects by logits and scores only the selected. HASHED reads the experts from `table` [vocabulary, top_k].
     """
     gdc_wait()
     gdc_launch_dependents()
