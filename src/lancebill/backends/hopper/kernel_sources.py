@@ -9,11 +9,10 @@ from lancebill.backends.hopper.kernels.weight_form import BF16, BOX, E4M3, F16, 
 from lancebill.backends.hopper.tuning.policy import Tile
 from lancebill.jit.compile import Desc, KernelSource
 
-GEMM, DECODE, ROWS_MODULE, ROUTE = (
+GEMM, DECODE, ROWS_MODULE = (
     "lancebill.backends.hopper.kernels.gemm",
     "lancebill.backends.hopper.kernels.decode",
     "lancebill.backends.hopper.kernels.dispatch_combine",
-    "lancebill.backends.hopper.kernels.route",
 )
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
 GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what the epilogue writes
@@ -65,23 +64,6 @@ def rows_kernel(
     # Without maxnreg the assembler may spill to raise occupancy. With it, the assembler ignores the number of threads.
     options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
     return KernelSource(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
-
-
-def route_kernel(logits: str, table: str, input_ids: str, constants: Mapping[str, Any], warps: int) -> KernelSource:
-    """The routing kernel for these element types. It reads rows at any address."""
-    pointers = {
-        "logits": logits, "bias": "fp32", "correction": "fp32", "table": table, "input_ids": input_ids, "ids": "i32",
-        "weights": "fp32", "identity": "fp32",
-    }  # fmt: skip
-    integers = ("stride", "experts", "size", "topk_group", "top_k", "vocabulary", "first_zero", "renormalize")
-    arguments = (
-        *((name, f"*{element}") for name, element in pointers.items()),
-        *((name, "i32") for name in integers),
-        ("epsilon", "fp32"),
-        ("scale", "fp32"),
-    )
-    options = (("num_warps", warps), ("maxnreg", 255))
-    return KernelSource(ROUTE, "route_tokens", arguments, tuple(constants.items()), (), options)
 
 
 def decode_gemm(

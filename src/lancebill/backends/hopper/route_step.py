@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.route_call import RouteCall
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.routing import Routing
 
+KERNELS = "lancebill.backends.hopper.kernels.route"
 _LOGITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTEGERS = {torch.int32: "i32", torch.int64: "i64"}
 _MOST_EXPERTS, _MOST_GROUPS, _MOST_SLOTS = 2048, 32, 64  # padded; a block compares all pairs of groups
@@ -60,7 +62,23 @@ class RouteStep:
             "renormalize": int(routing.renormalize), "epsilon": routing.epsilon, "scale": routing.folded_scale,
         }  # fmt: skip
         types = _LOGITS[logits], _INTEGERS[lookup[0]], _INTEGERS[lookup[1]]
-        return cls(src.route_kernel(*types, constants, max(1, g * s // _EXPERTS_PER_WARP)), values)
+        return cls(_source(*types, constants, max(1, g * s // _EXPERTS_PER_WARP)), values)
+
+
+def _source(logits: str, table: str, input_ids: str, constants: Mapping[str, Any], warps: int) -> KernelSource:
+    """The kernel for these element types. No argument is declared aligned: rows may be at any address."""
+    pointers = {
+        "logits": logits, "bias": "fp32", "correction": "fp32", "table": table, "input_ids": input_ids, "ids": "i32",
+        "weights": "fp32", "identity": "fp32",
+    }  # fmt: skip
+    integers = ("stride", "experts", "size", "topk_group", "top_k", "vocabulary", "first_zero", "renormalize")
+    arguments = (
+        *((name, f"*{element}") for name, element in pointers.items()),
+        *((name, "i32") for name in integers),
+        *((name, "fp32") for name in ("epsilon", "scale")),
+    )
+    options = (("num_warps", warps), ("maxnreg", 255))
+    return KernelSource(KERNELS, "route_tokens", arguments, tuple(constants.items()), (), options)
 
 
 def _power_of_two(count: int) -> int:
