@@ -92,7 +92,7 @@ def exact_weight(
             codes[rows] = some[torch.randint(3, (len(rows), shape.k), generator=generator, device=device)]
     if weight.zero is not None:
         weight = replace(weight, zero=torch.full_like(weight.zero, 8))
-    return replace(weight, codes=codes, scales=(level.dtype.encode(torch.exp2(power)), *outer))
+    return replace(weight, stored=codes, scales=(level.dtype.encode(torch.exp2(power)), *outer))
 
 
 def exact_inputs(layer: ExactLayer, tokens: int, seed: int, device: str = "cuda") -> Tensor:

@@ -25,7 +25,7 @@ NAMES = [
 def to(weight: LogicalWeight, device: str) -> LogicalWeight:
     return replace(
         weight,
-        codes=weight.codes.to(device),
+        stored=weight.codes.to(device),
         scales=tuple(t.to(device) for t in weight.scales),
         zero=None if weight.zero is None else weight.zero.to(device),
         minimum=tuple(t.to(device) for t in weight.minimum),

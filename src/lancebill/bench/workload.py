@@ -70,7 +70,7 @@ class Weights:
         """One expert's matrix."""
         sources, expert = self._sources[matrix], expert % self.distinct
         source = sources[expert % len(sources)]
-        return replace(source, codes=source.codes.roll(expert // len(sources), dims=0))
+        return replace(source, stored=source.codes.roll(expert // len(sources), dims=0))
 
     def packed(self, layout: Layout, experts: Iterable[int] | None = None) -> dict[str, Packed]:
         """These experts (by default all) packed in a backend's layout."""

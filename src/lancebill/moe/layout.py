@@ -1,5 +1,7 @@
 """Memory layouts of weights for kernels: a bijection with the canonical form, expert dimension first.
 
+`pack` and `unpack` take one expert's matrix, or those of several experts at once, on the device that holds them.
+
 Storage is always integer, so that `module.to(bfloat16)` cannot round a scale. Each expert's row is
 self-contained, so that load balancing moves an expert with one row copy per tensor. `PlainLayout` is
 the simplest: codes as dense bit streams along K, levels unchanged.
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.bit_packing import Nibbles, pack_bits, stream_codes
 from lancebill.numbers.dtypes import ZERO16
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight
@@ -47,11 +49,11 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
-        """Write one expert's matrix into its rows."""
+        """Write one expert's matrix into its rows; with a leading expert dimension, several experts' into theirs."""
 
     @abstractmethod
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
-        """The inverse of `pack`, for one expert's rows."""
+        """The inverse of `pack`, for the rows of one expert or of several."""
 
     def notes(self) -> tuple[str, ...]:
         """Messages for the user about changes that packing made to the numbers so far; usually none."""
@@ -94,8 +96,7 @@ class PlainLayout(Layout):
 
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         spec = shape.spec
-        codes = pack_bits(weight.codes, spec.dtype.bits, torch.uint8) if spec.quantized else weight.codes
-        out["codes"].copy_(as_integer(codes))
+        out["codes"].copy_(as_integer(_stream(weight) if spec.quantized else weight.codes))
         for i, scale in enumerate(weight.scales):
             out[f"scale{i}"].copy_(as_integer(scale))
         if weight.zero is not None:
@@ -103,28 +104,45 @@ class PlainLayout(Layout):
         for i, level in enumerate(weight.minimum):
             out[f"minimum{i}"].copy_(as_integer(level))
         if shape.bias:
-            bias = weight.bias if weight.bias is not None else torch.zeros(shape.n)
-            out["bias"].copy_(as_integer(bias.float()))
+            out["bias"].copy_(as_integer(bias_of(shape, weight)))
         if shape.act_order:
-            natural = torch.arange(shape.k, dtype=torch.int32)
-            out["perm"].copy_(natural if weight.perm is None else weight.perm)
+            out["perm"].copy_(order_of(shape, weight))
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
         spec, k = shape.spec, shape.k
-        codes = unpack_bits(packed["codes"], spec.dtype.bits, k) if spec.quantized else packed["codes"]
+        codes = stream_codes(packed["codes"], spec.dtype.bits, k) if spec.quantized else packed["codes"]
         zero = None
         if spec.zero is not None:
             stored = packed["zero"]
             zero = stored.to(torch.int16) if stored.dtype == torch.uint8 else stored.view(spec.zero.dtype.storage)
         return LogicalWeight(
             spec,
-            codes.view(spec.dtype.storage),
+            codes if spec.quantized else packed["codes"].view(spec.dtype.storage),
             tuple(packed[f"scale{i}"].view(s.dtype.storage) for i, s in enumerate(spec.scales)),
             zero,
             tuple(packed[f"minimum{i}"].view(s.dtype.storage) for i, s in enumerate(spec.minimum)),
             bias=packed["bias"].view(torch.float32) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
+
+
+def bias_of(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
+    """fp32; zeros where a matrix of the layer has none."""
+    if weight.bias is None:
+        return torch.zeros(*weight.lead, shape.n, device=weight.device)
+    return weight.bias.float()
+
+
+def order_of(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
+    """The act-order; the natural one where a matrix of the layer has none."""
+    return torch.arange(shape.k, dtype=torch.int32, device=weight.device) if weight.perm is None else weight.perm
+
+
+def _stream(weight: LogicalWeight) -> Tensor:
+    """Codes as a dense bit stream along K, in bytes."""
+    if isinstance(weight.stored, Nibbles):
+        return weight.stored.data
+    return pack_bits(weight.stored, weight.spec.dtype.bits, torch.uint8)
 
 
 def as_integer(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def finest(blocks: Iterable[Block]) -> Block:
 
 def spread(tensor: Tensor, old: Block, new: Block, n: int, k: int) -> Tensor:
     """One number per `old` block to one per `new` block; each new block must be inside an old one."""
-    for axis, size in ((0, n), (1, k)):
+    for axis, size in ((-2, n), (-1, k)):
         if old[axis] == new[axis]:
             continue
         if new[axis] == ALL or (old[axis] != ALL and old[axis] % new[axis]):

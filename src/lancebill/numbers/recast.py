@@ -66,7 +66,7 @@ def _rewritten(weight: LogicalWeight, spec: QuantSpec) -> LogicalWeight:
     return replace(
         fine,
         spec=spec,
-        codes=_translate(fine.codes, fine.spec.dtype, spec.dtype),
+        stored=_translate(fine.codes, fine.spec.dtype, spec.dtype),
         scales=tuple(map(convert, fine.spec.scales, spec.scales, fine.scales)),
         zero=zero,
         minimum=tuple(map(convert, fine.spec.minimum, spec.minimum, fine.minimum)),

@@ -1,19 +1,21 @@
-"""One matrix in canonical form: the interface between formats and kernel layouts.
+"""A matrix in canonical form: the interface between formats and kernel layouts.
 
-A `LogicalWeight` is transient: it holds one expert's matrix, one byte per code. Every operation here
-is exact; `codec` does the rounding.
+A `LogicalWeight` is transient. It holds one matrix, or the same matrix of several experts: then every tensor has a
+leading expert dimension. Every operation here is exact; `codec` does the rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, WrongDtype, WrongShape
+from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.blocks import expand as expand
 from lancebill.numbers.blocks import spread as spread
 from lancebill.numbers.spec import ALL, TENSOR, Level, QuantSpec, blocks_along
@@ -26,12 +28,13 @@ INPUT_ROLES = ("input_scale", "input_global_scale", "input_zero_point", "pre_qua
 class LogicalWeight:
     """Codes [N, K], and for each level of the spec a tensor with one number per block.
 
-    With `perm` (act-order) the columns are sorted by group, so that groups are contiguous: column j
+    `stored` has one byte per code, or two 4-bit codes per byte, as most checkpoints store them: whoever needs single
+    codes takes `codes`. With `perm` (act-order) the columns are sorted by group, so that groups are contiguous: column j
     belongs to input feature perm[j]. `dequantize` restores the natural order.
     """
 
     spec: QuantSpec
-    codes: Tensor
+    stored: Tensor | Nibbles
     scales: tuple[Tensor, ...] = ()
     zero: Tensor | None = None
     minimum: tuple[Tensor, ...] = ()
@@ -40,8 +43,8 @@ class LogicalWeight:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        n, k = self.n, self.k
-        _expect("codes", self.codes, (n, k), self.spec.dtype.storage)
+        n, k, lead = self.n, self.k, self.lead
+        _expect("codes", self.stored, (*lead, n, k), self.spec.dtype.storage)
         actual = (len(self.scales), self.zero is not None, len(self.minimum))
         expected = (len(self.spec.scales), self.spec.zero is not None, len(self.spec.minimum))
         if actual != expected:
@@ -52,19 +55,33 @@ class LogicalWeight:
                 got="{} scales, zero point {}, {} minima".format(*actual),
             )
         for level, tensor in self.levels():
-            _expect(f"level {level}", tensor, level.shape(n, k), level.dtype.storage)
+            _expect(f"level {level}", tensor, (*lead, *level.shape(n, k)), level.dtype.storage)
         if self.bias is not None:
-            _expect("bias", self.bias, (n,), self.bias.dtype)
+            _expect("bias", self.bias, (*lead, n), self.bias.dtype)
         if self.perm is not None:
-            _expect("perm", self.perm, (k,), torch.int32)
+            _expect("perm", self.perm, (*lead, k), torch.int32)
 
     @property
     def n(self) -> int:
-        return int(self.codes.shape[0])
+        return int(self.stored.shape[-2])
 
     @property
     def k(self) -> int:
-        return int(self.codes.shape[1])
+        return int(self.stored.shape[-1])
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """() for one matrix, (experts,) for several."""
+        return tuple(self.stored.shape[:-2])
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """One byte per code; 16- and 32-bit types as they are."""
+        return self.stored.unpack() if isinstance(self.stored, Nibbles) else self.stored
+
+    @property
+    def device(self) -> torch.device:
+        return self.stored.device
 
     def equals(self, other: LogicalWeight) -> bool:
         """Bitwise equality, including the spec and the activation-side tensors."""
@@ -100,10 +117,12 @@ class LogicalWeight:
 
     def rows(self, index: Tensor) -> LogicalWeight:
         """Rows `index`, in that order. Blocks along N are refined to single rows first."""
-        fine = self.reblock(self.spec.map_blocks(0, 1))
-        bias = None if fine.bias is None else fine.bias[index]
+        fine, index = self.reblock(self.spec.map_blocks(0, 1)), index.to(self.device)
+        bias = None if fine.bias is None else fine.bias.index_select(-1, index)
         return fine._map_levels(
-            lambda level, t: t if level.block[0] == ALL else t[index], codes=fine.codes[index], bias=bias
+            lambda level, t: t if level.block[0] == ALL else t.index_select(-2, index),
+            stored=fine.stored.index_select(-2, index),
+            bias=bias,
         )
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> LogicalWeight:
@@ -120,8 +139,8 @@ class LogicalWeight:
             inputs["pre_quant_scale"] = inputs["pre_quant_scale"][..., columns[0] : columns[1]]
         return self._map_levels(
             lambda level, t: _cut_level(level, t, rows, columns),
-            codes=self.codes[rows[0] : rows[1], columns[0] : columns[1]].contiguous(),
-            bias=None if self.bias is None else self.bias[rows[0] : rows[1]],
+            stored=_cut_codes(self.stored, rows, columns),
+            bias=None if self.bias is None else self.bias[..., rows[0] : rows[1]],
             inputs=inputs,
         )
 
@@ -154,13 +173,66 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
     fine = [w.reblock(w.spec.map_blocks(0, w.n)) for w in weights]
     return LogicalWeight(
         first.spec.stacked(first.n),
-        torch.cat([w.codes for w in fine]),
-        tuple(torch.cat(ts) for ts in zip(*(w.scales for w in fine))),
-        _cat_optional([w.zero for w in fine]),
-        tuple(torch.cat(ts) for ts in zip(*(w.minimum for w in fine))),
-        bias=_cat_optional([w.bias for w in fine]),
+        _join_codes(torch.cat, [w.stored for w in fine], -2),
+        tuple(torch.cat(ts, -2) for ts in zip(*(w.scales for w in fine))),
+        _join_optional(torch.cat, [w.zero for w in fine], -2),
+        tuple(torch.cat(ts, -2) for ts in zip(*(w.minimum for w in fine))),
+        bias=_join_optional(torch.cat, [w.bias for w in fine], -1),
         perm=first.perm,
         inputs={r: t for r, t in first.inputs.items() if all(_same_optional(w.inputs.get(r), t) for w in weights)},
+    )
+
+
+def stack_experts(weights: Sequence[LogicalWeight]) -> LogicalWeight:
+    """The same matrix of several experts as one value, with a leading expert dimension.
+
+    If only some experts have an act-order, the others get the natural order.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return _with_lead(first)
+    for weight in weights:
+        if (weight.spec, weight.stored.shape) != (first.spec, first.stored.shape):
+            raise WrongShape(
+                "experts of a layer must agree",
+                expected=f"{first.spec} {list(first.stored.shape)}",
+                got=f"{weight.spec} {list(weight.stored.shape)}",
+            )
+    perms = [w.perm for w in weights]
+    if any(perm is not None for perm in perms):
+        natural = torch.arange(first.k, dtype=torch.int32, device=first.device)
+        perms = [natural if perm is None else perm for perm in perms]
+    return LogicalWeight(
+        first.spec,
+        _join_codes(torch.stack, [w.stored for w in weights], 0),
+        tuple(torch.stack(ts) for ts in zip(*(w.scales for w in weights))),
+        _join_optional(torch.stack, [w.zero for w in weights], 0),
+        tuple(torch.stack(ts) for ts in zip(*(w.minimum for w in weights))),
+        bias=_join_optional(torch.stack, [w.bias for w in weights], 0),
+        perm=_join_optional(torch.stack, perms, 0),
+        inputs={role: torch.stack([w.inputs[role] for w in weights]) for role in first.inputs},
+    )
+
+
+def expert_of(weights: LogicalWeight, index: int) -> LogicalWeight:
+    """One expert's matrix out of several: views."""
+    return weights._map_levels(
+        lambda _, t: t[index],
+        stored=weights.stored[index],
+        bias=None if weights.bias is None else weights.bias[index],
+        perm=None if weights.perm is None else weights.perm[index],
+        inputs={role: t[index] for role, t in weights.inputs.items()},
+    )
+
+
+def _with_lead(weight: LogicalWeight) -> LogicalWeight:
+    """One matrix as a stack of one: views."""
+    return weight._map_levels(
+        lambda _, t: t.unsqueeze(0),
+        stored=weight.stored.unsqueeze(0),
+        bias=None if weight.bias is None else weight.bias.unsqueeze(0),
+        perm=None if weight.perm is None else weight.perm.unsqueeze(0),
+        inputs={role: t.unsqueeze(0) for role, t in weight.inputs.items()},
     )
 
 
@@ -175,15 +247,21 @@ def _same_optional(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and same_bits(a, b))
 
 
-def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _expect(what: str, tensor: Tensor | Nibbles, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape:
         raise WrongShape(f"{what} of a weight", expected=list(shape), got=list(tensor.shape))
     if tensor.dtype != dtype:
         raise WrongDtype(f"{what} of a weight", expected=dtype, got=tensor.dtype)
 
 
+def _cut_codes(stored: Tensor | Nibbles, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor | Nibbles:
+    if isinstance(stored, Nibbles) and (columns[0] % 2 or columns[1] % 2):
+        stored = stored.unpack()  # the cut separates two codes of a byte
+    return stored.narrow(-2, rows[0], rows[1] - rows[0]).narrow(-1, columns[0], columns[1] - columns[0]).contiguous()
+
+
 def _cut_level(level: Level, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    for axis, (low, high) in ((0, rows), (1, columns)):
+    for axis, (low, high) in ((-2, rows), (-1, columns)):
         side = level.block[axis]
         if side == ALL:
             continue
@@ -193,10 +271,21 @@ def _cut_level(level: Level, tensor: Tensor, rows: tuple[int, int], columns: tup
     return tensor.contiguous()
 
 
-def _cat_optional(tensors: Sequence[Tensor | None]) -> Tensor | None:
+Join = Callable[[list[Tensor], int], Tensor]  # torch.cat or torch.stack
+
+
+def _join_codes(join: Join, parts: Sequence[Tensor | Nibbles], axis: int) -> Tensor | Nibbles:
+    """Stays two codes per byte if all parts are."""
+    dense = [part.data for part in parts if isinstance(part, Nibbles)]
+    if len(dense) == len(parts):
+        return Nibbles(join(dense, axis))
+    return join([part.unpack() if isinstance(part, Nibbles) else part for part in parts], axis)
+
+
+def _join_optional(join: Join, tensors: Sequence[Tensor | None], axis: int) -> Tensor | None:
     present = [t for t in tensors if t is not None]
     if not present:
         return None
     if len(present) != len(tensors):
-        raise BadValue("a tensor is present for one stacked projection and absent for another")
-    return torch.cat(present)
+        raise BadValue("a tensor is present for one of the joined matrices and absent for another")
+    return join(present, axis)

@@ -86,7 +86,7 @@ def _unpacked(form: WeightForm) -> tuple[torch.Tensor, torch.Tensor]:
     value = VALUES[form.code][codes.long()]
     metas, value = _scales(form, value)
     want = fragments._fragment_view(form, value)
-    words = fragments._from_rows(form, fragments.pack_codes(form, codes), N, K).numpy().view(np.uint32)
+    words = fragments._from_rows(form, fragments.pack_codes(form, codes), K).numpy().view(np.uint32)
     return _run_ptx(form, words, metas, want.shape), want
 
 
@@ -189,9 +189,9 @@ def test_packed_weights_unpack_to_the_weights(spec: str, activations: str, size:
     layout.pack(shape, weight, held)
     form, numbers = layout.form(shape), torch.empty(layout.padded(shape))
     view = fragments._fragment_view(form, numbers)
-    words = fragments._from_rows(form, held["codes"], *numbers.shape).numpy().view(np.uint32)
+    words = fragments._from_rows(form, held["codes"], numbers.shape[1]).numpy().view(np.uint32)
     view.copy_(_run_ptx(form, words, _per_slice(form, held["scales"], 2 * N) if form.scale_words else None, view.shape))
-    factors = layout._take(shape, held["factors"].view(torch.float32)).double().unsqueeze(1)
+    factors = layout._take(shape, held["factors"].view(torch.float32).unsqueeze(1)).double()
     got, want = layout._take(shape, numbers).double(), dequantize(weight) / factors
     kind = torch.finfo(TYPES[activations])
     steps = kind.eps * torch.exp2(torch.frexp(want)[1].double() - 1) + kind.smallest_normal * kind.eps

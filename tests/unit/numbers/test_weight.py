@@ -164,7 +164,7 @@ def test_equality_is_by_bits() -> None:
     zero, minus = (LogicalWeight(SPECS["fp32"], torch.full((1, 1), v)) for v in (0.0, -0.0))
     assert not zero.equals(minus)
     nan = LogicalWeight(SPECS["fp32"], torch.full((1, 1), torch.nan))
-    assert nan.equals(replace(nan, codes=nan.codes.clone()))
+    assert nan.equals(replace(nan, stored=nan.codes.clone()))
 
 
 # --- invalid arguments --------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 In a gated w13, gate and up blocks alternate. Two consecutive blocks share bytes of 4-bit codes. The kernels read
 `codes`, `scales` and `zeros` (one per row and group), `row_scale`, `bias` and `perm`. The small `kept0` ... hold
 the levels that cannot be recovered from these; only `unpack` reads them.
+
+The torch code here is the definition. The library packs codes and groups in one pass where it is built.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from lancebill.backends.cpu.form import CpuForm, matrix_form, padded_columns
 from lancebill.backends.cpu.native import abi, library
 from lancebill.errors import BadValue
-from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer
+from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E4M3, ZERO16, DType
 from lancebill.numbers.spec import ALL, DIV, Level, Scale
@@ -89,27 +91,25 @@ class CpuLayout(Layout):
         if form.zero != abi.ZeroKind.NONE:
             out["zeros"].copy_(_by_group(self._place(shape, self._zeros(shape, form, weight), k // form.group)))
         if form.row_scale:
-            out["row_scale"].copy_(as_integer(self._place(shape, _row_scale(shape, weight))))
+            out["row_scale"].copy_(as_integer(self._place(shape, _row_scale(shape, weight)).squeeze(-1)))
         for place, index in enumerate(form.kept):
             out[f"kept{place}"].copy_(as_integer(weight.levels()[index][1]))
         if shape.bias:
-            bias = weight.bias if weight.bias is not None else torch.zeros(shape.n)
-            out["bias"].copy_(as_integer(self._place(shape, bias.float())))
+            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight).unsqueeze(-1)).squeeze(-1)))
         if shape.act_order:
-            natural = torch.arange(shape.k, dtype=torch.int32)
-            out["perm"].copy_(natural if weight.perm is None else weight.perm)
+            out["perm"].copy_(order_of(shape, weight))
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
         form, (n, k) = self.form(shape), self.padded(shape)
         spec = shape.spec
-        codes = self._take(shape, _unpack_codes(form.values.codes, packed["codes"], n, k))[:, : shape.k]
+        codes = self._take(shape, _unpack_codes(form.values.codes, packed["codes"], n, k))[..., : shape.k]
         levels: list[Tensor | None] = [None] * len(spec.levels)
         for place, index in enumerate(form.kept):
             levels[index] = packed[f"kept{place}"].view(spec.levels[index].dtype.storage)
         for index, level in enumerate(spec.levels):
             if levels[index] is None:
                 name = "zeros" if level is spec.zero else "scales"
-                values = self._take(shape, packed[name].transpose(1, 2).reshape(n, -1))
+                values = self._take(shape, packed[name].transpose(-1, -2).flatten(-3, -2))
                 levels[index] = self._block_numbers(shape, form, level, values)
         complete = [level for level in levels if level is not None]
         scales, zero = len(spec.scales), int(spec.zero is not None)
@@ -119,30 +119,27 @@ class CpuLayout(Layout):
             tuple(complete[:scales]),
             complete[scales] if zero else None,
             tuple(complete[scales + zero :]),
-            bias=self._take(shape, packed["bias"].view(torch.float32)) if shape.bias else None,
+            bias=self._take(shape, packed["bias"].view(torch.float32).unsqueeze(-1)).squeeze(-1) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
 
     # ------------------------------------------------------------ rows and columns
 
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int = 0) -> Tensor:
-        """Rows in packed order, with rows and columns padded with zeros."""
-        if columns > (rows.shape[1] if columns else 0):
-            rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1])], dim=1)
+        """Rows [..., n, columns] in packed order, with rows and columns padded with zeros."""
+        rows = _pad(rows, -1, columns) if columns else rows
         count, _ = self.padded(shape)
         if not self.problem.is_gated(shape.name):
-            return _pad(rows, count)
-        half = shape.n // 2
-        blocks = [_pad(side, count // 2).unflatten(0, (-1, BLOCK)) for side in (rows[:half], rows[half:])]
-        return torch.stack(blocks, dim=1).flatten(0, 2)
+            return _pad(rows, -2, count)
+        sides = (_pad(side, -2, count // 2).unflatten(-2, (-1, BLOCK)) for side in rows.chunk(2, -2))
+        return torch.stack(list(sides), dim=-3).flatten(-4, -2)
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
         """The inverse of `_place` for rows. Columns stay padded."""
         if not self.problem.is_gated(shape.name):
-            return rows[: shape.n]
-        half = shape.n // 2
-        sides = rows.unflatten(0, (-1, 2, BLOCK)).unbind(1)
-        return torch.cat([side.flatten(0, 1)[:half] for side in sides])
+            return rows[..., : shape.n, :]
+        sides = rows.unflatten(-2, (-1, 2, BLOCK)).unbind(-3)
+        return torch.cat([side.flatten(-3, -2)[..., : shape.n // 2, :] for side in sides], -2)
 
     # ------------------------------------------------------------ scales and zeros of groups
 
@@ -158,7 +155,7 @@ class CpuLayout(Layout):
     def _zeros(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight) -> Tensor:
         """[N, groups]: bytes in units of the table, or fp32 offsets that are subtracted after scaling."""
         spec = shape.spec
-        offset = torch.zeros(shape.n, 1)
+        offset = torch.zeros(shape.n, 1, device=weight.device)
         if spec.zero is not None and weight.zero is not None:
             zero = _repeat_to_groups(shape, form, spec.zero, weight.zero)
             if form.zero == abi.ZeroKind.U8:
@@ -167,14 +164,14 @@ class CpuLayout(Layout):
             offset = zero.float() * _scale_product(shape, form, inner)
         if spec.minimum:
             offset = offset + _scale_product(shape, form, list(zip(spec.minimum, weight.minimum)))
-        return as_integer(offset.expand(shape.n, -(-shape.k // form.group)).contiguous())
+        return as_integer(offset.expand(*weight.lead, shape.n, -(-shape.k // form.group)).contiguous())
 
     def _block_numbers(self, shape: MatrixShape, form: CpuForm, level: Level, values: Tensor) -> Tensor:
         """The stored numbers of a level, given the numbers of all packed groups."""
         rows, columns = level.block
         blocks = level.shape(shape.n, shape.k)
-        chosen = values[:: rows or shape.n, :: columns // form.group or values.shape[1]]
-        chosen = chosen[: blocks[0], : blocks[1]].clone(memory_format=torch.contiguous_format)
+        chosen = values[..., :: rows or shape.n, :: columns // form.group or values.shape[-1]]
+        chosen = chosen[..., : blocks[0], : blocks[1]].clone(memory_format=torch.contiguous_format)
         if level.dtype == ZERO16:
             return (chosen.int() - form.values.center).to(torch.int16)
         return chosen.view(level.dtype.storage)
@@ -185,32 +182,38 @@ def _repeat_to_groups(shape: MatrixShape, form: CpuForm, level: Level, stored: T
     stored, columns = _repeat_to_rows(shape, level, stored), level.block[1]
     count = -(-shape.k // form.group)
     if columns == ALL:
-        return stored.expand(-1, count).contiguous()
-    return stored.repeat_interleave(columns // form.group, dim=1)[:, :count].contiguous()
+        return stored.expand(*stored.shape[:-1], count).contiguous()
+    repeats = columns // form.group
+    return (stored if repeats == 1 else stored.repeat_interleave(repeats, dim=-1))[..., :count].contiguous()
 
 
 def _repeat_to_rows(shape: MatrixShape, level: Level, stored: Tensor) -> Tensor:
     rows = level.block[0]
-    return stored.expand(shape.n, -1) if rows == ALL else stored.repeat_interleave(rows, dim=0)[: shape.n]
+    if rows == 1:
+        return stored
+    if rows == ALL:
+        return stored.expand(*stored.shape[:-2], shape.n, stored.shape[-1])
+    return stored.repeat_interleave(rows, dim=-2)[..., : shape.n, :]
 
 
 def _scale_product(shape: MatrixShape, form: CpuForm, levels: list[tuple[Scale, Tensor]]) -> Tensor:
-    """The product of scale levels, fp32 [N, groups]; 1 if there are none."""
+    """The product of scale levels, fp32 [..., N, groups]; 1 if there are none."""
     product = torch.ones(shape.n, -(-shape.k // form.group))
     for level, stored in levels:
         numbers = _repeat_to_groups(shape, form, level, level.dtype.decode(stored))
+        product = product.to(stored.device)
         product = product / numbers if level.op == DIV else product * numbers
     return product
 
 
 def _row_scale(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
-    """fp32 [N]: the product of all scales that cover whole rows."""
-    product = torch.ones(shape.n, 1)
+    """fp32 [..., N, 1]: the product of all scales that cover whole rows."""
+    product = torch.ones(shape.n, 1, device=weight.device)
     for level, stored in zip(shape.spec.scales, weight.scales):
         if level.block[1] == ALL:
             numbers = _repeat_to_rows(shape, level, level.dtype.decode(stored))
             product = product / numbers if level.op == DIV else product * numbers
-    return product.squeeze(1)
+    return product
 
 
 # ------------------------------------------------------------ codes
@@ -222,34 +225,34 @@ def _strip(form: CpuForm) -> int:
 
 
 def _pack_codes(kind: abi.Codes, codes: Tensor) -> Tensor:
-    """[N, K] bytes to [strips, bytes]."""
-    units: Tensor = codes.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, 4)).transpose(1, 2)  # [block, unit, row, column]
+    """[..., N, K] bytes to [..., strips, bytes]."""
+    units = codes.unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, 4)).transpose(-3, -2)  # [block, unit, row, column]
     if kind == abi.Codes.TABLE4:
-        units = units[0::2] | (units[1::2] << 4)
+        units = units[..., 0::2, :, :, :] | (units[..., 1::2, :, :, :] << 4)
     elif kind == abi.Codes.FLOAT8:
-        units = units.transpose(2, 3)
-    return units.flatten(1)
+        units = units.transpose(-1, -2)
+    return units.flatten(-3)
 
 
 def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
     if kind == abi.Codes.FLOAT8:
-        units = packed.view(-1, k // 4, 4, BLOCK).transpose(2, 3)
+        units = packed.unflatten(-1, (k // 4, 4, BLOCK)).transpose(-1, -2)
     else:
-        units = packed.view(-1, k // 4, BLOCK, 4)
+        units = packed.unflatten(-1, (k // 4, BLOCK, 4))
     if kind == abi.Codes.TABLE4:
-        units = torch.stack([units & 15, units >> 4], dim=1).flatten(0, 1)
-    return units.transpose(1, 2).reshape(n, k)
+        units = torch.stack([units & 15, units >> 4], dim=-4).flatten(-5, -4)
+    return units.transpose(-3, -2).reshape(*packed.shape[:-2], n, k)
 
 
 def _stored_codes(dtype: DType, codes: Tensor) -> Tensor:
     """Codes in the kernels' numbering."""
     maps = _code_maps(dtype)
-    return codes if maps is None else maps[0].index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return codes if maps is None else maps[0].to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def _logical_codes(dtype: DType, codes: Tensor) -> Tensor:
     maps = _code_maps(dtype)
-    return codes if maps is None else maps[1].index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return codes if maps is None else maps[1].to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @lru_cache(maxsize=64)
@@ -270,8 +273,8 @@ def _code_maps(dtype: DType) -> tuple[Tensor, Tensor] | None:
 
 
 def _by_group(numbers: Tensor) -> Tensor:
-    """[N, groups] to [blocks, groups, 16]."""
-    blocks: Tensor = numbers.unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    """[..., N, groups] to [..., blocks, groups, 16]."""
+    blocks: Tensor = numbers.unflatten(-2, (-1, BLOCK)).transpose(-1, -2)
     return blocks
 
 
@@ -288,9 +291,10 @@ def _require_finite(weight: LogicalWeight) -> None:
             raise BadValue(f"{level.dtype} scales that are NaN or infinite", hint="the reference backend supports them")
 
 
-def _pad(rows: Tensor, count: int) -> Tensor:
-    extra = count - rows.shape[0]
-    return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
+def _pad(rows: Tensor, axis: int, count: int) -> Tensor:
+    """Zeros appended along one of the last two axes."""
+    extra = count - rows.shape[axis]
+    return rows if extra == 0 else torch.nn.functional.pad(rows, (0, extra) if axis == -1 else (0, 0, 0, extra))
 
 
 def _round_up(size: int, multiple: int = BLOCK) -> int:

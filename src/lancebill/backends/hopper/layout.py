@@ -23,7 +23,7 @@ from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
 from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
-from lancebill.moe.layout import Layout, MatrixShape, as_integer
+from lancebill.moe.layout import Layout, MatrixShape, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1
 from lancebill.numbers.spec import CHANNEL, DIV, QuantSpec, Scale
@@ -92,31 +92,29 @@ class HopperLayout(Layout):
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
         form = self.form(shape)
         codes, scales, factors = self._scales(shape, form, weight)
-        out["codes"].copy_(fragments.pack_codes(form, self._place(shape, codes, self.padded(shape)[1])))
+        self._pack_codes(shape, form, codes, out["codes"])
         if scales is not None:
-            out["scales"].copy_(scales)
-        out["factors"].copy_(as_integer(self._place(shape, factors.float())))
+            out["scales"].copy_(scales.view(out["scales"].shape))
+        out["factors"].copy_(as_integer(self._place(shape, factors.float())).squeeze(-1))
         levels = dict(zip(weight.spec.scales, weight.scales))
         for i, level in enumerate(_stored_levels(shape.spec)):
             out[f"outer{i}"].copy_(as_integer(levels[level]))
         if shape.bias:
-            bias = weight.bias if weight.bias is not None else torch.zeros(shape.n, device=codes.device)
-            out["bias"].copy_(as_integer(self._place(shape, bias.float())))
+            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight).unsqueeze(-1)).squeeze(-1)))
         if shape.act_order:
-            identity = torch.arange(shape.k, dtype=torch.int32)
-            out["perm"].copy_(identity if weight.perm is None else weight.perm)
+            out["perm"].copy_(order_of(shape, weight))
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
         form, (n, k) = self.form(shape), self.padded(shape)
-        codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[:, : shape.k].contiguous()
-        factors = self._take(shape, packed["factors"].view(torch.float32))
+        codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[..., : shape.k].contiguous()
+        factors = self._take(shape, packed["factors"].view(torch.float32).unsqueeze(-1))
         levels: dict[Scale, Tensor] = {}
         for i, level in enumerate(_stored_levels(shape.spec)):
             levels[level] = packed[f"outer{i}"].view(level.dtype.storage)
         powers = factors / _outer_factors(levels, shape.n, factors.device)
         for level in shape.spec.scales:
             if level not in levels and level in outer_levels(shape.spec):
-                levels[level] = factors.unsqueeze(1).to(level.dtype.storage)
+                levels[level] = factors.to(level.dtype.storage)
             elif level not in levels:
                 levels[level] = self._unpack_level(shape, form, packed["scales"], powers)
         return LogicalWeight(
@@ -124,28 +122,31 @@ class HopperLayout(Layout):
             codes,
             tuple(levels[level] for level in shape.spec.scales),
             self._unpack_zero(shape, form, packed["scales"]) if form.zero else None,
-            bias=self._take(shape, packed["bias"].view(torch.float32)) if shape.bias else None,
+            bias=self._take(shape, packed["bias"].view(torch.float32).unsqueeze(-1)).squeeze(-1) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
 
     # ------------------------------------------------------------ rows and columns
 
+    def _pack_codes(self, shape: MatrixShape, form: WeightForm, codes: Tensor, out: Tensor) -> None:
+        out.copy_(fragments.pack_codes(form, self._place(shape, codes, self.padded(shape)[1])))
+
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int | None = None) -> Tensor:
-        """Rows [n, ...] reordered for the kernel and padded with zeros (to `columns` too, if given)."""
+        """Rows [..., n, columns] reordered for the kernel and padded with zeros (to `columns` too, if given)."""
         n, _ = self.padded(shape)
         if columns is not None:
-            rows = _pad(rows.t(), columns).t()
+            rows = _pad(rows, -1, columns)
         if not self.problem.is_gated(shape.name):
-            return _pad(rows, n).contiguous()
-        gate, up = (_pad(side, n // 2).unflatten(0, (-1, HALF)) for side in rows.chunk(2))
-        return torch.stack([gate, up], 1).flatten(0, 2)
+            return _pad(rows, -2, n).contiguous()
+        gate, up = (_pad(side, -2, n // 2).unflatten(-2, (-1, HALF)) for side in rows.chunk(2, -2))
+        return torch.stack([gate, up], -3).flatten(-4, -2)
 
     def _take(self, shape: MatrixShape, rows: Tensor) -> Tensor:
         """The inverse of `_place` for rows: padding dropped, gate rows before up rows."""
         if not self.problem.is_gated(shape.name):
-            return rows[: shape.n]
-        gate, up = rows.unflatten(0, (-1, 2, HALF)).unbind(1)
-        return torch.cat([side.flatten(0, 1)[: shape.n // 2] for side in (gate, up)])
+            return rows[..., : shape.n, :]
+        gate, up = rows.unflatten(-2, (-1, 2, HALF)).unbind(-3)
+        return torch.cat([side.flatten(-3, -2)[..., : shape.n // 2, :] for side in (gate, up)], -2)
 
     def _groups(self, shape: MatrixShape, form: WeightForm) -> int:
         """Groups along the padded K."""
@@ -156,7 +157,7 @@ class HopperLayout(Layout):
     def _scales(
         self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Codes (rounded again where necessary), the scale words of the loop, one factor per row."""
+        """Codes (rounded again where necessary), the scale words of the loop, one factor per row [..., n, 1]."""
         n, k, codes = shape.n, shape.k, weight.codes
         levels = dict(zip(weight.spec.scales, weight.scales))
         outer = {level: levels[level] for level in outer_levels(weight.spec)}
@@ -176,17 +177,17 @@ class HopperLayout(Layout):
                 bits = as_integer(self._meta(shape, form, each.float()))
                 if form.zero and weight.zero is not None:
                     bits = bits | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
-                return codes, fragments.pack_floats(form, bits).reshape(-1), factors
+                return codes, fragments.pack_floats(form, bits), factors
             base = _nibble_base(each, form) if form.subnormal else _excess(each, form)
-            factors = factors * torch.exp2(base.squeeze(1))
+            factors = factors * torch.exp2(base)
             placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
-            placed = as_integer((placed * _units(form, len(placed), each.device)).to(each.dtype))
+            placed = as_integer((placed * _units(form, placed.shape[-2], each.device)).to(each.dtype))
             pack = fragments.pack_floats if form.scale == f.F32_GROUP else fragments.pack_halves
             words.append(pack(form, placed))
         if form.zero and weight.zero is not None:
             each = expand(weight.zero, (weight.spec.scales[0].block[0], 1), n, k).int() + INT4_MAGIC[form.activations]
             words.append(fragments.pack_halves(form, self._meta(shape, form, each.to(torch.int16))))
-        return codes, torch.cat(words, -1).reshape(-1), factors
+        return codes, torch.cat(words, -1), factors
 
     def _meta(self, shape: MatrixShape, form: WeightForm, values: Tensor) -> Tensor:
         return self._place(shape, values, self._groups(shape, form))
@@ -198,7 +199,7 @@ class HopperLayout(Layout):
         """
         top, bottom, offset = _EXPONENT_RANGE[form.activations]
         exponents = weight.scales[0].int() - 127
-        base = exponents.amax(1, keepdim=True) - top
+        base = exponents.amax(-1, keepdim=True) - top
         if form.activations == f.BF16:  # almost every row then needs no base
             base = base.clamp(min=0)
         relative = exponents - base
@@ -206,9 +207,9 @@ class HopperLayout(Layout):
         codes = weight.codes
         self.rerounded.add(int((short > 0).sum()), relative.numel())
         if bool(short.any()):
-            shift = torch.exp2(-short.float()).repeat_interleave(32, 1)[:, : weight.k]
+            shift = torch.exp2(-short.float()).repeat_interleave(32, -1)[..., : weight.k]
             codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
-        return codes, (relative + short + offset) & 255, base.squeeze(1).float()
+        return codes, (relative + short + offset) & 255, base.float()
 
     def _unpack_level(self, shape: MatrixShape, form: WeightForm, words: Tensor, powers: Tensor) -> Tensor:
         """The innermost scales as in the checkpoint; `powers` of two are in the rows' factors."""
@@ -220,22 +221,22 @@ class HopperLayout(Layout):
             values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
             if form.scale == f.E8M0_G32:
                 offset = _EXPONENT_RANGE[form.activations][2]
-                values = values - offset + 127 + torch.log2(powers).int().unsqueeze(1)
-            return values[:, :columns].to(torch.uint8)
-        scales = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)[..., : form.scale_words - form.zero_words]
+                values = values - offset + 127 + torch.log2(powers).int()
+            return values[..., :columns].to(torch.uint8)
+        scales = fragments.scale_pairs(form, words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
             bits = fragments.unpack_floats(form, scales, n, groups)
             values = (bits & ~ZERO_BITS if form.zero else bits).view(torch.float32)
         else:
             values = fragments.unpack_halves(form, scales, n, groups).view(level.dtype.storage)
-        values = self._take(shape, values.double() / _units(form, n, values.device)) * powers.double().unsqueeze(1)
-        return values[:: level.block[0]][:rows, :columns].to(level.dtype.storage).contiguous()
+        values = self._take(shape, values.double() / _units(form, n, values.device)) * powers.double()
+        return values[..., :: level.block[0], :][..., :rows, :columns].to(level.dtype.storage).contiguous()
 
     def _unpack_zero(self, shape: MatrixShape, form: WeightForm, words: Tensor) -> Tensor:
         n, _ = self.padded(shape)
         assert shape.spec.zero is not None
         rows, columns = shape.spec.zero.shape(shape.n, shape.k)
-        pairs = words.view(n // ROWS, -1, 2, 4, 8, form.scale_words)
+        pairs = fragments.scale_pairs(form, words)
         groups = self._groups(shape, form)
         if form.promoted:
             values = self._take(shape, fragments.unpack_floats(form, pairs, n, groups)) & ZERO_BITS
@@ -243,12 +244,14 @@ class HopperLayout(Layout):
             zeros = pairs[..., form.scale_words - form.zero_words :]
             values = self._take(shape, fragments.unpack_halves(form, zeros, n, groups))
             values = values - INT4_MAGIC[form.activations]
-        return values[:: shape.spec.zero.block[0] or shape.n][:rows, :columns].to(torch.int16).contiguous()
+        step = shape.spec.zero.block[0] or shape.n
+        return values[..., ::step, :][..., :rows, :columns].to(torch.int16).contiguous()
 
 
-def _pad(rows: Tensor, count: int) -> Tensor:
-    extra = count - rows.shape[0]
-    return rows if extra == 0 else torch.cat([rows, rows.new_zeros(extra, *rows.shape[1:])])
+def _pad(rows: Tensor, axis: int, count: int) -> Tensor:
+    """Zeros appended along one of the last two axes."""
+    extra = count - rows.shape[axis]
+    return rows if extra == 0 else torch.nn.functional.pad(rows, (0, extra) if axis == -1 else (0, 0, 0, extra))
 
 
 def _round_up(size: int, side: int) -> int:
@@ -260,7 +263,7 @@ def _excess(scales: Tensor, form: WeightForm) -> Tensor:
 
     With fp16 activations smaller scales are raised to 2**6 too, because fp16 underflows early.
     """
-    excess = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1] - 6
+    excess = torch.frexp(scales.abs().amax(-1, keepdim=True).float())[1] - 6
     return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
 
 
@@ -270,7 +273,7 @@ def _nibble_base(scales: Tensor, form: WeightForm) -> Tensor:
     bf16 has room for scales below 2**-5, which holds for almost every row. fp16 has room below 2**-8; smaller scales
     are raised too, because fp16 underflows early.
     """
-    exponent = torch.frexp(scales.abs().amax(1, keepdim=True).float())[1]
+    exponent = torch.frexp(scales.abs().amax(-1, keepdim=True).float())[1]
     return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
 
 
@@ -285,10 +288,10 @@ def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
 
 
 def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
-    """The product of all scales that cover all of K, one per row."""
-    factors = torch.ones(n, device=device)
+    """The product of all scales that cover all of K, [..., n, 1]."""
+    factors = torch.ones(n, 1, device=device)
     for level, stored in levels.items():
-        each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1).reshape(-1)
+        each = expand(level.dtype.decode(stored), (level.block[0], 1), n, 1)
         factors = factors / each if level.op == DIV else factors * each
     return factors
 

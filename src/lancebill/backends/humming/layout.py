@@ -45,21 +45,21 @@ class HummingLayout(Layout):
         codes = torch.nn.functional.pad(weight.codes, (0, k - shape.k, 0, n - shape.n))
         codes = _reverse_lower_half(codes) if _stores_reversed(shape) else codes
         # band, half, row of 8 | half, pair, column of the pair
-        spread = codes.view(n // 64, 4, 2, 8, k // 16, 2, 4, 2).permute(4, 0, 3, 6, 1, 2, 5, 7)
-        words = spread.reshape(k // 16, n // 64, 32, 32)[..., _order(bits, codes.device)]
-        out["weight"].copy_(pack_bits(words.contiguous(), bits, torch.int32).view(k // 16, -1))
+        spread = codes.reshape(-1, n // 64, 4, 2, 8, k // 16, 2, 4, 2).permute(0, 5, 1, 4, 7, 2, 3, 6, 8)
+        words = spread.reshape(-1, k // 16, n // 64, 32, 32)[..., _order(bits, codes.device)]
+        out["weight"].copy_(pack_bits(words, bits, torch.int32).view(out["weight"].shape))
         out["weight_scale"].copy_(self._scales(shape, as_integer(weight.scales[0])))
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
-        (n, k), bits = padded(shape), shape.spec.dtype.bits
-        words = packed["weight"].contiguous().view(k // 16, n // 64, 32, bits)
+        (n, k), bits, lead = padded(shape), shape.spec.dtype.bits, packed["weight"].shape[:-2]
+        words = packed["weight"].reshape(-1, k // 16, n // 64, 32, bits)
         order = torch.argsort(_order(bits, words.device))
-        spread = unpack_bits(words, bits, 32)[..., order].view(k // 16, n // 64, 8, 4, 4, 2, 2, 2)
-        codes = spread.permute(1, 4, 5, 2, 0, 6, 3, 7).reshape(n, k)[: shape.n, : shape.k]
+        spread = unpack_bits(words, bits, 32)[..., order].view(-1, k // 16, n // 64, 8, 4, 4, 2, 2, 2)
+        codes = spread.permute(0, 2, 5, 6, 3, 1, 7, 4, 8).reshape(*lead, n, k)[..., : shape.n, : shape.k]
         codes = _restore_lower_half(codes) if _stores_reversed(shape) else codes
         level = shape.spec.scales[0]
         rows, columns = level.shape(shape.n, shape.k)
-        scales = self._unpermuted(shape, packed["weight_scale"].contiguous()).t()[:rows, :columns]
+        scales = self._unpermuted(shape, packed["weight_scale"]).transpose(-1, -2)[..., :rows, :columns]
         stored = scales.contiguous().view(level.dtype.storage)
         return LogicalWeight(shape.spec, codes.contiguous(), (stored,))
 
@@ -68,19 +68,17 @@ class HummingLayout(Layout):
         level = shape.spec.scales[0]
         rows, columns = level.shape(*padded(shape))
         value = _ONE if level.dtype == E8M0 else 0
-        size = (0, columns - scales.shape[1], 0, rows - scales.shape[0])
-        turned = torch.nn.functional.pad(scales, size, value=value).t().contiguous()
+        size = (0, columns - scales.shape[-1], 0, rows - scales.shape[-2])
+        turned = torch.nn.functional.pad(scales, size, value=value).transpose(-1, -2)
         order = _channel_order(shape)
-        if order is None:
-            return turned
-        return turned.view(-1, len(order))[:, order].view(turned.shape)
+        return turned if order is None else turned.unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
 
     def _unpermuted(self, shape: MatrixShape, scales: Tensor) -> Tensor:
         order = _channel_order(shape)
         if order is None:
             return scales
         back = sorted(range(len(order)), key=order.__getitem__)
-        return scales.view(-1, len(order))[:, back].view(scales.shape)
+        return scales.unflatten(-1, (-1, len(order)))[..., back].flatten(-2)
 
 
 def padded(shape: MatrixShape) -> tuple[int, int]:

@@ -324,7 +324,7 @@ def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
     zero_minimum = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
     return replace(
         weight,
-        codes=codes,
+        stored=codes,
         scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(one)) for s, t in zip(spec.scales, weight.scales)),
         zero=zero,
         minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, zero_minimum)),

@@ -195,7 +195,7 @@ def _to(weight: LogicalWeight, device: str) -> LogicalWeight:
 
     return replace(
         weight,
-        codes=weight.codes.to(device),
+        stored=weight.codes.to(device),
         scales=tuple(t.to(device) for t in weight.scales),
         zero=move(weight.zero),
         minimum=tuple(t.to(device) for t in weight.minimum),

@@ -4,6 +4,9 @@ Codes: per unit (128 features) and slice, `slice_rows` rows of 128 bytes, ordere
 loads its own words in 16-byte reads without bank conflicts. Scales: per unit and block of columns, `scale_words` words
 for each pair of rows (r, r + 8). Packing and unpacking share one table of bit positions (`unpack_ptx.places`,
 `unpack_ptx_fp8.places_e4m3`), so they cannot disagree.
+
+Sizes are padded to whole units, so the rows of several experts follow each other like the units of one: all functions
+take a leading expert dimension, and words keep it.
 """
 
 from __future__ import annotations
@@ -35,21 +38,21 @@ def scale_count(form: WeightForm, n: int, k: int) -> int:
 
 
 def pack_codes(form: WeightForm, codes: Tensor) -> Tensor:
-    """uint8 codes [n, k] (padded sizes) to int32 words."""
-    view = _fragment_view(form, codes.to(torch.int32))
+    """uint8 codes [..., n, k] (padded sizes) to int32 words [..., words]."""
+    view = _fragment_view(form, codes.flatten(0, -2).to(torch.int32))
     words = torch.zeros(*view.shape[:7], _words_of_thread(form), dtype=torch.int32, device=codes.device)
     for index, bits in _fields(form):
         code = view[index]
         for bit, word, position in bits:
             words[..., word] |= (code >> bit & 1) << position
-    return _to_rows(form, words).reshape(-1)
+    return _to_rows(form, words).reshape(*codes.shape[:-2], -1)
 
 
 def unpack_codes(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
     """The inverse of `pack_codes`."""
-    codes = torch.zeros(n, k, dtype=torch.int32, device=words.device)
-    view = _fragment_view(form, codes)
-    thread_words = _from_rows(form, words, n, k)
+    codes = torch.zeros(*words.shape[:-1], n, k, dtype=torch.int32, device=words.device)
+    view = _fragment_view(form, codes.flatten(0, -2))
+    thread_words = _from_rows(form, words, k)
     for index, bits in _fields(form):
         for bit, word, position in bits:
             view[index] |= (thread_words[..., word] >> position & 1) << bit
@@ -90,14 +93,10 @@ def _to_rows(form: WeightForm, words: Tensor) -> Tensor:
     return words.view(*words.shape[:7], fours, 4).permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
 
 
-def _from_rows(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
+def _from_rows(form: WeightForm, words: Tensor, k: int) -> Tensor:
     fours = _words_of_thread(form) // 4
-    rows = words.view(n // ROWS, k // form.slice_columns, 2, fours, 4, 4, 2, 4, 4)
-    return rows.permute(0, 1, 2, 4, 5, 6, 7, 3, 8).reshape(*_thread_shape(form, n, k), 4 * fours)
-
-
-def _thread_shape(form: WeightForm, n: int, k: int) -> tuple[int, ...]:
-    return (n // ROWS, k // form.slice_columns, 2, 4, 4, 2, 4)
+    rows = words.reshape(-1, k // form.slice_columns, 2, fours, 4, 4, 2, 4, 4)
+    return rows.permute(0, 1, 2, 4, 5, 6, 7, 3, 8).flatten(-2)
 
 
 # ---------------------------------------------------------------- scales
@@ -109,17 +108,17 @@ def pack_bytes(form: WeightForm, values: Tensor) -> Tensor:
     A word holds rows r and r + 8 of two neighbouring groups. With 16-bit activations a thread uses the whole word,
     rotated so that the kernel can mask exponents in place. With fp8 a lane uses one group and reads half a word.
     """
-    view = _byte_view(form, values)
+    view = _byte_view(form, values.flatten(0, -2))
     words = sum((view[..., i >> 1, i & 1] & 255) << (8 * i) for i in range(4))
     assert isinstance(words, Tensor)
-    return _rotate_left(words.to(torch.int32), scale_rotation(form)).reshape(-1)
+    return _rotate_left(words.to(torch.int32), scale_rotation(form)).reshape(*values.shape[:-2], -1)
 
 
 def unpack_bytes(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
     """The inverse of `pack_bytes`: int32 [n, groups], each 0 .. 255."""
-    values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
-    view = _byte_view(form, values)
-    rotated = _rotate_left(words.view(view.shape[:-2]), -scale_rotation(form))
+    values = torch.zeros(*words.shape[:-1], n, groups, dtype=torch.int32, device=words.device)
+    view = _byte_view(form, values.flatten(0, -2))
+    rotated = _rotate_left(words.reshape(view.shape[:-2]), -scale_rotation(form))
     for i in range(4):
         view[..., i >> 1, i & 1] = rotated >> (8 * i) & 255
     return values
@@ -140,31 +139,39 @@ def _byte_view(form: WeightForm, values: Tensor) -> Tensor:
 
 
 def pack_halves(form: WeightForm, values: Tensor) -> Tensor:
-    """One 16-bit number for each (row, group), int16 [n, groups], to words."""
-    view = _half_view(form, values.to(torch.int32))
-    return ((view[..., 0] & 0xFFFF) | (view[..., 1] << 16)).contiguous()
+    """One 16-bit number for each (row, group), int16 [..., n, groups], to words [..., pairs of rows, words of a pair]."""
+    view = _half_view(form, values.flatten(0, -2).to(torch.int32))
+    words = (view[..., 0] & 0xFFFF) | (view[..., 1] << 16)
+    return words.reshape(*values.shape[:-2], -1, words.shape[-1])
 
 
 def unpack_halves(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
-    """The inverse of `pack_halves`: int16 [n, groups]."""
-    values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
-    view = _half_view(form, values)
-    view[..., 0] = words << 16 >> 16
-    view[..., 1] = words >> 16
+    """The inverse of `pack_halves`: int16 [..., n, groups]."""
+    values = torch.zeros(*words.shape[:-2], n, groups, dtype=torch.int32, device=words.device)
+    view = _half_view(form, values.flatten(0, -2))
+    pairs = words.reshape(view.shape[:-1])
+    view[..., 0] = pairs << 16 >> 16
+    view[..., 1] = pairs >> 16
     return values.to(torch.int16)
 
 
 def pack_floats(form: WeightForm, values: Tensor) -> Tensor:
-    """One 32-bit number for each (row, group), int32 [n, groups]: words (part, n3)."""
-    return _half_view(form, values).flatten(-2).contiguous()
+    """One 32-bit number for each (row, group), int32 [..., n, groups]: the words of a pair of rows are (part, n3)."""
+    words = _half_view(form, values.flatten(0, -2)).flatten(-2)
+    return words.reshape(*values.shape[:-2], -1, words.shape[-1])
 
 
 def unpack_floats(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
-    """The inverse of `pack_floats`: int32 [n, groups]."""
-    values = torch.zeros(n, groups, dtype=torch.int32, device=words.device)
-    view = _half_view(form, values)
-    view.copy_(words.view(view.shape))
+    """The inverse of `pack_floats`: int32 [..., n, groups]."""
+    values = torch.zeros(*words.shape[:-2], n, groups, dtype=torch.int32, device=words.device)
+    view = _half_view(form, values.flatten(0, -2))
+    view.copy_(words.reshape(view.shape))
     return values
+
+
+def scale_pairs(form: WeightForm, words: Tensor) -> Tensor:
+    """Words [..., words] as [..., pairs of rows, words of a pair]: scales, then zero points."""
+    return words.unflatten(-1, (-1, form.scale_words))
 
 
 def _half_view(form: WeightForm, values: Tensor) -> Tensor:
