@@ -6,6 +6,8 @@ GPTQ and compressed-tensors store the columns in natural order and the group of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,8 @@ from lancebill.numbers.weight import LogicalWeight
 
 
 def is_natural(g_idx: Tensor, size: int) -> bool:
-    """Whether column j is in group j // size."""
-    return torch.equal(g_idx, _natural(len(g_idx), size, g_idx.device))
+    """Whether column j is in group j // size, for every expert."""
+    return torch.equal(g_idx, _natural(g_idx.shape[-1], size, g_idx.device).expand_as(g_idx))
 
 
 def group_order(g_idx: Tensor, size: int) -> Tensor | None:
@@ -30,6 +32,11 @@ def group_order(g_idx: Tensor, size: int) -> Tensor | None:
             got=f"indices {int(g_idx.min())} to {int(g_idx.max())}, {g_idx.unique().numel()} different",
         )
     return order.to(torch.int32)
+
+
+def reordered(weight: LogicalWeight, perm: Tensor | None) -> LogicalWeight:
+    """A weight whose columns are in natural order, with its columns in act-order `perm` (of one expert)."""
+    return weight if perm is None else replace(weight, stored=weight.codes[:, perm.long()], perm=perm)
 
 
 def to_natural_order(weight: LogicalWeight, size: int) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lancebill.errors import BadValue
 from lancebill.formats import _floats
-from lancebill.formats._act_order import group_order, is_natural, to_natural_order
+from lancebill.formats._act_order import group_order, is_natural, reordered, to_natural_order
 from lancebill.formats._floats import WEIGHT as WEIGHT
 from lancebill.formats._floats import FloatScheme, from_level, scale_axes, scale_part, to_level
 from lancebill.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
-from lancebill.numbers.bit_packing import pack_bits, pack_padded, unpack_bits, unpack_padded
+from lancebill.numbers.bit_packing import pack_bits, pack_padded, stream_codes, unpack_bits, unpack_padded
 from lancebill.numbers.spec import TENSOR, Block, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight
 
@@ -41,6 +41,8 @@ DENSE, PADDED, UNKNOWN = "dense", "padded", "unknown"
 class PackedInts(Scheme):
     """`weight_packed` along K; zero points packed the same way, but along N."""
 
+    batched = True
+
     words: str = DENSE
     reordered: bool = False
 
@@ -50,19 +52,18 @@ class PackedInts(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
-        unpack = unpack_padded if self._padded(stored["codes"], k) else unpack_bits
+        padded = self._padded(stored["codes"], k)
         _check_shape(stored.get("shape"), n, k)
-        codes = unpack(stored["codes"], bits, k)
+        codes = unpack_padded(stored["codes"], bits, k) if padded else stream_codes(stored["codes"], bits, k)
         zero = None
         if self.spec.zero is not None:
-            zero = unpack(stored["zero"].t(), bits, n).t().to(torch.int16).contiguous()
+            unpack = unpack_padded if padded else unpack_bits
+            zero = unpack(stored["zero"].mT, bits, n).mT.to(torch.int16).contiguous()
         else:
             _check_no_zero(stored.get("zero"))
         perm = self._perm(stored["perm"], k) if "perm" in stored else None
-        if perm is not None:
-            codes = codes[:, perm.long()]
-        scale = to_level(stored["scale"], self.spec.scales[0], n, k)
-        return LogicalWeight(self.spec, codes, (scale,), zero, perm=perm)
+        scale = to_level(stored["scale"], self.spec.scales[0], n, k, self.lead(stored))
+        return reordered(LogicalWeight(self.spec, codes, (scale,), zero), perm)
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         n, k, bits, codes = weight.n, weight.k, self.spec.dtype.bits, weight.codes
@@ -88,7 +89,7 @@ class PackedInts(Scheme):
             return None
         if self.reordered:
             return group_order(g_idx, size)
-        if not is_natural(g_idx - g_idx[:1], size):
+        if not is_natural(g_idx - g_idx[..., :1], size):
             raise BadValue(
                 "g_idx reorders columns but the config's actorder does not",
                 hint="actorder 'group' reorders; with 'weight' columns are stored in natural order",
@@ -110,12 +111,15 @@ class PackedInts(Scheme):
 class PlainInts(Scheme):
     """`weight` as int8 for any number of bits; zero points as int8 in the shape of the scales."""
 
+    batched = True
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
+        lead = self.lead(stored)
         codes = self._codes(stored["codes"], "weights").to(torch.uint8)
-        scale = to_level(stored["scale"], self.spec.scales[0], n, k)
+        scale = to_level(stored["scale"], self.spec.scales[0], n, k, lead)
         zero = None
         if self.spec.zero is not None:
-            zero = to_level(self._codes(stored["zero"], "zero points"), self.spec.zero, n, k)
+            zero = to_level(self._codes(stored["zero"], "zero points"), self.spec.zero, n, k, lead)
         else:
             _check_no_zero(stored.get("zero"))
         return LogicalWeight(self.spec, codes, (scale,), zero)
@@ -215,7 +219,7 @@ def _check_shape(shape: Tensor | None, n: int, k: int) -> None:
     """`weight_shape` is the size of the whole matrix; [n, k] may be a shard of it."""
     if shape is None:
         return
-    rows, columns = (int(v) for v in shape.tolist())
+    rows, columns = shape.reshape(-1, 2).amin(0).tolist()
     if rows < n or columns < k:
         raise BadValue("weight_shape is smaller than the matrix", expected=[n, k], got=[rows, columns])
 

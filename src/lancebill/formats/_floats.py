@@ -34,7 +34,7 @@ from lancebill.formats.base import (
     part,
 )
 from lancebill.formats.stored import TORCH_DTYPES
-from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.bit_packing import pack_bits, stream_codes
 from lancebill.numbers.dtypes import E4M3, E8M0, DType
 from lancebill.numbers.spec import CHANNEL, MXFP4, TENSOR, Block, Level
 from lancebill.numbers.weight import LogicalWeight
@@ -51,9 +51,12 @@ class FloatScheme(Scheme):
     """One byte per code, or a bit stream along K (fp4: even columns in the low nibble), and one tensor per
     level of scales."""
 
+    batched = True
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        codes = unpack_bits(stored["codes"].reshape(n, -1), self.spec.dtype.bits, k)
-        scales = (to_level(stored[role], level, n, k) for level, role in zip(self.spec.scales, LEVEL_ROLES))
+        lead = self.lead(stored)
+        codes = stream_codes(stored["codes"].reshape(*lead, n, -1), self.spec.dtype.bits, k)
+        scales = (to_level(stored[role], level, n, k, lead) for level, role in zip(self.spec.scales, LEVEL_ROLES))
         return LogicalWeight(self.spec, codes, tuple(scales))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
@@ -62,9 +65,9 @@ class FloatScheme(Scheme):
         return {role: from_level(tensor, self.part(role), weight.n, weight.k) for role, tensor in tensors.items()}
 
 
-def to_level(tensor: Tensor, level: Level, n: int, k: int) -> Tensor:
+def to_level(tensor: Tensor, level: Level, n: int, k: int, lead: tuple[int, ...] = ()) -> Tensor:
     """A stored tensor as canonical codes in the level's shape; axes of size 1 may be absent or extra."""
-    shape = level.shape(n, k)
+    shape = (*lead, *level.shape(n, k))
     if tensor.numel() != math.prod(shape):
         raise WrongShape("wrong number of scales for the matrix", expected=list(shape), got=list(tensor.shape))
     return (codes_of(tensor) if level.dtype.bits <= 8 else tensor).reshape(shape)

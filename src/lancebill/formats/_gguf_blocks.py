@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.dtypes import E2M1, E4M3, E8M0, F16, IQ4, DType, biased_type, int_type, uint_type
 from lancebill.numbers.spec import QuantSpec, Scale, group
 
@@ -47,6 +48,20 @@ class Plane:
         lanes = [((runs >> shift) & mask) << self.shift for shift in self._shifts]
         return torch.stack(lanes, dim=-2).flatten(-3)
 
+    @property
+    def holds_nibbles(self) -> bool:
+        """Whether every byte holds two whole 4-bit numbers, a run apart."""
+        return self.width == 4 and self.lanes == 2 and self.shift == 0 and self.run % 2 == 0
+
+    def nibbles(self, blocks: Tensor) -> Nibbles:
+        """`pieces` without unpacking them: from two neighbouring bytes, the low nibbles and the high nibbles."""
+        used = blocks[..., self.start : self.start + self.size]
+        pairs = used.clone(memory_format=torch.contiguous_format).view(torch.int16)
+        low = (pairs & 0x0F) | (pairs >> 4 & 0xF0)
+        high = (pairs >> 4 & 0x0F) | (pairs >> 8 & 0xF0)
+        lanes = [lane.to(torch.uint8).unflatten(-1, (-1, self.run // 2)) for lane in (low, high)]
+        return Nibbles(torch.stack(lanes, dim=-2).flatten(-3))
+
     def bytes(self, numbers: Tensor) -> Tensor:
         """The inverse of `pieces`: the bits that this plane contributes to its bytes."""
         pieces = (numbers[..., self.numbers] >> self.shift) & ((1 << self.width) - 1)
@@ -75,7 +90,10 @@ class Field:
     planes: tuple[Plane, ...]
     flipped: bool = False
 
-    def read(self, blocks: Tensor, count: int) -> Tensor:
+    def read(self, blocks: Tensor, count: int) -> Tensor | Nibbles:
+        """The numbers of each block, [..., blocks, count]."""
+        if len(self.planes) == 1 and self.planes[0].holds_nibbles and not self.flipped:
+            return self.planes[0].nibbles(blocks)
         numbers = torch.zeros(*blocks.shape[:-1], count * self._bytes, dtype=torch.uint8, device=blocks.device)
         for plane in self.planes:
             numbers[..., plane.numbers] |= plane.pieces(blocks)
@@ -117,9 +135,11 @@ class BlockType:
     def fields(self) -> tuple[Field, ...]:
         return (self.codes, *self.scales, *self.minimum)
 
-    def split(self, blocks: Tensor) -> list[Tensor]:
-        """[n, blocks, size] bytes to one [n, numbers] tensor per field."""
-        return [f.read(blocks, self.columns // f.columns).flatten(1) for f in self.fields]
+    def split(self, blocks: Tensor) -> tuple[Tensor | Nibbles, list[Tensor]]:
+        """[..., n, blocks, size] bytes to the codes [..., n, k], and one [..., n, numbers] tensor per other field."""
+        codes, *levels = (f.read(blocks, self.columns // f.columns) for f in self.fields)
+        flat = Nibbles(codes.data.flatten(-2)) if isinstance(codes, Nibbles) else codes.flatten(-2)
+        return flat, [level.flatten(-2) for level in levels if isinstance(level, Tensor)]
 
     def join(self, numbers: list[Tensor]) -> Tensor:
         n, k = numbers[0].shape

@@ -58,12 +58,14 @@ UNSUPPORTED = {
 class AwqScheme(Scheme):
     """`qweight` [K, N^], `qzeros` [K/g, N^], `scales` [K/g, N]."""
 
+    batched = True
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        codes = unpack_awq(stored["codes"])[:, :n].t().contiguous()
-        scale = stored["scale"].t().contiguous()
+        codes = unpack_awq(stored["codes"])[..., :n].mT.contiguous()
+        scale = stored["scale"].mT.contiguous()
         zero = None
         if "zero" in stored:
-            zero = unpack_awq(stored["zero"])[:, :n].to(torch.int16).t().contiguous()
+            zero = unpack_awq(stored["zero"])[..., :n].to(torch.int16).mT.contiguous()
         if self.spec.zero is None:
             check_symmetric(zero, BITS, hint="set zero_point to true")
             zero = None

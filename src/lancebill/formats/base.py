@@ -99,8 +99,11 @@ BIAS = part("bias", (".bias", "_bias"), FLOATS, "n", optional=True)
 class Scheme(ABC):
     """A format resolved for one module. Subclasses implement `unpack` and its inverse `pack`.
 
-    `decode` and `encode` add the bias and activation-side tensors, which all formats store alike.
+    `decode` and `encode` add the bias and activation-side tensors, which all formats store alike. If a scheme is
+    `batched`, its `unpack` also takes the tensors of several experts, with a leading expert dimension on each.
     """
+
+    batched: ClassVar[bool] = False
 
     spec: QuantSpec
     parts: tuple[Part, ...]
@@ -129,6 +132,12 @@ class Scheme(ABC):
 
     def part(self, role: str) -> Part | None:
         return next((p for p in self.parts if p.role == role), None)
+
+    def lead(self, stored: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """The expert dimension in front of stored tensors: () for one expert's."""
+        codes, described = stored["codes"], self.part("codes")
+        assert described is not None
+        return tuple(codes.shape[: codes.dim() - len(described.axes[0].split())])
 
     def units(self) -> dict[str, int] | None:
         """The steps in n and k at which all parts can be sliced; None if a part must be read whole."""
@@ -182,7 +191,7 @@ class Scheme(ABC):
 def _nan_scales(weight: LogicalWeight) -> str | None:
     """How many mini-float scales are NaN, if any. `lancebill verify --values` checks 16- and 32-bit scales."""
     for level, codes in weight.levels():
-        count = 0 if level.dtype.nan_code is None else int(level.dtype.decode(codes).isnan().sum())
+        count = sum(int((codes == nan).sum()) for nan in level.dtype.nan_codes)
         if count:
             return f"{count} of {codes.numel()} {level.dtype} numbers"
     return None
@@ -192,8 +201,10 @@ def _nan_scales(weight: LogicalWeight) -> str | None:
 class Dense(Scheme):
     """Unquantised: the stored tensor is the matrix."""
 
+    batched = True
+
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        return LogicalWeight(self.spec, stored["codes"].reshape(n, k))
+        return LogicalWeight(self.spec, stored["codes"].reshape(*self.lead(stored), n, k))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         return {"codes": weight.codes}
@@ -290,8 +301,8 @@ def codes_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
-def scalar(tensor: Tensor) -> Tensor:
-    """A stored scalar of shape [] or [1] as the [1, 1] of a per-tensor level."""
-    if tensor.numel() != 1:
-        raise BadValue("a per-tensor value must have one element", got=list(tensor.shape))
-    return tensor.reshape(1, 1)
+def scalar(tensor: Tensor, lead: tuple[int, ...] = ()) -> Tensor:
+    """A stored scalar of shape [] or [1] for each expert as the [1, 1] of a per-tensor level."""
+    if tensor.numel() != math.prod(lead):
+        raise BadValue("a per-tensor value must have one element", got=list(tensor.shape[len(lead) :]))
+    return tensor.reshape(*lead, 1, 1)

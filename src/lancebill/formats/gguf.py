@@ -44,10 +44,13 @@ ANY = "*"  # in `types`: every tensor without an entry
 class GgufScheme(Scheme):
     """`.weight` [n, k / columns, bytes]; NVFP4 has its outermost scale outside the blocks."""
 
+    batched = True
+
     block: BlockType
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        codes, *levels = self.block.split(stored["codes"].reshape(n, -1, self.block.size))
+        lead = self.lead(stored)
+        codes, levels = self.block.split(stored["codes"].reshape(*lead, n, -1, self.block.size))
         inner = len(self.block.scales)
         negative = self._negative_scale(levels)
         if negative is not None:
@@ -56,7 +59,7 @@ class GgufScheme(Scheme):
         if len(self.spec.scales) > inner:
             # Files written without calibration omit the tensor's scale, which is then one.
             outer = stored.get("scale_2")
-            scales.append(torch.ones(1, 1, device=codes.device) if outer is None else scalar(outer))
+            scales.append(torch.ones(*lead, 1, 1, device=codes.device) if outer is None else scalar(outer, lead))
         return LogicalWeight(self.spec, codes, tuple(scales), minimum=tuple(levels[inner:]))
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
-from lancebill.formats._act_order import group_order, is_natural, to_natural_order
+from lancebill.formats._act_order import group_order, is_natural, reordered, to_natural_order
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats.base import (
     BIAS,
@@ -34,7 +34,7 @@ from lancebill.formats.base import (
     part,
     require,
 )
-from lancebill.numbers.bit_packing import pack_bits, unpack_bits
+from lancebill.numbers.bit_packing import pack_bits, stream_codes, unpack_bits
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, Block, QuantSpec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -45,6 +45,8 @@ BITS = (2, 3, 4, 8)
 @dataclass(frozen=True)
 class GptqScheme(Scheme):
     """`qweight` [K^, N], `qzeros` [K/g, N^], `scales` [K/g, N], `g_idx` [K]."""
+
+    batched = True
 
     offset: int = 1  # added to the stored zero points: 1 in version 1, 0 in version 2
     desc_act: bool = False
@@ -59,19 +61,17 @@ class GptqScheme(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
-        codes = unpack_bits(stored["codes"].t(), bits, k)
-        scale = stored["scale"].t().contiguous()
+        codes = stream_codes(stored["codes"].mT, bits, k)
+        scale = stored["scale"].mT.contiguous()
         zero = None
         if "zero" in stored:
             # Add the offset after unpacking: adding it to packed words would carry into the next zero point.
-            zero = (unpack_bits(stored["zero"], bits, n).to(torch.int16) + self.offset).t().contiguous()
+            zero = (unpack_bits(stored["zero"], bits, n).to(torch.int16) + self.offset).mT.contiguous()
         if self.spec.zero is None:
             check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores zero - 1)")
             zero = None
         perm = self._perm(stored["perm"], k) if "perm" in stored else None
-        if perm is not None:
-            codes = codes[:, perm.long()]
-        return LogicalWeight(self.spec, codes, (scale,), zero, perm=perm)
+        return reordered(LogicalWeight(self.spec, codes, (scale,), zero), perm)
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
         bits = self.spec.dtype.bits
@@ -92,7 +92,8 @@ class GptqScheme(Scheme):
         if self.desc_act:
             return group_order(g_idx, size)
         # Some writers store all zeros; in a shard the indices start at the shard's first group.
-        if bool(g_idx.any()) and (int(g_idx[0]) < 0 or not is_natural(g_idx - g_idx[0], size)):
+        start = g_idx[..., :1]
+        if bool(g_idx.any()) and (bool((start < 0).any()) or not is_natural(g_idx - start, size)):
             raise BadValue("g_idx reorders columns but desc_act is false", hint="set desc_act to true")
         return None
 

@@ -104,7 +104,7 @@ class PlainLayout(Layout):
         for i, level in enumerate(weight.minimum):
             out[f"minimum{i}"].copy_(as_integer(level))
         if shape.bias:
-            out["bias"].copy_(as_integer(bias_of(shape, weight)))
+            out["bias"].copy_(as_integer(bias_of(shape, weight)).squeeze(-1))
         if shape.act_order:
             out["perm"].copy_(order_of(shape, weight))
 
@@ -127,10 +127,15 @@ class PlainLayout(Layout):
 
 
 def bias_of(shape: MatrixShape, weight: LogicalWeight) -> Tensor:
-    """fp32; zeros where a matrix of the layer has none."""
+    """fp32 [..., n, 1]; zeros where a matrix of the layer has none."""
     if weight.bias is None:
-        return torch.zeros(*weight.lead, shape.n, device=weight.device)
-    return weight.bias.float()
+        return torch.zeros(*weight.lead, shape.n, 1, device=weight.device)
+    return weight.bias.float().unsqueeze(-1)
+
+
+def as_column(stored: Tensor) -> Tensor:
+    """One fp32 number per row, stored as integers [..., n], as a matrix of one column."""
+    return stored.view(torch.float32).unsqueeze(-1)
 
 
 def order_of(shape: MatrixShape, weight: LogicalWeight) -> Tensor:

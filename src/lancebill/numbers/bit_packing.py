@@ -40,7 +40,7 @@ class Nibbles:
         """One byte per code."""
         return unpack_bits(self.data, 4, self.shape[-1])
 
-    def __getitem__(self, expert: int) -> Nibbles:
+    def __getitem__(self, expert: int | slice) -> Nibbles:
         return Nibbles(self.data[expert])
 
     def unsqueeze(self, axis: int) -> Nibbles:

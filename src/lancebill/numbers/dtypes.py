@@ -108,6 +108,11 @@ class DType:
         return next((c for c, v in enumerate(self.table) if math.isnan(v)), None)
 
     @cached_property
+    def nan_codes(self) -> tuple[int, ...]:
+        """All codes that are NaN."""
+        return tuple(c for c, v in enumerate(self.table) if math.isnan(v))
+
+    @cached_property
     def valid_codes(self) -> tuple[int, ...]:
         """Codes with a finite value."""
         return tuple(c for c, v in enumerate(self.table) if math.isfinite(v))

@@ -29,7 +29,9 @@ class LogicalWeight:
     """Codes [N, K], and for each level of the spec a tensor with one number per block.
 
     `stored` has one byte per code, or two 4-bit codes per byte, as most checkpoints store them: whoever needs single
-    codes takes `codes`. With `perm` (act-order) the columns are sorted by group, so that groups are contiguous: column j
+    codes takes `codes`.
+
+    With `perm` (act-order) the columns are sorted by group, so that groups are contiguous: column j
     belongs to input feature perm[j]. `dequantize` restores the natural order.
     """
 
@@ -214,8 +216,8 @@ def stack_experts(weights: Sequence[LogicalWeight]) -> LogicalWeight:
     )
 
 
-def expert_of(weights: LogicalWeight, index: int) -> LogicalWeight:
-    """One expert's matrix out of several: views."""
+def expert_of(weights: LogicalWeight, index: int | slice) -> LogicalWeight:
+    """One expert's matrix, or some experts', out of several: views."""
     return weights._map_levels(
         lambda _, t: t[index],
         stored=weights.stored[index],

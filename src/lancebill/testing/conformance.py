@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from lancebill.checkpoint.load.load_experts import ExpertWeights, load_expert, plan_layer
+from lancebill.checkpoint.load.load_experts import ExpertWeights, LayerPlan, load_expert, load_experts, plan_layer
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
@@ -175,7 +175,19 @@ def _load_shard(generated: Generated, layer: manifests.StoredLayer, rank: int, t
         layout.pack(shape, weight, rows)
         same = same_bits(dequantize(layout.unpack(shape, rows)), dequantize(weight))
         _require(same, f"unpack(pack(w)) is not w for {shape}")
+    if tp == 1:
+        _check_loaded_together(generated, plan)
     return weights
+
+
+def _check_loaded_together(generated: Generated, plan: LayerPlan) -> None:
+    """Experts that are read and decoded together are the experts that are loaded one by one."""
+    together = load_experts(generated.read, plan, plan.experts)
+    for i, expert in enumerate(plan.experts):
+        one, other = load_expert(generated.read, plan, expert), together.at(i)
+        for matrix, a, b in (("w13", one.w13, other.w13), ("w2", one.w2, other.w2)):
+            alike = replace(a, perm=None).equals(replace(b, perm=None))  # a missing act-order is the natural one
+            _require(alike, f"{matrix} of expert {expert} differs when experts are loaded together")
 
 
 def _small(example: Example, experts: int = 2) -> tuple[Generated, Naming]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lancebill.backends.cpu.form import CpuForm, matrix_form, padded_columns
 from lancebill.backends.cpu.native import abi, library
 from lancebill.errors import BadValue
-from lancebill.moe.layout import Layout, MatrixShape, Packed, as_integer, bias_of, order_of
+from lancebill.moe.layout import Layout, MatrixShape, Packed, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E4M3, ZERO16, DType
 from lancebill.numbers.spec import ALL, DIV, Level, Scale
@@ -95,7 +95,7 @@ class CpuLayout(Layout):
         for place, index in enumerate(form.kept):
             out[f"kept{place}"].copy_(as_integer(weight.levels()[index][1]))
         if shape.bias:
-            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight).unsqueeze(-1)).squeeze(-1)))
+            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight))).squeeze(-1))
         if shape.act_order:
             out["perm"].copy_(order_of(shape, weight))
 
@@ -119,7 +119,7 @@ class CpuLayout(Layout):
             tuple(complete[:scales]),
             complete[scales] if zero else None,
             tuple(complete[scales + zero :]),
-            bias=self._take(shape, packed["bias"].view(torch.float32).unsqueeze(-1)).squeeze(-1) if shape.bias else None,
+            bias=self._take(shape, as_column(packed["bias"])).squeeze(-1) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
 
@@ -225,8 +225,8 @@ def _strip(form: CpuForm) -> int:
 
 
 def _pack_codes(kind: abi.Codes, codes: Tensor) -> Tensor:
-    """[..., N, K] bytes to [..., strips, bytes]."""
-    units = codes.unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, 4)).transpose(-3, -2)  # [block, unit, row, column]
+    """[..., N, K] bytes to [..., strips, bytes], by way of [..., block, unit, row, column]."""
+    units: Tensor = codes.unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, 4)).transpose(-3, -2)
     if kind == abi.Codes.TABLE4:
         units = units[..., 0::2, :, :, :] | (units[..., 1::2, :, :, :] << 4)
     elif kind == abi.Codes.FLOAT8:
@@ -236,7 +236,7 @@ def _pack_codes(kind: abi.Codes, codes: Tensor) -> Tensor:
 
 def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
     if kind == abi.Codes.FLOAT8:
-        units = packed.unflatten(-1, (k // 4, 4, BLOCK)).transpose(-1, -2)
+        units: Tensor = packed.unflatten(-1, (k // 4, 4, BLOCK)).transpose(-1, -2)
     else:
         units = packed.unflatten(-1, (k // 4, BLOCK, 4))
     if kind == abi.Codes.TABLE4:
@@ -247,12 +247,16 @@ def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
 def _stored_codes(dtype: DType, codes: Tensor) -> Tensor:
     """Codes in the kernels' numbering."""
     maps = _code_maps(dtype)
-    return codes if maps is None else maps[0].to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return codes if maps is None else _look_up(maps[0], codes)
 
 
 def _logical_codes(dtype: DType, codes: Tensor) -> Tensor:
     maps = _code_maps(dtype)
-    return codes if maps is None else maps[1].to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return codes if maps is None else _look_up(maps[1], codes)
+
+
+def _look_up(table: Tensor, codes: Tensor) -> Tensor:
+    return table.to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
 from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
-from lancebill.moe.layout import Layout, MatrixShape, as_integer, bias_of, order_of
+from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.dtypes import E2M1
 from lancebill.numbers.spec import CHANNEL, DIV, QuantSpec, Scale
@@ -100,14 +100,14 @@ class HopperLayout(Layout):
         for i, level in enumerate(_stored_levels(shape.spec)):
             out[f"outer{i}"].copy_(as_integer(levels[level]))
         if shape.bias:
-            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight).unsqueeze(-1)).squeeze(-1)))
+            out["bias"].copy_(as_integer(self._place(shape, bias_of(shape, weight))).squeeze(-1))
         if shape.act_order:
             out["perm"].copy_(order_of(shape, weight))
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
         form, (n, k) = self.form(shape), self.padded(shape)
         codes = self._take(shape, fragments.unpack_codes(form, packed["codes"], n, k))[..., : shape.k].contiguous()
-        factors = self._take(shape, packed["factors"].view(torch.float32).unsqueeze(-1))
+        factors = self._take(shape, as_column(packed["factors"]))
         levels: dict[Scale, Tensor] = {}
         for i, level in enumerate(_stored_levels(shape.spec)):
             levels[level] = packed[f"outer{i}"].view(level.dtype.storage)
@@ -122,7 +122,7 @@ class HopperLayout(Layout):
             codes,
             tuple(levels[level] for level in shape.spec.scales),
             self._unpack_zero(shape, form, packed["scales"]) if form.zero else None,
-            bias=self._take(shape, packed["bias"].view(torch.float32).unsqueeze(-1)).squeeze(-1) if shape.bias else None,
+            bias=self._take(shape, as_column(packed["bias"])).squeeze(-1) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
 

@@ -78,7 +78,8 @@ class HummingLayout(Layout):
         if order is None:
             return scales
         back = sorted(range(len(order)), key=order.__getitem__)
-        return scales.unflatten(-1, (-1, len(order)))[..., back].flatten(-2)
+        blocks: Tensor = scales.unflatten(-1, (-1, len(order)))
+        return blocks[..., back].flatten(-2)
 
 
 def padded(shape: MatrixShape) -> tuple[int, int]:

@@ -23,13 +23,20 @@ DIVISOR, RECIPROCAL, FACTORS = "input_scale", "input_global_scale", "pre_quant_s
 
 @dataclass(frozen=True)
 class InputScales:
-    """Scales of one GEMM's input, fp32: multiplied by `pre_scale`, then divided by `scale`."""
+    """Scales of one GEMM's input, fp32: multiplied by `pre_scale`, then divided by `scale`.
+
+    For several experts, with a leading expert dimension.
+    """
 
     scale: Tensor | None = None  # []
     pre_scale: Tensor | None = None  # [K]
 
+    def at(self, index: int | slice) -> InputScales:
+        """One, or some, of several experts: views."""
+        return InputScales(*(None if t is None else t[index] for t in (self.scale, self.pre_scale)))
+
     def write(self, rows: Mapping[str, Tensor]) -> None:
-        """Copy them into one expert's rows of the buffers, where the layer has such buffers."""
+        """Copy them into the experts' rows of the buffers, where the layer has such buffers."""
         for name, tensor in ((SCALE, self.scale), (PRE_SCALE, self.pre_scale)):
             if name in rows:
                 if tensor is None:
@@ -37,23 +44,33 @@ class InputScales:
                 rows[name].copy_(as_integer(tensor))
 
 
-def combine_input_scales(projections: Sequence[Mapping[str, Tensor]]) -> InputScales:
+def stack_inputs(experts: Sequence[InputScales]) -> InputScales:
+    """The scales of several experts as one value; what one of them lacks is missing for all."""
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [t for t in tensors if t is not None]
+        return torch.stack(present) if len(present) == len(tensors) else None
+
+    return InputScales(joined([e.scale for e in experts]), joined([e.pre_scale for e in experts]))
+
+
+def combine_input_scales(projections: Sequence[Mapping[str, Tensor]], lead: tuple[int, ...] = ()) -> InputScales:
     """One GEMM's input scales from the stored tensors of its projections, by role.
 
     Gate and up share an input: the larger of their scales is used, and their pre-scales must be equal.
-    `input_global_scale` is stored as the reciprocal of the divisor.
+    `input_global_scale` is stored as the reciprocal of the divisor. `lead`: the expert dimension, if there is one.
     """
     scales, factors = [], []
     for stored in projections:
         if DIVISOR in stored:
-            scales.append(stored[DIVISOR].float().reshape(()))
+            scales.append(stored[DIVISOR].float().reshape(lead))
         elif RECIPROCAL in stored:
-            scales.append(1 / stored[RECIPROCAL].float().reshape(()))
+            scales.append(1 / stored[RECIPROCAL].float().reshape(lead))
         if FACTORS in stored:
-            factors.append(stored[FACTORS].float().reshape(-1))
+            factors.append(stored[FACTORS].float().reshape(*lead, -1))
     if any(not torch.equal(factor, factors[0]) for factor in factors):
         raise BadValue("gate and up share an input but have different pre-quantisation scales")
-    return InputScales(torch.stack(scales).amax() if scales else None, factors[0] if factors else None)
+    return InputScales(torch.stack(scales).amax(0) if scales else None, factors[0] if factors else None)
 
 
 def check_static(roles: Container[str], spec: ActivationSpec, where: str) -> None:

@@ -1,13 +1,13 @@
-"""Load experts from files into packed buffers, one expert at a time.
+"""Load experts from files into packed buffers, a few at a time.
 
 For each projection: read the smallest slice of the stored tensors that covers this rank's shard, decode it, cut it
 to the exact shard, and pack it into preallocated buffers. Every format, family and parallel layout takes this
-path; nothing here branches on any of them.
+path; nothing here branches on any of them. Everything happens on the device that the reader reads to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,26 +15,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.input_scales import FACTORS, InputScales, combine_input_scales
+from lancebill.checkpoint.load.input_scales import InputScales, combine_input_scales, stack_inputs
+from lancebill.checkpoint.load.padding import pad
+from lancebill.checkpoint.load.projections import Span, read_projection, read_projections
 from lancebill.checkpoint.read.slices import Reader
-from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer, StoredPart
+from lancebill.checkpoint.resolve.manifest import Projection, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP
-from lancebill.errors import LancebillError, ShardError
-from lancebill.formats import axes as ax
+from lancebill.errors import LancebillError
 from lancebill.moe.layout import W2, W13, Layout, MatrixShape, Packed
 from lancebill.moe.placement import Cut, Placement
 from lancebill.numbers.codec import Loss, keeps_codes, requantize
-from lancebill.numbers.spec import ALL, QuantSpec
-from lancebill.numbers.weight import LogicalWeight, stack
-
-Span = tuple[int, int]
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight, expert_of, stack, stack_experts
 
 EXPERTS_IN_FLIGHT = 2  # one is read while the other is packed
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert's shard on this rank: w13 (gate stacked on up) and w2 (down).
+    """One expert's shard on this rank, w13 (gate stacked on up) and w2 (down), or those of several experts.
 
     w2 has no act-order: its permutation is applied to the rows of w13 instead.
     """
@@ -44,13 +43,62 @@ class ExpertWeights:
     inputs13: InputScales
     inputs2: InputScales
 
+    def at(self, index: int | slice) -> ExpertWeights:
+        """One, or some, of several experts: views."""
+        inputs = self.inputs13.at(index), self.inputs2.at(index)
+        return ExpertWeights(expert_of(self.w13, index), expert_of(self.w2, index), *inputs)
+
     def pack(self, plan: LayerPlan, layout: Layout, rows: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Pack this expert into its rows of a layer's buffers."""
+        """Pack into the rows of a layer's buffers: of one expert, or of as many as this holds."""
         for matrix, shape, weight in (("w13", plan.w13, self.w13), ("w2", plan.w2, self.w2)):
             assert weight.spec == shape.spec and (weight.perm is None or shape.act_order), "not as planned"
             layout.pack(shape, weight, rows[matrix])
         self.inputs13.write(rows["w13"])
         self.inputs2.write(rows["w2"])
+
+
+def stack_weights(experts: Sequence[ExpertWeights]) -> ExpertWeights:
+    """Several single experts as one value."""
+    return ExpertWeights(
+        stack_experts([expert.w13 for expert in experts]),
+        stack_experts([expert.w2 for expert in experts]),
+        stack_inputs([expert.inputs13 for expert in experts]),
+        stack_inputs([expert.inputs2 for expert in experts]),
+    )
+
+
+def pack_experts(
+    plan: LayerPlan,
+    layout: Layout,
+    weights: ExpertWeights | Sequence[ExpertWeights],
+    packed: Mapping[str, Packed],
+    slots: Sequence[int],
+) -> None:
+    """Pack experts into these slots of a layer's buffers: expert i into slots[i], neighbouring slots together.
+
+    `weights` is a stack of experts, or a sequence of single ones. They are packed on the device that holds them. An
+    error names the expert.
+    """
+    stacked = weights if isinstance(weights, ExpertWeights) else stack_weights(weights)
+    first = 0
+    for last in range(1, len(slots) + 1):
+        if last < len(slots) and slots[last] == slots[last - 1] + 1:
+            continue
+        _pack_run(plan, layout, stacked.at(slice(first, last)), packed, slots[first])
+        first = last
+
+
+def _pack_run(plan: LayerPlan, layout: Layout, weights: ExpertWeights, packed: Mapping[str, Packed], slot: int) -> None:
+    """Experts into neighbouring slots, the first into `slot`. If they cannot be packed together, finds out which."""
+    count = weights.w13.lead[0]
+    try:
+        weights.pack(plan, layout, slot_rows(packed, slice(slot, slot + count)))
+    except LancebillError as error:
+        if count == 1:
+            raise error.within(f"layer {plan.layer.index}, expert {plan.experts[slot]}") from error
+        for i in range(count):
+            _pack_run(plan, layout, weights.at(slice(i, i + 1)), packed, slot + i)
+        raise
 
 
 @dataclass(frozen=True)
@@ -64,6 +112,11 @@ class LayerPlan:
     w13: MatrixShape
     w2: MatrixShape
     requantize: Mapping[str, QuantSpec] = field(default_factory=dict)  # target specs, by w13 | w2
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether an expert's matrices are rounded, or their rows reordered, by what they hold."""
+        return bool(self.requantize) or self.layer.sample(DOWN).scheme.act_order
 
     @property
     def ordered(self) -> bool:
@@ -126,23 +179,37 @@ def load_expert(
     read: Reader, plan: LayerPlan, expert: int, losses: Callable[[str, Loss], None] | None = None
 ) -> ExpertWeights:
     """Read, decode, requantise where planned, and cut one expert."""
+    return load_experts(read, plan, (expert,), losses).at(0)
+
+
+def load_experts(
+    read: Reader, plan: LayerPlan, experts: Sequence[int], losses: Callable[[str, Loss], None] | None = None
+) -> ExpertWeights:
+    """Several experts, with a leading expert dimension on every tensor, on the device that `read` reads to."""
+    if plan.one_by_one and len(experts) > 1:
+        return stack_weights([load_expert(read, plan, expert, losses) for expert in experts])
     layer, cut = plan.layer, plan.cut
     load = partial(_load_target, read, plan, losses)
-    down = layer.projections[expert, DOWN]
-    w2, order = load("w2", down, (0, down.n), (cut.start, cut.stop))
-    w2 = _pad(w2, plan.w2.n, plan.w2.k)
+    down = [layer.projections[expert, DOWN] for expert in experts]
+    w2, order = load("w2", down, (0, layer.hidden), (cut.start, cut.stop))
+    w2 = pad(w2, plan.w2.n, plan.w2.k)
     if plan.placement.tp_rank > 0 and w2.bias is not None:
         w2 = replace(w2, bias=torch.zeros_like(w2.bias))  # the sum over ranks must add it once
     halves = []
     for name in (GATE, UP) if layer.gated else (GATE,):
-        half = layer.projections[expert, name]
         rows = (cut.start, cut.stop) if order is None else order[cut.start : cut.stop].long()
-        halves.append(_pad(load("w13", half, rows, (0, half.k))[0], cut.size, layer.hidden))
+        half, _ = load("w13", [layer.projections[expert, name] for expert in experts], rows, (0, layer.hidden))
+        halves.append(pad(half, cut.size, layer.hidden))
     try:
-        inputs = combine_input_scales([half.inputs for half in halves]), combine_input_scales([w2.inputs])
-        return ExpertWeights(stack(halves) if layer.gated else halves[0], w2, *inputs)
+        w13 = stack(halves) if layer.gated else halves[0]
+        inputs13 = combine_input_scales([half.inputs for half in halves], w13.lead)
+        return ExpertWeights(w13, w2, inputs13, combine_input_scales([w2.inputs], w2.lead))
     except LancebillError as error:
-        raise error.within(f"layer {layer.index}, expert {expert}") from error
+        if len(experts) == 1:
+            raise error.within(f"layer {layer.index}, expert {experts[0]}") from error
+        for expert in experts:  # which one is it?
+            load_expert(read, plan, expert)
+        raise
 
 
 def _load_target(
@@ -150,7 +217,7 @@ def _load_target(
     plan: LayerPlan,
     losses: Callable[[str, Loss], None] | None,
     matrix: str,
-    projection: Projection,
+    experts: Sequence[Projection],
     rows: Span | Tensor,
     columns: Span,
 ) -> tuple[LogicalWeight, Tensor | None]:
@@ -158,12 +225,13 @@ def _load_target(
 
     Columns are cut in sorted order, so that groups stay whole.
     """
-    target = plan.requantize.get(matrix)
+    target, projection = plan.requantize.get(matrix), experts[0]
     granule = plan.cut.granule
     cut_columns = matrix == "w2"
     spec = plan.w2.spec if cut_columns else _row_spec(projection, granule, ordered=plan.ordered, target=target)
     if target is None and isinstance(rows, tuple) and not (cut_columns and projection.scheme.act_order):
-        return _load(read, projection, rows, columns, spec), None
+        return read_projections(read, experts, (rows, columns), spec), None
+    assert len(experts) == 1, "requantised and reordered matrices are loaded one by one"
     whole = load_projection(read, projection)
     if target is not None:
         whole, loss = requantize(whole, target, keep_order=keeps_order(projection, target))
@@ -171,9 +239,8 @@ def _load_target(
             losses(matrix, loss)
     order = whole.perm if cut_columns else None
     whole = replace(whole, perm=None) if cut_columns else whole
-    if isinstance(rows, Tensor):
-        return whole.rows(rows), order
-    return whole.reblock(spec).cut(rows, columns), order
+    whole = whole.rows(rows) if isinstance(rows, Tensor) else whole.reblock(spec).cut(rows, columns)
+    return stack_experts([whole]), order
 
 
 def load_layer(
@@ -201,8 +268,8 @@ def load_layer(
 
     def fill(slot: int) -> list[tuple[str, Loss]]:
         cost: list[tuple[str, Loss]] = []
-        weights = load_expert(read, plan, plan.experts[slot], lambda matrix, loss: cost.append((matrix, loss)))
-        weights.pack(plan, layout, expert_rows(packed, slot))
+        experts = load_experts(read, plan, (plan.experts[slot],), lambda matrix, loss: cost.append((matrix, loss)))
+        pack_experts(plan, layout, experts, packed, (slot,))
         return cost
 
     with ThreadPoolExecutor(max_workers=EXPERTS_IN_FLIGHT) as pool:
@@ -217,138 +284,15 @@ def load_layer(
 
 def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:
     """Views of one slot of a layer's buffers."""
-    return {matrix: {name: t[slot] for name, t in tensors.items()} for matrix, tensors in packed.items()}
+    return slot_rows(packed, slot)
+
+
+def slot_rows(packed: Mapping[str, Packed], slots: int | slice) -> dict[str, Packed]:
+    """Views of one slot, or of neighbouring ones, of a layer's buffers."""
+    return {matrix: {name: t[slots] for name, t in tensors.items()} for matrix, tensors in packed.items()}
 
 
 def load_projection(read: Reader, projection: Projection) -> LogicalWeight:
     """One whole projection in its stored spec, for `verify` and `convert`."""
-    return _load(read, projection, (0, projection.n), (0, projection.k), _row_spec(projection, 0))
-
-
-def _load(read: Reader, projection: Projection, rows: Span, columns: Span, spec: QuantSpec) -> LogicalWeight:
-    """These rows and columns of a projection with the blocks of `spec`, from the smallest slice that covers them."""
-    try:
-        scheme = projection.scheme
-        units = scheme.units()
-        stored_rows = _stored_rows(projection, rows)
-        if units is None or scheme.act_order:
-            around_rows, around_columns = (0, projection.stored_n), (0, projection.k)
-        else:
-            around_rows = _widen(stored_rows, units["n"], projection.stored_n)
-            around_columns = _widen(columns, units["k"], projection.k)
-        stored = {
-            role: _read(read, source, projection, (around_rows, around_columns))
-            for role, source in projection.sources.items()
-        }
-        size = around_rows[1] - around_rows[0], around_columns[1] - around_columns[0]
-        weight = scheme.decode(stored, *size)
-        return _trim(weight, projection, rows, columns, (around_rows[0], around_columns[0]), spec)
-    except LancebillError as error:
-        raise error.within(f"{projection.where} ({projection.module})") from error
-
-
-def _trim(
-    weight: LogicalWeight, projection: Projection, rows: Span, columns: Span, origin: Span, spec: QuantSpec
-) -> LogicalWeight:
-    """Cut a decoded covering slice, which starts at `origin`, to exactly these rows and columns."""
-    if projection.step > 1:
-        weight = weight.rows(torch.arange(rows[0], rows[1]) * projection.step + projection.first - origin[0])
-        local_rows: Span = (0, weight.n)
-    else:
-        offset = projection.first - origin[0]
-        local_rows = rows[0] + offset, rows[1] + offset
-    local_columns = columns[0] - origin[1], columns[1] - origin[1]
-    if local_rows == (0, weight.n) and local_columns == (0, weight.k):
-        return weight.reblock(spec)
-    return weight.reblock(spec).cut(local_rows, local_columns)
-
-
-def _stored_rows(projection: Projection, rows: Span) -> Span:
-    """The stored rows that cover logical `rows` of a (possibly fused) projection."""
-    if projection.step > 1:
-        return rows[0] * projection.step, rows[1] * projection.step
-    return rows[0] + projection.first, rows[1] + projection.first
-
-
-def _widen(span: Span, unit: int, size: int) -> Span:
-    return span[0] // unit * unit, min(size, -(-span[1] // unit) * unit)
-
-
-def _read(read: Reader, source: StoredPart, projection: Projection, around: tuple[Span, Span]) -> Tensor:
-    """One part of a projection, sliced to the covering rows and columns; undoes a stored transposition."""
-    ratio = source.part.ratio(source.dtype)
-    full = ax.shape(source.axes, projection.stored_n, projection.k, ratio)
-    if not source.part.cuttable:
-        index: tuple[slice, ...] = tuple(slice(None) if s == ax.ANY else slice(0, s) for s in full)
-    else:
-        index = ax.slices(source.axes, *around, projection.stored_n, projection.k, ratio)
-    if source.reversed:
-        index = index[::-1]
-    tensor = read(source.tensor, _expert_index(source, index))
-    return tensor.t().contiguous() if source.reversed else tensor
-
-
-def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | slice, ...]:
-    if source.expert is None:
-        return index
-    if source.rows_per_expert:
-        base = source.expert * source.rows_per_expert
-        first = index[0]
-        return (slice(base + first.start, base + first.stop), *index[1:])
-    return (source.expert, *index)
-
-
-def _pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
-    """Pad with zeros to [n, k]. Padding blocks get scale 1, so that they add nothing to a GEMM."""
-    if (weight.n, weight.k) == (n, k):
-        return weight
-    spec = weight.spec
-    for axis, (old, new) in enumerate(((weight.n, n), (weight.k, k))):
-        inside = any(level.block[axis] == ALL or old % level.block[axis] for level in spec.minimum)
-        if old != new and inside:
-            raise ShardError(f"{spec} cannot be padded inside a block", expected="whole blocks", got=old)
-    if weight.perm is not None and k != weight.k:
-        raise ShardError("an act-ordered matrix cannot be padded along K")
-
-    def grow(tensor: Tensor, shape: tuple[int, int], fill: Tensor) -> Tensor:
-        out = fill.expand(shape).clone()
-        out[: tensor.shape[0], : tensor.shape[1]] = tensor
-        return out
-
-    one = torch.ones(1)
-    zero = weight.zero
-    if spec.zero is not None and zero is not None:
-        zero = grow(zero, spec.zero.shape(n, k), torch.zeros(1, dtype=zero.dtype))
-    codes = _zero_codes(weight, zero, n, k)
-    codes[: weight.n, : weight.k] = weight.codes
-    zero_minimum = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
-    return replace(
-        weight,
-        stored=codes,
-        scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(one)) for s, t in zip(spec.scales, weight.scales)),
-        zero=zero,
-        minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, zero_minimum)),
-        bias=None if weight.bias is None else torch.nn.functional.pad(weight.bias, (0, n - weight.n)),
-        inputs={role: _pad_input(role, t, k - weight.k) for role, t in weight.inputs.items()},
-    )
-
-
-def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
-    """[n, k] codes that decode to 0: the zero points, since padding may share a block with real weights."""
-    spec = weight.spec
-    if spec.zero is None or zero is None:
-        return spec.dtype.encode(torch.zeros(n, k))
-    rows, columns = (
-        torch.zeros(size, dtype=torch.int64) if side == ALL else torch.arange(size) // side
-        for size, side in zip((n, k), spec.zero.block)
-    )
-    codes = spec.zero.dtype.decode(zero)[rows][:, columns]
-    valid = codes.round().clamp(0, spec.dtype.max)
-    if not torch.equal(codes[weight.n :], valid[weight.n :]):  # padding columns are multiplied by zero inputs
-        raise ShardError("padding needs a zero point that is a valid code", expected=f"0 to {spec.dtype.max:g}")
-    return valid.to(weight.codes.dtype)
-
-
-def _pad_input(role: str, tensor: Tensor, columns: int) -> Tensor:
-    """Only the pre-scale has an entry per column; padding columns get 1."""
-    return torch.nn.functional.pad(tensor, (0, columns), value=1.0) if role == FACTORS else tensor
+    whole = (0, projection.n), (0, projection.k)
+    return read_projection(read, projection, whole, _row_spec(projection, 0))

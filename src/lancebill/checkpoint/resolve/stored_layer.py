@@ -56,6 +56,16 @@ class Projection:
     def where(self) -> str:
         return f"layer {self.layer}, expert {self.expert}, {self.name}"
 
+    def stored_like(self, other: Projection) -> bool:
+        """Whether another expert's projection differs only in the names of its tensors."""
+
+        def form(projection: Projection) -> tuple[object, ...]:
+            kinds = {role: (s.axes, s.dtype, s.reversed) for role, s in projection.sources.items()}
+            size = projection.n, projection.k, projection.stored_n, projection.first, projection.step
+            return projection.scheme, size, kinds
+
+        return form(self) == form(other)
+
     def as_module(self, tensors: Mapping[str, Stored]) -> Module:
         """This projection as the `Module` that formats take: a name, and headers by suffix."""
         return Module(self.module, {source.suffix: tensors[source.tensor] for source in self.sources.values()})

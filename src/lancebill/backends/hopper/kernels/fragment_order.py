@@ -139,7 +139,7 @@ def _byte_view(form: WeightForm, values: Tensor) -> Tensor:
 
 
 def pack_halves(form: WeightForm, values: Tensor) -> Tensor:
-    """One 16-bit number for each (row, group), int16 [..., n, groups], to words [..., pairs of rows, words of a pair]."""
+    """One 16-bit number for each (row, group), int16 [..., n, groups], to [..., pairs of rows, words of a pair]."""
     view = _half_view(form, values.flatten(0, -2).to(torch.int32))
     words = (view[..., 0] & 0xFFFF) | (view[..., 1] << 16)
     return words.reshape(*values.shape[:-2], -1, words.shape[-1])
@@ -171,7 +171,8 @@ def unpack_floats(form: WeightForm, words: Tensor, n: int, groups: int) -> Tenso
 
 def scale_pairs(form: WeightForm, words: Tensor) -> Tensor:
     """Words [..., words] as [..., pairs of rows, words of a pair]: scales, then zero points."""
-    return words.unflatten(-1, (-1, form.scale_words))
+    pairs: Tensor = words.unflatten(-1, (-1, form.scale_words))
+    return pairs
 
 
 def _half_view(form: WeightForm, values: Tensor) -> Tensor:

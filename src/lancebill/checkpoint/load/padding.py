@@ -1,0 +1,72 @@
+"""Padding of a matrix with zeros, for shards of uneven size. Takes one matrix or those of several experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.load.input_scales import FACTORS
+from lancebill.errors import ShardError
+from lancebill.numbers.spec import ALL
+from lancebill.numbers.weight import LogicalWeight
+
+
+def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
+    """Pad with zeros to [n, k]. Padding blocks get scale 1, so that they add nothing to a GEMM."""
+    if (weight.n, weight.k) == (n, k):
+        return weight
+    spec = weight.spec
+    for axis, (old, new) in enumerate(((weight.n, n), (weight.k, k))):
+        inside = any(level.block[axis] == ALL or old % level.block[axis] for level in spec.minimum)
+        if old != new and inside:
+            raise ShardError(f"{spec} cannot be padded inside a block", expected="whole blocks", got=old)
+    if weight.perm is not None and k != weight.k:
+        raise ShardError("an act-ordered matrix cannot be padded along K")
+
+    def grow(tensor: Tensor, shape: tuple[int, int], fill: Tensor) -> Tensor:
+        out = fill.to(tensor.device).expand(*weight.lead, *shape).clone()
+        out[..., : tensor.shape[-2], : tensor.shape[-1]] = tensor
+        return out
+
+    one = torch.ones(1)
+    zero = weight.zero
+    if spec.zero is not None and zero is not None:
+        zero = grow(zero, spec.zero.shape(n, k), torch.zeros(1, dtype=zero.dtype))
+    codes = _zero_codes(weight, zero, n, k)
+    codes[..., : weight.n, : weight.k] = weight.codes
+    zero_minimum = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
+    return replace(
+        weight,
+        stored=codes,
+        scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(one)) for s, t in zip(spec.scales, weight.scales)),
+        zero=zero,
+        minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, zero_minimum)),
+        bias=None if weight.bias is None else torch.nn.functional.pad(weight.bias, (0, n - weight.n)),
+        inputs={role: _pad_input(role, t, k - weight.k) for role, t in weight.inputs.items()},
+    )
+
+
+def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
+    """[n, k] codes that decode to 0: the zero points, since padding may share a block with real weights."""
+    spec, device = weight.spec, weight.device
+    if spec.zero is None or zero is None:
+        return spec.dtype.encode(torch.zeros(1, device=device)).expand(*weight.lead, n, k).clone()
+    rows, columns = (
+        torch.zeros(size, dtype=torch.int64, device=device)
+        if side == ALL
+        else torch.arange(size, device=device) // side
+        for size, side in zip((n, k), spec.zero.block)
+    )
+    codes = spec.zero.dtype.decode(zero)[..., rows, :][..., columns]
+    valid = codes.round().clamp(0, spec.dtype.max)
+    below = slice(weight.n, None)  # padding columns are multiplied by zero inputs
+    if not torch.equal(codes[..., below, :], valid[..., below, :]):
+        raise ShardError("padding needs a zero point that is a valid code", expected=f"0 to {spec.dtype.max:g}")
+    return valid.to(spec.dtype.storage)
+
+
+def _pad_input(role: str, tensor: Tensor, columns: int) -> Tensor:
+    """Only the pre-scale has an entry per column; padding columns get 1."""
+    return torch.nn.functional.pad(tensor, (0, columns), value=1.0) if role == FACTORS else tensor

@@ -1,0 +1,130 @@
+"""Reads projections of one or several experts: the smallest covering slice of each stored tensor, decoded and cut.
+
+Several experts are read and decoded as one value with a leading expert dimension where their scheme allows it, on the
+device of the tensors that the reader returns; otherwise one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.read.slices import Reader
+from lancebill.checkpoint.resolve.manifest import Projection, StoredPart
+from lancebill.errors import LancebillError
+from lancebill.formats import axes as ax
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight, expert_of, stack_experts
+
+Span = tuple[int, int]
+Area = tuple[Span, Span]  # rows and columns
+
+
+def read_projection(read: Reader, projection: Projection, area: Area, spec: QuantSpec) -> LogicalWeight:
+    """These rows and columns of one projection, with the blocks of `spec`."""
+    return expert_of(read_projections(read, (projection,), area, spec), 0)
+
+
+def read_projections(read: Reader, experts: Sequence[Projection], area: Area, spec: QuantSpec) -> LogicalWeight:
+    """The same projection of several experts, with a leading expert dimension. An error names its expert."""
+    if not _alike(experts):
+        return stack_experts([read_projection(read, projection, area, spec) for projection in experts])
+    try:
+        return _read_alike(read, experts, area, spec)
+    except LancebillError as error:
+        if len(experts) == 1:
+            raise error.within(f"{experts[0].where} ({experts[0].module})") from error
+        for projection in experts:  # which one is it?
+            read_projection(read, projection, area, spec)
+        raise
+
+
+def _alike(experts: Sequence[Projection]) -> bool:
+    """Whether these projections can be decoded together."""
+    first = experts[0]
+    if len(experts) == 1:
+        return True
+    return first.scheme.batched and not first.scheme.act_order and all(map(first.stored_like, experts))
+
+
+def _read_alike(read: Reader, experts: Sequence[Projection], area: Area, spec: QuantSpec) -> LogicalWeight:
+    first, (rows, columns) = experts[0], area
+    scheme, units = first.scheme, first.scheme.units()
+    if units is None or scheme.act_order:
+        around_rows, around_columns = (0, first.stored_n), (0, first.k)
+    else:
+        around_rows = _widen(_stored_rows(first, rows), units["n"], first.stored_n)
+        around_columns = _widen(columns, units["k"], first.k)
+    stored = {role: _read_part(read, experts, role, (around_rows, around_columns)) for role in first.sources}
+    size = around_rows[1] - around_rows[0], around_columns[1] - around_columns[0]
+    if scheme.batched and not scheme.act_order:
+        weight = scheme.decode(stored, *size)
+    else:
+        weight = stack_experts([scheme.decode({role: tensor[0] for role, tensor in stored.items()}, *size)])
+    return _trim(weight, first, rows, columns, (around_rows[0], around_columns[0]), spec)
+
+
+def _trim(
+    weight: LogicalWeight, projection: Projection, rows: Span, columns: Span, origin: Span, spec: QuantSpec
+) -> LogicalWeight:
+    """Cut a decoded covering slice, which starts at `origin`, to exactly these rows and columns."""
+    if projection.step > 1:
+        weight = weight.rows(torch.arange(rows[0], rows[1]) * projection.step + projection.first - origin[0])
+        local_rows: Span = (0, weight.n)
+    else:
+        offset = projection.first - origin[0]
+        local_rows = rows[0] + offset, rows[1] + offset
+    local_columns = columns[0] - origin[1], columns[1] - origin[1]
+    if local_rows == (0, weight.n) and local_columns == (0, weight.k):
+        return weight.reblock(spec)
+    return weight.reblock(spec).cut(local_rows, local_columns)
+
+
+def _stored_rows(projection: Projection, rows: Span) -> Span:
+    """The stored rows that cover logical `rows` of a (possibly fused) projection."""
+    if projection.step > 1:
+        return rows[0] * projection.step, rows[1] * projection.step
+    return rows[0] + projection.first, rows[1] + projection.first
+
+
+def _widen(span: Span, unit: int, size: int) -> Span:
+    return span[0] // unit * unit, min(size, -(-span[1] // unit) * unit)
+
+
+def _read_part(read: Reader, experts: Sequence[Projection], role: str, around: Area) -> Tensor:
+    """One part of all experts, sliced to the covering rows and columns; undoes a stored transposition."""
+    sources, projection = [each.sources[role] for each in experts], experts[0]
+    source = sources[0]
+    ratio = source.part.ratio(source.dtype)
+    full = ax.shape(source.axes, projection.stored_n, projection.k, ratio)
+    if not source.part.cuttable:
+        index: tuple[slice, ...] = tuple(slice(None) if s == ax.ANY else slice(0, s) for s in full)
+    else:
+        index = ax.slices(source.axes, *around, projection.stored_n, projection.k, ratio)
+    if source.reversed:
+        index = index[::-1]
+    tensor = _read_stacked(read, sources, index)
+    return tensor.mT.contiguous() if source.reversed and len(index) == 2 else tensor
+
+
+def _read_stacked(read: Reader, sources: Sequence[StoredPart], index: tuple[slice, ...]) -> Tensor:
+    """[experts, ...]: one read if neighbouring experts are stored in one tensor."""
+    first = sources[0]
+    if first.expert is not None and not first.rows_per_expert:
+        expected = range(first.expert, first.expert + len(sources))
+        if all((s.tensor, s.expert) == (first.tensor, e) for s, e in zip(sources, expected)):
+            return read(first.tensor, (slice(expected.start, expected.stop), *index))
+    tensors = [read(source.tensor, _expert_index(source, index)) for source in sources]
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+
+
+def _expert_index(source: StoredPart, index: tuple[slice, ...]) -> tuple[int | slice, ...]:
+    if source.expert is None:
+        return index
+    if source.rows_per_expert:
+        base = source.expert * source.rows_per_expert
+        first = index[0]
+        return (slice(base + first.start, base + first.stop), *index[1:])
+    return (source.expert, *index)
