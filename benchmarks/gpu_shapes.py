@@ -73,7 +73,8 @@ TOKENS = "1,64,1024,8192,16,256,4,4096,16384"
 ROTATED_BYTES = 256 << 20  # distinct weights that successive calls read: several times the L2
 FEWEST, MOST = 2, 32  # batches that take turns
 HUMMING_PEERS = ("humming-indexed", "humming-grouped")
-COMPILERS = 4  # processes; each compiles many of Humming's kernels at once
+CLEARLY_FASTER = 1.05
+COMPILERS = 2  # processes; each compiles many of Humming's kernels at once
 
 
 @dataclass(frozen=True)
@@ -351,22 +352,27 @@ def row_text(row: dict[str, Any]) -> str:
 
 
 def table_text(rows: list[dict[str, Any]]) -> str:
-    """A line for each layer and routing, us (ratio, share of the floor) for each number of tokens; means at the end."""
+    """A line for each layer and routing, us (ratio, share of the floor) for each number of tokens; then summaries."""
     lines: dict[str, dict[int, str]] = {}
     ratios: dict[str, list[float]] = {}
+    short = []
     for row in rows:
         found = [peer["ratio"] for peer in row["against"].values()]
         name = f"{row['shape']} {row['weights']}:{row['activations']} {row['routing']}"
         text = "".join(f"{ratio:.2f}x " for ratio in found) + f"{row['of_floor']:.0%}"
         lines.setdefault(name, {})[row["tokens"]] = f"{row['ours']['us']:.0f} ({text})"
         ratios.setdefault(f"{row['weights']}:{row['activations']} {row['routing']}", []).extend(found)
+        if any(ratio < CLEARLY_FASTER for ratio in found):
+            short.append(f"not clearly faster: {name} M={row['tokens']} ({text} of floor)")
     counts = sorted({row["tokens"] for row in rows})
     head = f"{'':<46}" + "".join(f"{count:>20}" for count in counts)
     body = [f"{name:<46}" + "".join(f"{of.get(count, ''):>20}" for count in counts) for name, of in lines.items()]
     means = [
-        f"{name}: geometric mean {geometric_mean(r):.3f}x, lowest {min(r):.3f}x" for name, r in ratios.items() if r
+        f"{name}: geometric mean {geometric_mean(found):.3f}x, lowest {min(found):.3f}x"
+        for name, found in ratios.items()
+        if found
     ]
-    return "\n".join([head, *body, *means])
+    return "\n".join([head, *body, *short, *means])
 
 
 if __name__ == "__main__":

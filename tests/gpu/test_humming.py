@@ -7,8 +7,12 @@ import torch
 
 from lancebill.backends.humming import BACKEND
 from lancebill.backends.humming.layout import HummingLayout
+from lancebill.bench.check import check_output
+from lancebill.bench.peers_cuda import PEERS, compile_humming
+from lancebill.bench.workload import Batch, Weights
 from lancebill.moe.activation import Activation
 from lancebill.moe.layout import MatrixShape, PlainLayout
+from lancebill.moe.model_shapes import parse_shape
 from lancebill.moe.problem import Device
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 from lancebill.testing.layers import layer_problem, make_layer, plausible_weight, routing, worst_row
@@ -63,3 +67,18 @@ def test_activations() -> None:
         x, routed = torch.randn(33, 512, device="cuda").bfloat16(), routing(problem, 33, 3)
         got, want = (make_layer(problem, name)(x, routed) for name in ("humming", "reference"))
         assert worst_row(got, want) < BOUND, activation
+
+
+@pytest.mark.parametrize("name", ["humming-indexed", "humming-grouped"])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_peers_skip_the_slots_of_other_ranks(name: str, activations: str) -> None:
+    """On one of two ranks, with kernels compiled ahead from the description of the layer alone."""
+    problem = parse_shape("8,256,128,2").problem(parse_spec("mxfp4"), parse_activation(activations), ep=2)
+    device = torch.device("cuda", 0)
+    compile_humming(problem, (3, 70), device)
+    weights = Weights(problem, device)
+    peer = PEERS[name](problem, weights)
+    for tokens in (3, 70):
+        routed = routing(problem, tokens, 5, kind="holes")
+        batch = Batch(torch.randn(tokens, problem.hidden, device=device).bfloat16(), routed.ids, routed.weights)
+        check_output(name, problem, weights, batch, peer(batch.x, batch.ids, batch.weights))

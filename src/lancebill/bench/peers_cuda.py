@@ -57,6 +57,12 @@ class HummingIndexed(SortingPeer[Any]):
         return self.experts.compute(x, routed, ids, weights, self._out)
 
 
+class HummingGrouped(HummingIndexed):
+    """GEMMs on contiguous rows in expert order; an extra input kernel writes these rows."""
+
+    mode = "grouped_contiguous"
+
+
 def compile_humming(problem: Problem, tokens: Sequence[int], device: torch.device) -> None:
     """Compile what Humming needs for these batch sizes into its cache, without weights; no GEMM is run."""
     from lancebill.backends.humming.package import Experts, describe_matrix
@@ -67,12 +73,6 @@ def compile_humming(problem: Problem, tokens: Sequence[int], device: torch.devic
     }
     for peer in (HummingIndexed, HummingGrouped):
         Experts(problem, matrices, peer.mode).compile(tokens)
-
-
-class HummingGrouped(HummingIndexed):
-    """GEMMs on contiguous rows in expert order; an extra input kernel writes these rows."""
-
-    mode = "grouped_contiguous"
 
 
 class Marlin(Peer):
