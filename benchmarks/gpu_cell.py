@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lancebill.backends.hopper.steps import kernels
+from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import expected_rows
 from lancebill.bench.compare import best, compare
@@ -43,7 +44,9 @@ def compile_kernels(sizes: Iterable[tuple[Problem, int]]) -> None:
 def reference_rows(problem: Problem, weights: Weights, batch: Batch) -> ReferenceRows:
     tokens = batch.x.shape[0]
     rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens)).round().long().to(batch.x.device)
-    return ReferenceRows(rows, expected_rows(problem, weights, batch, rows))
+    layout = REFERENCE.layout(problem)
+    packed = weights.cached("reference", lambda: weights.packed(layout, range(weights.distinct)))
+    return ReferenceRows(rows, expected_rows(problem, weights, batch, rows, packed))
 
 
 def relative_error(got: torch.Tensor, reference: ReferenceRows) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Batch, Weights
 from lancebill.errors import WrongResult
 from lancebill.moe.dispatch import Indexed
+from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Device, Problem
 
 ROWS = 4  # rows compared with the reference; the others only have to be finite
@@ -45,16 +47,21 @@ def error_bound(problem: Problem) -> float:
     return BOUND_QUANTIZED if quantized else BOUND
 
 
-def expected_rows(problem: Problem, weights: Weights, batch: Batch, rows: Tensor) -> Tensor:
-    """The reference's result for these rows in fp32. Packs only the different experts that the rows are routed to."""
+def expected_rows(
+    problem: Problem, weights: Weights, batch: Batch, rows: Tensor, packed: Mapping[str, Packed] | None = None
+) -> Tensor:
+    """The reference's result for these rows in fp32.
+
+    `packed` are all different experts in the reference's layout; without it, only those needed here are packed.
+    """
     device, routed = batch.x.device, batch.ids[rows]
     originals = torch.where(routed < 0, -1, routed % weights.distinct)  # the other experts repeat these
-    needed = originals[originals >= 0].unique()
+    needed = originals[originals >= 0].unique() if packed is None else torch.arange(weights.distinct, device=device)
     out = torch.zeros(rows.numel(), problem.hidden, device=device)
     if not needed.numel():
         return out
     ids = torch.where(originals < 0, -1, torch.searchsorted(needed, originals)).to(torch.int32)
     part = replace(problem, experts=needed.numel(), global_experts=needed.numel())
-    packed = weights.packed(REFERENCE.layout(part), needed.tolist())
+    tensors = weights.packed(REFERENCE.layout(part), needed.tolist()) if packed is None else packed
     plan = REFERENCE.plan(part, rows.numel(), Device(device.type))
-    return REFERENCE.run(plan, batch.x[rows], Indexed(ids, batch.weights[rows]), packed, out)
+    return REFERENCE.run(plan, batch.x[rows], Indexed(ids, batch.weights[rows]), tensors, out)
