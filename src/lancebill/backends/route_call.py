@@ -28,14 +28,15 @@ class RouteCall(NamedTuple):
         cls, routing: Routing, logits: Tensor, router: RouterTensors, hidden: Tensor | None, input_ids: Tensor | None
     ) -> RouteCall | None:
         """None where only the definition computes the result, or says what is wrong. Runs on every call."""
-        if logits.dim() != 2 or not len(logits) or (hidden is not None and len(hidden) != len(logits)):
+        shape = logits.shape
+        if len(shape) != 2 or not shape[0] or (hidden is not None and hidden.shape[0] != shape[0]):
             return None
         row, column = logits.stride()
         if column != 1 or not 0 <= row < _MOST_STRIDE:
             logits = logits.contiguous()
         if not routing.hashed:
             return cls(routing, logits, router, None)
-        if input_ids is None or input_ids.numel() != len(logits):
+        if input_ids is None or input_ids.numel() != shape[0]:
             return None
         return cls(routing, logits, router, input_ids.reshape(-1))
 

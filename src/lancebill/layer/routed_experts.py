@@ -157,7 +157,8 @@ class RoutedExperts(PackedModule):
         if self.routing is None:
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
         self._check_logits(router_logits, self.routing.zero_experts)
-        router = RouterTensors(self.router_bias, self.router_correction, self.router_table)
+        held = self._buffers  # a module's attribute takes ten times as long to find
+        router = RouterTensors(held["router_bias"], held["router_correction"], held["router_table"])
         if torch.compiler.is_compiling():  # the definition can be traced, a launch cannot
             return route_as_defined(self.routing, router_logits, router, x, input_ids)
         return self.executor.route(self.routing, router_logits, router, x, input_ids)
@@ -278,10 +279,10 @@ class RoutedExperts(PackedModule):
     def _check_logits(self, logits: Tensor, zero_experts: int) -> None:
         """Too many columns would select experts that do not exist. Redundant copies of experts have no column."""
         most, got = self.problem.global_experts + zero_experts, logits.shape[-1] if logits.dim() else 0
-        if got > most or (got < most and self.expert_map is None):
+        if got > most or (got < most and self._buffers["expert_map"] is None):
             expected = f"[tokens, {most}]"
             raise LaunchError("the router's logits do not fit the layer", expected=expected, got=list(logits.shape))
-        bias = self.router_bias
+        bias = self._buffers["router_bias"]
         if bias is not None and bias.shape != (got,):
             raise LaunchError("the router's bias does not fit its logits", expected=[got], got=list(bias.shape))
 

@@ -34,7 +34,7 @@ class CpuRouting(BoundRouting):
 
     def run(self, call: RouteCall) -> Routed:
         _, logits, router, input_ids = call
-        tokens = len(logits)
+        tokens = logits.shape[0]
         ids = torch.empty(tokens, self.routing.top_k, dtype=torch.int32)
         weights = torch.empty(tokens, self.routing.top_k)
         identity = torch.empty(tokens) if self.routing.zero_experts else None

@@ -41,7 +41,7 @@ class RouteProgram(BoundRouting):
     def run(self, call: RouteCall) -> Routed:
         """Launch for these logits; ids and weights are new tensors."""
         _, logits, _, input_ids = call
-        shape, device = (len(logits), self.routing.top_k), logits.device
+        shape, device = (logits.shape[0], self.routing.top_k), logits.device
         ids = torch.empty(shape, dtype=torch.int32, device=device)
         weights = torch.empty(shape, dtype=torch.float32, device=device)
         identity = torch.empty(shape[:1], dtype=torch.float32, device=device) if self.routing.zero_experts else None

@@ -11,7 +11,7 @@
 namespace lancebill {
 namespace {
 
-constexpr int kTokensPerTask = 8;  // fewer take less time than waking a thread
+constexpr int kTokensPerTask = 32;  // about 100 us; waking a thread for less does not pay
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();  // for NaN; -inf marks excluded groups
 
