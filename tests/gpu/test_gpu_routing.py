@@ -1,4 +1,6 @@
-"""Routing on the GPU: the same experts as on the CPU, no host synchronisation, bits that do not depend on the batch."""
+"""Routing on the GPU, by the definition and by the kernel: the same experts as on the CPU, no host synchronisation,
+bits that do not depend on the batch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,29 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from routings import CASES, Case, check, expected, make_case
 
-from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer, first_largest, route
+from lancebill.backends.hopper.route_program import RoutePrograms
+from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.oracle import select
+from lancebill.backends.route_call import RouteCall
+from lancebill.jit.build import build_all
+from lancebill.layer.parts import LayerParts
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.problem import Device
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import (
+    NONE,
+    SIGMOID,
+    SOFTMAX,
+    SQRTSOFTPLUS,
+    Routed,
+    Routing,
+    SparseMixer,
+    first_largest,
+    route,
+)
+from lancebill.testing.layers import layer_problem, make_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -84,3 +107,98 @@ def test_ties_and_signed_zeros() -> None:
     values[:, ::2] = -0.0
     values[3, 400] = 1.0
     assert first_largest(values, 3).tolist() == [[0, 1, 2]] * 3 + [[400, 0, 1], [0, 1, 2]]
+
+
+KERNEL_CASES = [*CASES, *map(make_case, range(100, 140))]
+
+
+def large_case(number: int, tokens: int) -> Case:
+    """The routings of whole models, with ordinary logits."""
+    routing = [r for r in ROUTINGS if r.custom is None][number % (len(ROUTINGS) - 1)]
+    inputs = inputs_of(routing, tokens, "cpu")
+    table = inputs["table"].contiguous() if routing.hashed else None
+    router = RouterTensors(None, inputs.get("correction_bias"), table)
+    return Case(number, routing, inputs["logits"].to((torch.float32, torch.bfloat16)[number % 2]), router,
+                inputs.get("input_ids"))  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_routing() -> None:
+    """Compile all routing kernels of this file on all cores."""
+    steps = [RouteStep.of(call_of(case)) for case in (*KERNEL_CASES, *(large_case(n, 4) for n in range(14)))]
+    assert build_all({step.source: None for step in steps if step is not None}) == {}
+
+
+def call_of(case: Case) -> RouteCall:
+    call = RouteCall.make(case.routing, case.logits, case.router, None, case.input_ids)
+    assert call is not None and call.supported()
+    return call
+
+
+def run_kernel(case: Case) -> Routed:
+    call = call_of(case)
+    program = RoutePrograms().find(call)
+    assert program is not None
+    return program.run(call)
+
+
+def test_the_kernel_computes_the_definition() -> None:
+    """Ties, NaN, infinities, signed zeros, padding, every setting; rows may be views of wider rows."""
+    for case in KERNEL_CASES:
+        check(run_kernel(case.to("cuda")), case)
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_the_kernel_on_many_tokens(number: int) -> None:
+    case = large_case(number, 5000)
+    on_gpu = case.to("cuda")
+    whole = run_kernel(on_gpu)
+    check(whole, case)
+    alone = run_kernel(on_gpu.rows(slice(4999, None)))
+    assert torch.equal(alone.ids[0], whole.ids[4999]) and torch.equal(alone.weights[0], whole.weights[4999])
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_the_kernel_is_captured_without_synchronisation(number: int) -> None:
+    case, programs = large_case(number, 33).to("cuda"), RoutePrograms()
+    call = call_of(case)
+    program = programs.find(call)
+    assert program is not None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        found = programs.find(call)  # binds another program: the capture has its own stream
+        assert found is not None
+        routed = found.run(call)
+    for seed in (3, 4):
+        case.logits.copy_(torch.randn(case.logits.shape, generator=torch.Generator().manual_seed(seed)))
+        with no_synchronisation():
+            graph.replay()
+        check(routed, case)
+
+
+def test_a_layer_reads_what_the_kernel_wrote() -> None:
+    """Routing and layers back to back in one graph, where each kernel may start before its predecessor ends."""
+    problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=64, top_k=4)
+    sample, device = make_layer(problem, "hopper", distinct=8), Device("cuda", 90)
+    routing = Routing(4, SIGMOID, renormalize=True, n_group=8, topk_group=3, correction=True)
+    correction = torch.randn(64, device="cuda")
+    choice = select(problem, device, "hopper")
+    layer = RoutedExperts(LayerParts(choice, sample.weights, routing, router={"correction": correction}))
+    for tokens in (1, 16, 300):
+        x = [torch.randn(tokens, 512, device="cuda").bfloat16() for _ in range(20)]
+        logits = [torch.randn(tokens, 64, device="cuda") for _ in range(20)]
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            eager = [layer.forward_routed(a, b) for a, b in zip(x, logits)]
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = [layer.forward_routed(a, b) for a, b in zip(x, logits)]
+        graph.replay()
+        torch.cuda.synchronize()
+        for number, (a, b) in enumerate(zip(x, logits)):
+            want = expected(Case(0, routing, b, RouterTensors(None, correction)))
+            ids, weights = want.ids.cuda(), want.weights.cuda()
+            direct = layer(a, topk_ids=ids, topk_weights=weights)
+            torch.testing.assert_close(outputs[number], direct, rtol=1e-2, atol=1e-3)
+            assert torch.equal(outputs[number], eager[number])

@@ -164,11 +164,14 @@ class RoutedExperts(PackedModule):
         return self.executor.route(self.routing, router_logits, router, x, input_ids)
 
     def complete(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
-        """Add what routed experts do not compute: zero experts, the scale of the whole output, shared experts."""
-        if routed.identity_weight is not None:
-            out = (out.float() + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
+        """Add what routed experts do not compute: zero experts, the scale of the whole output, shared experts.
+
+        Each is one operation, and most layers need none. `out` is overwritten.
+        """
+        if routed.identity_weight is not None:  # computed in fp32, the type of the weight, and rounded once
+            out = torch.addcmul(out, x, routed.identity_weight.unsqueeze(-1), out=out)
         if self.routing is not None and self.routing.apply_scale_to_output:
-            out = out * self.routing.routed_scaling_factor
+            out = out.mul_(self.routing.routed_scaling_factor)
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

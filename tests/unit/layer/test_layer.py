@@ -124,6 +124,25 @@ def test_compiled_forward_is_one_operator_and_equal(tmp_path: Path) -> None:
     assert torch.equal(out, want)
 
 
+def test_compiled_routing_is_traced_whole_and_equal(tmp_path: Path) -> None:
+    """Zero experts, a correction bias and an output scale; the eager call uses the backend's kernel."""
+    routing = Routing(
+        SIZE.top_k, "sigmoid", True, zero_experts=2, routed_scaling_factor=2.0, apply_scale_to_output=True
+    )
+    folder = save(make_checkpoint("dense", "bf16"), tmp_path / "m")
+    layer = RoutedExperts.from_checkpoint(folder, layer=0, routing=routing)
+    columns, x = SIZE.experts + 2, make_inputs()[0]
+    layer.take_router("correction", torch.linspace(-0.1, 0.2, columns))
+    logits = torch.randn(len(x), columns, generator=torch.Generator().manual_seed(3)).bfloat16()
+    routed = layer.route(x, logits)
+    assert routed.identity_weight is not None and (routed.identity_weight > 0).any()
+    own = layer(x, topk_ids=routed.ids, topk_weights=routed.weights).float()
+    want = 2 * (own + routed.identity_weight.unsqueeze(-1) * x.float()).to(x.dtype)
+    compiled = torch.compile(layer.forward_routed, backend="aot_eager", fullgraph=True)
+    for got in (layer.forward_routed(x, logits), compiled(x, logits)):
+        assert torch.equal(got, want)
+
+
 def test_fp8_activations_are_used_when_requested(tmp_path: Path) -> None:
     folder = save(make_checkpoint("mxfp4"), tmp_path / "m")
     x, ids, weights = make_inputs()
