@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
@@ -335,10 +335,15 @@ def engine_batch(problem: Problem, tokens: int, routing: str, seed: int, device:
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(tokens, problem.hidden, generator=generator, device=device).to(problem.input.storage)
     weights = torch.rand(tokens, problem.top_k, generator=generator, device=device) + 0.1
-    drawn, _ = Simulation(routing, seed).draw(tokens, problem.global_experts, problem.top_k, torch.device("cpu"))
-    ids = drawn.to(device, torch.int64)
+    ids = drawn_ids(routing, seed, tokens, problem.global_experts, problem.top_k).to(device)
     local = localize(ids, rank_map(problem, device), problem.global_experts)
     return EngineBatch(ids, Batch(x, local, weights / weights.sum(1, keepdim=True)))
+
+
+@lru_cache(maxsize=256)
+def drawn_ids(routing: str, seed: int, tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    """Many layers have the same sizes, and drawing for many tokens takes a second."""
+    return Simulation(routing, seed).draw(tokens, experts, top_k, torch.device("cpu"))[0].to(torch.int64)
 
 
 def row_text(row: dict[str, Any]) -> str:
