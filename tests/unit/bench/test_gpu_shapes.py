@@ -21,9 +21,11 @@ import shape_tables
 import summary
 from gpu_shapes import Budget, Layer, Run, chosen_layers, engine_batch, parser, rotating_batches
 
+from lancebill.bench.check import expected_rows
 from lancebill.bench.results import expert_bytes
 from lancebill.bench.sustained import Steady
 from lancebill.bench.timing import Call
+from lancebill.bench.workload import Batch, Weights
 
 CPU = torch.device("cpu")
 RATES = {"read_gbs": 4000.0, "bf16": 700.0, "fp8": 1300.0}
@@ -100,6 +102,30 @@ def test_a_layer_is_measured_and_recorded(run: Run) -> None:
             weights / 10, abs=1e-4
         )
     assert len(gpu_shapes.table_text(record["rows"]).splitlines()) == 3
+
+
+class Peer:
+    """Computes what the reference computes, times a factor; takes local ids."""
+
+    def __init__(self, weights: Weights, factor: float) -> None:
+        self.weights, self.factor = weights, factor
+
+    def sort(self, ids: torch.Tensor) -> None:
+        assert ids.dtype == torch.int32
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, routed: None) -> torch.Tensor:
+        batch = Batch(x, ids, weights)
+        return self.factor * expected_rows(self.weights.problem, self.weights, batch, torch.arange(x.shape[0]))
+
+
+def test_a_wrong_peer_is_left_out(run: Run) -> None:
+    weights = Weights(RANK.problem, CPU)
+    peers = {"humming-indexed": Peer(weights, 1.0), "humming-grouped": Peer(weights, 1.1)}
+    ours = gpu_shapes.make_ours(RANK.problem, weights, CPU)
+    row = run.measure_cell(ours, weights, peers, 5, "uniform", "cell")  # type: ignore[arg-type]
+    assert row["against"]["humming"]["variant"] == "humming-indexed, sorted" and row["against"]["humming"]["ratio"] == 1
+    assert list(row["peers"]) == ["humming-indexed, sorted"]
+    assert "differs" in run.record["absent"]["cell: humming-grouped"]
 
 
 def test_a_layer_without_time_is_recorded_as_absent(run: Run) -> None:
