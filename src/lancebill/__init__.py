@@ -17,6 +17,7 @@ from lancebill import errors as errors
 if TYPE_CHECKING:
     from lancebill.backends.oracle import explain as explain
     from lancebill.checkpoint.read.files import Checkpoint as Checkpoint
+    from lancebill.layer.from_tensors import ExpertTensors as ExpertTensors
     from lancebill.layer.model_experts import ModelExperts as ModelExperts
     from lancebill.layer.quantized_linear import QuantizedLinear as QuantizedLinear
     from lancebill.layer.routed_experts import RoutedExperts as RoutedExperts
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpoint": "lancebill.checkpoint.read.files",
     "DType": "lancebill.numbers.dtypes",
+    "ExpertTensors": "lancebill.layer.from_tensors",
     "ModelExperts": "lancebill.layer.model_experts",
     "Placement": "lancebill.moe.placement",
     "Problem": "lancebill.moe.problem",

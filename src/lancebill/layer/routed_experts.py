@@ -24,10 +24,13 @@ from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer.collect import ExpertCollector
 from lancebill.layer.compiled_op import new_handle, routed_experts_op
+from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
 from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.layer.rules import WeightRules
+from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.layout import Packed
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
@@ -103,6 +106,33 @@ class RoutedExperts(PackedModule):
             return PushedLayer(cls, model, layer, load_options)
         index = LayerIndex(model, tensors, load_options.naming)
         return PushedLayer(cls, Recipe.resolve(index, layer, load_options, where=model.source), layer, load_options)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        w13: ExpertTensors,
+        w2: ExpertTensors,
+        spec: WeightRules,
+        *,
+        top_k: int,
+        activation: Activation | str = "silu",
+        rows: str = GATE_UP,
+        layer: int = 0,
+        expert_map: Sequence[int] | Tensor | None = None,
+        **options: Any,
+    ) -> RoutedExperts:
+        """A layer from tensors that an engine holds, packed on their device unless `device` says another.
+
+        `spec` says what the codes mean: "mxfp4", "int4-g128:fp16", or one for each matrix. `rows` is the order of w13's
+        rows: "gate_up", "up_gate" or "interleaved". The tensors are whole, and `placement` cuts this rank's share; or
+        they are this rank's own, and `expert_map` has the slot of every global expert. Other options are those of
+        `from_checkpoint`; the tensors are not used after the call.
+        """
+        defaults = {"device": str(w13.codes.device)}
+        load_options = LoadOptions(**{**defaults, **options, "top_k": top_k, "activation": activation})
+        return cls(
+            parts_from_tensors(w13, w2, spec, rows=rows, layer=layer, expert_map=expert_map, options=load_options)
+        )
 
     def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.
