@@ -1,0 +1,75 @@
+"""A layer with random weights, for engines that start without a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lancebill.checkpoint.load.input_scales import PRE_SCALE, SCALE
+from lancebill.checkpoint.load.load_experts import expert_rows
+from lancebill.layer.parts import LayerParts, assemble
+from lancebill.layer.recipe import Recipe
+from lancebill.moe.layout import Packed, as_integer
+from lancebill.numbers.random_weight import random_weight
+
+LARGEST_INPUT = 4.0  # in standard deviations: statically quantised inputs are clamped there
+
+
+def random_parts(recipe: Recipe, seed: int) -> LayerParts:
+    """Random weights in the layout of the chosen backend, made on its device.
+
+    An expert's weights depend on the seed, the layer and the expert, so every rank that holds it has the same.
+    """
+    start, packed, plan = time.perf_counter(), recipe.allocate(), recipe.plan
+    layout, device = recipe.layout, recipe.choice.device.torch
+    for slot, expert in enumerate(plan.experts):
+        rows = expert_rows(packed, slot)
+        for number, (matrix, shape) in enumerate(recipe.choice.problem.matrices.items()):
+            generator = torch.Generator(device)
+            generator.manual_seed(_mixed(seed, plan.layer.index, expert, number, plan.placement.tp_rank))
+            weight = random_weight(
+                shape.spec, shape.n, shape.k, generator, bias=shape.bias, act_order=shape.act_order
+            )
+            layout.pack(shape, weight, rows[matrix])
+        recipe.advance(1)
+    _fill_inputs(recipe, packed)
+    report = recipe.report(packed, time.perf_counter() - start, {}, layout.notes())
+    return assemble(recipe, packed, _random_router(recipe, seed), report)
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed from several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number + 1) % (1 << 63)
+    return mixed
+
+
+def _fill_inputs(recipe: Recipe, packed: Mapping[str, Packed]) -> None:
+    """Input scales for inputs of variance one."""
+    problem = recipe.choice.problem
+    for matrix, spec in (("w13", problem.activations), ("w2", problem.second_activations)):
+        scale = LARGEST_INPUT / spec.spec.dtype.max
+        for name, value in ((SCALE, scale), (PRE_SCALE, 1.0)):
+            if name in packed[matrix]:
+                buffer = packed[matrix][name]
+                buffer.copy_(as_integer(torch.full(buffer.shape, value, device=buffer.device)))
+
+
+def _random_router(recipe: Recipe, seed: int) -> dict[str, Tensor]:
+    """What the routing needs besides logits: no correction and no bias, and a random table."""
+    routing, layer = recipe.routing, recipe.plan.layer
+    if routing is None:
+        return {}
+    roles = recipe.manifest.naming.router.roles
+    used = {"bias", "correction"} if routing.correction else {"bias"}
+    router = {role: torch.zeros(layer.experts) for role in roles if role in used}
+    vocabulary = recipe.manifest.config.model.get("vocab_size")
+    if routing.hashed and isinstance(vocabulary, int):
+        generator = torch.Generator().manual_seed(_mixed(seed, layer.index))
+        first = torch.randint(layer.experts, (vocabulary, 1), generator=generator, dtype=torch.int32)
+        router["table"] = (first + torch.arange(routing.top_k, dtype=torch.int32)) % layer.experts
+    return router
