@@ -262,6 +262,10 @@ class Format(ABC):
         """The number format that the checkpoint declares for `module`'s input; None: 16-bit, unquantised."""
         return None
 
+    def expert_module(self, config: Config, name: str) -> Module:
+        """An expert's module as a new checkpoint with this config would have it, as far as `scheme` needs its headers."""
+        return Module(name)
+
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         """The quantisation config and scheme with which this format stores `spec`.
 

@@ -19,7 +19,19 @@ from lancebill.formats._floats import (
     scale_part,
     stored_as,
 )
-from lancebill.formats.base import SCALAR, Config, Example, Format, Module, Scheme, checked, dense, optional, part
+from lancebill.formats.base import (
+    SCALAR,
+    Config,
+    Example,
+    Format,
+    Module,
+    Scheme,
+    Stored,
+    checked,
+    dense,
+    optional,
+    part,
+)
 from lancebill.formats.fp8 import DEEPSEEK_V4, POWER_OF_TWO, block_sides, stored_scale
 from lancebill.numbers.dtypes import E4M3, E8M0, F32
 from lancebill.numbers.spec import FP8_BLOCK_SIDES, NVFP4, ActivationSpec, QuantSpec, fp8_spec, group
@@ -70,6 +82,11 @@ class DeepseekV4(Format):
             return mxfp4_scheme(_WEIGHT, _SCALE, (stored, stored_as(module, _SCALE, EXPONENTS)))
         name, scale = stored_scale(config, module, _SCALE)
         return _fp8_scheme(fp8_spec(block_sides(config) or FP8_BLOCK_SIDES, scale=scale), name)
+
+    def expert_module(self, config: Config, name: str) -> Module:
+        """Only headers tell the experts' fp4 from the fp8 of all other modules."""
+        fp4 = _config_value(config, "expert_dtype", "fp4", ("fp4", "fp8")) == "fp4"
+        return Module(name, {_WEIGHT[0]: Stored(PACKED_FP4[0], ())} if fp4 else {})
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
         """FP8 per group for FP8 weights, NVFP4 if it was calibrated; nothing is declared for MXFP4."""

@@ -10,6 +10,7 @@ from lancebill.formats.base import Config, Example, Format, Module, Scheme, Stor
 from lancebill.numbers.spec import QuantSpec
 
 _STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_STATED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as configs spell them
 
 
 class Unquantized(Format):
@@ -25,6 +26,11 @@ class Unquantized(Format):
         if spec.quantized:
             raise CannotEncode("an unquantised checkpoint stores bf16, fp16 or fp32", got=spec)
         return {}, dense(Module("", {".weight": Stored(_STORED[spec.dtype.name], ())}))
+
+    def expert_module(self, config: Config, name: str) -> Module:
+        stated = config.model.get("dtype", config.model.get("torch_dtype"))
+        stored = _STATED.get(stated) if isinstance(stated, str) else None
+        return Module(name, {".weight": Stored(stored, ())} if stored else {})
 
     def examples(self) -> Iterator[Example]:
         for name, stored in _STORED.items():

@@ -1,24 +1,25 @@
-"""Collecting pushed tensors of a layer whose buffers exist: each expert is packed when the last of its tensors comes.
+"""Collecting pushed tensors of a layer whose buffers exist: experts are packed when the last of their tensors has come.
 
-Used for the first load and for every refit. Each expert takes the way of a load from files, reading from the pushed
-tensors instead.
+Used for the first load and for every refit. Experts take the way of a load from files, reading from the pushed tensors
+instead, on the device of the layer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import expert_rows, load_expert
+from lancebill.checkpoint.load.load_experts import load_experts, pack_experts
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex
 from lancebill.checkpoint.resolve.naming import DOWN, Claim
 from lancebill.errors import (
     CheckpointProblems,
     DuplicateTensor,
+    LancebillError,
     MissingTensor,
     UnexpectedTensor,
     WrongDtype,
@@ -28,6 +29,9 @@ from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.moe.layout import Layout, Packed
+
+# Packing many experts at once is faster, above all on a GPU. So complete experts wait until this many bytes are held.
+BATCH_BYTES = 128 << 20
 
 
 def header_of(name: str, tensor: Tensor) -> Stored:
@@ -46,7 +50,7 @@ class _Use:
 
 
 class ExpertCollector:
-    """Collects pushed tensors and packs experts into their rows; `incomplete` are those not, or not wholly, written.
+    """Collects pushed tensors and packs experts into their rows; `incomplete` are those that have not come, or not wholly.
 
     From the first push to `finish` each tensor may come once.
     """
@@ -55,6 +59,7 @@ class ExpertCollector:
         self.recipe = recipe
         self.incomplete = set(incomplete)
         self.pending: dict[str, Tensor] = {}
+        self._complete: dict[int, None] = {}  # experts that are not packed yet, in the order in which they came
         self._taken: set[str] = set()  # everything since the last `finish`
         self._headers: dict[str, Stored] = {}  # of experts that are not planned yet
         self._uses: dict[int, dict[str, _Use]] = {}  # what each expert needs, by tensor name
@@ -76,11 +81,18 @@ class ExpertCollector:
         if name not in self.recipe.manifest.tensors:
             self._headers[name] = header
         self.pending[name] = tensor
-        sharing = self.recipe.plan.experts if claim.expert is None else (claim.expert,)
-        self._flush(dict.fromkeys(sharing), packed, layout)
+        for expert in self.recipe.plan.experts if claim.expert is None else (claim.expert,):
+            if self._needs(expert).keys() <= self.pending.keys():
+                self._complete[expert] = None
+                self.incomplete.discard(expert)
+            else:
+                self.incomplete.add(expert)
+        if not self.incomplete or self._held_bytes() >= BATCH_BYTES:
+            self._pack(packed, layout)
 
     def finish(self, packed: Mapping[str, Packed], layout: Layout) -> LoadReport | None:
         """End the load; raises everything that never came (it may still be pushed). None: nothing was written."""
+        self._pack(packed, layout)
         if self.incomplete:
             raise CheckpointProblems(self.missing(), where=f"layer {self.recipe.plan.layer.index}")
         self.pending.clear()
@@ -151,17 +163,28 @@ class ExpertCollector:
             return tensor
         return form.module(parsed.prefix, parsed.layer, expert, parsed.projection) + parsed.suffix
 
-    def _flush(self, experts: Collection[int], packed: Mapping[str, Packed], layout: Layout) -> None:
-        """Pack those of `experts` that are complete. Tensors that no other expert needs are released."""
-        complete = [expert for expert in experts if self._needs(expert).keys() <= self.pending.keys()]
-        self.incomplete |= set(experts) - set(complete)
-        if complete:
-            self._plan([expert for expert in complete if not self._is_planned(expert)])
-            self._write(complete, packed, layout)
-        if not self.incomplete & set(experts):
-            for expert in experts:
-                for name in self._needs(expert):
-                    self.pending.pop(name, None)
+    def _held_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.pending.values()) if self._complete else 0
+
+    def _pack(self, packed: Mapping[str, Packed], layout: Layout) -> None:
+        """Pack the complete experts and release their tensors. After an error they may be pushed again."""
+        slots = {expert: slot for slot, expert in reversed(list(enumerate(self.recipe.plan.experts)))}
+        experts = sorted(self._complete, key=slots.__getitem__)
+        held = {name for expert in experts for name in self._needs(expert)}
+        each = sum(self.pending[name].nbytes for name in held) // max(1, len(experts))
+        count = max(1, BATCH_BYTES // max(1, each))
+        try:
+            self._plan([expert for expert in experts if not self._is_planned(expert)])
+            for first in range(0, len(experts), count):
+                self._write(experts[first : first + count], slots, packed, layout)
+        except LancebillError:
+            self.incomplete.update(experts)
+            self._taken -= held
+            raise
+        finally:
+            self._complete.clear()
+            for name in held:
+                del self.pending[name]
 
     def _plan(self, experts: Collection[int]) -> None:
         """Add experts whose headers were not known when the plan was made, checked against one that is planned."""
@@ -187,8 +210,10 @@ class ExpertCollector:
         claim = self.recipe.manifest.naming.claim(name)
         return None if claim is None else claim.expert
 
-    def _write(self, experts: Collection[int], packed: Mapping[str, Packed], layout: Layout) -> None:
-        """Pack experts into every slot that holds them."""
+    def _write(
+        self, experts: Sequence[int], slots: Mapping[int, int], packed: Mapping[str, Packed], layout: Layout
+    ) -> None:
+        """Pack experts into their first slots, and copy them to the others that hold them."""
         plan, start = self.recipe.plan, time.perf_counter()
         if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
             self._layout = layout
@@ -198,11 +223,11 @@ class ExpertCollector:
             tensor = self.pending[name]
             return (tensor[index] if index else tensor).to(device).contiguous()
 
-        for expert in experts:
-            weights = load_expert(read, plan, expert, self._losses.add)
-            for slot, logical in enumerate(plan.experts):
-                if logical == expert:
-                    weights.pack(plan, self._layout, expert_rows(packed, slot))
-                    self.recipe.advance(1)
-            self.incomplete.discard(expert)
+        weights = load_experts(read, plan, experts, self._losses.add)
+        pack_experts(plan, self._layout, weights, packed, [slots[expert] for expert in experts])
+        for slot, expert in enumerate(plan.experts):
+            if expert in experts and slot != slots[expert]:
+                for rows in (tensor for tensors in packed.values() for tensor in tensors.values()):
+                    rows[slot].copy_(rows[slots[expert]])
+        self.recipe.advance(sum(expert in experts for expert in plan.experts))
         self._seconds += time.perf_counter() - start

@@ -162,7 +162,7 @@ def _halves(role: str, tensor: Tensor, rows: str) -> tuple[Tensor, Tensor]:
     half = tensor.shape[1] // 2
     first, second = tensor[:, :half], tensor[:, half:]
     if tensor.shape[1:] == (2,):  # a number for each of the two matrices
-        first, second = tensor[:, 0], tensor[:, 1]
+        first, second = (column.clone() for column in tensor.unbind(1))
     return (second, first) if rows == UP_GATE else (first, second)
 
 

@@ -22,10 +22,11 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import Claim
-from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor
+from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor, SpecError
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer.parts import pull
 from lancebill.layer.push import LOOKAHEAD, PushedLayer
+from lancebill.layer.random_layer import random_parts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
 
@@ -91,6 +92,15 @@ class ModelExperts:
     def recipe(self, layer: int) -> Recipe:
         """What the headers decide about a layer: its problem, the chosen backend, its bytes. Reads no tensor."""
         return Recipe.resolve(self._known_index(f"layer {layer}"), layer, self.options, where=self._where)
+
+    def fill_random(self, seed: int = 0) -> dict[int, RoutedExperts]:
+        """Make every layer with random weights, without a checkpoint; `layers` must be known. They can be refitted."""
+        if not self.layers:
+            raise SpecError("which layers have experts is not known", hint="give layers=, or headers as tensors=")
+        for index in self.layers:
+            recipe = Recipe.expected(self.config, index, self.options) if self.index is None else self.recipe(index)
+            self._made[index] = RoutedExperts(random_parts(recipe, seed))
+        return dict(self._made)
 
     def claim(self, name: str) -> Claim | None:
         """What the tensor with this name is: an expert's, the router's, or (None) neither."""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, SCALE
-from lancebill.checkpoint.load.load_experts import expert_rows
+from lancebill.checkpoint.load.load_experts import slot_rows
+from lancebill.layer.collect import BATCH_BYTES
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import Recipe
-from lancebill.moe.layout import Packed, as_integer
+from lancebill.moe.layout import W2, MatrixShape, Packed, as_integer
 from lancebill.numbers.random_weight import random_weight
+from lancebill.numbers.weight import LogicalWeight, stack_experts
 
 LARGEST_INPUT = 4.0  # in standard deviations: statically quantised inputs are clamped there
 
@@ -23,21 +25,26 @@ def random_parts(recipe: Recipe, seed: int) -> LayerParts:
 
     An expert's weights depend on the seed, the layer and the expert, so every rank that holds it has the same.
     """
-    start, packed, plan = time.perf_counter(), recipe.allocate(), recipe.plan
-    layout, device = recipe.layout, recipe.choice.device.torch
-    for slot, expert in enumerate(plan.experts):
-        rows = expert_rows(packed, slot)
-        for number, (matrix, shape) in enumerate(recipe.choice.problem.matrices.items()):
-            generator = torch.Generator(device)
-            generator.manual_seed(_mixed(seed, plan.layer.index, expert, number, plan.placement.tp_rank))
-            weight = random_weight(
-                shape.spec, shape.n, shape.k, generator, bias=shape.bias, act_order=shape.act_order
-            )
-            layout.pack(shape, weight, rows[matrix])
-        recipe.advance(1)
+    start, packed, layout = time.perf_counter(), recipe.allocate(), recipe.layout
+    experts = recipe.plan.experts
+    for number, (matrix, shape) in enumerate(recipe.choice.problem.matrices.items()):
+        count = max(1, BATCH_BYTES // (shape.n * shape.k * shape.spec.dtype.storage.itemsize))
+        for first in range(0, len(experts), count):
+            some = experts[first : first + count]
+            weights = stack_experts([_random_matrix(recipe, shape, seed, expert, number) for expert in some])
+            rows = slot_rows(packed, slice(first, first + len(some)))[matrix]
+            layout.pack(shape, weights, rows)
+            recipe.options.report_bytes(layout.bytes(shape) * len(some))
     _fill_inputs(recipe, packed)
     report = recipe.report(packed, time.perf_counter() - start, {}, layout.notes())
     return assemble(recipe, packed, _random_router(recipe, seed), report)
+
+
+def _random_matrix(recipe: Recipe, shape: MatrixShape, seed: int, expert: int, number: int) -> LogicalWeight:
+    plan, generator = recipe.plan, torch.Generator(recipe.choice.device.torch)
+    generator.manual_seed(_mixed(seed, plan.layer.index, expert, number, plan.placement.tp_rank))
+    bias = shape.bias and not (shape.name == W2 and plan.placement.tp_rank)  # the sum over ranks must add it once
+    return random_weight(shape.spec, shape.n, shape.k, generator, bias=bias, act_order=shape.act_order)
 
 
 def _mixed(*numbers: int) -> int:

@@ -14,9 +14,11 @@ import torch
 from lancebill.backends import oracle
 from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, check_static
 from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
+from lancebill.checkpoint.resolve.expected_headers import expected_headers
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest, StoredLayer
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, Naming, find_family
 from lancebill.errors import MissingTensor, SpecError
+from lancebill.formats.stored import Config, Stored
 from lancebill.layer.report import LoadReport
 from lancebill.layer.routing_and_activation import agreed_activation, agreed_routing, agreed_top_k
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, weight_targets
@@ -57,6 +59,10 @@ class LoadOptions:
     activation: Activation | str | None = None
     progress: Callable[[int], None] | None = None
 
+    def report_bytes(self, count: int) -> None:
+        if self.progress is not None:
+            self.progress(count)
+
 
 class Losses:
     """The error of requantising so far, by matrix."""
@@ -92,6 +98,15 @@ class Recipe:
         manifest.check(where)
         return cls.make(manifest, layer, options)
 
+    @classmethod
+    def expected(
+        cls, config: Config, layer: int, options: LoadOptions, tensors: Mapping[str, Stored] | None = None
+    ) -> Recipe:
+        """The recipe of a checkpoint that does not exist: with these headers, or with those the config suggests."""
+        naming = options.naming or find_family(config.model)
+        headers = expected_headers(config, naming, layer) if tensors is None else tensors
+        return cls.resolve(LayerIndex(config, headers, naming), layer, options, where=config.source)
+
     @property
     def routing(self) -> Routing | None:
         return agreed_routing(self.manifest, self.plan.layer.index, self.options.routing, self.options.top_k)
@@ -121,8 +136,7 @@ class Recipe:
 
     def advance(self, experts: int) -> None:
         """Tell the caller that this many experts were packed."""
-        if self.options.progress is not None:
-            self.options.progress(experts * self.bytes // len(self.plan.experts))
+        self.options.report_bytes(experts * self.bytes // len(self.plan.experts))
 
     def report(
         self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]

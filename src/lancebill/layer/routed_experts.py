@@ -28,6 +28,7 @@ from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tens
 from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.push import PushedLayer, push_claimed
+from lancebill.layer.random_layer import random_parts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.rules import WeightRules
 from lancebill.moe.activation import Activation
@@ -133,6 +134,25 @@ class RoutedExperts(PackedModule):
         return cls(
             parts_from_tensors(w13, w2, spec, rows=rows, layer=layer, expert_map=expert_map, options=load_options)
         )
+
+    @classmethod
+    def random(
+        cls,
+        config: Mapping[str, Any] | Config,
+        layer: int,
+        *,
+        seed: int = 0,
+        tensors: Mapping[str, Stored] | None = None,
+        **options: Any,
+    ) -> RoutedExperts:
+        """A layer as `config` describes it with random weights, for engines that start without a checkpoint.
+
+        Values have variance 1 / K and depend on the seed, the layer and the expert. `tensors` are the checkpoint's
+        headers, where a config alone does not say how weights are stored (GGUF). Options as in `from_checkpoint`.
+        """
+        load_options = LoadOptions(**options)
+        model = config if isinstance(config, Config) else config_of_model(config)
+        return cls(random_parts(Recipe.expected(model, layer, load_options, tensors), seed))
 
     def forward(self, x: Tensor, *, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
         """x [M, H] through the experts each row is routed to: [M, H], weighted and summed.

@@ -1,4 +1,4 @@
-"""Random weights that behave like trained ones: every code occurs, values have variance 1 / K, nothing is NaN.
+"""Random weights that behave like trained ones: all codes are used, values have mean 0 and variance 1 / K.
 
 Engines start with such weights to measure speed without a checkpoint. Zeros would make a GPU draw less power, and
 unscaled codes would overflow.
@@ -7,6 +7,7 @@ unscaled codes would overflow.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,8 +15,6 @@ from torch import Tensor
 from lancebill.numbers.dtypes import INTEGER, ZERO16, DType
 from lancebill.numbers.spec import DIV, QuantSpec, Scale, Zero
 from lancebill.numbers.weight import LogicalWeight
-
-FEW = 16  # invalid codes that are replaced one by one
 
 
 def random_weight(
@@ -31,57 +30,82 @@ def random_weight(
         spec,
         _codes(spec, n, k, size, generator),
         scales,
-        None if spec.zero is None else _zero_points(spec.zero, n, k, mean, generator),
+        None if spec.zero is None else _zero_points(spec.zero, n, k, mean, device),
         minimum,
         bias=torch.randn(n, generator=generator, device=device).mul_(0.1) if bias else None,
         perm=torch.randperm(k, generator=generator, device=device).to(torch.int32) if act_order else None,
     )
 
 
+@cache
+def _filler(dtype: DType) -> tuple[tuple[int, ...], int]:
+    """Codes that do not occur, and the code near the mean that takes their place.
+
+    They are the codes that are not finite, and the lowest of an even number of integers: then the mean is a code.
+    """
+    kept = sorted(dtype.valid_codes, key=dtype.table.__getitem__)
+    if dtype.kind == INTEGER and len(kept) >= 4 and len(kept) % 2 == 0:
+        kept = kept[1:]
+    mean = sum(dtype.table[code] for code in kept) / len(kept)
+    nearest = min(kept, key=lambda code: abs(dtype.table[code] - mean))
+    return tuple(code for code in range(len(dtype.table)) if code not in kept), nearest
+
+
 def _moments(dtype: DType) -> tuple[float, float]:
-    """Mean and standard deviation of a uniformly chosen code."""
-    values = [dtype.table[code] for code in dtype.valid_codes]
+    """Mean and standard deviation of a random code's value."""
+    unused, filler = _filler(dtype)
+    values = [dtype.table[filler if code in unused else code] for code in range(len(dtype.table))]
     mean = sum(values) / len(values)
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def _codes(spec: QuantSpec, n: int, k: int, size: float, generator: torch.Generator) -> Tensor:
-    """Uniform over the codes with finite values; 16- and 32-bit floats are normally distributed."""
+    """All codes, equally often; 16- and 32-bit floats are normally distributed."""
     dtype, device = spec.dtype, generator.device
     if not dtype.table:
         return torch.randn(n, k, generator=generator, device=device).mul_(size).to(dtype.storage)
     codes = torch.randint(len(dtype.table), (n, k), generator=generator, device=device, dtype=torch.uint8)
-    valid = dtype.valid_codes
-    invalid = sorted(set(range(len(dtype.table))) - set(valid))
-    if len(invalid) > FEW:
-        legal = torch.tensor(valid, dtype=torch.uint8, device=device)
-        return legal[(codes.int() * len(valid)) // len(dtype.table)]
-    for number, code in enumerate(invalid):
-        codes.masked_fill_(codes == code, valid[number * len(valid) // len(invalid)])
+    unused, filler = _filler(dtype)
+    for code in unused:
+        codes.masked_fill_(codes == code, filler)
     return codes
 
 
-def _zero_points(zero: Zero, n: int, k: int, mean: float, generator: torch.Generator) -> Tensor:
-    """Around the mean code, so that values have mean zero."""
-    shape, device = zero.shape(n, k), generator.device
+def _zero_points(zero: Zero, n: int, k: int, mean: float, device: torch.device) -> Tensor:
+    """The mean code, so that values have mean zero."""
+    shape = zero.shape(n, k)
     if zero.dtype != ZERO16:
         return zero.dtype.encode(torch.full(shape, mean, device=device))
-    jitter = torch.randint(2, shape, generator=generator, device=device)
-    return (jitter + math.floor(mean)).to(torch.int16)
+    return torch.full(shape, round(mean), dtype=torch.int16, device=device)
 
 
 def _scales(
     levels: tuple[Scale, ...], n: int, k: int, size: float, generator: torch.Generator
 ) -> tuple[tuple[Tensor, ...], float]:
-    """Tensors for each level, whose product is about `size`, and that product. The outermost level has the magnitude."""
-    tensors, product = [], 1.0
-    for number, level in enumerate(levels):
-        outermost = number == len(levels) - 1
-        typical = 0.75 * level.dtype.max if level.dtype.kind == INTEGER else 1.0
-        if outermost and level.dtype.kind != INTEGER:
-            typical = size / product if level.op != DIV else product / size
-            typical = min(max(typical, 2 * level.dtype.min_positive), level.dtype.max / 2)
+    """Tensors for each level, whose product is about `size`, and that product. The level of widest range sets it."""
+    typical = [_typical(level.dtype) for level in levels]
+    widest = max(range(len(levels)), key=lambda i: (_range(levels[i].dtype), i), default=None)
+    if widest is not None:
+        others = math.prod(_applied(levels[i], typical[i]) for i in range(len(levels)) if i != widest)
+        dtype = levels[widest].dtype
+        wanted = _applied(levels[widest], size / others)
+        typical[widest] = min(max(wanted, 2 * dtype.min_positive), max(dtype.max / 2, dtype.min_positive))
+    tensors = []
+    for level, value in zip(levels, typical):
         jitter = torch.rand(level.shape(n, k), generator=generator, device=generator.device).mul_(0.5).add_(0.75)
-        tensors.append(level.dtype.encode(jitter.mul_(typical)))
-        product = product / typical if level.op == DIV else product * typical
-    return tuple(tensors), product
+        tensors.append(level.dtype.encode(jitter.mul_(value)))
+    return tuple(tensors), math.prod(map(_applied, levels, typical))
+
+
+def _typical(dtype: DType) -> float:
+    return 0.75 * dtype.max if dtype.kind == INTEGER else min(1.0, dtype.max)
+
+
+def _range(dtype: DType) -> float:
+    """Binades of a float; integers do not set the size."""
+    return 0.0 if dtype.kind == INTEGER else math.log2(dtype.max / dtype.min_positive)
+
+
+def _applied(level: Scale, value: float) -> float:
+    """The factor that a scale of this value is."""
+    return 1 / value if level.op == DIV else value

@@ -24,6 +24,7 @@ from lancebill.errors import (
 )
 from lancebill.formats import registry
 from lancebill.formats.base import Example
+from lancebill.layer import collect
 from lancebill.layer.parts import pull
 from lancebill.moe.activation import Activation
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
@@ -76,8 +77,11 @@ def test_every_format_pushed_in_any_order_equals_the_files(fmt: str) -> None:
 
 @pytest.mark.parametrize("form", [0, 1], ids=["each", "stacked"])
 @pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])
-def test_tensors_are_released_while_the_model_is_pushed(form: int, known: bool) -> None:
+def test_tensors_are_released_while_the_model_is_pushed(
+    form: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In file order only one expert (stacked: one layer) is held; without headers two, because the first waits."""
+    monkeypatch.setattr(collect, "BATCH_BYTES", 0)
     size = Geometry(experts=8, hidden=64, intermediate=64, layers=4)
     row = names.find_family({"model_type": "qwen3_moe"})
     example = next(e for e in registry()["fp8"].examples() if e.bias)

@@ -7,7 +7,7 @@ from lancebill.checkpoint.resolve.naming import DOWN, GATE_UP, NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.errors import MissingTensor
 from lancebill.formats import detect
-from lancebill.formats.base import Module, Part
+from lancebill.formats.base import Part
 from lancebill.formats.stored import Config, Stored
 
 INPUT_SCALES = ("input_scale", "input_global_scale")  # optional parts that static activations need
@@ -32,7 +32,7 @@ def expected_headers(config: Config, naming: Naming, layer: int) -> dict[str, St
         n, k = (sizes.hidden, sizes.intermediate) if projection == DOWN else (sizes.intermediate, sizes.hidden)
         for expert in range(1 if form.stacked else sizes.experts):
             module = form.module(prefix, layer, expert, projection)
-            for part in fmt.scheme(config, Module(module)).parts:
+            for part in fmt.scheme(config, fmt.expert_module(config, module)).parts:
                 if _exists(part, naming):
                     shape = _shape(part, form, projection, (2 * n if projection == GATE_UP else n, k), sizes.experts)
                     headers[module + part.suffix[-1 if form.stacked else 0]] = Stored(part.dtypes[0], shape)
