@@ -263,7 +263,7 @@ class Format(ABC):
         return None
 
     def expert_module(self, config: Config, name: str) -> Module:
-        """An expert's module as a new checkpoint with this config would have it, as far as `scheme` needs its headers."""
+        """An expert's module in a checkpoint that does not exist yet, with the headers that `scheme` needs."""
         return Module(name)
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:

@@ -50,7 +50,7 @@ class _Use:
 
 
 class ExpertCollector:
-    """Collects pushed tensors and packs experts into their rows; `incomplete` are those that have not come, or not wholly.
+    """Collects pushed tensors and packs experts into their rows; `incomplete` are those that have not wholly come.
 
     From the first push to `finish` each tensor may come once.
     """

@@ -6,19 +6,18 @@ import math
 
 import pytest
 import torch
-from layer_checkpoints import SIZE, make_checkpoint, make_inputs
+from layer_checkpoints import make_checkpoint, make_inputs
 
 from lancebill import ModelExperts, Placement, RoutedExperts
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.expected_headers import expected_headers
-from lancebill.errors import LancebillError, SpecError
+from lancebill.errors import SpecError
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import BF16, F16, F32
 from lancebill.numbers.random_weight import random_weight
 from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.conformance import all_examples
-
 
 ONLY_IN_HEADERS = {("fp8", "mxfp4-experts")}  # the config says fp8 for all modules
 
