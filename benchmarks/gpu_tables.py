@@ -147,6 +147,7 @@ def gpu_host() -> str:
     """Time to the first result, host time of a call, and the sanitizers' verdicts."""
     lines = [_first_forward(file) for file in newest_files("first-forward")]
     lines += [line for file in newest_files("host-time") for line in _host_time(file)]
+    lines += [line for file in newest_files("routing") for line in _routing(file)]
     lines += [_sanitizers(file) for file in newest_files("sanitize")]
     return "\n".join(f"* {line}" for line in lines) + "\n"
 
@@ -172,6 +173,19 @@ def _host_time(file: ResultFile) -> list[str]:
         f"Host time of an eager call of {label} at {', '.join(map(str, by_tokens))} tokens: "
         f"{', '.join(by_tokens.values())} µs, median (and range) of {processes} processes ({links(file.name)})."
         for label, by_tokens in times.items()
+    ]
+
+
+def _routing(file: ResultFile) -> list[str]:
+    """What `forward_routed` takes longer than `forward` in a CUDA graph; nothing for files of CPUs."""
+    added: dict[str, dict[int, str]] = {}
+    for row in file.record["rows"]:
+        if "added_us" in row:
+            added.setdefault(row["model"], {})[row["tokens"]] = f"{row['added_us']:.1f}"
+    return [
+        f"Routing from logits adds, in a CUDA graph at {', '.join(map(str, by_tokens))} tokens of {model}: "
+        f"{', '.join(by_tokens.values())} µs ({links(file.name)})."
+        for model, by_tokens in added.items()
     ]
 
 

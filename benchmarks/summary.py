@@ -112,6 +112,14 @@ def _host_time(file: ResultFile) -> Iterator[Row]:
         yield {**labels, "host_us": row["host_us"], "peers": {}}
 
 
+def _routing(file: ResultFile) -> Iterator[Row]:
+    """What routing adds: microseconds in a CUDA graph, or the share of a call on a CPU."""
+    for row in file.record["rows"]:
+        labels = {name: row[name] for name in ("model", "intermediate", "weights", "tokens")}
+        found = {name: row[name] for name in ("added_us", "added_host_us", "threads", "share") if name in row}
+        yield {**labels, **found, "peers": {}}
+
+
 def _generate(file: ResultFile) -> Iterator[Row]:
     rows, model = file.record["rows"], file.record["model"]
     for row in rows:
@@ -181,6 +189,7 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "cpu-layer": _cpu_layer,
     "first-forward": _first_forward,
     "host-time": _host_time,
+    "routing": _routing,
     "generate": _generate,
     "perplexity": _perplexity,
     "questions": _questions,

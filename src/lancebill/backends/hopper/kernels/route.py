@@ -4,7 +4,8 @@ One warp routes one token. Its scores stay in registers as [groups, experts of a
 group. Top-k takes one round per slot: the largest value, then the lowest index that has it. Both are integer reductions
 of a warp, one instruction each: floats are compared as integers of the same order, and numbers are picked out of a warp
 as their bits. Scores are computed in double and rounded once, as in the definition: Hopper computes doubles at half the
-rate of floats, and with floats alone the difference of two logits would already lose the last bits of a score.
+rate of floats, and with floats alone the difference of two logits would already lose the last bits of a score. A thread
+computes several scores at once, so the functions below have no branches.
 
 This is a launch of its own. The dispatch needs the ids of all tokens, so a joint kernel would route every token in
 every block or wait at a barrier across the grid. With few tokens there is no dispatch, and the first GEMM would route
@@ -43,21 +44,76 @@ def _pick(values, here):
 
 
 @triton.jit
+def _exp(x):
+    """e^x in double for |x| <= 700, to 14 digits: 2^n times a polynomial of the rest, which is below ln(2) / 2.
+
+    `tl.exp` has a branch for large arguments, after which the next number of a thread has to wait for this one.
+    """
+    shifted = x * 1.4426950408889634 + 6755399441055744.0  # 1.5 * 2^52: leaves no fraction, and n in the low bits
+    n = shifted - 6755399441055744.0
+    r = x - n * 0.6931471803691238 - n * 1.9082149292705877e-10  # ln(2) in two parts; n times the first is exact
+    p = r * 2.505210838544172e-08 + 2.755731922398589e-07  # 1 / 11!, 1 / 10!
+    p = p * r + 2.7557319223985893e-06
+    p = p * r + 2.48015873015873e-05
+    p = p * r + 0.0001984126984126984
+    p = p * r + 0.001388888888888889
+    p = p * r + 0.008333333333333333
+    p = p * r + 0.041666666666666664
+    p = p * r + 0.16666666666666666
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return p * ((shifted.to(tl.int64, bitcast=True) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x in double, for x in the range of normal floats: Newton's method from a float. Division has a branch."""
+    y = (1.0 / x.to(tl.float32)).to(tl.float64)
+    y += y * (1.0 - x * y)
+    return y + y * (1.0 - x * y)
+
+
+@triton.jit
+def _log(u):
+    """ln(u) in double for u >= 1, to 15 digits: u = 2^k * m with m near 1, and a series in (m - 1) / (m + 1)."""
+    bits = u.to(tl.int64, bitcast=True)
+    k = ((bits >> 52) - 1023).to(tl.int32)
+    m = ((bits & 0xFFFFFFFFFFFFF) | (1023 << 52)).to(tl.float64, bitcast=True)
+    large = m > 1.4142135
+    m = tl.where(large, 0.5 * m, m)
+    f = (m - 1.0) * _reciprocal(m + 1.0)
+    g = f * f
+    p = g * 0.10526315789473684 + 0.11764705882352941  # 2 / 19, 2 / 17
+    p = p * g + 0.13333333333333333
+    p = p * g + 0.15384615384615385
+    p = p * g + 0.18181818181818182
+    p = p * g + 0.2222222222222222
+    p = p * g + 0.2857142857142857
+    p = p * g + 0.4
+    p = p * g + 0.6666666666666666
+    p = p * g + 2.0
+    return tl.where(large, k + 1, k).to(tl.float64) * 0.6931471805599453 + f * p
+
+
+@triton.jit
 def _scores(values, SCORING: tl.constexpr):
-    """Scores of finite or infinite floats, without NaN. Padding is -inf."""
+    """Scores of finite or infinite floats, never NaN. Padding is -inf."""
     x = values.to(tl.float64)
     if SCORING == "softmax":
-        e = tl.exp(x - _value(tl.max(_key(values))).to(tl.float64))
-        x = e * (1.0 / tl.sum(e))
+        largest = _value(tl.max(_key(values)))
+        e = _exp(tl.maximum(x - largest.to(tl.float64), -700.0))
+        x = e * _reciprocal(tl.sum(e))
+        x = tl.where(tl.abs(largest) < float("inf"), x, 0.0)  # otherwise every score is NaN, which counts as 0
     elif SCORING == "sigmoid":
-        x = 1.0 / (1.0 + tl.exp(-x))
+        e = _exp(-tl.minimum(tl.abs(x), 700.0))
+        x = tl.where(x < 0, e, 1.0) * _reciprocal(1.0 + e)
     elif SCORING == "sqrtsoftplus":
-        e = tl.exp(tl.minimum(x, 20.0))
-        u = 1.0 + e  # log(1 + e) without the rounding error of the sum
-        log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+        e = _exp(tl.minimum(tl.maximum(x, -700.0), 20.0))
+        u = 1.0 + e
+        log1p = _log(u) + (e - (u - 1.0)) * _reciprocal(u)  # the second term is what rounding took from u
         x = tl.sqrt(tl.where(x > 20.0, x, log1p))
-    scores = x.to(tl.float32)
-    return tl.where(scores == scores, scores, 0.0)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -102,32 +158,34 @@ def route_tokens(
     values = tl.load(logits + token * stride + index, mask=inside, other=-float("inf")).to(tl.float32)
     if BIASED:
         values += tl.load(bias + index, mask=inside, other=0.0)
+    corrections = tl.zeros([G, S], tl.float32)
+    if CORRECTED:  # loaded before the scores are computed: their instructions hide the latency
+        corrections = tl.load(correction + index, mask=inside, other=0.0)
+    slot = tl.arange(0, K)
+    found, weight = tl.full([K], -1, tl.int32), tl.full([K], float("nan"), tl.float32)
+    if HASHED:
+        row = tl.load(input_ids + token).to(tl.int64)
+        entry = tl.load(table + row * top_k + slot, mask=(slot < top_k) & (row >= 0) & (row < vocabulary), other=-1)
+        found = tl.where((entry >= 0) & (entry < experts), entry, -1).to(tl.int32)
     known = values == values
     scores = tl.where(known, values, -float("inf"))
     if not AFTER:
         scores = _scores(scores, SCORING)
     selection = scores
     if CORRECTED:
-        selection += tl.load(correction + index, mask=inside, other=0.0)
+        selection += corrections
     selection = tl.where(known & (selection == selection), tl.maximum(selection, LOWEST), LOWEST)
     key = tl.where(inside, _key(selection), NO_KEY)
     if G > 1:
         key = tl.where(_chosen_groups(key, group, member, topk_group, G, CORRECTED), key, NO_KEY)
     scores = tl.where(known, scores, float("nan"))  # until the weights are taken, which are 0 for them
-    slot = tl.arange(0, K)
-    found, weight = tl.full([K], -1, tl.int32), tl.full([K], float("nan"), tl.float32)
-    row = tl.zeros([], tl.int64)
-    if HASHED:
-        row = tl.load(input_ids + token).to(tl.int64)
     for s in range(top_k):
         if HASHED:
-            inside_table = (row >= 0) & (row < vocabulary)
-            entry = tl.load(table + tl.where(inside_table, row, 0) * top_k + s)
-            best = tl.where(inside_table & (entry >= 0) & (entry < experts), entry, -1).to(tl.int32)
+            best = tl.sum(tl.where(slot == s, found, 0))
         else:
             best = tl.min(tl.where(key == tl.max(key), index, NO_INDEX))
-        key = tl.where(index == best, NO_KEY, key)
-        found = tl.where(slot == s, best, found)
+            key = tl.where(index == best, NO_KEY, key)
+            found = tl.where(slot == s, best, found)
         weight = tl.where((slot == s) & (best >= 0), _pick(scores, inside & (index == best)), weight)
     taken = weight == weight
     if AFTER:
