@@ -139,6 +139,15 @@ def _total(weights, slot, top_k):
 
 
 @triton.jit
+def _normalized(weights, slot, top_k, renormalize, epsilon):
+    """Weights divided by their sum, or by 1 if it is not positive."""
+    total = 0.0
+    if renormalize:
+        total = _total(weights, slot, top_k) + epsilon
+    return tl.div_rn(weights, tl.where(total > 0, total, 1.0))
+
+
+@triton.jit
 def route_tokens(
     logits, bias, correction, table, input_ids, ids, weights, identity, stride, experts, size, topk_group, top_k,
     vocabulary, first_zero, renormalize, epsilon, scale, SCORING: tl.constexpr, AFTER: tl.constexpr,
@@ -190,11 +199,7 @@ def route_tokens(
     taken = weight == weight
     if AFTER:
         weight = _scores(tl.where(taken, weight, -float("inf")), SCORING)
-    weight = tl.where(taken, weight, 0.0)
-    if renormalize:
-        total = _total(weight, slot, top_k) + epsilon
-        weight = tl.div_rn(weight, tl.where(total > 0, total, 1.0))
-    weight *= scale
+    weight = _normalized(tl.where(taken, weight, 0.0), slot, top_k, renormalize, epsilon) * scale
     if ZEROS:
         is_zero = found >= first_zero
         tl.store(identity + token, _total(tl.where(is_zero, weight, 0.0), slot, top_k))
