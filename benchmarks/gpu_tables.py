@@ -180,7 +180,7 @@ def _routing(file: ResultFile) -> list[str]:
     """What `forward_routed` takes longer than `forward` in a CUDA graph; nothing for files of CPUs."""
     added: dict[str, dict[int, str]] = {}
     for row in file.record["rows"]:
-        if "added_us" in row:
+        if "added_host_us" in row:
             added.setdefault(row["model"], {})[row["tokens"]] = f"{row['added_us']:.1f}"
     return [
         f"Routing from logits adds, in a CUDA graph at {', '.join(map(str, by_tokens))} tokens of {model}: "

@@ -5,7 +5,7 @@
 
 On a GPU both replay CUDA graphs of back-to-back calls with different logits, in turns; `host_us` is the host time of
 eager calls. On a CPU single calls with cold caches are timed in turns, and `route` alone; minima count, because the
-machine may be shared. `--intermediate` makes experts smaller where memory is short (a shard of the layer). Every
+machine may be shared. Alone, `route` also fetches code that `forward` needs anyway. `--intermediate` makes experts smaller where memory is short (a shard of the layer). Every
 routing is first compared with the definition.
 """
 
@@ -159,9 +159,11 @@ def on_cpu(layer: RoutedExperts, model: Model, tokens: int) -> dict[str, Any]:
     batches = [RoutedBatch.make(layer, model, tokens, seed, torch.device("cpu")) for seed in range(BATCHES)]
     times = measure(CpuClock(), calls(layer, batches), CPU_REPEATS)
     least = {name: min(taken.us) for name, taken in times.items()}
+    added = least["forward_routed"] - least["forward"]
     return {
         "threads": torch.get_num_threads(),
-        "share": round(least["route"] / least["forward"], 5),
+        "added_us": round(added, 1),
+        "share": round(added / least["forward"], 5),
         **{name: {"min_us": round(least[name], 1), "median_us": round(times[name].median, 1)} for name in least},
     }
 

@@ -113,7 +113,7 @@ def _host_time(file: ResultFile) -> Iterator[Row]:
 
 
 def _routing(file: ResultFile) -> Iterator[Row]:
-    """What routing adds: microseconds in a CUDA graph, or the share of a call on a CPU."""
+    """What routing adds: microseconds in a CUDA graph, or to a call on a CPU and as a share of it."""
     for row in file.record["rows"]:
         labels = {name: row[name] for name in ("model", "intermediate", "weights", "tokens")}
         found = {name: row[name] for name in ("added_us", "added_host_us", "threads", "share") if name in row}

@@ -25,7 +25,7 @@ def run_native(case: Case) -> Routed:
     assert library is not None and call is not None
     bound = CpuRouting.bind(library, call)
     assert bound is not None and bound.serves(call)
-    return bound.run(call)
+    return bound.run(call.logits, call.input_ids)
 
 
 def test_native_routing_is_the_definition() -> None:

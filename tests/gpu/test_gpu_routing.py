@@ -139,7 +139,7 @@ def run_kernel(case: Case) -> Routed:
     call = call_of(case)
     program = RoutePrograms().find(call)
     assert program is not None
-    return program.run(call)
+    return program.run(call.logits, call.input_ids)
 
 
 def test_the_kernel_computes_the_definition() -> None:
@@ -168,7 +168,7 @@ def test_the_kernel_is_captured_without_synchronisation(number: int) -> None:
     with torch.cuda.graph(graph, stream=stream):
         found = programs.find(call)  # binds another program: the capture has its own stream
         assert found is not None
-        routed = found.run(call)
+        routed = found.run(call.logits, call.input_ids)
     for seed in (3, 4):
         case.logits.copy_(torch.randn(case.logits.shape, generator=torch.Generator().manual_seed(seed)))
         with no_synchronisation():

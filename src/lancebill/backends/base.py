@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lancebill.backends.route_call import FastRoute
 from lancebill.errors import MissingTensor
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
@@ -149,6 +150,7 @@ class Executor:
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
         self.backend, self.device, self.tensors = backend, device, tensors
         self.fast_calls: dict[int, FastCall] = {}
+        self.fast_routes: dict[int, FastRoute] = {}  # likewise, by the number of logits
         self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}
         self._plans: dict[tuple[str, int], Plan] = {}
 
@@ -166,6 +168,12 @@ class Executor:
     ) -> Routed:
         """Choose experts for each row of `logits`. Backends with a kernel for it override this."""
         return route_as_defined(routing, logits, router, hidden, input_ids)
+
+    def keep_fast_route(self, logits: Tensor, fast_route: FastRoute) -> None:
+        """For further calls with as many logits."""
+        if len(self.fast_routes) >= MOST_PLANS:
+            self.fast_routes.clear()
+        self.fast_routes[logits.numel()] = fast_route
 
     def plan(self, x: Tensor, dispatch: Dispatch) -> Plan:
         form, tokens = _DISPATCH[type(dispatch)], x.shape[:-1].numel()  # a batched x counts all rows it has room for
@@ -198,3 +206,4 @@ class Executor:
         """Drop everything that is kept; the next call builds it again."""
         self._plans.clear()
         self.fast_calls.clear()
+        self.fast_routes.clear()

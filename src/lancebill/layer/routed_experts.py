@@ -203,13 +203,22 @@ class RoutedExperts(PackedModule):
 
     def route(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Routed:
         """The experts and weights of each row, with the router's own bias, correction and table."""
+        held, compiling = self._buffers, torch.compiler.is_compiling()  # attributes take ten times as long to find
+        router = RouterTensors(held["router_bias"], held["router_correction"], held["router_table"])
+        if not compiling and self._executor is not None and (self.refit is None or self.refit.settled):
+            fast_route = self._executor.fast_routes.get(router_logits.numel())
+            routed = (
+                None
+                if fast_route is None or self.routing is None
+                else fast_route(self.routing, router_logits, router, x)
+            )
+            if routed is not None:
+                return routed
         self._check_ready()
         if self.routing is None:
             raise LaunchError("this layer has no routing", hint="load it from a checkpoint, or pass routing=")
         self._check_logits(router_logits, self.routing.zero_experts)
-        held = self._buffers  # a module's attribute takes ten times as long to find
-        router = RouterTensors(held["router_bias"], held["router_correction"], held["router_table"])
-        if torch.compiler.is_compiling():  # the definition can be traced, a launch cannot
+        if compiling:  # the definition can be traced, a launch cannot
             return route_as_defined(self.routing, router_logits, router, x, input_ids)
         return self.executor.route(self.routing, router_logits, router, x, input_ids)
 

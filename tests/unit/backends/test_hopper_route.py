@@ -16,7 +16,7 @@ from lancebill.backends.hopper.route_program import RouteProgram
 from lancebill.backends.hopper.route_step import RouteStep
 from lancebill.errors import LaunchError
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.routing import SIGMOID, Routing, SparseMixer, route
+from lancebill.moe.routing import SIGMOID, Routed, Routing, SparseMixer, route
 
 ROUTING = Routing(2, SIGMOID, renormalize=True)
 
@@ -74,6 +74,33 @@ def test_a_program_is_kept_until_something_it_is_bound_to_changes(
     assert changed() and not changed()
     layer.routing = Routing(2, SIGMOID)
     assert changed() and not changed()
+
+
+def test_a_repeated_call_takes_the_fast_way(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any difference to the earlier call is noticed, and the call takes the full way."""
+    layer, x, logits = routed_layer(ROUTING)
+    layer.route(x, logits)
+    full: list[torch.dtype] = []
+    original = layer.executor.route
+
+    def route_in_full(routing: Routing, logits: torch.Tensor, *rest: object) -> Routed:
+        full.append(logits.dtype)
+        return original(routing, logits, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer.executor, "route", route_in_full)
+    gpu.launched = 0
+    routed = layer.route(x, logits.clone())
+    assert gpu.launched == 1 and not full and routed.ids.shape == (5, 2)
+    changes = (
+        lambda: layer.route(x, logits.float()),
+        lambda: layer.route(x, logits.expand(5, 4).t().contiguous().t()),
+        lambda: layer.take_router("correction", torch.zeros(4)) or layer.route(x, logits),
+    )
+    for number, change in enumerate(changes, 1):
+        change()
+        assert len(full) == number
+    with pytest.raises(LaunchError, match="hidden states do not match"):
+        layer.route(x[:3], logits)
 
 
 def test_what_the_kernel_does_not_support_is_computed_by_the_definition(gpu: FakeDriver) -> None:

@@ -57,7 +57,9 @@ class CpuExecutor(Executor):
             bound = self._routing = CpuRouting.bind(self.native, call)
         if call is None or bound is None:
             return super().route(routing, logits, router, hidden, input_ids)
-        return bound.run(call)
+        if not routing.hashed and call.logits is logits:
+            self.keep_fast_route(logits, bound.fast_route(call))
+        return bound.run(call.logits, call.input_ids)
 
     def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
         assert isinstance(plan, CpuPlan)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from lancebill.backends.cpu.call import FLOAT
 from lancebill.backends.cpu.native import Library, abi
-from lancebill.backends.route_call import BoundRouting, RouteCall
-from lancebill.moe.routing import Routed, token_outside
+from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routed, Routing, token_outside
 
 
 class CpuRouting(BoundRouting):
@@ -32,8 +34,16 @@ class CpuRouting(BoundRouting):
         on_cpu = call.logits.device.type == "cpu" and call.logits.shape[1] <= abi.MOST_EXPERTS
         return cls(native, call) if on_cpu and call.supported() else None
 
-    def run(self, call: RouteCall) -> Routed:
-        _, logits, router, input_ids = call
+    def fast_route(self, call: RouteCall) -> FastRoute:
+        """Further calls like this one. Not for hash routing."""
+        repeats, run = self.repeats(call), self.run
+
+        def fast_route(routing: Routing, logits: Tensor, router: RouterTensors, hidden: Tensor) -> Routed | None:
+            return run(logits, None) if repeats(routing, logits, router, hidden) else None
+
+        return fast_route
+
+    def run(self, logits: Tensor, input_ids: Tensor | None) -> Routed:
         tokens = logits.shape[0]
         ids = torch.empty(tokens, self.routing.top_k, dtype=torch.int32)
         weights = torch.empty(tokens, self.routing.top_k)
@@ -47,6 +57,6 @@ class CpuRouting(BoundRouting):
         if wide is not None:
             struct.input_ids = wide.data_ptr()
         if not self.native.route(struct):
-            assert router.table is not None and wide is not None
-            raise token_outside(router.table, wide)
+            assert self.router.table is not None and wide is not None
+            raise token_outside(self.router.table, wide)
         return Routed(ids, weights, identity)

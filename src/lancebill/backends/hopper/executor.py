@@ -60,7 +60,9 @@ class HopperExecutor(Executor):
         program = None if call is None else self.route_programs.find(call)
         if call is None or program is None:
             return super().route(routing, logits, router, hidden, input_ids)
-        return program.run(call)
+        if not routing.hashed and call.logits is logits:
+            self.keep_fast_route(logits, program.fast_route(call))
+        return program.run(call.logits, call.input_ids)
 
     def program(self, plan: HopperPlan, device: torch.device) -> Program:
         """The program of this plan on the current stream, bound to the weights where they are now."""

@@ -9,13 +9,15 @@ import ctypes
 from threading import Lock
 
 import torch
+from torch import Tensor
 
 from lancebill.backends.hopper.route_step import RouteStep
-from lancebill.backends.route_call import BoundRouting, RouteCall
+from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import ContextError
 from lancebill.jit.driver import check_launch, launch_function, use_context
 from lancebill.jit.load import prepare_launch
-from lancebill.moe.routing import Routed
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routed, Routing
 
 _MOST_STREAMS = 64  # programs, before all are dropped
 _CALLERS = ("logits", "input_ids", "ids", "weights", "identity")  # tensors that differ from call to call
@@ -26,7 +28,7 @@ class RouteProgram(BoundRouting):
 
     def __init__(self, step: RouteStep, call: RouteCall, stream: int) -> None:
         super().__init__(call)
-        index = call.logits.device.index or 0
+        index, self.stream = call.logits.device.index or 0, stream
         if call.logits.device.type == "cuda":
             use_context(index)
         fixed = dict(zip(("bias", "correction", "table"), call.router.addresses()))
@@ -38,9 +40,18 @@ class RouteProgram(BoundRouting):
         self.go = launch_function()
         self.lock = Lock()  # threads on one stream take turns: they share the arguments
 
-    def run(self, call: RouteCall) -> Routed:
+    def fast_route(self, call: RouteCall) -> FastRoute:
+        """Further calls like this one on the same stream. Not for hash routing."""
+        repeats, run, device, stream = self.repeats(call), self.run, call.logits.device.index or 0, self.stream
+
+        def fast_route(routing: Routing, logits: Tensor, router: RouterTensors, hidden: Tensor) -> Routed | None:
+            here = torch._C._cuda_getDevice() == device and torch._C._cuda_getCurrentRawStream(device) == stream
+            return run(logits, None) if here and repeats(routing, logits, router, hidden) else None
+
+        return fast_route
+
+    def run(self, logits: Tensor, input_ids: Tensor | None) -> Routed:
         """Launch for these logits; ids and weights are new tensors."""
-        _, logits, _, input_ids = call
         shape, device = (logits.shape[0], self.routing.top_k), logits.device
         ids = torch.empty(shape, dtype=torch.int32, device=device)
         weights = torch.empty(shape, dtype=torch.float32, device=device)
