@@ -5,8 +5,8 @@
 
 On a GPU both replay CUDA graphs of back-to-back calls with different logits, in turns; `host_us` is the host time of
 eager calls. On a CPU single calls with cold caches are timed in turns, and `route` alone; minima count, because the
-machine may be shared. Alone, `route` also fetches code that `forward` needs anyway. `--intermediate` makes experts smaller where memory is short (a shard of the layer). Every
-routing is first compared with the definition.
+machine may be shared. Alone, `route` also fetches code that `forward` needs anyway. `--intermediate` makes experts
+smaller where memory is short (a shard of the layer). Every routing is first compared with the definition.
 """
 
 from __future__ import annotations
