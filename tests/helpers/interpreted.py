@@ -124,9 +124,9 @@ class Machine:
         taken = self.tensor(refs["taken"])
         assert taken[0] == 0  # each launch has its own counter, and the dispatch resets it
         taken[0] += count
-        size = dict(step.source.constants)["TOKENS"]
-        for expert, row, number, _ in tiles[:count].tolist():
-            assert 0 < number <= size
+        sizes = dict(step.source.constants)["SIZES"].to_bytes(8, "little")
+        for expert, row, number, size in tiles[:count].tolist():
+            assert 0 < number <= size and size in sizes
             scales = self.tensor(refs["token_scales"])[row : row + number]
             result = self._gemm(step, name, expert, x[row : row + number], scales)
             where = (

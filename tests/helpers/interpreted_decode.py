@@ -15,7 +15,7 @@ import triton.language as tl
 from interpreted import interpreter, scalars
 
 from lancebill.backends.hopper import row_steps as rowwise
-from lancebill.backends.hopper.kernels import decode, epilogue
+from lancebill.backends.hopper.kernels import decode, decode_row, epilogue
 from lancebill.backends.hopper.kernels import dispatch_combine as rows
 from lancebill.testing.layers import worst_row
 
@@ -41,18 +41,21 @@ class Gluon:
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the helpers of the decode kernel run in the interpreter."""
-    for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
-        monkeypatch.setattr(decode, name, stand_in, raising=False)
-    for name in ("sum_parts", "expert_of", "load_slices", "row_scale", "quantise_slices", "slices_layout"):
+    for module in (decode, decode_row):
+        for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
+            monkeypatch.setattr(module, name, stand_in, raising=False)
+    for name in ("sum_pieces", "pieces_of", "expert_of"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+    for name in ("load_slices", "row_scale", "quantise_slices", "slices_layout"):
+        monkeypatch.setattr(decode_row, name, vars(decode_row)[name].fn)
 
 
 def keep_part(
     x: tl.tensor, out: tl.tensor, scales: tl.tensor, row: int, first: int, width: int, SLICES: tl.constexpr
 ) -> None:
     """Quantise part of a row into memory that the test can read."""
-    scale = decode.row_scale(x + row * width, width)
-    part = decode.quantise_slices(decode.load_slices(x + row * width, first, width, SLICES), scale)
+    scale = decode_row.row_scale(x + row * width, width)
+    part = decode_row.quantise_slices(decode_row.load_slices(x + row * width, first, width, SLICES), scale)
     place = tl.arange(0, SLICES).expand_dims(1) * 128 + tl.arange(0, 128).expand_dims(0)
     tl.store(out + place, part)
     tl.store(scales + row, scale)
@@ -105,7 +108,8 @@ def finish(
         decode.finish_sums(out, *halves, top, bottom, bias, 0.7, slot, e, unit, units, columns, *limits, KIND,
                            ACTIVATION, True)  # fmt: skip
     else:
-        decode.finish_slot(out, parts, bias, 0.7, slot, e, unit, units, columns, *limits, 1, KIND, ACTIVATION, True)
+        decode.finish_slot(out, parts, bias, 0.7, slot, e, unit, units, 1, 1, columns, *limits, 1, KIND, ACTIVATION,
+                           True)  # fmt: skip
 
 
 @pytest.mark.usefixtures("decoding")
@@ -136,21 +140,25 @@ def test_epilogues_of_registers_and_partial_sums_agree(
 
 
 @pytest.mark.usefixtures("decoding")
-@pytest.mark.parametrize(("split", "fp8"), [(1, False), (2, True)])
-def test_decode_sums_a_tokens_slots(split: int, fp8: bool) -> None:
-    """In slot order; slots without a local expert are ignored even if they hold NaN."""
+@pytest.mark.parametrize(("blocks", "each", "pieces", "fp8"), [(4, 4, 1, False), (4, 2, 2, True), (5, 3, 3, False)])
+def test_decode_sums_a_tokens_slots(blocks: int, each: int, pieces: int, fp8: bool) -> None:
+    """In slot order. Ignores slots without a local expert and pieces that do not exist, even if they hold NaN."""
     tokens, top_k, units, columns = 3, 3, 2, 240
     ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
     mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
-    parts, bias = torch.randn(tokens, top_k, split, units * 128), torch.randn(5, units * 128)
+    parts, bias = torch.randn(tokens, top_k, pieces, units, 128), torch.randn(5, units * 128)
+    first = torch.arange(tokens * top_k * units).view(tokens, top_k, 1, units, 1) * blocks
+    real = torch.arange(pieces).view(pieces, 1, 1) < (first + blocks - 1) // each - first // each + 1
+    whole = torch.where(real, parts, 0.0).sum(2).flatten(2)
     scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1)
-    rows_ = (parts.sum(2) * (scales if fp8 else 1) + bias[ids.clamp(0, 4).long()]) * weights
+    rows_ = (whole * (scales if fp8 else 1) + bias[ids.clamp(0, 4).long()]) * weights
     want = torch.where(mine, rows_, 0.0).sum(1)[:, :columns]
+    parts.masked_fill_(~real, float("nan"))
     for tensor in (parts.view(tokens, top_k, -1), scales, weights):
         tensor.masked_fill_(~mine, float("nan"))
     out = torch.full((tokens, columns), float("nan"), dtype=torch.bfloat16)
     finish = triton.jit(decode.finish_token.fn)
     for token, unit in itertools.product(range(tokens), range(units)):
-        constants = map(tl.constexpr, (split, top_k, True, fp8, True))
-        finish[(1,)](out, parts, bias, scales, ids, 5, weights, token, unit, units, columns, *constants)
+        constants = map(tl.constexpr, (pieces, top_k, True, fp8, True))
+        finish[(1,)](out, parts, bias, scales, ids, 5, weights, token, unit, units, blocks, each, columns, *constants)
     assert worst_row(out, want) < 8e-3 and not out[1].any()

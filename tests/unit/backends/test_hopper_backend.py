@@ -276,6 +276,6 @@ def test_stages_fit_in_shared_memory() -> None:
                 continue
             assert plan.w13 is not None
             for size in tune._SHAPES:
-                tile = tune.tile(plan.w13.form, size, False)
+                tile = tune.tile(plan.w13.form, (size,), False)
                 used = tile.stages * tune.stage_bytes(plan.w13.form, size, tile.slices)
                 assert tile.blocks * (used + 1024) <= tune.SHARED_PER_SM

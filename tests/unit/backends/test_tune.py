@@ -33,7 +33,7 @@ from lancebill.bench.workload import Batch
 from lancebill.cli.main import app
 from lancebill.testing.layers import layer_problem
 
-FLAGS = Rule((16, 8), True)
+FLAGS = Rule.parse("16+8")
 SIZES = {"hidden": 4096, "intermediate": 2048, "experts": 256, "top_k": 6}
 
 
@@ -44,8 +44,8 @@ def cell(tokens: int, layer: str = "a", kind: str = search.SIXTEEN_BIT) -> Cell:
 def test_candidates_fit_the_rows() -> None:
     few, many = search.first_round(cell(16), FLAGS), search.first_round(cell(16384), FLAGS)
     assert Candidate() in few and Candidate() not in many  # decoding is tried for few slots only
-    assert max(c.rule.sizes[0] for c in few if c.rule) <= 24
-    assert min(c.rule.sizes[0] for c in many if c.rule) == 128
+    assert max(c.rule.full_tile for c in few if c.rule) <= 24
+    assert min(c.rule.full_tile for c in many if c.rule) == 128
     assert all(c.rule.overlap for c in few if c.rule)
     assert len(search.second_round(FLAGS)) == 3 and Candidate(FLAGS) not in search.second_round(FLAGS)
 
@@ -59,23 +59,23 @@ def test_every_batch_has_candidates(tokens: int) -> None:
 
 def test_the_winner_has_the_best_mean_over_layers() -> None:
     """Not the best of any layer, but never far behind."""
-    first, second, third = (Candidate(Rule(sizes, True)).name for sizes in ((16,), (32, 16), (48, 32, 16)))
+    first, second, third = (Candidate(Rule.parse(tiles)).name for tiles in ("16", "32+16", "48+32+16"))
     cells = [cell(64, "a"), cell(64, "b")]
     times = {
         cells[0].name: {first: 100.0, second: 103.0, third: 150.0},
         cells[1].name: {first: 150.0, second: 103.0, third: 100.0},
     }
-    assert search.winners(cells, times)[search.SIXTEEN_BIT] == {1.5: Rule((32, 16), True)}
+    assert search.winners(cells, times)[search.SIXTEEN_BIT] == {1.5: Rule.parse("32+16")}
     del times[cells[1].name][second]  # it did not run there
-    assert search.winners(cells, times)[search.SIXTEEN_BIT][1.5].sizes == (16,)
+    assert search.winners(cells, times)[search.SIXTEEN_BIT][1.5].tiles == "16"
 
 
 def test_rules_have_limits_between_winners_and_no_duplicates() -> None:
-    small, large = Rule((16, 8), True), Rule((128, 96, 64), True, True)
+    small, large = Rule.parse("16+8"), Rule.parse("128+96/64+160j", paired=True)
     found = search.rules_from_winners({1.0: small, 4.0: small, 64.0: large})
     assert found == [
-        {"rows_up_to": 16.0, "tiles": [16, 8], "overlap": True, "paired": False},
-        {"rows_up_to": None, "tiles": [128, 96, 64], "overlap": True, "paired": True},
+        {"rows_up_to": 16.0, "tiles": "16+8", "overlap": True, "paired": False},
+        {"rows_up_to": None, "tiles": "128+96/64+160j", "overlap": True, "paired": True},
     ]
 
 
@@ -91,11 +91,11 @@ def test_decode_limit_is_where_tiles_win() -> None:
 def test_data_that_was_not_measured_stays() -> None:
     data = hopper.data()
     only = cell(4096)
-    times = {only.name: {Candidate(Rule((64, 32, 16), False, True)).name: 9.0}}
+    times = {only.name: {Candidate(Rule.parse("64+32+16", overlap=False, paired=True)).name: 9.0}}
     found = search.merge_into_data(data, [only], times, "a GPU", "today")
     (entry,) = found["16-bit"]
     assert entry == {
-        "rows_up_to": None, "tiles": [64, 32, 16], "overlap": False, "paired": True
+        "rows_up_to": None, "tiles": "64+32+16", "overlap": False, "paired": True
     }  # fmt: skip
     assert found["8-bit"] == data["8-bit"] and found["decode_slots"] == data["decode_slots"]
     assert (found["gpu"], found["measured"]) == ("a GPU", "today")
@@ -110,8 +110,8 @@ def test_candidates_use_the_plans_of_the_backend(activations: str) -> None:
     assert used.rule is not None
     same = plan_of(problem, 1024, Candidate(used.rule))
     assert [step.source for step in steps(same)] == [step.source for step in steps(used)]
-    other = plan_of(problem, 1024, Candidate(Rule((64, 32), True)))
-    assert [tile.tokens for tile in other.gemm("w13").tiles] == [64, 32]
+    other = plan_of(problem, 1024, Candidate(Rule.parse("64+32")))
+    assert [tile.sizes for tile in other.gemm("w13").tiles] == [(64,), (32,)]
     assert not {s.source for s in steps(other)} <= {s.source for s in steps(used)}
     few = plan_of(problem, 4, Candidate())
     assert few.decode and few.workspace_bytes > 0
@@ -154,16 +154,16 @@ class Stopwatch:
         rule = candidate.rule
         if rule is None:
             return 99.0
-        return (100 + abs(rule.sizes[0] - 32) + (rule.sizes != (32, 16))) * (0.9 if rule.overlap else 1.0) - rule.paired
+        return (100 + (rule.tiles != "80/64/48/32")) * (0.9 if rule.overlap else 1.0) - rule.paired
 
 
-def wrong_with_24(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
-    return torch.ones_like(out) * (1 + (plan.gemm("w13").tiles[0].tokens == 24))
+def wrong_with_48(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
+    return torch.ones_like(out) * (1 + (plan.gemm("w13").tiles[0].sizes == (48,)))
 
 
 def test_the_search_covers_every_tile_list_of_the_data() -> None:
     rules = [entry for kind in (search.SIXTEEN_BIT, search.EIGHT_BIT) for entry in hopper.data()[kind]]
-    assert rules and {tuple(entry["tiles"]) for entry in rules} <= set(search.TILES)
+    assert rules and {entry["tiles"] for entry in rules} <= set(search.TILES)
 
 
 def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,39 +171,45 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
     problem = layer_problem("mxfp4", "bf16", hidden=256, intermediate=128, experts=8, top_k=2)
     monkeypatch.setattr(tuning, "Windows", Stopwatch)
     monkeypatch.setattr(tuning, "build_all", lambda sources: {})
-    monkeypatch.setattr(tuning, "_run", wrong_with_24)
+    monkeypatch.setattr(tuning, "_run", wrong_with_48)
     path, printed = tmp_path / "it.cells.json", list[str]()
     hunt = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     hunt.run(printed.append)
     (where,) = hunt.cells
     times, failed = hunt.journal.times[where.name], hunt.journal.failed[where.name]
-    assert search.best_of(times) == "32+16 overlap paired" and "32+16" in times and "32+16 overlap" in times
-    assert {why for name, why in failed.items() if name.startswith("24")} == {"wrong result"}
-    assert search.winners(hunt.cells, hunt.journal.times)[search.SIXTEEN_BIT] == {
-        12.0: Rule((32, 16), True, paired=True)
-    }
+    best = "80/64/48/32"
+    assert search.best_of(times) == f"{best} overlap paired" and best in times and f"{best} overlap" in times
+    assert {why for name, why in failed.items() if name.startswith("80/64/48+32")} == {"wrong result"}
+    assert search.winners(hunt.cells, hunt.journal.times)[search.SIXTEEN_BIT] == {12.0: Rule.parse(best, paired=True)}
     resumed = Search([TuningLayer("small", problem)], (48,), Journal(path), torch.device("cpu"))
     resumed.run(printed.append)
     assert resumed.windows.measured == []  # type: ignore[attr-defined]
 
 
-def test_k_is_split_if_blocks_would_be_idle() -> None:
-    bf16, fp8 = (WeightForm(E2M1_CODE, E8M0_G32, 32, activations) for activations in (BF16, E4M3))
-    for form in (bf16, fp8):
-        assert {hopper.split(form, tiles, 32) for tiles in (1, 198, 397, 594)} == {2}
-        assert {hopper.split(form, tiles, 32) for tiles in (199, 396, 595, 4000)} == {1}
-    assert hopper.split(fp8, 4000, 256) == 2 and hopper.split(bf16, 4000, 512) == 1  # rows too wide for shared memory
+@pytest.mark.parametrize("activations", [BF16, E4M3])
+@pytest.mark.parametrize("slices", [1, 7, 16, 56, 224])
+@pytest.mark.parametrize("tiles", [1, 64, 192, 256, 396, 397, 448, 4000])
+def test_chunks_keep_blocks_equally_busy(activations: str, slices: int, tiles: int) -> None:
+    """No block has much more work than an equal share, and no tile more pieces than planned."""
+    form = WeightForm(E2M1_CODE, E8M0_G32, 32, activations)
+    blocks = -(-slices // hopper.decode_slices(form))
+    each, pieces = hopper.chunk(form, tiles, slices)
+    resident = 3 * 132
+    chunks = -(-tiles * blocks // each)
+    assert -(-chunks // resident) * each <= max(1.1 * -(-tiles * blocks // resident), 4, blocks / 7 + 1)
+    starts = [tile * blocks for tile in range(tiles)]
+    assert max((start + blocks - 1) // each - start // each + 1 for start in starts) <= pieces <= 8
+    assert (pieces == 1) == (each % blocks == 0)
 
 
-@pytest.mark.parametrize("slices", [1, 16, 56, 128, 256])
+@pytest.mark.parametrize("slices", [1, 16, 56, 128])
 def test_decode_rows_and_stages_fit_in_shared_memory(slices: int) -> None:
     """The planned number of blocks fits if slices overlap; at least one block fits if they cannot (Triton >= 3.8)."""
     for code, scale, group in ((E2M1_CODE, E8M0_G32, 32), (E4M3_CODE, NO_SCALE, 0)):
         form = WeightForm(code, scale, group, E4M3)
-        parts = hopper.split(form, 4000, slices)
-        tile = hopper.decode_tile(form, slices, parts)
+        tile = hopper.decode_tile(form, slices)
         stages = tile.stages * hopper.stage_bytes(form, 0, tile.slices) + hopper.RESERVED
-        assert tile.row_slices * parts >= slices and tile.stages >= 2
+        assert tile.row_slices >= slices and tile.stages >= 2
         assert tile.blocks * (stages + 128 * (tile.row_slices + 8)) <= hopper.SHARED_PER_SM
         assert stages + 8 * 128 * tile.row_slices <= hopper.SHARED_PER_SM
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lancebill.backends.hopper.kernels.weight_form import BF16, BOX, E4M3, F16, WeightForm
@@ -24,7 +24,7 @@ def grouped_gemm(
     form: WeightForm, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, depend: int, prefetch: bool,
     promote: bool,
 ) -> KernelSource:  # fmt: skip
-    """One GEMM over one tile class."""
+    """One GEMM over one list of tiles."""
     element = ELEMENT[form.activations]
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc(element, (tile.box, form.slice_columns), 128)),
@@ -38,12 +38,18 @@ def grouped_gemm(
     ]  # fmt: skip
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "TOKENS": tile.tokens, "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units, "KIND": kind,
-        "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch, "PROMOTE": promote,
+        "SIZES": packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices, "UNITS": tile.units,
+        "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "DEPEND": depend, "PREFETCH": prefetch,
+        "PROMOTE": promote,
     }  # fmt: skip
     aligned = ("out", "slots", "factors", "bias", "token_scales", "tiles", "tile_count", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))
     return KernelSource(GEMM, "grouped_gemm", tuple(arguments), tuple(constants.items()), aligned, options)
+
+
+def packed_bytes(numbers: Sequence[int]) -> int:
+    """Small numbers in one compile-time integer, a byte each."""
+    return int.from_bytes(bytes(numbers), "little")
 
 
 def _scale_box(form: WeightForm, tile: Tile) -> int:
@@ -67,11 +73,21 @@ def rows_kernel(
 
 
 def decode_gemm(
-    form: WeightForm, tile: Tile, split: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
+    form: WeightForm, tile: Tile, pieces: int, slots: int, out: str, kind: str, activation: str, *, bias: bool,
     weighted: bool, depend: bool, prefetch: bool, promote: bool,
 ) -> KernelSource:  # fmt: skip
-    """One GEMM for few tokens: one tile per slot, K split over `split` blocks, `slots` per token."""
-    integers = ("experts", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row")
+    """One GEMM for few tokens: one tile per slot, at most `pieces` blocks for a tile, `slots` per token."""
+    integers = (
+        "experts",
+        "total_slots",
+        "units",
+        "slices",
+        "scale_blocks",
+        "width",
+        "columns",
+        "slots_per_row",
+        "each",
+    )
     pointers = {
         "x": out, "out": out, "scales": "fp32", "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32",
         "ids": "i32", "weights": "fp32",
@@ -86,7 +102,7 @@ def decode_gemm(
     ]
     constants = {
         "CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero,
-        "STAGES": tile.stages, "SLICES": tile.slices, "ROW_SLICES": tile.row_slices, "SPLIT": split, "SLOTS": slots,
+        "STAGES": tile.stages, "SLICES": tile.slices, "ROW_SLICES": tile.row_slices, "PIECES": pieces, "SLOTS": slots,
         "KIND": kind, "ACTIVATION": activation, "BIAS": bias, "WEIGHTED": weighted, "DEPEND": depend,
         "PREFETCH": prefetch, "PROMOTE": promote,
     }  # fmt: skip

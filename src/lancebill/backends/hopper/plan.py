@@ -16,6 +16,7 @@ from lancebill.moe.problem import FAST, INDEXED, Problem
 
 SINGLE = "single"
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
+MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispatch_combine.py
 SMALL = 256  # most tokens that a single launch dispatches
 _CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
 _MOST_COUNTED = 1024
@@ -31,7 +32,8 @@ class GemmPlan:
     slices: int
     scale_blocks: int
     tiles: tuple[Tile, ...]
-    split: int = 1  # blocks that share K, when decoding
+    each: int = 0  # stages of a chunk, when decoding
+    pieces: int = 1  # the most chunks that share a tile, when decoding
     ordered: bool = False  # permute input columns per expert (act-order)
     scaled: bool = False  # multiply the input by a vector per expert
     static: bool = False  # quantise the input with a scale per expert
@@ -95,17 +97,17 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     forms = [layout.form(shape) for shape in problem.matrices.values()]
     units = problem.experts * layout.padded(problem.w13)[0] // ROWS
     rule = tried or tune.rule(forms[0].activations, slots, problem.experts, units)
-    rule = replace(rule, sizes=tune.fitting(rule.sizes, forms))
+    rule = tune.reachable(tune.fitting(rule, forms), tokens)  # an expert has at most one row of a token
     decode = _decodes(plan, layout, forms[0]) if decode is None else decode
-    sizes = () if decode else rule.sizes
-    gemms = [_grouped_gemm(layout, name, form, sizes, rule.paired) for name, form in zip(problem.matrices, forms)]
+    launches = () if decode else rule.launches
+    gemms = [_grouped_gemm(layout, name, form, launches, rule.paired) for name, form in zip(problem.matrices, forms)]
     if decode:
         gemms = [_decode_gemm(gemm, slots) for gemm in gemms]
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
         notes=(
-            "one tile per slot" if decode else f"token tiles {'+'.join(map(str, sizes))}",
+            "one tile per slot" if decode else f"token tiles {rule.tiles}",
             *(form.name for form in forms),
             *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
         ),
@@ -120,7 +122,10 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
 def _decodes(plan: HopperPlan, layout: HopperLayout, form: WeightForm) -> bool:
     """Whether to use one tile per slot: few slots, and input rows that do not depend on the expert."""
     problem = plan.problem
-    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST or not tune.decodes(form.activations, plan.slots):
+    longest = max(-(-shape.k // form.slice_columns) for shape in problem.matrices.values())
+    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST:
+        return False
+    if not tune.decodes(form.activations, plan.slots, longest):
         return False
     if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
         return False  # more tiles than there are counters
@@ -128,8 +133,10 @@ def _decodes(plan: HopperPlan, layout: HopperLayout, form: WeightForm) -> bool:
     return not (per_expert or problem.activations.static or problem.second_activations.static)
 
 
-def _grouped_gemm(layout: HopperLayout, name: str, form: WeightForm, sizes: tuple[int, ...], paired: bool) -> GemmPlan:
-    """The GEMM of one matrix, with a tile class for each size."""
+def _grouped_gemm(
+    layout: HopperLayout, name: str, form: WeightForm, launches: tuple[tuple[int, ...], ...], paired: bool
+) -> GemmPlan:
+    """The GEMM of one matrix, with the tile sizes of each launch."""
     problem = layout.problem
     shape = problem.matrices[name]
     n, k = layout.padded(shape)
@@ -141,7 +148,7 @@ def _grouped_gemm(layout: HopperLayout, name: str, form: WeightForm, sizes: tupl
         units,
         k // form.slice_columns,
         blocks,
-        tuple(tune.tile(form, size, problem.is_gated(shape.name), paired and units % 2 == 0) for size in sizes),
+        tuple(tune.tile(form, sizes, problem.is_gated(shape.name), paired and units % 2 == 0) for sizes in launches),
         ordered=shape.act_order,
         scaled=problem.pre_scale,
         static=activations.static,
@@ -151,8 +158,8 @@ def _grouped_gemm(layout: HopperLayout, name: str, form: WeightForm, sizes: tupl
 
 def _decode_gemm(gemm: GemmPlan, slots: int) -> GemmPlan:
     """The GEMM with one tile per slot."""
-    split = tune.split(gemm.form, slots * gemm.units, gemm.slices)
-    return replace(gemm, split=split, tiles=(tune.decode_tile(gemm.form, gemm.slices, split),))
+    each, pieces = tune.chunk(gemm.form, slots * gemm.units, gemm.slices)
+    return replace(gemm, each=each, pieces=pieces, tiles=(tune.decode_tile(gemm.form, gemm.slices),))
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -162,8 +169,8 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     experts = experts_padded(problem)
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "x_scales": ((slots,), torch.float32),
-        "tiles": ((list_capacity(plan) + 3 * experts, 4), torch.int32),
-        "counts": ((16,), torch.int32),
+        "tiles": ((MOST_SIZES * list_capacity(plan), 4), torch.int32),
+        "counts": ((4 * MOST_SIZES,), torch.int32),
     }
     if plan.work == INDEXED or first.converts_rows:
         tensors["x"] = (slots, row_width(first, problem.hidden)), element[first.fp8]
@@ -176,8 +183,8 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if plan.decode:
         for name, gemm in (("parts13", plan.w13), ("parts2", plan.w2)):
             if gemm is not None:
-                unsplit = name == "parts13" and plan.w2 is not None and gemm.split == 1
-                tensors[name] = (0 if unsplit else slots * gemm.split, gemm.units * ROWS), torch.float32
+                whole = name == "parts13" and plan.w2 is not None and gemm.pieces == 1
+                tensors[name] = (0 if whole else slots * gemm.pieces, gemm.units * ROWS), torch.float32
     if plan.w2 is not None:
         tensors["h"] = (slots, problem.intermediate), problem.input.storage
     if plan.w2 is not None and plan.w2.fp8:
@@ -198,9 +205,9 @@ def experts_padded(problem: Problem) -> int:
 
 
 def list_capacity(plan: HopperPlan) -> int:
-    """The most tiles of the first class: all full tiles, and one partial tile per expert."""
+    """The most tiles of a launch: all full tiles, and one partial tile per expert."""
     assert plan.rule is not None
-    return -(-plan.slots // plan.rule.sizes[0]) + experts_padded(plan.problem)
+    return -(-plan.slots // plan.rule.full_tile) + experts_padded(plan.problem)
 
 
 def chunk(plan: HopperPlan) -> int:

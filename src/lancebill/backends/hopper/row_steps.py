@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import (
+    MOST_SIZES,
     SMALL,
     GemmPlan,
     HopperPlan,
@@ -71,8 +72,13 @@ def dispatch_finished(plan: HopperPlan) -> list[Step]:
 
 
 def _sizes(plan: HopperPlan) -> dict[str, int]:
+    """The full tile, all sizes in decreasing order, and the launch of each."""
     assert plan.rule is not None
-    return {f"T{i}": size for i, size in enumerate((*plan.rule.sizes, 0, 0, 0)[:4])}
+    launch_of = {size: number for number, sizes in enumerate(plan.rule.launches) for size in sizes}
+    sizes = sorted(launch_of, reverse=True)
+    assert len(sizes) <= MOST_SIZES
+    launches = src.packed_bytes([launch_of[size] for size in sizes])
+    return {"FULL": plan.rule.full_tile, "SIZES": src.packed_bytes(sizes), "LAUNCHES": launches}
 
 
 def _conversion(gemm: GemmPlan) -> dict[str, bool]:

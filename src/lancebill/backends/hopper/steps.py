@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper import workspace
-from lancebill.backends.hopper.plan import SINGLE, HopperPlan, experts_padded, list_capacity, make_plan, row_width
+from lancebill.backends.hopper.plan import SINGLE, HopperPlan, list_capacity, make_plan, row_width
 from lancebill.backends.hopper.row_steps import combine, dispatch_finished, dispatch_indexed, prepare
 from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from lancebill.jit.compile import KernelSource
@@ -50,12 +50,12 @@ def kernels(problem: Problem, tokens: int) -> list[KernelSource]:
 
 
 def _grouped_gemms(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kind: str) -> list[Step]:
-    """One launch per tile class, each over its own tile list."""
+    """The launches of a GEMM, each over its own tile list."""
     assert plan.rule is not None
     problem, activation, overlap, gemm = plan.problem, plan.problem.activation, plan.rule.overlap, plan.gemm(name)
     shape = problem.matrices[name]
     finished = kind in (src.ROWS, src.KEPT)
-    launches, first = [], 0
+    launches = []
     for i, tile in enumerate(gemm.tiles):
         source = src.grouped_gemm(
             gemm.form, tile, problem.input.name, kind, "none" if finished else _activation_name(plan), bias=shape.bias,
@@ -71,7 +71,7 @@ def _grouped_gemms(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref
             "factors": Ref(name, "factors"),
             "bias": Ref(name, "bias" if shape.bias else "factors"),
             "token_scales": scratch_ref(scales),
-            "tiles": scratch_ref("tiles", 16 * first),
+            "tiles": scratch_ref("tiles", 16 * i * list_capacity(plan)),
             "tile_count": scratch_ref("counts", 16 * i),
             "taken": scratch_ref("counts", 16 * i + (4 if name == "w13" else 8)),
             "units": gemm.units,
@@ -82,9 +82,8 @@ def _grouped_gemms(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref
             "alpha": activation.alpha,
             "beta": activation.beta,
         }
-        most = (list_capacity(plan) if i == 0 else problem.experts) * gemm.units // tile.units
-        launches.append(Step(source, values, _constant_grid(most), tile.blocks))
-        first = list_capacity(plan) + i * experts_padded(problem)
+        tiles = list_capacity(plan) if plan.rule.full_tile in tile.sizes else problem.experts
+        launches.append(Step(source, values, _constant_grid(tiles * gemm.units // tile.units), tile.blocks))
     return launches
 
 
@@ -116,7 +115,7 @@ def _decode_gemm(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -
     first, top_k, (tile,) = name == "w13" and not single, problem.top_k, gemm.tiles
     kind = src.ROWS if not first else src.GATED if activation.gated else src.UNGATED
     source = src.decode_gemm(
-        gemm.form, tile, gemm.split, 1 if first else top_k, problem.input.name, kind,
+        gemm.form, tile, gemm.pieces, 1 if first else top_k, problem.input.name, kind,
         _activation_name(plan) if first else "none", bias=shape.bias,
         weighted=not single and problem.weight_on_input == first,
         depend=plan.rule.overlap, promote=gemm.promote,
@@ -146,8 +145,10 @@ def _decode_gemm(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -
         "width": shape.k,
         "columns": problem.intermediate if first else shape.n,
         "slots_per_row": top_k if first else 1,
+        "each": gemm.each,
         "limit": math.inf if activation.limit is None else activation.limit,
         "alpha": activation.alpha,
         "beta": activation.beta,
     }
-    return Step(source, values, lambda m: (m * top_k * gemm.units * gemm.split, 1), tile.blocks)
+    stages = gemm.units * -(-gemm.slices // tile.slices)
+    return Step(source, values, lambda m: (-(-m * top_k * stages // gemm.each), 1), tile.blocks)

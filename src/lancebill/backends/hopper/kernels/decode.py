@@ -1,13 +1,15 @@
 """The GEMM for a handful of tokens: each slot is a tile, the ids are the tile list, nothing is sorted (Gluon).
 
-With very few slots there are fewer tiles than resident blocks, so K may be split over several blocks. Each block writes
-its partial sums in fp32. The block that arrives last (an integer counter decides, never a float atomic) adds them in a
-fixed order and applies the epilogue. Without a split, the epilogue runs on the accumulators in registers. In the second
-GEMM the sums are always partial: they are terms of the weighted sum over a token's experts. That last reduction is on
-the critical path, so it issues all its loads before the first addition. A layer is two launches.
+The number of tiles rarely fits the number of resident blocks. So all stages of all tiles form one sequence, and each
+block takes a chunk of it. Chunks have equal lengths; one may start and end inside a tile. A block writes its partial
+sums of a tile in fp32. The block that arrives last (an integer counter decides, never a float atomic) adds the pieces
+in a fixed order and applies the epilogue. If chunks are whole tiles, the epilogue runs on the accumulators in
+registers. In the second GEMM the sums are always partial: they are terms of the weighted sum over a token's experts.
+That last reduction is on the critical path, so it issues all its loads before the first addition. A layer is two
+launches.
 
 With fp8 inputs every block quantises the row it multiplies while its first weights are in flight, so no block waits
-for a row that another block quantises.
+for a row that another block quantises. It keeps the row for all tiles that read it.
 
 The block that sees a full counter resets it to zero.
 """
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancebill.backends.hopper.kernels import dequant
-from lancebill.backends.hopper.kernels import dispatch_combine as rows
+from lancebill.backends.hopper.kernels.decode_row import T, quantise_part, row_buffer_shape, row_scale
 from lancebill.backends.hopper.kernels.dequant import form_of
 from lancebill.backends.hopper.kernels.epilogue import gated_activation, ungated_activation
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
-from lancebill.backends.hopper.kernels.gluon_names import LARGER_VIEWS, barrier, copy_tile, view
+from lancebill.backends.hopper.kernels.gluon_names import barrier, copy_tile
 from lancebill.backends.hopper.kernels.mainloop import (
     accumulator_layout,
     copy_weights,
@@ -32,9 +34,6 @@ from lancebill.backends.hopper.kernels.mainloop import (
     tile_gemm,
 )
 from lancebill.backends.hopper.kernels.pipeline import Ring, epilogue_config, pipeline_config
-
-column_at = gluon.jit(rows.column_at.fn)
-T = gl.constexpr(8)  # the smallest N of wgmma; seven of its eight columns are padding
 
 
 @gluon.jit
@@ -45,20 +44,26 @@ def expert_of(ids, slot, experts):
 
 
 @gluon.jit
-def part_at(ids, experts, index, units, blocks, SPLIT: gl.constexpr):
-    """Work index to (slot, expert, unit, first K block, K blocks); 0 blocks if the slot has no local expert."""
-    tile = index // SPLIT
+def segment_at(ids, experts, at, end, units, blocks):
+    """The part of a chunk that belongs to one tile: (slot, expert, unit, first stage of the tile, stages).
+
+    `at` and `end` count the stages of all tiles; the segment ends with the tile or at `end`.
+    """
+    tile = at // blocks
     slot = tile // units
-    e = expert_of(ids, slot, experts)
-    each = (blocks + SPLIT - 1) // SPLIT
-    first = gl.minimum((index % SPLIT) * each, blocks)
-    count = gl.minimum(each, blocks - first)
-    return slot, e, tile % units, first, gl.where(e >= 0, count, 0)
+    first = at - tile * blocks
+    return slot, expert_of(ids, slot, experts), tile - slot * units, first, gl.minimum(blocks - first, end - at)
+
+
+@gluon.jit
+def pieces_of(tile, blocks, each):
+    """The number of chunks that a tile's stages belong to."""
+    return ((tile + 1) * blocks - 1) // each - tile * blocks // each + 1
 
 
 @gluon.jit
 def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, ring, units, slices, scale_blocks,
-                    slots_per_row, config: gl.constexpr, SPLIT: gl.constexpr, DEPEND: gl.constexpr,
+                    slots_per_row, each, config: gl.constexpr, DEPEND: gl.constexpr,
                     PREFETCH: gl.constexpr):  # fmt: skip
     """The producer warp: loads weights, and rows of x too unless the consumer quantises them (`row_slices` > 0).
 
@@ -70,115 +75,41 @@ def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, ring, uni
     WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
     BYTES: gl.constexpr = WEIGHTS if config.row_slices > 0 else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
-    total = total_slots * units * SPLIT
+    total = total_slots * units * blocks
     if DEPEND and not PREFETCH:
         wait_for_predecessor()
     ahead = 0
     if PREFETCH:
-        if gl.program_id(0) < total:
-            _, e, unit, first, count = part_at(ids, experts, gl.program_id(0), units, blocks, SPLIT)
-            ahead = gl.minimum(count, STAGES)
+        at = gl.program_id(0) * each
+        if at < total:
+            _, e, unit, first, count = segment_at(ids, experts, at, gl.minimum(at + each, total), units, blocks)
+            ahead = gl.where(e >= 0, gl.minimum(count, STAGES), 0)
             for i in range(ahead):
                 bar = ring.full.index(i)
                 mbarrier.expect(bar, BYTES)
                 copy_weights(w_desc, s_desc, ring, i, bar, e * units + unit, first + i, slices, scale_blocks, config)
         wait_for_predecessor()
     step = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
-        for block in range(first, first + count):
-            stage = step % STAGES
-            bar = ring.full.index(stage)
-            if step >= ahead:
-                mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, BYTES)
-                copy_weights(w_desc, s_desc, ring, stage, bar, e * units + unit, block, slices, scale_blocks, config)
-            if config.row_slices == 0:
-                for j in gl.static_range(SLICES):
-                    k = (block * SLICES + j) * dequant.slice_columns(form)
-                    copy_tile(x_desc, [slot // slots_per_row, k], bar, ring.x.index(stage * SLICES + j))
-            step += 1
-
-
-@gluon.constexpr_function
-def row_buffer_shape(ROW_SLICES):
-    """Shape of the shared-memory buffer for a quantised row.
-
-    wgmma reads eight tokens, of which seven are padding with arbitrary contents. With LARGER_VIEWS the padding
-    overlaps the slices that follow; otherwise every slice is stored eight times.
-    """
-    return [ROW_SLICES + T.value, 1, 128] if LARGER_VIEWS else [ROW_SLICES, T.value, 128]
-
-
-@gluon.jit
-def row_scale(x, width):
-    """The fp8 scale of a row: its largest magnitude over 448, the largest e4m3 number."""
-    STEP: gl.constexpr = 4096
-    c = gl.arange(0, STEP, gl.BlockedLayout([8], [32], [4], [0]))
-    largest = 0.0
-    for start in range(0, width, STEP):
-        value = gl.load(x + start + c, mask=start + c < width, other=0.0)
-        largest = gl.maximum(largest, gl.max(gl.abs(value.to(gl.float32)), 0))
-    scale = gl.div_rn(largest, 448.0)
-    return gl.where(scale > 0, scale, 1.0)
-
-
-@gluon.constexpr_function
-def slices_layout(SLICES):
-    """Layout of [slices, 128] columns of a row: neighbouring columns per thread, all threads busy if possible."""
-    if SLICES < 16:
-        return gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    return gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-
-
-@gluon.jit
-def load_slices(x, first, width, SLICES: gl.constexpr):
-    """SLICES slices of a row as [SLICES, 128], columns permuted as by `dispatch_combine.prepare_rows`."""
-    PART: gl.constexpr = slices_layout(SLICES)
-    s = first + gl.arange(0, SLICES, gl.SliceLayout(1, PART)).expand_dims(1)
-    k = s * 128 + column_at(gl.arange(0, 128, gl.SliceLayout(0, PART))).expand_dims(0)
-    k = gl.max_contiguous(gl.multiple_of(k, [1, 4]), [1, 4])
-    return gl.load(x + k, mask=k < width, other=0.0)
-
-
-@gluon.jit
-def quantise_slices(part, scale):
-    """Quantise to e4m3. Plain divisions: the branch in `dispatch_combine._divide` costs more than it saves here."""
-    return gl.div_rn(part.to(gl.float32), scale).to(gl.float8e4nv)
-
-
-@gluon.jit
-def quantise_row(x, xb, row, first, width, ROW_SLICES: gl.constexpr):
-    """Quantise the block's part of a row into `xb`; returns the row's scale.
-
-    The first slices are loaded before the scale is computed, to overlap both latencies.
-    """
-    TOGETHER: gl.constexpr = min(ROW_SLICES, 16)
-    x += row.to(gl.int64) * width
-    ahead = load_slices(x, first, width, TOGETHER)
-    scale = row_scale(x, width)
-    for i in gl.static_range(0, ROW_SLICES, TOGETHER):
-        part = ahead
-        if i + TOGETHER < ROW_SLICES:
-            ahead = load_slices(x, first + i + TOGETHER, width, TOGETHER)
-        store_slices(xb, quantise_slices(part, scale), i, ROW_SLICES)
-    fence_async_shared()
-    barrier()
-    return scale
-
-
-@gluon.jit
-def store_slices(xb, part, first: gl.constexpr, ROW_SLICES: gl.constexpr):
-    """Store slices to `xb`: one row each if rows overlap (see `row_buffer_shape`), else eight copies each."""
-    COUNT: gl.constexpr = part.shape[0]
-    if xb.shape[1] == 1:
-        view(xb.index(0), xb.dtype, [ROW_SLICES, 128], xb.layout).slice(first, COUNT, 0).store(part)
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 16], [4, 1, 8], [4, 1, 1], [2, 1, 0])
-        part = gl.convert_layout(part.to(gl.int8, bitcast=True), gl.SliceLayout(1, LAYOUT))
-        tokens = part.expand_dims(1) + gl.zeros([COUNT, T, 128], gl.int8, LAYOUT)
-        target = view(xb, xb.dtype, [ROW_SLICES * T, 128], xb.layout).slice(first * T, COUNT * T, 0)
-        target.store(tokens.reshape([COUNT * T, 128]).to(gl.float8e4nv, bitcast=True))
+    for start in range(gl.program_id(0) * each, total, gl.num_programs(0) * each):
+        end = gl.minimum(start + each, total)
+        at = start
+        while at < end:
+            slot, e, unit, first, count = segment_at(ids, experts, at, end, units, blocks)
+            at += count
+            for block in range(first, first + gl.where(e >= 0, count, 0)):
+                stage = step % STAGES
+                bar = ring.full.index(stage)
+                if step >= ahead:
+                    mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                    mbarrier.expect(bar, BYTES)
+                    copy_weights(
+                        w_desc, s_desc, ring, stage, bar, e * units + unit, block, slices, scale_blocks, config
+                    )
+                if config.row_slices == 0:
+                    for j in gl.static_range(SLICES):
+                        k = (block * SLICES + j) * dequant.slice_columns(form)
+                        copy_tile(x_desc, [slot // slots_per_row, k], bar, ring.x.index(stage * SLICES + j))
+                step += 1
 
 
 @gluon.jit
@@ -198,30 +129,32 @@ def store_part(part, sums, factor):
 
 
 @gluon.jit
-def sum_parts(parts, slot, n, N, SPLIT: gl.constexpr):
-    """Features n of a slot: partial sums added in a fixed order. Bypasses L1, since other blocks wrote them."""
-    total = gl.load(parts + slot * SPLIT * N + n, cache_modifier=".cg")
-    for i in gl.static_range(1, SPLIT):
-        total += gl.load(parts + (slot * SPLIT + i) * N + n, cache_modifier=".cg")
+def sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES: gl.constexpr):
+    """Features n of a slot: its pieces added in a fixed order. Bypasses L1, since other blocks wrote them."""
+    N = units * 128
+    count = pieces_of(slot * units + unit, blocks, each)
+    parts += slot * PIECES * N
+    total = gl.load(parts + n, cache_modifier=".cg")
+    for i in gl.static_range(1, PIECES):
+        total += gl.load(parts + i * N + n, mask=(n >= 0) & (i < count), other=0.0, cache_modifier=".cg")
     return total
 
 
 @gluon.jit
-def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT: gl.constexpr,
-                KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """Epilogue of one unit of a slot from its partial sums: bias, activation, store."""
+def finish_slot(out, parts, bias, scale, slot, e, unit, units, blocks, each, columns, limit, alpha, beta,
+                PIECES: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """Epilogue of one unit of a slot from its pieces: bias, activation, store."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
-    N = units * 128
     c = gl.arange(0, WIDTH, LAYOUT)
     n = unit * 128 + c
-    value = sum_parts(parts, slot, n, N, SPLIT) * scale
+    value = sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES) * scale
     if BIAS:
-        value += gl.load(bias + e * N + n)
+        value += gl.load(bias + e * units * 128 + n)
     if KIND == "gated":
-        u = sum_parts(parts, slot, n + 64, N, SPLIT) * scale
+        u = sum_pieces(parts, slot, unit, n + 64, units, blocks, each, PIECES) * scale
         if BIAS:
-            u += gl.load(bias + e * N + n + 64)
+            u += gl.load(bias + e * units * 128 + n + 64)
         value = gated_activation(value, u, limit, alpha, beta, ACTIVATION)
     else:
         value = ungated_activation(value, ACTIVATION)
@@ -232,7 +165,7 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, a
 @gluon.jit
 def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, e, unit, units, columns, limit, alpha,
                 beta, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """`finish_slot` without a split of K: the sums are still in registers."""
+    """`finish_slot` where chunks are whole tiles: the sums are still in registers."""
     MMA: gl.constexpr = top.type.layout
     r = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     only = (gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0) & (r >= 0).expand_dims(1)
@@ -255,21 +188,21 @@ def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, 
 
 
 @gluon.jit
-def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT: gl.constexpr,
-                 SLOTS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip
+def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, blocks, each, columns,
+                 PIECES: gl.constexpr, SLOTS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr,
+                 WEIGHTED: gl.constexpr):  # fmt: skip
     """The weighted sum over a token's slots for one unit, in slot order. Issues all loads before the first addition."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    N = units * 128
     n = unit * 128 + gl.arange(0, 128, LAYOUT)
     rows = ()
     for i in gl.static_range(SLOTS):
         slot = token * SLOTS + i
         e = expert_of(ids, slot, experts)
-        row = sum_parts(parts, slot, n, N, SPLIT)
+        row = sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES)
         if FP8:
             row *= gl.load(scales + slot, cache_modifier=".cg")
         if BIAS:
-            row += gl.load(bias + gl.maximum(e, 0) * N + n)
+            row += gl.load(bias + gl.maximum(e, 0) * units * 128 + n)
         if WEIGHTED:
             row *= gl.load(weights + slot)
         rows += (gl.where(e >= 0, row, 0.0),)
@@ -280,74 +213,113 @@ def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, u
 
 
 @gluon.jit
+def pieces_of_token(token, unit, units, blocks, each, SLOTS: gl.constexpr):
+    """The number of pieces of one unit over all of a token's slots."""
+    count = 0
+    for i in gl.static_range(SLOTS):
+        count += pieces_of((token * SLOTS + i) * units + unit, blocks, each)
+    return count
+
+
+@gluon.jit
 def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, ring, units,
-                    slices, width, columns, slots_per_row, limit, alpha, beta, config: gl.constexpr,
-                    epilogue: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr,
+                    slices, width, columns, slots_per_row, each, limit, alpha, beta, config: gl.constexpr,
+                    epilogue: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr,
                     DEPEND: gl.constexpr):  # fmt: skip
-    """The consumer warpgroup: GEMM and epilogue of every work item."""
-    SLICES: gl.constexpr = config.slices
+    """The consumer warpgroup: GEMM and epilogue of every segment of its chunks."""
+    if DEPEND:
+        wait_for_predecessor()
+    let_successor_start()
+    blocks = (slices + config.slices - 1) // config.slices
+    total = total_slots * units * blocks
+    step = 0
+    row = -1
+    scale = 1.0  # of that row
+    held = 0  # 1: the whole row is in shared memory
+    for start in range(gl.program_id(0) * each, total, gl.num_programs(0) * each):
+        end = gl.minimum(start + each, total)
+        at = start
+        while at < end:
+            slot, e, unit, first, count = segment_at(ids, experts, at, end, units, blocks)
+            at += count
+            if config.row_slices > 0:
+                # Neighbouring tiles share a slot, and the slots of a token share a row.
+                own = x + (slot // slots_per_row).to(gl.int64) * width
+                if slot // slots_per_row != row:
+                    row = slot // slots_per_row
+                    scale = row_scale(own, width)
+                    held = 0
+                if held == 0:
+                    barrier()
+                    end_slice = (first + count) * config.slices
+                    quantise_part(own, ring.x, scale, first * config.slices, end_slice, width, config.row_slices)
+                    held = (count == blocks).to(gl.int32)
+            step = decode_segment(out, scales, parts, counters, factors, bias, ids, experts, weights, ring, step, slot,
+                                  e, unit, first, count, start // each, scale, units, blocks, columns, each, limit,
+                                  alpha, beta, config, epilogue, PIECES, SLOTS)  # fmt: skip
+
+
+@gluon.jit
+def decode_segment(out, scales, parts, counters, factors, bias, ids, experts, weights, ring, step, slot, e, unit,
+                   first, count, chunk, scale, units, blocks, columns, each, limit, alpha, beta, config: gl.constexpr,
+                   epilogue: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+    """One segment: its GEMM, and the epilogue if it is the last of its tile or token to arrive."""
     ROW_SLICES: gl.constexpr = config.row_slices
     KIND: gl.constexpr = epilogue.kind
     ACTIVATION: gl.constexpr = epilogue.activation
     BIAS: gl.constexpr = epilogue.bias
     WEIGHTED: gl.constexpr = epilogue.weighted
-    if DEPEND:
-        wait_for_predecessor()
-    let_successor_start()
-    blocks = (slices + SLICES - 1) // SLICES
-    MMA: gl.constexpr = accumulator_layout(T, 0, config.form)
-    step = 0
-    for index in range(gl.program_id(0), total_slots * units * SPLIT, gl.num_programs(0)):
-        slot, e, unit, first, count = part_at(ids, experts, index, units, blocks, SPLIT)
-        top = load_factors(factors, e, unit, units, 0, MMA)
-        bottom = load_factors(factors, e, unit, units, 1, MMA)
-        scale = 1.0
-        if ROW_SLICES > 0:
-            scale = quantise_row(x, ring.x, slot // slots_per_row, first * SLICES, width, ROW_SLICES)
-            if KIND == "rows":
-                gl.store(scales + slot, scale)  # every block of the slot stores the same value
-        sums, step = tile_gemm(ring, step, count, config)
-        UNSPLIT: gl.constexpr = SPLIT == 1 and KIND != "rows"
-        if WEIGHTED and KIND != "rows":
-            scale = scale * gl.load(weights + slot)
-        if not UNSPLIT:
-            part = parts + (slot * SPLIT + index % SPLIT) * (units * 128) + unit * 128
-            store_part(part, sums[0], top)
-            store_part(part + 64, sums[1], bottom)
-            barrier()
-        if KIND == "rows":
-            token = slot // SLOTS
-            counter = counters + token * units + unit
-            if gl.atomic_add(counter, 1, sem="acq_rel") == SLOTS * SPLIT - 1:
-                gl.store(counter, 0)
-                finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, columns, SPLIT,
-                             SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
-        elif UNSPLIT:
+    MMA: gl.constexpr = accumulator_layout(config, 0)
+    top = load_factors(factors, e, unit, units, 0, MMA)
+    bottom = load_factors(factors, e, unit, units, 1, MMA)
+    if ROW_SLICES > 0 and KIND == "rows":
+        gl.store(scales + slot, scale)  # every block of the slot stores the same value
+    sums, step = tile_gemm(ring, step, gl.where(e >= 0, count, 0), first, config)
+    WHOLE: gl.constexpr = PIECES == 1 and KIND != "rows"
+    if WEIGHTED and KIND != "rows":
+        scale = scale * gl.load(weights + slot)
+    tile = slot * units + unit
+    if not WHOLE:
+        part = parts + (slot * PIECES + chunk - tile * blocks // each) * (units * 128) + unit * 128
+        store_part(part, sums[0], top)
+        store_part(part + 64, sums[1], bottom)
+        barrier()
+    if KIND == "rows":
+        token = slot // SLOTS
+        counter = counters + token * units + unit
+        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces_of_token(token, unit, units, blocks, each, SLOTS) - 1:
+            gl.store(counter, 0)
+            finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, blocks, each, columns,
+                         PIECES, SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
+    elif WHOLE:
+        if e >= 0:
+            finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
+                        alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
+    else:
+        counter = counters + tile
+        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces_of(tile, blocks, each) - 1:
+            gl.store(counter, 0)
             if e >= 0:
-                finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
-                            alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
-        else:
-            counter = counters + slot * units + unit
-            if gl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
-                gl.store(counter, 0)
-                if e >= 0:
-                    finish_slot(out, parts, bias, scale, slot, e, unit, units, columns, limit, alpha, beta, SPLIT,
-                                KIND, ACTIVATION, BIAS)  # fmt: skip
+                finish_slot(out, parts, bias, scale, slot, e, unit, units, blocks, each, columns, limit, alpha, beta,
+                            PIECES, KIND, ACTIVATION, BIAS)  # fmt: skip
+    return step
 
 
 @gluon.jit
 def decode_gemm(
     x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, weights, experts, total_slots, units,
-    slices, scale_blocks, width, columns, slots_per_row, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr,
-    GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    ROW_SLICES: gl.constexpr, SPLIT: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr,
-    BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
+    slices, scale_blocks, width, columns, slots_per_row, each, limit, alpha, beta, CODE: gl.constexpr,
+    SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr,
+    SLICES: gl.constexpr, ROW_SLICES: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
+    PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """One GEMM of the layer with one slot per tile. `slots_per_row` slots read the same row of x; a token has SLOTS.
 
+    A chunk has `each` stages. No tile has more than PIECES pieces; PIECES = 1 if chunks are whole tiles.
     ROW_SLICES = 0: the producer streams rows through `x_desc`. ROW_SLICES > 0: each block reads its row from `x`
-    (`width` columns), quantises its part of K and keeps it in shared memory as ROW_SLICES slices. The second GEMM also
-    stores the row's scale, which the final reduction needs.
+    (`width` columns), quantises what it needs of it and keeps that in shared memory, which has room for ROW_SLICES
+    slices. The second GEMM also stores the row's scale, which the final reduction needs.
     """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     if ROW_SLICES > 0:
@@ -372,8 +344,8 @@ def decode_gemm(
     epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED)
     gl.warp_specialize([
         (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, ring,
-                           units, slices, width, columns, slots_per_row, limit, alpha, beta, config, epilogue, SPLIT,
-                           SLOTS, DEPEND)),
+                           units, slices, width, columns, slots_per_row, each, limit, alpha, beta, config, epilogue,
+                           PIECES, SLOTS, DEPEND)),
         (decode_producer, (x_desc, w_desc, s_desc, ids, experts, total_slots, ring, units, slices, scale_blocks,
-                           slots_per_row, config, SPLIT, DEPEND, PREFETCH)),
+                           slots_per_row, each, config, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

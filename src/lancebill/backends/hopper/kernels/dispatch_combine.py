@@ -1,9 +1,9 @@
 """The kernels around the GEMMs, in plain Triton: dispatch, permutation, row quantisation, combine.
 
 Dispatch turns ids into tile lists on the device. The rows of an expert are contiguous and in slot order
-(slot = token * top_k + choice), so equal inputs give equal places. Full tiles have T0 rows. The remainder of an expert
-becomes one tile of the smallest tile class that holds it; each class has its own list. Ids without a local expert
-(other ranks, padding) get no place.
+(slot = token * top_k + choice), so equal inputs give equal places. The remainder of an expert after its full tiles
+becomes one tile of the smallest size that holds it. So tiles follow the rows that each expert really gets, however
+unevenly they are routed. Ids without a local expert (other ranks, padding) get no place.
 
 Every kernel waits for its predecessor before it touches memory and lets its successor start at once (programmatic
 dependent launch). Both are no-ops unless the launch enables them.
@@ -15,55 +15,75 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+CLASSES = tl.constexpr(8)  # the most tile sizes, and the most launches of a GEMM
+
+
+@triton.constexpr_function
+def size_of(SIZES, number):
+    """One of several tile sizes; 0 if there are fewer. SIZES has a byte for each."""
+    return (SIZES >> (8 * number)) & 255
+
+
+@triton.constexpr_function
+def size_count(SIZES):
+    return (SIZES.bit_length() + 7) // 8
+
+
+@triton.constexpr_function
+def largest_size(SIZES):
+    return max(SIZES.to_bytes(8, "little"))
+
 
 @triton.jit
-def _write_tiles(total, start, tiles, counts, E: tl.constexpr, CAPACITY, T0: tl.constexpr, T1: tl.constexpr,
-                 T2: tl.constexpr, T3: tl.constexpr):  # fmt: skip
-    """Write the tile lists. T0 > T1 > T2 > T3; 0 means no such class. Class c > 0 starts at CAPACITY + (c - 1) * E.
+def _write_tiles(total, start, tiles, counts, capacity, E: tl.constexpr, FULL: tl.constexpr, SIZES: tl.constexpr,
+                 LAUNCHES: tl.constexpr):  # fmt: skip
+    """Write a tile list for each launch: full tiles of FULL rows, and for the remainder of an expert the smallest size
+    that holds it.
 
-    T3 > T0 is a special case: a small remainder joins the expert's last full tile, so that its weights are not read
-    again for a few rows.
+    SIZES decrease; LAUNCHES has the number of each size's launch, also a byte each. The list of launch n starts at
+    n * capacity. A size above FULL is a special case: a small remainder joins the expert's last full tile, so that its
+    weights are not read again for a few rows.
 
-    A record is (expert, first row, rows, unused). `counts` has four numbers per class: the number of tiles, then the
+    A record is (expert, first row, rows, size). `counts` has four numbers per launch: the number of tiles, then the
     work counters of the first and second GEMM, which start at zero, and one unused.
     """
     e = tl.arange(0, E)
-    full = total // T0
-    rest = total - full * T0
-    kind = tl.zeros([E], tl.int32)
-    if T3 > T0:
-        joined = (rest > 0) & (rest <= T3 - T0) & (full > 0)
-        full = tl.where(joined, full - 1, full)
-        rest = tl.where(joined, rest + T0, rest)
-    if T1 > 0:
-        kind = tl.where(rest <= T1, 1, kind)
-    if T2 > 0:
-        kind = tl.where(rest <= T2, 2, kind)
-    if T3 > T0:
-        kind = tl.where(rest > T0, 3, kind)
-    elif T3 > 0:
-        kind = tl.where(rest <= T3, 3, kind)
-    kind = tl.where(rest == 0, -1, kind)
-    n = full + (kind == 0).to(tl.int32)
-    first = tl.cumsum(n, 0) - n
-    number = tl.arange(0, 16)
+    full = total // FULL
+    rest = total - full * FULL
+    for c in tl.static_range(CLASSES):
+        if size_of(SIZES, c) > FULL:
+            joined = (rest > 0) & (rest <= size_of(SIZES, c) - FULL) & (full > 0)
+            full = tl.where(joined, full - 1, full)
+            rest = tl.where(joined, rest + FULL, rest)
+    size = tl.zeros([E], tl.int32)
+    launch = tl.full([E], -1, tl.int32)
+    for c in tl.static_range(CLASSES):
+        if size_of(SIZES, c) > 0:
+            fits = (rest > 0) & (rest <= size_of(SIZES, c))
+            size = tl.where(fits, size_of(SIZES, c), size)
+            launch = tl.where(fits, size_of(LAUNCHES, c), launch)
+    number = tl.arange(0, 4 * CLASSES)
     tl.store(counts + number, 0, mask=number % 4 > 0)
-    tl.store(counts, tl.sum(n, 0))
-    for i in range(tl.max(n, 0)):
-        record = tiles + (first + i) * 4
-        mine = i < n
-        tl.store(record, e, mask=mine)
-        tl.store(record + 1, start + i * T0, mask=mine)
-        tl.store(record + 2, tl.minimum(T0, total - i * T0), mask=mine)
-    for c in tl.static_range(1, 4):
-        if (T1 if c == 1 else (T2 if c == 2 else T3)) > 0:
-            mine = kind == c
-            first = tl.cumsum(mine.to(tl.int32), 0) - mine.to(tl.int32)
-            record = tiles + (CAPACITY + (c - 1) * E + first) * 4
-            tl.store(counts + 4 * c, tl.sum(mine.to(tl.int32), 0))
-            tl.store(record, e, mask=mine)
-            tl.store(record + 1, start + full * T0, mask=mine)
-            tl.store(record + 2, rest, mask=mine)
+    for c in tl.static_range(largest_size(LAUNCHES) + 1):  # launch c
+        mine = (launch == c).to(tl.int32)
+        before = tl.zeros([E], tl.int32)
+        for i in tl.static_range(CLASSES):
+            if size_of(SIZES, i) == FULL and size_of(LAUNCHES, i) == c:
+                before = full
+        n = before + mine
+        first = c * capacity + tl.cumsum(n, 0) - n
+        tl.store(counts + 4 * c, tl.sum(n, 0))
+        for i in range(tl.max(before, 0)):
+            _write_record(tiles + (first + i) * 4, e, start + i * FULL, FULL, FULL, i < before)
+        _write_record(tiles + (first + before) * 4, e, start + full * FULL, rest, size, mine > 0)
+
+
+@triton.jit
+def _write_record(record, e, row, rows, size, mask):
+    tl.store(record, e, mask=mask)
+    tl.store(record + 1, row, mask=mask)
+    tl.store(record + 2, rows, mask=mask)
+    tl.store(record + 3, size, mask=mask)
 
 
 @triton.jit
@@ -87,7 +107,7 @@ def _owners(edges, owners, row0, rows, each, experts, P: tl.constexpr, E: tl.con
 @triton.jit
 def list_tiles(
     edges, owners, tiles, counts, rows, each, experts, capacity, P: tl.constexpr, E: tl.constexpr, FORM: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    FULL: tl.constexpr, SIZES: tl.constexpr, LAUNCHES: tl.constexpr,
 ):  # fmt: skip
     """Tile lists for rows that are already grouped by expert and stay in place.
 
@@ -114,7 +134,7 @@ def list_tiles(
         else:
             start = tl.zeros([E], tl.int32)
             total = tl.where(e == 0, rows, 0)
-        _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
+        _write_tiles(total, start, tiles, counts, capacity, E, FULL, SIZES, LAUNCHES)
 
 
 @triton.jit
@@ -250,8 +270,8 @@ def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
 def dispatch_small(
     ids, x, weights, perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden,
     capacity, experts, R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, FP8: tl.constexpr,
-    WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
+    FULL: tl.constexpr, SIZES: tl.constexpr, LAUNCHES: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr,
+    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """One launch for few tokens. Every program counts all ids and copies one row; the last one writes the lists."""
     gdc_wait()
@@ -263,7 +283,7 @@ def dispatch_small(
     total = tl.histogram(tl.maximum(v, 0), E, mask=v >= 0)
     start = tl.cumsum(total, 0) - total
     if b == tl.num_programs(0) - 1:
-        _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
+        _write_tiles(total, start, tiles, counts, capacity, E, FULL, SIZES, LAUNCHES)
     else:
         slot0 = b * TOP_K
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
@@ -287,8 +307,8 @@ def count_ids(ids, counted, total_slots, experts, CHUNK: tl.constexpr, E: tl.con
 @triton.jit
 def place_ids(
     ids, counted, slots, places, tiles, counts, total_slots, capacity, experts, CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr, P: tl.constexpr, E: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
-    T3: tl.constexpr,
+    CHUNK: tl.constexpr, P: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr, SIZES: tl.constexpr,
+    LAUNCHES: tl.constexpr,
 ):  # fmt: skip
     """Launch 2 of 3: assign places to one chunk of slots from all counts. The last program writes the lists."""
     gdc_wait()
@@ -304,7 +324,7 @@ def place_ids(
         earlier += tl.sum(tl.where((c < b)[:, None], h, 0), 0)
     start = tl.cumsum(total, 0) - total
     if b == chunks:
-        _write_tiles(total, start, tiles, counts, E, capacity, T0, T1, T2, T3)
+        _write_tiles(total, start, tiles, counts, capacity, E, FULL, SIZES, LAUNCHES)
     else:
         base = start + earlier
         for slot0 in range(b * CHUNK, tl.minimum(b * CHUNK + CHUNK, total_slots), P):

@@ -11,7 +11,8 @@ slower than others, and a fixed assignment would leave blocks idle. A tile's res
 
 A tile is one or two units (128 features each) by some tokens. Tensors have power-of-two sizes, so 96 tokens are two
 accumulators, for 64 and for 32 (`mainloop.widths`). Two units share the tokens they read: with few tokens per tile, L2
-bandwidth is the limit and the accumulators are small.
+bandwidth is the limit and the accumulators are small. A launch may have tiles of several sizes: a branch per size costs
+less than a launch per size.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancebill.backends.hopper.kernels import dequant
 from lancebill.backends.hopper.kernels.dequant import form_of
+from lancebill.backends.hopper.kernels.dispatch_combine import largest_size, size_count, size_of
 from lancebill.backends.hopper.kernels.epilogue import load_targets, scale_rows, store_rows
 from lancebill.backends.hopper.kernels.gluon_names import copy_tile
 from lancebill.backends.hopper.kernels.mainloop import (
     copy_weights,
     first_token,
     scale_copies,
-    stage_scale_words,
     tile_gemm,
     tokens_at,
     width_at,
@@ -54,9 +55,28 @@ def let_successor_start():
 
 @gluon.jit
 def tile_at(tiles, index, units):
-    """Tile index to (expert, unit, first row, rows). Consecutive tiles share an expert, so its weights stay in L2."""
+    """Tile index to (expert, unit, first row, rows, size of the tile).
+
+    Consecutive tiles share an expert, so its weights stay in L2.
+    """
     record = tiles + index // units * 4
-    return gl.load(record), index % units, gl.load(record + 1), gl.load(record + 2)
+    return gl.load(record), index % units, gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
+
+
+@gluon.constexpr_function
+def config_of(config, size):
+    """The pipeline for one of the launch's tile sizes."""
+    return config.with_tokens(size)
+
+
+@gluon.constexpr_function
+def tokens_of(config):
+    return config.tokens
+
+
+@gluon.constexpr_function
+def stage_bytes(config):
+    return config.stage_bytes
 
 
 @gluon.jit
@@ -76,63 +96,79 @@ def read_next_tile(next_tiles, next_ready, turn, TURNS: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_weights(w_desc, s_desc, ring, e, group, units, slices, scale_blocks, config: gl.constexpr):
+    """Load the weights of a tile's first stages; returns how many. Its tokens follow in `load_tile`."""
+    UNITS: gl.constexpr = config.units
+    ahead = gl.minimum((slices + config.slices - 1) // config.slices, config.stages)
+    for i in range(ahead):
+        bar = ring.full.index(i)
+        mbarrier.expect(bar, stage_bytes(config))
+        for u in gl.static_range(UNITS):
+            unit = e * units + group * UNITS + u
+            copy_weights(w_desc, s_desc, ring, i * UNITS + u, bar, unit, i, slices, scale_blocks, config)
+    return ahead
+
+
+@gluon.jit
+def load_tile(x_desc, w_desc, s_desc, ring, step, ahead, e, group, row, units, slices, scale_blocks,
+              config: gl.constexpr):  # fmt: skip
+    """Load weights and token rows of one tile, stage by stage. The weights of steps before `ahead` were prefetched."""
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
+    UNITS: gl.constexpr = config.units
+    BOX: gl.constexpr = config.box
+    for block in range((slices + SLICES - 1) // SLICES):
+        stage = step % STAGES
+        bar = ring.full.index(stage)
+        if step >= ahead:
+            mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, stage_bytes(config))
+            for u in gl.static_range(UNITS):
+                unit = e * units + group * UNITS + u
+                copy_weights(w_desc, s_desc, ring, stage * UNITS + u, bar, unit, block, slices, scale_blocks, config)
+        for j in gl.static_range(SLICES):
+            k = (block * SLICES + j) * dequant.slice_columns(config.form)
+            for first in gl.static_range(0, tokens_of(config), BOX):
+                copy_tile(x_desc, [row + first, k], bar, tokens_at(ring.x, stage * SLICES + j, first, BOX, config))
+        step += 1
+    return step
+
+
+@gluon.jit
 def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles, next_ready, units, slices,
-             scale_blocks, config: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
-    """The producer warp: loads weights and token rows of every tile, stage by stage, with TMA.
+             scale_blocks, config: gl.constexpr, SIZES: gl.constexpr, DEPEND: gl.constexpr,
+             PREFETCH: gl.constexpr):  # fmt: skip
+    """The producer warp: loads weights and token rows of every tile with TMA.
 
     `taken` counts the tiles taken after each block's first. The counter is incremented once all copies of the current
     tile are in flight, since the atomic takes as long as a copy.
     PREFETCH loads the first stages' weights before the predecessor ends. The tile list must be older than the
     predecessor.
     """
-    form: gl.constexpr = config.form
-    TOKENS: gl.constexpr = config.tokens
-    STAGES: gl.constexpr = config.stages
-    SLICES: gl.constexpr = config.slices
-    UNITS: gl.constexpr = config.units
-    COLUMNS: gl.constexpr = dequant.slice_columns(form)
-    WEIGHTS: gl.constexpr = UNITS * (w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES))
-    BYTES: gl.constexpr = SLICES * TOKENS * 128 + WEIGHTS
-    BOX: gl.constexpr = x_desc.block_type.shape[0]
-    blocks = (slices + SLICES - 1) // SLICES
+    blocks = (slices + config.slices - 1) // config.slices
+    groups = units // config.units
     if DEPEND == 1 and not PREFETCH:
         wait_for_predecessor()
-    groups = units // UNITS
     count = gl.load(tile_count) * groups
     ahead = 0
     if PREFETCH:
         if gl.program_id(0) < count:
-            e, group, _, _ = tile_at(tiles, gl.program_id(0), groups)
-            ahead = gl.minimum(blocks, STAGES)
-            for i in range(ahead):
-                bar = ring.full.index(i)
-                mbarrier.expect(bar, BYTES)
-                for u in gl.static_range(UNITS):
-                    unit = e * units + group * UNITS + u
-                    copy_weights(w_desc, s_desc, ring, i * UNITS + u, bar, unit, i, slices, scale_blocks, config)
+            e, group, _, _, size = tile_at(tiles, gl.program_id(0), groups)
+            for i in gl.static_range(size_count(SIZES)):
+                if size_count(SIZES) == 1 or size == size_of(SIZES, i):
+                    ahead = prefetch_weights(w_desc, s_desc, ring, e, group, units, slices, scale_blocks,
+                                             config_of(config, size_of(SIZES, i)))  # fmt: skip
         wait_for_predecessor()
     step = 0
     index = gl.program_id(0)
     while index < count:
-        e, group, row, _ = tile_at(tiles, index, groups)
-        for block in range(blocks):
-            stage = step % STAGES
-            bar = ring.full.index(stage)
-            if step >= ahead:
-                mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, BYTES)
-                for u in gl.static_range(UNITS):
-                    unit = e * units + group * UNITS + u
-                    copy_weights(
-                        w_desc, s_desc, ring, stage * UNITS + u, bar, unit, block, slices, scale_blocks, config
-                    )
-            for j in gl.static_range(SLICES):
-                k = (block * SLICES + j) * COLUMNS
-                for first in gl.static_range(0, TOKENS, BOX):
-                    copy_tile(x_desc, [row + first, k], bar, tokens_at(ring.x, stage * SLICES + j, first, BOX, TOKENS))
-            step += 1
+        e, group, row, _, size = tile_at(tiles, index, groups)
+        for i in gl.static_range(size_count(SIZES)):
+            if size_count(SIZES) == 1 or size == size_of(SIZES, i):
+                step = load_tile(x_desc, w_desc, s_desc, ring, step, ahead, e, group, row, units, slices, scale_blocks,
+                                 config_of(config, size_of(SIZES, i)))  # fmt: skip
         index = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-        publish_next_tile(next_tiles, next_ready, step // blocks - 1, index, STAGES + 1)
+        publish_next_tile(next_tiles, next_ready, step // blocks - 1, index, config.stages + 1)
 
 
 @gluon.jit
@@ -152,36 +188,45 @@ def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, r
 
 
 @gluon.jit
+def compute_tile(out, slots, factors, bias, token_scales, ring, staging, step, e, group, row, rows, units, blocks,
+                 columns, limit, alpha, beta, config: gl.constexpr, epilogue: gl.constexpr):  # fmt: skip
+    """GEMM and epilogue of one tile; returns the next step of the ring."""
+    UNITS: gl.constexpr = config.units
+    sums, step = tile_gemm(ring, step, blocks, 0, config)
+    for u in gl.static_range(UNITS):
+        unit = group * UNITS + u
+        at = (e * units + unit) * 128
+        for i in gl.static_range(width_count(config) - 1, -1, -1):  # smallest first, which frees registers early
+            top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
+            first = first_token(config, i)
+            finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales, row + first,
+                        rows - first, unit, columns, limit, alpha, beta, width_at(config, i),
+                        dequant.fp8_inputs(config.form), epilogue)  # fmt: skip
+    return step
+
+
+@gluon.jit
 def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, ring, staging, next_tiles, next_ready, units,
-             slices, columns, limit, alpha, beta, config: gl.constexpr, epilogue: gl.constexpr,
+             slices, columns, limit, alpha, beta, config: gl.constexpr, epilogue: gl.constexpr, SIZES: gl.constexpr,
              DEPEND: gl.constexpr):  # fmt: skip
     """The consumer warpgroup: GEMM and epilogue of every tile."""
-    TOKENS: gl.constexpr = config.tokens
-    STAGES: gl.constexpr = config.stages
-    SLICES: gl.constexpr = config.slices
-    UNITS: gl.constexpr = config.units
     if DEPEND == 1:
         wait_for_predecessor()
     if DEPEND > 0:
         let_successor_start()
-    blocks = (slices + SLICES - 1) // SLICES
-    groups = units // UNITS
+    blocks = (slices + config.slices - 1) // config.slices
+    groups = units // config.units
     count = gl.load(tile_count) * groups
     step = 0
     index = gl.program_id(0)
     while index < count:
-        sums, step = tile_gemm(ring, step, blocks, config)
-        e, group, row, rows = tile_at(tiles, index, groups)
-        for u in gl.static_range(UNITS):
-            unit = group * UNITS + u
-            at = (e * units + unit) * 128
-            for i in gl.static_range(width_count(TOKENS) - 1, -1, -1):  # smallest first, which frees registers early
-                top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
-                first = first_token(TOKENS, i)
-                finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales, row + first,
-                            rows - first, unit, columns, limit, alpha, beta, width_at(TOKENS, i),
-                            dequant.fp8_inputs(config.form), epilogue)  # fmt: skip
-        index = read_next_tile(next_tiles, next_ready, step // blocks - 1, STAGES + 1)
+        e, group, row, rows, size = tile_at(tiles, index, groups)
+        for i in gl.static_range(size_count(SIZES)):
+            if size_count(SIZES) == 1 or size == size_of(SIZES, i):
+                step = compute_tile(out, slots, factors, bias, token_scales, ring, staging, step, e, group, row, rows,
+                                    units, blocks, columns, limit, alpha, beta, config_of(config, size_of(SIZES, i)),
+                                    epilogue)  # fmt: skip
+        index = read_next_tile(next_tiles, next_ready, step // blocks - 1, config.stages + 1)
     if DEPEND == 2:
         wait_for_predecessor()
 
@@ -190,15 +235,19 @@ def consumer(out, slots, factors, bias, token_scales, tiles, tile_count, ring, s
 def grouped_gemm(
     x_desc, w_desc, s_desc, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices,
     scale_blocks, columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
-    ACT: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    ACT: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
     UNITS: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, DEPEND: gl.constexpr,
     PREFETCH: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """One GEMM of the layer over one tile list. Sizes are run-time arguments, so one binary serves all shapes."""
+    """One GEMM of the layer over one tile list, with tiles of these sizes (a byte each).
+
+    The sizes of matrices are run-time arguments, so one binary serves all shapes.
+    """
     form: gl.constexpr = form_of(CODE, SCALE, GROUP, ACT, ZERO)
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     BOX: gl.constexpr = x_desc.block_type.shape[0]
-    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (TOKENS // BOX), BOX, COLUMNS], x_desc.layout)
+    PITCH: gl.constexpr = largest_size(SIZES)
+    xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (PITCH // BOX), BOX, COLUMNS], x_desc.layout)
     wb = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS] + w_desc.block_type.shape, w_desc.layout)
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(
@@ -206,7 +255,9 @@ def grouped_gemm(
         )
     else:
         sb = wb
-    CHUNK: gl.constexpr = min(width_at(TOKENS, 0), 32)
+    config: gl.constexpr = pipeline_config(form, PITCH, STAGES, SLICES, UNITS, PROMOTE, 0, BOX, PITCH)
+    epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS)
+    CHUNK: gl.constexpr = min(width_at(config, 0), 32)
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     STAGING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], out.dtype.element_ty)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
@@ -221,11 +272,9 @@ def grouped_gemm(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     ring = Ring(xb, wb, sb, empty, full)
-    config: gl.constexpr = pipeline_config(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE)
-    epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS)
     gl.warp_specialize([
         (consumer, (out, slots, factors, bias, token_scales, tiles, tile_count, ring, staging, next_tiles, next_ready,
-                    units, slices, columns, limit, alpha, beta, config, epilogue, DEPEND)),
+                    units, slices, columns, limit, alpha, beta, config, epilogue, SIZES, DEPEND)),
         (producer, (x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles, next_ready, units, slices,
-                    scale_blocks, config, DEPEND, PREFETCH)),
+                    scale_blocks, config, SIZES, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

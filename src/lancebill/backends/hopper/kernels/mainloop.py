@@ -68,38 +68,40 @@ def copy_weights(w_desc, s_desc, ring, stage, bar, unit, block, slices, scale_bl
 
 
 @gluon.constexpr_function
-def widths(TOKENS):
-    """Split a tile's tokens into power-of-two widths: 112 = 64 + 32 + 16. The last width is the box of one copy."""
-    powers = [1 << bit for bit in reversed(range(TOKENS.bit_length())) if TOKENS >> bit & 1]
-    return powers if LARGER_VIEWS else powers[-1:] * (TOKENS // powers[-1])
+def widths(config):
+    """Split a tile's tokens into power-of-two widths: 112 = 64 + 32 + 16."""
+    tokens = config.tokens
+    if not LARGER_VIEWS:
+        return [config.box] * (tokens // config.box)
+    return [1 << bit for bit in reversed(range(tokens.bit_length())) if tokens >> bit & 1]
 
 
 @gluon.constexpr_function
-def width_at(TOKENS, number):
-    return widths(TOKENS)[number]
+def width_at(config, number):
+    return widths(config)[number]
 
 
 @gluon.constexpr_function
-def first_token(TOKENS, number):
+def first_token(config, number):
     """The first token of a width."""
-    return sum(widths(TOKENS)[:number])
+    return sum(widths(config)[:number])
 
 
 @gluon.constexpr_function
-def width_count(TOKENS):
-    return len(widths(TOKENS))
+def width_count(config):
+    return len(widths(config))
 
 
 @gluon.constexpr_function
-def accumulator_layout(TOKENS, number, form):
+def accumulator_layout(config, number):
     """The layout of one width's accumulators."""
     return gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, widths(TOKENS)[number], 32 if dequant.fp8_inputs(form) else 16]
+        [3, 0], [4, 1], [16, widths(config)[number], 32 if dequant.fp8_inputs(config.form) else 16]
     )
 
 
 @gluon.jit
-def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.constexpr):
+def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, config: gl.constexpr):
     """COUNT tokens of a tile's slice, from `first`. Widths are contiguous, so `jit.join_wgmma` can merge their wgmmas.
 
     A box of one token is a slice of a decoded row. The other tokens are padding and overlap the slices that follow.
@@ -107,7 +109,7 @@ def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.co
     BOX: gl.constexpr = xb.shape[1]
     if BOX == 1:
         return view(xb.index(slice), xb.dtype, [COUNT, xb.shape[2]], xb.layout)
-    box = xb.index(slice * (TOKENS // BOX) + first // BOX)
+    box = xb.index(slice * (config.pitch // BOX) + first // BOX)
     if COUNT == BOX:
         return box
     else:
@@ -135,37 +137,35 @@ def load_slice(wb, sb, stage, turn: gl.constexpr, SLICES: gl.constexpr, UNITS: g
 
 
 @gluon.jit
-def zero_accumulators(TOKENS: gl.constexpr, HALVES: gl.constexpr, form: gl.constexpr):
+def zero_accumulators(HALVES: gl.constexpr, config: gl.constexpr):
     """Zero accumulators of HALVES halves, width after width: [64, width] each."""
     sums = ()
-    for i in gl.static_range(width_count(TOKENS)):
+    for i in gl.static_range(width_count(config)):
         for _ in gl.static_range(HALVES):
-            sums += (gl.zeros([64, width_at(TOKENS, i)], gl.float32, accumulator_layout(TOKENS, i, form)),)
+            sums += (gl.zeros([64, width_at(config, i)], gl.float32, accumulator_layout(config, i)),)
     return sums
 
 
 @gluon.jit
-def start_width(sums, a, xb, slice, number: gl.constexpr, TOKENS: gl.constexpr, form: gl.constexpr,
-                ADD: gl.constexpr):  # fmt: skip
+def start_width(sums, a, xb, slice, number: gl.constexpr, config: gl.constexpr, ADD: gl.constexpr):
     """Issue the wgmma of one width without waiting."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4 if dequant.fp8_inputs(form) else 2)
-    x = tokens_at(xb, slice, first_token(TOKENS, number), width_at(TOKENS, number), TOKENS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4 if dequant.fp8_inputs(config.form) else 2)
+    x = tokens_at(xb, slice, first_token(config, number), width_at(config, number), config)
     a = gl.convert_layout(a, OPERAND, assert_trivial=True)
     return warpgroup_mma(a, x.permute((1, 0)), sums, use_acc=ADD, is_async=True)
 
 
 @gluon.jit
-def start_half(sums, half: gl.constexpr, a, xb, slice, TOKENS: gl.constexpr, HALVES: gl.constexpr, form: gl.constexpr,
-               ADD: gl.constexpr):  # fmt: skip
+def start_half(sums, half: gl.constexpr, a, xb, slice, HALVES: gl.constexpr, config: gl.constexpr, ADD: gl.constexpr):
     """Issue one half's wgmmas, one per width; `jit.join_wgmma` merges them into one instruction."""
-    for i in gl.static_range(width_count(TOKENS)):
-        started = start_width(sums[i * HALVES + half], a, xb, slice, i, TOKENS, form, ADD)
+    for i in gl.static_range(width_count(config)):
+        started = start_width(sums[i * HALVES + half], a, xb, slice, i, config, ADD)
         sums = sums[: i * HALVES + half] + (started,) + sums[i * HALVES + half + 1 :]
     return sums
 
 
 @gluon.jit
-def multiply(ring, step, blocks, config: gl.constexpr):
+def multiply(ring, step, blocks, first, config: gl.constexpr):
     """The GEMM of one tile: accumulators of every half of its units, for each width.
 
     The next half is dequantised while one half's wgmma runs. Registers that an outstanding wgmma reads are never
@@ -174,13 +174,12 @@ def multiply(ring, step, blocks, config: gl.constexpr):
     wgmma of the next stage was issued.
     """
     form: gl.constexpr = config.form
-    TOKENS: gl.constexpr = config.tokens
     STAGES: gl.constexpr = config.stages
     SLICES: gl.constexpr = config.slices
     UNITS: gl.constexpr = config.units
     HALVES: gl.constexpr = 2 * UNITS
     TURNS: gl.constexpr = SLICES * UNITS
-    sums = zero_accumulators(TOKENS, HALVES, form)
+    sums = zero_accumulators(HALVES, config)
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
@@ -189,10 +188,10 @@ def multiply(ring, step, blocks, config: gl.constexpr):
             current = ahead
             if turn + 1 < TURNS:
                 ahead = load_slice(ring.codes, ring.scales, stage, turn + 1, SLICES, UNITS, form)
-            slice = (block if config.row_slices > 0 else stage) * SLICES + turn // UNITS
+            slice = (first + block if config.row_slices > 0 else stage) * SLICES + turn // UNITS
             for half in gl.static_range(2):
-                a = dequantise(current[half][0], current[half][1], accumulator_layout(TOKENS, 0, form), form)
-                sums = start_half(sums, turn % UNITS * 2 + half, a, ring.x, slice, TOKENS, HALVES, form, True)
+                a = dequantise(current[half][0], current[half][1], accumulator_layout(config, 0), form)
+                sums = start_half(sums, turn % UNITS * 2 + half, a, ring.x, slice, HALVES, config, True)
                 sums = warpgroup_mma_wait(1, deps=sums)
                 if turn == 0 and half == 0:
                     mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=block > 0)
@@ -209,12 +208,13 @@ def compute_now(x):
 
 
 @gluon.jit
-def promote_sums(totals, half: gl.constexpr, sums, scales, TOKENS: gl.constexpr, form: gl.constexpr):
+def promote_sums(totals, half: gl.constexpr, sums, scales, config: gl.constexpr):
     """Add a half's sums of one slice to its totals, times the group's scales if the form is promoted."""
-    for i in gl.static_range(width_count(TOKENS)):
+    form: gl.constexpr = config.form
+    for i in gl.static_range(width_count(config)):
         more = sums[i]
         if dequant.promoted(form):
-            more = more * dequant.row_factors(scales, accumulator_layout(TOKENS, i, form), form).expand_dims(1)
+            more = more * dequant.row_factors(scales, accumulator_layout(config, i), form).expand_dims(1)
         totals = totals[: 2 * i + half] + (compute_now(totals[2 * i + half] + more),) + totals[2 * i + half + 1 :]
     return totals
 
@@ -229,7 +229,7 @@ def wait_for(sums):
 
 
 @gluon.jit
-def multiply_promoted(ring, step, blocks, config: gl.constexpr):
+def multiply_promoted(ring, step, blocks, first, config: gl.constexpr):
     """`multiply` with promotion: every slice is summed separately and added to fp32 totals.
 
     The tensor cores accumulate fp8 products with about 14 bits, so long sums lose precision. Promotion also lets a
@@ -237,40 +237,40 @@ def multiply_promoted(ring, step, blocks, config: gl.constexpr):
     not fit in registers. The other blocks of the SM hide the waits.
     """
     form: gl.constexpr = config.form
-    TOKENS: gl.constexpr = config.tokens
     STAGES: gl.constexpr = config.stages
     SLICES: gl.constexpr = config.slices
-    LAYOUT: gl.constexpr = accumulator_layout(TOKENS, 0, form)
-    totals = zero_accumulators(TOKENS, 2, form)
-    sums = zero_accumulators(TOKENS, 1, form)
+    LAYOUT: gl.constexpr = accumulator_layout(config, 0)
+    totals = zero_accumulators(2, config)
+    sums = zero_accumulators(1, config)
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
         for j in gl.static_range(SLICES):
             upper = load_half(ring.codes, ring.scales, stage, j, 0, SLICES, form)
             lower = load_half(ring.codes, ring.scales, stage, j, 1, SLICES, form)
-            slice = (block if config.row_slices > 0 else stage) * SLICES + j
+            slice = (first + block if config.row_slices > 0 else stage) * SLICES + j
             a = dequantise(upper[0], upper[1], LAYOUT, form)
-            sums = start_half(sums, 0, a, ring.x, slice, TOKENS, 1, form, False)
+            sums = start_half(sums, 0, a, ring.x, slice, 1, config, False)
             b = dequantise(lower[0], lower[1], LAYOUT, form)  # overlaps with the first half's wgmma
             sums = wait_for(sums)
-            totals = promote_sums(totals, 0, sums, upper[1], TOKENS, form)
-            sums = start_half(sums, 0, b, ring.x, slice, TOKENS, 1, form, False)
+            totals = promote_sums(totals, 0, sums, upper[1], config)
+            sums = start_half(sums, 0, b, ring.x, slice, 1, config, False)
             sums = wait_for(sums)
-            totals = promote_sums(totals, 1, sums, lower[1], TOKENS, form)
+            totals = promote_sums(totals, 1, sums, lower[1], config)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         step += 1
     return totals, step
 
 
 @gluon.jit
-def tile_gemm(ring, step, blocks, config: gl.constexpr):
+def tile_gemm(ring, step, blocks, first, config: gl.constexpr):
     """The GEMM of one tile: its accumulators and the next step of the ring. `blocks` is the number of stages it reads.
 
-    With `row_slices` the tokens are not part of the ring: `ring.x` holds all their slices.
+    With `row_slices` the tokens are not part of the ring: `ring.x` holds all their slices, and the GEMM starts at stage
+    `first` of them.
     """
     if config.promote:
         gl.static_assert(config.units == 1)
-        return multiply_promoted(ring, step, blocks, config)
+        return multiply_promoted(ring, step, blocks, first, config)
     else:
-        return multiply(ring, step, blocks, config)
+        return multiply(ring, step, blocks, first, config)

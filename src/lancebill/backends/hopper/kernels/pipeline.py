@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: Triton reads the annotations of an aggregate as types.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +22,19 @@ class PipelineConfig:
     units: int  # of features, per tile
     promote: bool  # add sums to fp32 totals after every slice
     row_slices: int = 0  # decode with fp8: slices of the row that stay in shared memory
+    box: int = 8  # tokens per copy
+    pitch: int = 8  # tokens of a slice in shared memory: those of the largest tile of the launch
+
+    def with_tokens(self, tokens: int) -> "PipelineConfig":
+        """The same pipeline for a smaller tile."""
+        return replace(self, tokens=tokens)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes that one stage of a tile receives."""
+        form, slices = self.form, self.slices
+        weights = slices * form.slice_rows * 128 + 4 * form.stage_scale_words(slices)
+        return slices * self.tokens * 128 + self.units * weights
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,8 @@ class EpilogueConfig:
 
 
 @gluon.constexpr_function
-def pipeline_config(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES=0):
-    return PipelineConfig(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES)
+def pipeline_config(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES=0, BOX=8, PITCH=8):
+    return PipelineConfig(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES, BOX, PITCH)
 
 
 @gluon.constexpr_function

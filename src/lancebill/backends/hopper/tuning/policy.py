@@ -1,15 +1,14 @@
 """The tuning policy of the Hopper backend: from sizes to tiles. Pure functions; measured numbers are in `hopper.json`.
 
-A rule of the data lists the token tiles to use up to some average number of rows per expert: full tiles of the first
-size, and for the remainder of an expert the smallest tile that holds it. A last size above the first takes a full tile
-and a small remainder units.
+A rule of the data lists the token tiles to use up to some average number of rows per expert, launch by launch. Tiles
+follow the rows that each expert really gets; the average only decides which sizes are compiled in.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,11 @@ _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # per SM, when decoding
 _RESIDENT = _DECODE_BLOCKS * 132
-_MOST_ROW_SLICES = 128  # fp8 row slices per decode block; they fit even at eight copies each (Triton 3.8 and later)
+_LEAST_STAGES = 4  # of a chunk
+_MOST_PIECES = 8
+_UNEVEN = 1.12  # how much longer than equal chunks whole tiles may be
+# Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
+_MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
 # Token tile: (slices per stage for 16-bit and for fp8 activations, blocks per SM).
 _SHAPES = {
@@ -32,7 +35,9 @@ _SHAPES = {
     32: ((4, 2), 2),
     40: ((2, 1), 2),
     48: ((2, 1), 2),
+    56: ((2, 1), 2),
     64: ((2, 1), 2),
+    72: ((2, 1), 2),
     80: ((2, 1), 2),
     96: ((2, 1), 2),
     112: ((2, 1), 2),
@@ -47,9 +52,9 @@ _REGISTERS = {4: 64, 3: 80, 2: 128}  # registers per thread, by blocks per SM (2
 
 @dataclass(frozen=True)
 class Tile:
-    """One class of token tiles and its pipeline."""
+    """The token tiles of one launch and their pipeline."""
 
-    tokens: int
+    sizes: tuple[int, ...]
     stages: int
     slices: int
     blocks: int  # resident per SM
@@ -59,17 +64,49 @@ class Tile:
 
     @property
     def box(self) -> int:
-        """Tokens per copy: the largest power of two that divides the tile."""
-        return self.tokens & -self.tokens
+        """Tokens per copy: the largest power of two that divides all sizes."""
+        together = 0
+        for size in self.sizes:
+            together |= size
+        return together & -together
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The tuned choices for a number of rows per expert."""
+    """The tuned choices for a number of rows per expert.
 
-    sizes: tuple[int, ...]
+    `launches` has the tile sizes of each launch of a GEMM. Experts are cut into full tiles of `full` tokens, by
+    default the largest size. A size above `full` takes a full tile and a small remainder together.
+    """
+
+    launches: tuple[tuple[int, ...], ...]
     overlap: bool  # programmatic dependent launch
     paired: bool = False  # small tiles take two units where the matrix has an even number of them
+    full: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for launch in self.launches for size in launch)
+
+    @property
+    def full_tile(self) -> int:
+        return max(self.sizes) if self.full is None else self.full
+
+    @property
+    def tiles(self) -> str:
+        """Sizes as text, "64/32+8": launches are joined with "+", sizes of a launch with "/". A j marks sizes above
+        `full`."""
+        return "+".join(
+            "/".join(f"{size}{'j' if size > self.full_tile else ''}" for size in launch) for launch in self.launches
+        )
+
+    @classmethod
+    def parse(cls, tiles: str, *, overlap: bool = True, paired: bool = False) -> Rule:
+        """The rule with these `tiles`."""
+        launches = [launch.split("/") for launch in tiles.split("+")]
+        sizes = tuple(tuple(int(size.rstrip("j")) for size in launch) for launch in launches)
+        full = max(int(size) for launch in launches for size in launch if not size.endswith("j"))
+        return cls(sizes, overlap, paired, full if "j" in tiles else None)
 
 
 @cache
@@ -85,13 +122,21 @@ def rule(activations: str, slots: int, experts: int, units: int) -> Rule:
     for entry in data()["8-bit" if activations == E4M3 else "16-bit"]:
         fits = entry["rows_up_to"] is None or rows <= entry["rows_up_to"]
         if fits and units >= entry.get("units_from", 0):
-            paired = bool(entry.get("paired", False))
-            return Rule(tuple(entry["tiles"]), entry["overlap"], paired)
+            return Rule.parse(entry["tiles"], overlap=entry["overlap"], paired=bool(entry.get("paired", False)))
     raise AssertionError("the last rule has no limit")
 
 
-def decodes(activations: str, slots: int) -> bool:
-    """Whether there are so few slots that each becomes a tile."""
+def reachable(rule: Rule, rows: int) -> Rule:
+    """The rule without tiles that are larger than necessary if no expert has more than `rows` rows."""
+    enough = min((size for size in rule.sizes if size >= rows), default=max(rule.sizes))
+    launches = tuple(tuple(size for size in launch if size <= enough) for launch in rule.launches)
+    return replace(rule, launches=tuple(filter(None, launches)), full=None if enough < rule.full_tile else rule.full)
+
+
+def decodes(activations: str, slots: int, slices: int) -> bool:
+    """Whether there are so few slots that each becomes a tile. An fp8 row has to fit in shared memory."""
+    if activations == E4M3 and slices > _MOST_ROW_SLICES:
+        return False
     return slots <= int(data()["decode_slots"]["8-bit" if activations == E4M3 else "16-bit"])
 
 
@@ -105,11 +150,12 @@ def promotes(form: WeightForm) -> bool:
     return form.promoted or (form.activations == E4M3 and bool(data()["promote"]))
 
 
-def fitting(sizes: tuple[int, ...], forms: Iterable[WeightForm]) -> tuple[int, ...]:
-    """Tile sizes for which every form has enough registers. Promotion needs an extra set of accumulators."""
-    if not any(promotes(form) for form in forms):
-        return sizes
-    return tuple(size for size in sizes if size <= MOST_PROMOTED) or (MOST_PROMOTED,)
+def fitting(rule: Rule, forms: Iterable[WeightForm]) -> Rule:
+    """The rule with tile sizes for which every form has registers. Promotion needs an extra set of accumulators."""
+    if not any(promotes(form) for form in forms) or max(rule.sizes) <= MOST_PROMOTED:
+        return rule
+    launches = tuple(tuple(size for size in launch if size <= MOST_PROMOTED) for launch in rule.launches)
+    return replace(rule, launches=tuple(filter(None, launches)) or ((MOST_PROMOTED,),), full=None)
 
 
 def stage_bytes(form: WeightForm, tokens: int, slices: int, units: int = 1) -> int:
@@ -118,8 +164,9 @@ def stage_bytes(form: WeightForm, tokens: int, slices: int, units: int = 1) -> i
 
 
 @cache
-def tile(form: WeightForm, tokens: int, gated: bool, paired: bool = False) -> Tile:
-    """The pipeline of a tile size: as many stages as fit in the block's share of shared memory."""
+def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = False) -> Tile:
+    """The pipeline of a launch: as many stages of the largest tile as fit in the block's share of shared memory."""
+    tokens = max(sizes)
     (slices_16, slices_8), blocks = _SHAPES[tokens]
     units = 2 if paired and tokens in _PAIRED and form.bits == 4 and not promotes(form) else 1
     if units == 2:
@@ -135,30 +182,36 @@ def tile(form: WeightForm, tokens: int, gated: bool, paired: bool = False) -> Ti
         slices //= 2
     stages = min(_MOST_STAGES, room // stage_bytes(form, tokens, slices, units))
     assert stages >= 2, (form, tokens)
-    return Tile(tokens, stages, slices, blocks, _REGISTERS[blocks], units)
+    return Tile(sizes, stages, slices, blocks, _REGISTERS[blocks], units)
+
+
+def decode_slices(form: WeightForm) -> int:
+    """Slices of a stage when decoding: long stages keep more bytes in flight."""
+    return (2 if form.activations == E4M3 else 4) * 4 // form.bits
 
 
 @cache
-def decode_tile(form: WeightForm, slices: int, split: int) -> Tile:
-    """The pipeline when decoding: long stages, three blocks per SM, and room for the block's part of an fp8 row."""
-    fp8 = form.activations == E4M3
-    stage_slices = (2 if fp8 else 4) * 4 // form.bits
-    row_slices = max(8, power_of_two(-(-slices // (split * stage_slices)) * stage_slices)) if fp8 else 0
+def decode_tile(form: WeightForm, slices: int) -> Tile:
+    """The pipeline when decoding: long stages, three blocks per SM, and room for an fp8 row."""
+    fp8, stage_slices = form.activations == E4M3, decode_slices(form)
+    row_slices = max(8, power_of_two(-(-slices // stage_slices) * stage_slices)) if fp8 else 0
     room = SHARED_PER_SM // _DECODE_BLOCKS - RESERVED - _BARRIERS - (row_slices + 8) * 128 * fp8
     stages = min(_MOST_STAGES, room // stage_bytes(form, 0 if fp8 else 8, stage_slices))
-    return Tile(8, stages, stage_slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], row_slices=row_slices)
+    return Tile((8,), stages, stage_slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], row_slices=row_slices)
 
 
-def split(form: WeightForm, tiles: int, slices: int) -> int:
-    """How many blocks share K: two if one would leave many blocks idle in the last wave, and at least as many as make
-    a block's part of an fp8 row fit in shared memory."""
-    least = -(-slices // _MOST_ROW_SLICES) if form.activations == E4M3 else 1
-    return max(least, 2 if _busy(2 * tiles) > 1.25 * _busy(tiles) else 1)
+def chunk(form: WeightForm, tiles: int, slices: int) -> tuple[int, int]:
+    """The stages of a chunk when decoding, and the most chunks that share a tile.
 
-
-def _busy(pieces: int) -> float:
-    """The average share of busy blocks over all waves."""
-    return pieces / (-(-pieces // _RESIDENT) * _RESIDENT)
+    Whole tiles if they keep all resident blocks about equally busy, else equal chunks.
+    """
+    blocks = -(-slices // decode_slices(form))
+    whole = blocks * -(-tiles // _RESIDENT)
+    even = max(_LEAST_STAGES, -(-tiles * blocks // _RESIDENT), -(-(blocks - 1) // (_MOST_PIECES - 1)))
+    each = whole if whole <= _UNEVEN * even else even
+    if each % blocks == 0:
+        return each, 1
+    return each, blocks // each if blocks % each == 0 else -(-(blocks - 1) // each) + 1
 
 
 def power_of_two(n: int) -> int:

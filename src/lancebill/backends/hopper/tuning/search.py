@@ -17,12 +17,11 @@ from lancebill.backends.hopper.kernels.weight_form import E4M3
 from lancebill.backends.hopper.tuning.policy import Rule
 
 SIXTEEN_BIT, EIGHT_BIT = "16-bit", "8-bit"
-# The full tile, then tiles for the remainder of an expert. A last size above the first joins both.
+# Tile sizes by launch, as in `Rule.tiles`.
 TILES = (
-    (8,), (16,), (16, 8), (24, 16, 8), (32, 16), (32, 16, 8), (32, 24, 16, 8), (40, 32, 24, 16), (48, 32, 16),
-    (48, 32, 24, 16), (64, 32, 16), (64, 48, 32, 16), (80, 64, 48, 32), (80, 64, 48, 40), (96, 64, 32),
-    (96, 64, 48, 32), (128, 64, 32), (128, 96, 64), (128, 112, 96, 80), (128, 96, 64, 160), (128, 112, 64, 160),
-    (128, 64, 32, 160), (128, 96, 64, 144), (128, 64, 32, 144),
+    "8", "16/8", "16+8", "64/32/16+8", "64/32+16+8", "80/64/48/32+16+8", "80/64/48/32+24+16", "80/64/48+32+24+16",
+    "80/64/48/32", "128+80/64/48/32", "128+80/64/48+32+24+16", "128+112+96+80/64/48/32", "128+96+80/64/48/32+160j",
+    "128+96+80/64/48/32+144j",
 )  # fmt: skip
 _LOWEST, _HIGHEST = 0.4, 6.0  # range of the first tile's size over the rows per expert
 _ROOM = 16  # rows by which the first tile may exceed that range
@@ -31,7 +30,7 @@ MOST_DECODED = 96  # most slots for which one tile per slot is tried
 
 def flags(rule: Rule) -> dict[str, Any]:
     """The boolean fields of a rule, by name."""
-    return {name: bool(value) for name, value in asdict(rule).items() if name != "sizes"}
+    return {name: bool(value) for name, value in asdict(rule).items() if name not in ("launches", "full")}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Candidate:
     def name(self) -> str:
         if self.rule is None:
             return "decode"
-        return " ".join(["+".join(map(str, self.rule.sizes)), *(flag for flag, on in flags(self.rule).items() if on)])
+        return " ".join([self.rule.tiles, *(flag for flag, on in flags(self.rule).items() if on)])
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ def kind_of(activations: str) -> str:
 def first_round(cell: Cell, in_use: Rule) -> list[Candidate]:
     """Every tile list of plausible size, with the flags in use; decoding too if there are few slots."""
     candidates = [
-        Candidate(replace(in_use, sizes=sizes))
-        for sizes in TILES
-        if sizes[0] <= _HIGHEST * cell.rows + _ROOM and sizes[0] >= min(_LOWEST * cell.rows, 128)
+        Candidate(replace(in_use, launches=rule.launches, full=rule.full))
+        for rule in map(Rule.parse, TILES)
+        if rule.full_tile <= _HIGHEST * cell.rows + _ROOM and rule.full_tile >= min(_LOWEST * cell.rows, 128)
     ]
     return candidates + [Candidate()] * (cell.slots <= MOST_DECODED)
 
@@ -94,7 +93,7 @@ def parse_candidate(name: str) -> Candidate:
     if name == Candidate().name:
         return Candidate()
     sizes, *words = name.split()
-    rule = Rule(tuple(map(int, sizes.split("+"))), False)
+    rule = Rule.parse(sizes)
     choice: dict[str, Any] = {flag: flag in words for flag in flags(rule)}
     return Candidate(replace(rule, **choice))
 
@@ -145,7 +144,7 @@ def rules_from_winners(chosen: Mapping[float, Rule]) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for (rows, rule), after in zip(points, [*points[1:], None]):
         edge = None if after is None else round(math.sqrt(rows * after[0]), 2)
-        entry = {"rows_up_to": edge, "tiles": list(rule.sizes), **flags(rule)}
+        entry = {"rows_up_to": edge, "tiles": rule.tiles, **flags(rule)}
         if entries and {**entries[-1], "rows_up_to": edge} == entry:
             entries[-1] = entry
         else:
