@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lancebill.backends.base import NoForm
+from lancebill.backends.cpu import layout as cpu_layout
 from lancebill.backends.cpu.layout import CpuLayout
+from lancebill.backends.cpu.native import library
 from lancebill.backends.hopper.choose_form import kernel_form
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.humming.layout import HummingLayout
@@ -78,3 +80,19 @@ def test_together_is_one_by_one_and_unpack_undoes_it(spec: str, activations: str
                 assert all(same_bits(got[name], dense[name]) for name in got), (layout, shape)
             seen += 1
     assert seen
+
+
+@pytest.mark.parametrize("spec", (*SPECS, "int8-zp", "mxfp6-e2m3", "mxfp8-e5m2", "int2-g64", "ternary-tensor"))
+def test_the_library_packs_what_torch_packs(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library() is None:
+        pytest.skip("the CPU kernels are not built")
+    for hidden, intermediate in (*SIZES, (96, 24)):
+        problem = layer_problem(spec, "bf16", hidden=hidden, intermediate=intermediate, experts=EXPERTS, top_k=1)
+        for shape in problem.matrices.values():
+            layout = CpuLayout(problem)
+            weights = stack_experts([plausible_weight(shape, seed) for seed in range(EXPERTS)])
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu_layout, "library", lambda: None)
+                want = packed(layout, shape, weights)
+            got = packed(layout, shape, weights)
+            assert all(same_bits(got[name], want[name]) for name in want), shape

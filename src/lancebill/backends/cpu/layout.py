@@ -18,9 +18,11 @@ from torch import Tensor
 
 from lancebill.backends.cpu.form import CpuForm, matrix_form, padded_columns
 from lancebill.backends.cpu.native import abi, library
+from lancebill.backends.cpu.native.packing import can_pack, pack_codes, pack_groups
 from lancebill.errors import BadValue
 from lancebill.moe.layout import Layout, MatrixShape, Packed, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
+from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.dtypes import E4M3, ZERO16, DType
 from lancebill.numbers.spec import ALL, DIV, Level, Scale
 from lancebill.numbers.weight import LogicalWeight
@@ -82,14 +84,13 @@ class CpuLayout(Layout):
         return packed
 
     def pack(self, shape: MatrixShape, weight: LogicalWeight, out: Mapping[str, Tensor]) -> None:
-        _require_finite(weight)
-        form, (_, k) = self.form(shape), self.padded(shape)
-        codes = _stored_codes(shape.spec.dtype, weight.codes)
-        out["codes"].copy_(_pack_codes(form.values.codes, self._place(shape, codes, k)))
+        form = self.form(shape)
+        _require_finite_levels(weight)
+        self._write_codes(shape, form, weight, out["codes"])
         if form.scale != abi.ScaleKind.NONE:
-            out["scales"].copy_(_by_group(self._place(shape, self._scales(shape, form, weight), k // form.group)))
+            self._write_groups(shape, form, self._scales(shape, form, weight), out["scales"])
         if form.zero != abi.ZeroKind.NONE:
-            out["zeros"].copy_(_by_group(self._place(shape, self._zeros(shape, form, weight), k // form.group)))
+            self._write_groups(shape, form, self._zeros(shape, form, weight), out["zeros"])
         if form.row_scale:
             out["row_scale"].copy_(as_integer(self._place(shape, _row_scale(shape, weight)).squeeze(-1)))
         for place, index in enumerate(form.kept):
@@ -123,7 +124,36 @@ class CpuLayout(Layout):
             perm=packed["perm"] if shape.act_order else None,
         )
 
+    def _write_codes(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight, out: Tensor) -> None:
+        """Codes in the kernels' numbering and order; rejects NaN and infinite ones."""
+        kind, dtype, native, stored = form.values.codes, shape.spec.dtype, library(), weight.stored
+        rows = stored.data if isinstance(stored, Nibbles) else stored
+        if native is not None and can_pack(rows, out):
+            maps, bits, gated = _code_maps(dtype), 4 if isinstance(stored, Nibbles) else 8, self._gated(shape)
+            renumbered = None if maps is None else maps[0]
+            valid = pack_codes(
+                native, rows, out, self.padded(shape), kind,
+                bits=bits, gated=gated, codes_of=renumbered, invalid=_invalid_codes(dtype),
+            )  # fmt: skip
+            if not valid:
+                raise _not_finite(f"{dtype} codes")
+            return
+        _require_finite_codes(weight)
+        codes = _stored_codes(dtype, weight.codes)
+        out.copy_(_pack_codes(kind, self._place(shape, codes, self.padded(shape)[1])))
+
+    def _write_groups(self, shape: MatrixShape, form: CpuForm, numbers: Tensor, out: Tensor) -> None:
+        """One number per row and group, in the kernels' order."""
+        native, (n, k) = library(), self.padded(shape)
+        if native is not None and can_pack(numbers, out):
+            pack_groups(native, numbers, out, (n, k // form.group), gated=self._gated(shape))
+        else:
+            out.copy_(_by_group(self._place(shape, numbers, k // form.group)))
+
     # ------------------------------------------------------------ rows and columns
+
+    def _gated(self, shape: MatrixShape) -> bool:
+        return self.problem.is_gated(shape.name)
 
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int = 0) -> Tensor:
         """Rows [..., n, columns] in packed order, with rows and columns padded with zeros."""
@@ -282,17 +312,31 @@ def _by_group(numbers: Tensor) -> Tensor:
     return blocks
 
 
-def _require_finite(weight: LogicalWeight) -> None:
-    """Rejects NaN and infinite codes and scales, which integer kernels cannot represent."""
-    dtype = weight.spec.dtype
-    if len(dtype.valid_codes) < 1 << dtype.bits:
-        invalid = torch.ones(256, dtype=torch.bool)
-        invalid[list(dtype.valid_codes)] = False
-        if bool(invalid[weight.codes.int()].any()):
-            raise BadValue(f"{dtype} codes that are NaN or infinite", hint="the reference backend supports them")
+def _require_finite_codes(weight: LogicalWeight) -> None:
+    """Rejects NaN and infinite codes, which integer kernels cannot represent."""
+    if any(bool((weight.codes == code).any()) for code in _invalid_codes(weight.spec.dtype)):
+        raise _not_finite(f"{weight.spec.dtype} codes")
+
+
+def _require_finite_levels(weight: LogicalWeight) -> None:
+    """Rejects NaN and infinite scales, zero points and minima."""
     for level, stored in weight.levels():
-        if not bool(level.dtype.decode(stored).isfinite().all()):
-            raise BadValue(f"{level.dtype} scales that are NaN or infinite", hint="the reference backend supports them")
+        if level.dtype.wide is not None:
+            bad = not bool(stored.isfinite().all())
+        else:
+            bad = any(bool((stored == code).any()) for code in _invalid_codes(level.dtype))
+        if bad:
+            raise _not_finite(f"{level.dtype} scales")
+
+
+def _not_finite(what: str) -> BadValue:
+    return BadValue(f"{what} that are NaN or infinite", hint="the reference backend supports them")
+
+
+@lru_cache(maxsize=64)
+def _invalid_codes(dtype: DType) -> bytes:
+    """The codes without a finite value."""
+    return bytes(set(range(len(dtype.table))) - set(dtype.valid_codes))
 
 
 def _pad(rows: Tensor, axis: int, count: int) -> Tensor:

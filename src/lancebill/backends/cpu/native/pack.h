@@ -1,0 +1,41 @@
+/* Packing on the CPU: rows of canonical codes or numbers to the order that lancebill.h describes, in one pass. */
+#ifndef LANCEBILL_PACK_H
+#define LANCEBILL_PACK_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows of one matrix of several experts, and where they go. */
+typedef struct lancebill_rows {
+  const uint8_t *data;    /* [expert][row][element] */
+  int64_t expert_stride;  /* in bytes */
+  int64_t row_stride;     /* in bytes */
+  int32_t experts;
+  int32_t rows;           /* logical; of gate and up together if `gated` */
+  int32_t columns;        /* logical: codes or groups */
+  int32_t padded_rows;    /* of the packed form; padding is zero */
+  int32_t padded_columns;
+  int32_t gated;          /* blocks of gate and up rows alternate */
+  uint8_t *out;           /* dense */
+  int32_t threads;
+} lancebill_rows;
+
+#pragma GCC visibility push(default)
+/* Codes of `bits` 4 (two per byte, even columns in the low nibble; `columns` even) or 8, to units of `codes`, an enum
+ * lancebill_codes. `map` translates each code (NULL: unchanged), `invalid` lists codes other than 0 that no kernel
+ * supports. Returns 0, or 1 if there was an invalid code (what is packed is then undefined). */
+int32_t lancebill_pack_codes(const lancebill_rows *rows, int32_t bits, int32_t codes, const uint8_t *map,
+                             const uint8_t *invalid, int32_t invalids);
+
+/* Numbers of 1, 2 or 4 bytes, one per row and group, to [block][group][16 rows]. */
+void lancebill_pack_groups(const lancebill_rows *rows, int32_t bytes);
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

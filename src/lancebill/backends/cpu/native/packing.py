@@ -1,0 +1,81 @@
+"""Calls of the library's packing functions (pack.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.cpu.native import Library
+from lancebill.backends.cpu.native.abi import Codes
+
+
+class RowsStruct(Structure):
+    """Rows of one matrix of several experts, and where they go. The fields of `lancebill_rows`."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("expert_stride", c_int64),
+        ("row_stride", c_int64),
+        ("experts", c_int32),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("padded_rows", c_int32),
+        ("padded_columns", c_int32),
+        ("gated", c_int32),
+        ("out", c_void_p),
+        ("threads", c_int32),
+    ]
+
+
+def pack_codes(
+    library: Library,
+    rows: Tensor,
+    out: Tensor,
+    padded: tuple[int, int],
+    kind: Codes,
+    *,
+    bits: int,
+    gated: bool,
+    codes_of: Tensor | None = None,
+    invalid: bytes = b"",
+) -> bool:
+    """Codes [..., n, k] of 8 bits, or [..., n, k / 2] of 4, into `out`; whether all of them are valid.
+
+    `codes_of` translates codes; `invalid` are codes that the kernels do not support.
+    """
+    struct = _struct(rows, out, rows.shape[-1] * 8 // bits, padded, gated)
+    table = c_void_p(None if codes_of is None else codes_of.data_ptr())
+    bad = library.calls.lancebill_pack_codes(ctypes.byref(struct), bits, int(kind), table, invalid, len(invalid))
+    return not bad
+
+
+def pack_groups(library: Library, rows: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> None:
+    """One number per row and group, [..., n, groups], into `out`."""
+    struct = _struct(rows, out, rows.shape[-1], padded, gated)
+    library.calls.lancebill_pack_groups(ctypes.byref(struct), rows.element_size())
+
+
+def can_pack(*tensors: Tensor) -> bool:
+    """Whether the functions can read and write these tensors."""
+    return all(tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def _struct(rows: Tensor, out: Tensor, columns: int, padded: tuple[int, int], gated: bool) -> RowsStruct:
+    experts = rows.shape[0] if rows.dim() == 3 else 1
+    size = rows.element_size()
+    assert out.is_contiguous() or experts == 1, "rows of neighbouring experts follow each other"
+    return RowsStruct(
+        rows.data_ptr(),
+        rows.stride(0) * size if rows.dim() == 3 else 0,
+        rows.stride(-2) * size,
+        experts,
+        rows.shape[-2],
+        columns,
+        *padded,
+        int(gated),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
