@@ -97,13 +97,13 @@ def _scales(form: WeightForm, value: torch.Tensor) -> tuple[torch.Tensor | None,
     if form.scale == f.E8M0_G32:
         low, high, offset = {f.BF16: (-60, 2, 253), f.F16: (-23, 2, 29), f.E4M3: (-5, 7, 5)}[form.activations]
         exponent = torch.randint(low, high, (N, groups), dtype=torch.int32)
-        return _per_slice(form, fragments.pack_bytes(form, exponent + offset)), value * spread(
+        return _per_slice(form, fragments.pack_bytes(form, (exponent + offset).to(torch.uint8))), value * spread(
             torch.exp2(exponent.float())
         )
     if form.scale == f.E4M3_G16:
         bytes_ = torch.randint(0, 127, (N, groups), dtype=torch.int32)
         scale = bytes_.to(torch.uint8).view(torch.float8_e4m3fn).float()
-        return _per_slice(form, fragments.pack_bytes(form, bytes_)), value * spread(scale)
+        return _per_slice(form, fragments.pack_bytes(form, bytes_.to(torch.uint8))), value * spread(scale)
     if form.promoted:
         return _promoted_scales(form, value, groups)
     parts = []

@@ -23,8 +23,10 @@ from lancebill.backends.hopper.kernels import weight_form as f
 from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
 from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
 from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
+from lancebill.backends.hopper.pack_on_gpu import pack_on_gpu
 from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
+from lancebill.numbers.bit_packing import Nibbles, pack_bits
 from lancebill.numbers.dtypes import E2M1
 from lancebill.numbers.spec import CHANNEL, DIV, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight, expand
@@ -128,8 +130,17 @@ class HopperLayout(Layout):
 
     # ------------------------------------------------------------ rows and columns
 
-    def _pack_codes(self, shape: MatrixShape, form: WeightForm, codes: Tensor, out: Tensor) -> None:
-        out.copy_(fragments.pack_codes(form, self._place(shape, codes, self.padded(shape)[1])))
+    def _pack_codes(self, shape: MatrixShape, form: WeightForm, codes: Tensor | Nibbles, out: Tensor) -> None:
+        """Codes in fragment order: by a kernel where they are on a GPU, else in torch."""
+        if out.device.type == "cuda":
+            if isinstance(codes, Nibbles):
+                rows = codes.data
+            else:
+                rows = pack_bits(codes, 4, torch.uint8) if form.bits == 4 else codes
+            if pack_on_gpu(form, rows, out, self.padded(shape), gated=self.problem.is_gated(shape.name)):
+                return
+        single = codes.unpack() if isinstance(codes, Nibbles) else codes
+        out.copy_(fragments.pack_codes(form, self._place(shape, single, self.padded(shape)[1])))
 
     def _place(self, shape: MatrixShape, rows: Tensor, columns: int | None = None) -> Tensor:
         """Rows [..., n, columns] reordered for the kernel and padded with zeros (to `columns` too, if given)."""
@@ -156,9 +167,9 @@ class HopperLayout(Layout):
 
     def _scales(
         self, shape: MatrixShape, form: WeightForm, weight: LogicalWeight
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor | Nibbles, Tensor | None, Tensor]:
         """Codes (rounded again where necessary), the scale words of the loop, one factor per row [..., n, 1]."""
-        n, k, codes = shape.n, shape.k, weight.codes
+        n, k, codes = shape.n, shape.k, weight.stored
         levels = dict(zip(weight.spec.scales, weight.scales))
         outer = {level: levels[level] for level in outer_levels(weight.spec)}
         factors = _outer_factors(outer, n, codes.device) * 2.0 ** row_shift(form)
@@ -169,7 +180,7 @@ class HopperLayout(Layout):
             codes, exponents, base = self._exponents(form, weight)
             return codes, fragments.pack_bytes(form, self._meta(shape, form, exponents)), factors * torch.exp2(base)
         if form.scale == f.E4M3_G16:
-            return codes, fragments.pack_bytes(form, self._meta(shape, form, weight.scales[0].int())), factors
+            return codes, fragments.pack_bytes(form, self._meta(shape, form, weight.scales[0])), factors
         if form.scale != f.NO_SCALE:
             level = weight.spec.scales[0]
             each = expand(weight.scales[0], (level.block[0], 1), n, k)
@@ -192,24 +203,24 @@ class HopperLayout(Layout):
     def _meta(self, shape: MatrixShape, form: WeightForm, values: Tensor) -> Tensor:
         return self._place(shape, values, self._groups(shape, form))
 
-    def _exponents(self, form: WeightForm, weight: LogicalWeight) -> tuple[Tensor, Tensor, Tensor]:
+    def _exponents(self, form: WeightForm, weight: LogicalWeight) -> tuple[Tensor | Nibbles, Tensor, Tensor]:
         """Codes, exponent bytes relative to each row's base, and the bases.
 
         A group below the exponent range is raised to its lowest exponent and its codes are rounded again.
         """
         top, bottom, offset = _EXPONENT_RANGE[form.activations]
-        exponents = weight.scales[0].int() - 127
+        exponents = weight.scales[0].to(torch.int16) - 127
         base = exponents.amax(-1, keepdim=True) - top
         if form.activations == f.BF16:  # almost every row then needs no base
             base = base.clamp(min=0)
         relative = exponents - base
         short = (bottom - relative).clamp(min=0)
-        codes = weight.codes
-        self.rerounded.add(int((short > 0).sum()), relative.numel())
-        if bool(short.any()):
+        codes, raised = weight.stored, int((short > 0).sum())
+        self.rerounded.add(raised, relative.numel())
+        if raised:
             shift = torch.exp2(-short.float()).repeat_interleave(32, -1)[..., : weight.k]
-            codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(codes) * shift), codes)
-        return codes, (relative + short + offset) & 255, base.float()
+            codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(weight.codes) * shift), weight.codes)
+        return codes, (relative + short + offset).to(torch.uint8), base.float()
 
     def _unpack_level(self, shape: MatrixShape, form: WeightForm, words: Tensor, powers: Tensor) -> Tensor:
         """The innermost scales as in the checkpoint; `powers` of two are in the rows' factors."""

@@ -40,7 +40,7 @@ def scale_count(form: WeightForm, n: int, k: int) -> int:
 def pack_codes(form: WeightForm, codes: Tensor) -> Tensor:
     """uint8 codes [..., n, k] (padded sizes) to int32 words [..., words]."""
     view = _fragment_view(form, codes.flatten(0, -2).to(torch.int32))
-    words = torch.zeros(*view.shape[:7], _words_of_thread(form), dtype=torch.int32, device=codes.device)
+    words = torch.zeros(*view.shape[:7], words_of_thread(form), dtype=torch.int32, device=codes.device)
     for index, bits in _fields(form):
         code = view[index]
         for bit, word, position in bits:
@@ -59,7 +59,18 @@ def unpack_codes(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
     return codes.to(torch.uint8)
 
 
-def _words_of_thread(form: WeightForm) -> int:
+def thread_fields(form: WeightForm) -> Iterator[tuple[int, int, Bits]]:
+    """Each code of a thread: n3, its column in the slice (of lane 0), and the positions of its bits."""
+    for (_, n3, *rest), bits in _fields(form):
+        if form.activations == f.E4M3:
+            k2, k3, k4, k10 = rest
+            yield n3, 16 * k4 + 8 * k3 + 4 * k2 + k10, bits
+        else:
+            k3, k4, k5, k0 = rest
+            yield n3, 32 * k5 + 16 * k4 + 8 * k3 + k0, bits
+
+
+def words_of_thread(form: WeightForm) -> int:
     """Words of one slice of a half that belong to one thread."""
     return form.slice_columns * HALF * form.bits // 32 // 128
 
@@ -88,13 +99,13 @@ def _fields(form: WeightForm) -> Iterator[tuple[Index, Bits]]:
 
 def _to_rows(form: WeightForm, words: Tensor) -> Tensor:
     """Thread order to memory order: four neighbouring words per thread, the next four 16 rows below."""
-    fours = _words_of_thread(form) // 4
+    fours = words_of_thread(form) // 4
     # u, slice, half, n5n4, n2n1, n0, lane, fours, 4  ->  u, slice, half, fours, n5n4, n2n1, n0, lane, 4
     return words.view(*words.shape[:7], fours, 4).permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
 
 
 def _from_rows(form: WeightForm, words: Tensor, k: int) -> Tensor:
-    fours = _words_of_thread(form) // 4
+    fours = words_of_thread(form) // 4
     rows = words.reshape(-1, k // form.slice_columns, 2, fours, 4, 4, 2, 4, 4)
     return rows.permute(0, 1, 2, 4, 5, 6, 7, 3, 8).flatten(-2)
 
@@ -103,15 +114,13 @@ def _from_rows(form: WeightForm, words: Tensor, k: int) -> Tensor:
 
 
 def pack_bytes(form: WeightForm, values: Tensor) -> Tensor:
-    """One byte for each (row, group of 16 or 32 columns), int32 [n, groups], to words.
+    """One byte for each (row, group of 16 or 32 columns), uint8 [..., n, groups], to words [..., words].
 
     A word holds rows r and r + 8 of two neighbouring groups. With 16-bit activations a thread uses the whole word,
     rotated so that the kernel can mask exponents in place. With fp8 a lane uses one group and reads half a word.
     """
-    view = _byte_view(form, values.flatten(0, -2))
-    words = sum((view[..., i >> 1, i & 1] & 255) << (8 * i) for i in range(4))
-    assert isinstance(words, Tensor)
-    return _rotate_left(words.to(torch.int32), scale_rotation(form)).reshape(*values.shape[:-2], -1)
+    words = _byte_view(form, values.flatten(0, -2)).flatten().view(torch.int32)
+    return _rotate_left(words, scale_rotation(form)).view(*values.shape[:-2], -1)
 
 
 def unpack_bytes(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor:
@@ -126,8 +135,7 @@ def unpack_bytes(form: WeightForm, words: Tensor, n: int, groups: int) -> Tensor
 
 def _rotate_left(words: Tensor, left: int) -> Tensor:
     left %= 32
-    unsigned = words.long() & 0xFFFFFFFF
-    return (unsigned << left | unsigned >> (32 - left)).to(torch.int32) if left else words
+    return words << left | words >> (32 - left) & (1 << left) - 1 if left else words
 
 
 def _byte_view(form: WeightForm, values: Tensor) -> Tensor:
