@@ -1,7 +1,7 @@
 """The kernel that packs codes, in Triton's interpreter, against the definition in torch.
 
-Not collected by pytest: `test_hopper_dispatch.py` runs it in a separate process, where TRITON_INTERPRET is set before Triton is
-imported.
+Not collected by pytest: `test_hopper_dispatch.py` runs it in a separate process, where TRITON_INTERPRET is set before
+Triton is imported.
 """
 
 from __future__ import annotations

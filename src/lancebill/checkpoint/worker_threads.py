@@ -9,20 +9,22 @@ from typing import TypeVar
 
 import torch
 
-MAX_WORKERS = 4  # each keeps a whole matrix in memory
+MAX_WORKERS = 4  # by default: each keeps a whole matrix in memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def map_in_order(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
-    """(item, work(item)) in the order of `items`, with a few in flight.
+def map_in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
+) -> Iterator[tuple[Item, Result]]:
+    """(item, work(item)) in the order of `items`, with a few (`workers`) in flight.
 
     Each worker gets its own share of torch's threads: one matrix per core scales better than all cores on one matrix,
     whose operations are short.
     """
     threads = torch.get_num_threads()
-    workers = max(2, min(MAX_WORKERS, threads))
+    workers = workers or max(2, min(MAX_WORKERS, threads))
     pending: deque[tuple[Item, Future[Result]]] = deque()
     torch.set_num_threads(max(1, threads // workers))
     try:

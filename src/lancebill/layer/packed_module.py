@@ -17,6 +17,7 @@ from lancebill.errors import LaunchError
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem, parse_device
 
+REPACK_BYTES = 16 << 20  # of codes that are converted at once; temporary memory is up to ten times that
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -89,15 +90,17 @@ class PackedModule(nn.Module):
         return self
 
     def _repack(self, old: Layout) -> None:
-        """Convert from layout `old` through the canonical form, one expert at a time. Input scales have no layout."""
+        """Convert from layout `old` through the canonical form, some experts at a time. Input scales have no layout."""
         new, packed = self.layout, self.packed
         for matrix, shape in self.problem.matrices.items():
             source = packed[matrix]
             device = next(iter(source.values())).device
             fresh = new.allocate(shape, self.problem.experts, device)
-            for expert in range(self.problem.experts):
-                rows = {name: t[expert] for name, t in source.items()}
-                new.pack(shape, old.unpack(shape, rows), {name: t[expert] for name, t in fresh.items()})
+            step = max(1, REPACK_BYTES // (shape.n * shape.k))
+            for first in range(0, self.problem.experts, step):
+                some = slice(first, first + step)
+                weights = old.unpack(shape, {name: t[some] for name, t in source.items()})
+                new.pack(shape, weights, {name: t[some] for name, t in fresh.items()})
             fresh |= {name: t for name, t in source.items() if name not in old.storage(shape)}
             self._unregister(matrix)
             self._register(matrix, fresh)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.oracle import Choice
-from lancebill.checkpoint.load.load_experts import load_layer
+from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport

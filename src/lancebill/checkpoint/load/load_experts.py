@@ -8,7 +8,6 @@ path; nothing here branches on any of them. Everything happens on the device tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,8 +26,6 @@ from lancebill.moe.placement import Cut, Placement
 from lancebill.numbers.codec import Loss, keeps_codes, requantize
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.weight import LogicalWeight, expert_of, stack, stack_experts
-
-EXPERTS_IN_FLIGHT = 2  # one is read while the other is packed
 
 
 @dataclass(frozen=True)
@@ -241,45 +238,6 @@ def _load_target(
     whole = replace(whole, perm=None) if cut_columns else whole
     whole = whole.rows(rows) if isinstance(rows, Tensor) else whole.reblock(spec).cut(rows, columns)
     return stack_experts([whole]), order
-
-
-def load_layer(
-    read: Reader,
-    plan: LayerPlan,
-    layout: Layout,
-    *,
-    out: Mapping[str, Packed] | None = None,
-    losses: Callable[[str, Loss], None] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Packed]:
-    """Load all local experts, two at a time.
-
-    One thread reads, decodes and packs an expert: allocators tend not to reuse memory that one thread allocates and
-    another frees. With `out`, the buffers of an earlier load are refilled in place.
-    """
-    packed = (
-        dict(out)
-        if out is not None
-        else {
-            "w13": layout.allocate(plan.w13, len(plan.experts)),
-            "w2": layout.allocate(plan.w2, len(plan.experts)),
-        }
-    )
-
-    def fill(slot: int) -> list[tuple[str, Loss]]:
-        cost: list[tuple[str, Loss]] = []
-        experts = load_experts(read, plan, (plan.experts[slot],), lambda matrix, loss: cost.append((matrix, loss)))
-        pack_experts(plan, layout, experts, packed, (slot,))
-        return cost
-
-    with ThreadPoolExecutor(max_workers=EXPERTS_IN_FLIGHT) as pool:
-        for cost in pool.map(fill, range(len(plan.experts))):
-            if losses is not None:
-                for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
-                    losses(matrix, loss)
-            if progress is not None:
-                progress(1)
-    return packed
 
 
 def expert_rows(packed: Mapping[str, Packed], slot: int) -> dict[str, Packed]:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lancebill.checkpoint.load.load_experts import EXPERTS_IN_FLIGHT, LayerPlan, plan_layer
+from lancebill.checkpoint.load.load_experts import LayerPlan, plan_layer
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.moe.layout import Layout, MatrixShape
 from lancebill.moe.placement import LINEAR, Placement
+
+LOADED_AT_ONCE = 2  # experts, at least: one is read while the other is packed
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,18 @@ def plan_memory(
             placement = Placement(tp_rank, tp, ep_rank, ep, strategy)
             plans = [plan_layer(layer, placement, uneven=manifest.naming.uneven) for layer in manifest.layers.values()]
             final = sum(plan.bytes(layout) for plan in plans)
-            working = max((_expert_bytes(plan) for plan in plans), default=0)
+            working = max((expert_bytes(plan) for plan in plans), default=0)
             yield RankMemory(
                 tp_rank,
                 ep_rank,
                 max((len(plan.experts) for plan in plans), default=0),
                 max((plan.cut.size for plan in plans), default=0),
                 final,
-                final + EXPERTS_IN_FLIGHT * working,
+                final + LOADED_AT_ONCE * working,
             )
 
 
-def _expert_bytes(plan: LayerPlan) -> int:
+def expert_bytes(plan: LayerPlan) -> int:
     """One decoded expert: one byte per code, scales in their stored dtypes."""
     return _canonical_bytes(plan.w13) + _canonical_bytes(plan.w2)
 

@@ -58,15 +58,14 @@ def pack_groups(library: Library, rows: Tensor, out: Tensor, padded: tuple[int, 
     library.calls.lancebill_pack_groups(ctypes.byref(struct), rows.element_size())
 
 
-def can_pack(*tensors: Tensor) -> bool:
-    """Whether the functions can read and write these tensors."""
-    return all(tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors)
+def can_pack(rows: Tensor, out: Tensor) -> bool:
+    """Whether the functions can read and write these tensors: elements of a row are neighbours, packed experts too."""
+    return rows.device.type == out.device.type == "cpu" and rows.stride(-1) == 1 and out.is_contiguous()
 
 
 def _struct(rows: Tensor, out: Tensor, columns: int, padded: tuple[int, int], gated: bool) -> RowsStruct:
     experts = rows.shape[0] if rows.dim() == 3 else 1
     size = rows.element_size()
-    assert out.is_contiguous() or experts == 1, "rows of neighbouring experts follow each other"
     return RowsStruct(
         rows.data_ptr(),
         rows.stride(0) * size if rows.dim() == 3 else 0,

@@ -1,0 +1,78 @@
+"""Load all local experts of a layer: a few threads, each with a slice of experts from reading to packing.
+
+One thread does everything for a slice: allocators tend not to reuse memory that one thread allocates and another frees.
+While one reads, others decode and pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from lancebill.checkpoint.load.load_experts import LayerPlan, load_experts, pack_experts
+from lancebill.checkpoint.load.memory import expert_bytes
+from lancebill.checkpoint.load.staging import DeviceReader
+from lancebill.checkpoint.read.slices import Reader
+from lancebill.checkpoint.worker_threads import map_in_order
+from lancebill.moe.layout import Layout, Packed
+from lancebill.numbers.codec import Loss
+
+# Bytes of a slice of experts, one byte per code. Temporary memory is at most a few times that for each thread. On a GPU
+# larger slices mean fewer launches; on a CPU they must not leave the caches more than necessary.
+SLICE_BYTES = {"cpu": 4 << 20, "cuda": 48 << 20}
+WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
+MOST_GPU_THREADS = 3
+
+
+def load_layer(
+    read: Reader,
+    plan: LayerPlan,
+    layout: Layout,
+    *,
+    out: Mapping[str, Packed] | None = None,
+    losses: Callable[[str, Loss], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Packed]:
+    """Load all local experts into new buffers on the CPU, or into those of `out`, on the device that holds them.
+
+    `progress` is called with the number of experts that were packed.
+    """
+    count = len(plan.experts)
+    packed = (
+        {"w13": layout.allocate(plan.w13, count), "w2": layout.allocate(plan.w2, count)} if out is None else dict(out)
+    )
+    reader = DeviceReader(read, next(iter(packed["w13"].values())).device)
+
+    def fill(slots: range) -> list[tuple[str, Loss]]:
+        cost: list[tuple[str, Loss]] = []
+        experts = [plan.experts[slot] for slot in slots]
+        with reader.working():
+            weights = load_experts(reader, plan, experts, lambda matrix, loss: cost.append((matrix, loss)))
+            pack_experts(plan, layout, weights, packed, slots)
+        return cost
+
+    slices = list(slot_slices(plan, reader.device))
+    for slots, cost in map_in_order(fill, slices, workers_for(plan, reader.device, len(slices))):
+        if losses is not None:
+            for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
+                losses(matrix, loss)
+        if progress is not None:
+            progress(len(slots))
+    reader.finish()
+    return packed
+
+
+def slot_slices(plan: LayerPlan, device: torch.device) -> Iterator[range]:
+    """Neighbouring slots that are loaded together."""
+    count = len(plan.experts)
+    step = max(1, SLICE_BYTES[device.type] // max(1, expert_bytes(plan)))
+    for first in range(0, count, step):
+        yield range(first, min(first + step, count))
+
+
+def workers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
+    """Threads of a load: as many as torch has (a few on a GPU), if their working memory allows it; at least two."""
+    each = max(expert_bytes(plan), SLICE_BYTES[device.type])
+    most = MOST_GPU_THREADS if device.type == "cuda" else torch.get_num_threads()
+    return min(slices, max(2, min(most, WORKING_BYTES // each))) or 1
