@@ -16,7 +16,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.table import Table
 
@@ -105,6 +113,19 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
     with Progress(TextColumn("{task.description}"), BarColumn(), count, TimeLeft(), console=out, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda step: bar.advance(task, step)
+
+
+@contextmanager
+def bytes_loaded(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with bytes per second on stderr if that is a terminal; yields `update(bytes so far, in all)`."""
+    out = console(error=True)
+    if not out.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeLeft()
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def table(*columns: str) -> Table:

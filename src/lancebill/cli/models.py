@@ -28,7 +28,7 @@ Dtype = Annotated[
 
 
 def load(path: Path, **options: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer, without transformers' progress bars."""
+    """The model and its tokenizer, with a progress bar of our own."""
     from lancebill import from_pretrained
 
     try:
@@ -40,7 +40,8 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         ) from None
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    model = from_pretrained(path, **options)
+    with ui.bytes_loaded("loading experts") as progress:
+        model = from_pretrained(path, progress=progress, **options)
     try:
         if path.is_file():
             return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -60,6 +60,7 @@ class ModelExperts:
         self._checkpoint: Checkpoint | None = None
         self._coming: dict[int, PushedLayer[RoutedExperts]] = {}
         self._made: dict[int, RoutedExperts] = {}
+        self._recipes: dict[int, Recipe] = {}  # of layers that are not made yet
 
     @classmethod
     def from_checkpoint(
@@ -91,7 +92,15 @@ class ModelExperts:
 
     def recipe(self, layer: int) -> Recipe:
         """What the headers decide about a layer: its problem, the chosen backend, its bytes. Reads no tensor."""
-        return Recipe.resolve(self._known_index(f"layer {layer}"), layer, self.options, where=self._where)
+        if layer not in self._recipes:
+            index = self._known_index(f"layer {layer}")
+            self._recipes[layer] = Recipe.resolve(index, layer, self.options, where=self._where)
+        return self._recipes[layer]
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of the packed weights of all layers on this rank: the total of all calls of `progress`."""
+        return sum(self.recipe(layer).bytes for layer in self.layers)
 
     def fill_random(self, seed: int = 0) -> dict[int, RoutedExperts]:
         """Make every layer with random weights, without a checkpoint; `layers` must be known. They can be refitted."""
@@ -144,6 +153,7 @@ class ModelExperts:
             else:
                 self._made[layer] = self._pushed(layer).finish()
                 del self._coming[layer]
+            self._recipes.pop(layer, None)
         return self._made[layer]
 
     def finish(self) -> dict[int, RoutedExperts]:

@@ -68,15 +68,15 @@ def _fill_inputs(recipe: Recipe, packed: Mapping[str, Packed]) -> None:
 
 def _random_router(recipe: Recipe, seed: int) -> dict[str, Tensor]:
     """What the routing needs besides logits: no correction and no bias, and a random table."""
-    routing, layer = recipe.routing, recipe.plan.layer
+    routing, layer, device = recipe.routing, recipe.plan.layer, recipe.choice.device.torch
     if routing is None:
         return {}
     roles = recipe.manifest.naming.router.roles
     used = {"bias", "correction"} if routing.correction else {"bias"}
-    router = {role: torch.zeros(layer.experts) for role in roles if role in used}
+    router = {role: torch.zeros(layer.experts, device=device) for role in roles if role in used}
     vocabulary = recipe.manifest.config.model.get("vocab_size")
     if routing.hashed and isinstance(vocabulary, int):
-        generator = torch.Generator().manual_seed(_mixed(seed, layer.index))
-        first = torch.randint(layer.experts, (vocabulary, 1), generator=generator, dtype=torch.int32)
-        router["table"] = (first + torch.arange(routing.top_k, dtype=torch.int32)) % layer.experts
+        generator = torch.Generator(device).manual_seed(_mixed(seed, layer.index))
+        first = torch.randint(layer.experts, (vocabulary, 1), generator=generator, dtype=torch.int32, device=device)
+        router["table"] = (first + torch.arange(routing.top_k, dtype=torch.int32, device=device)) % layer.experts
     return router

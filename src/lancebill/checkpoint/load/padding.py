@@ -26,17 +26,17 @@ def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
         raise ShardError("an act-ordered matrix cannot be padded along K")
 
     def grow(tensor: Tensor, shape: tuple[int, int], fill: Tensor) -> Tensor:
-        out = fill.to(tensor.device).expand(*weight.lead, *shape).clone()
+        out = fill.expand(*weight.lead, *shape).clone()
         out[..., : tensor.shape[-2], : tensor.shape[-1]] = tensor
         return out
 
-    one = torch.ones(1)
+    one, nothing = torch.ones(1, device=weight.device), torch.zeros(1, device=weight.device)
     zero = weight.zero
     if spec.zero is not None and zero is not None:
-        zero = grow(zero, spec.zero.shape(n, k), torch.zeros(1, dtype=zero.dtype))
+        zero = grow(zero, spec.zero.shape(n, k), nothing.to(zero.dtype))
     codes = _zero_codes(weight, zero, n, k)
     codes[..., : weight.n, : weight.k] = weight.codes
-    zero_minimum = [s.dtype.encode(torch.zeros(1)) for s in spec.minimum]
+    zero_minimum = [s.dtype.encode(nothing) for s in spec.minimum]
     return replace(
         weight,
         stored=codes,

@@ -9,6 +9,7 @@ else (names, tied weights, buffers, generation). It gets the other tensors of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,14 @@ def from_pretrained(
     device: str = "cpu",
     dtype: torch.dtype | str = "auto",
     order: str = FAST,
+    progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Any:
     """The causal language model stored at `path` (a folder or a .gguf file), with its experts packed as stored.
 
     `weights` and `activations` take a spec or rules as in `RoutedExperts.from_checkpoint`. `dtype` is the type of
-    everything but the experts ("auto": the config's). Other keywords are passed to transformers' `from_pretrained`
-    (attn_implementation, ...).
+    everything but the experts ("auto": the config's). `progress` is called with the bytes of experts packed so far and
+    in all. Other keywords are passed to transformers' `from_pretrained` (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -114,7 +116,7 @@ def from_pretrained(
     )
     _check_loaded(info, folder)
     model = model.to(target)
-    load_experts(model, experts)
+    load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = model.name_or_path = str(path)
@@ -131,14 +133,19 @@ def reload_experts(model: Any, **changes: Any) -> None:
     model.lancebill_origin = Origin.of(model, checkpoint, options)
 
 
-def load_experts(model: nn.Module, experts: ModelExperts) -> None:
+def load_experts(model: nn.Module, experts: ModelExperts, progress: Callable[[int, int], None] | None = None) -> None:
     """Load the experts of all layers, one layer after the other."""
     places = dict(packed_experts(model))
     missing = [name for name, place in places.items() if place.index not in experts.layers]
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
+    done = 0
     for place in places.values():
+        size = experts.recipe(place.index).bytes
         place.experts = experts.layer(place.index)
+        done += size
+        if progress is not None:
+            progress(done, experts.bytes)
 
 
 def packed_class(base: type[PreTrainedModel]) -> Any:
