@@ -19,7 +19,6 @@ from lancebill.checkpoint.resolve.naming import DOWN, Claim
 from lancebill.errors import (
     CheckpointProblems,
     DuplicateTensor,
-    LancebillError,
     MissingTensor,
     UnexpectedTensor,
     WrongDtype,
@@ -59,6 +58,7 @@ class ExpertCollector:
         self.recipe = recipe
         self.incomplete = set(incomplete)
         self.pending: dict[str, Tensor] = {}
+        self._held = 0  # bytes of the pending tensors
         self._complete: dict[int, None] = {}  # experts that are not packed yet, in the order in which they came
         self._taken: set[str] = set()  # everything since the last `finish`
         self._headers: dict[str, Stored] = {}  # of experts that are not planned yet
@@ -81,13 +81,14 @@ class ExpertCollector:
         if name not in self.recipe.manifest.tensors:
             self._headers[name] = header
         self.pending[name] = tensor
+        self._held += tensor.nbytes
         for expert in self.recipe.plan.experts if claim.expert is None else (claim.expert,):
             if self._needs(expert).keys() <= self.pending.keys():
                 self._complete[expert] = None
                 self.incomplete.discard(expert)
             else:
                 self.incomplete.add(expert)
-        if not self.incomplete or self._held_bytes() >= BATCH_BYTES:
+        if self._complete and (not self.incomplete or self._held >= BATCH_BYTES):
             self._pack(packed, layout)
 
     def finish(self, packed: Mapping[str, Packed], layout: Layout) -> LoadReport | None:
@@ -95,8 +96,9 @@ class ExpertCollector:
         self._pack(packed, layout)
         if self.incomplete:
             raise CheckpointProblems(self.missing(), where=f"layer {self.recipe.plan.layer.index}")
-        self.pending.clear()
+        self.pending.clear()  # of experts that were moved away
         self._taken.clear()
+        self._held = 0
         if not self._seconds:
             return None
         notes = () if self._layout is None else self._layout.notes()
@@ -163,9 +165,6 @@ class ExpertCollector:
             return tensor
         return form.module(parsed.prefix, parsed.layer, expert, parsed.projection) + parsed.suffix
 
-    def _held_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.pending.values()) if self._complete else 0
-
     def _pack(self, packed: Mapping[str, Packed], layout: Layout) -> None:
         """Pack the complete experts and release their tensors. After an error they may be pushed again."""
         slots = {expert: slot for slot, expert in reversed(list(enumerate(self.recipe.plan.experts)))}
@@ -177,14 +176,14 @@ class ExpertCollector:
             self._plan([expert for expert in experts if not self._is_planned(expert)])
             for first in range(0, len(experts), count):
                 self._write(experts[first : first + count], slots, packed, layout)
-        except LancebillError:
+        except BaseException:  # also an interrupt or a lack of memory: the rows may be half written
             self.incomplete.update(experts)
             self._taken -= held
             raise
         finally:
             self._complete.clear()
             for name in held:
-                del self.pending[name]
+                self._held -= self.pending.pop(name).nbytes
 
     def _plan(self, experts: Collection[int]) -> None:
         """Add experts whose headers were not known when the plan was made, checked against one that is planned."""

@@ -15,6 +15,7 @@ from lancebill import ModelExperts, Placement, RoutedExperts
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import (
+    BadValue,
     CheckpointProblems,
     DuplicateTensor,
     LaunchError,
@@ -186,6 +187,23 @@ def test_repeated_unknown_and_late_tensors_are_refused() -> None:
         with pytest.raises(UnexpectedTensor, match=f"up_proj.bias: .*{reason}"):
             experts.push("model.layers.0.mlp.experts.0.up_proj.bias", torch.zeros(SIZE.intermediate))
         experts.finish()
+
+
+def test_a_bad_tensor_can_be_pushed_again() -> None:
+    """The layer stays unsettled: rows of the expert may be half written."""
+    made = make_checkpoint("deepseek_v4", "fp8-F8_E8M0", "deepseek_v4")
+    layer = _pull(made)
+    name = "model.layers.0.ffn.experts.1.w3.scale"
+    scale = made.tensors[name].clone()
+    scale.view(torch.uint8)[0, 0] = 255
+    own = {n: t for n, t in made.tensors.items() if n.startswith("model.layers.0.ffn.experts.1.")}
+    with pytest.raises(BadValue, match=r"expert 1, up.*NaN"):
+        layer.load_weights({**own, name: scale}.items())
+    assert not layer.settled
+    with pytest.raises(CheckpointProblems, match="expert 1"):
+        layer.finish()
+    assert layer.load_weights(own.items()) == set(own)
+    _assert_same(layer.finish(), _pull(made))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])

@@ -1,0 +1,143 @@
+"""Layers from tensors on the GPU: pushed, stacked or random. They are packed there, not on the CPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from layer_checkpoints import make_checkpoint
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lancebill import ExpertTensors, ModelExperts, RoutedExperts
+from lancebill.layer.parts import pull
+from lancebill.testing.checkpoints import Generated
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+
+V4_FLASH = {
+    "model_type": "qwen3_moe", "num_experts": 256, "hidden_size": 4096, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 6, "num_hidden_layers": 1,
+}  # fmt: skip
+CASES = [
+    ("fp8", "block", "qwen3_moe", 0),
+    ("fp8", "block", "qwen3_moe", 1),
+    ("gptq", "", "qwen3_moe", 0),
+    ("mxfp4", "", "gpt_oss", 0),
+    ("modelopt", "NVFP4", "qwen3_moe", 0),
+    ("compressed-tensors", "", "qwen3_moe", 0),
+    ("gguf", "", "gguf", 0),
+    ("dense", "bf16", "gpt_oss", 0),
+]
+
+
+class NoCopyToCpu(TorchDispatchMode):
+    """Fails when a CUDA tensor of more than one number is copied to the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in args[:2] if func is torch.ops.aten.copy_.default else args[:1]:
+            if isinstance(tensor, Tensor) and isinstance(out, Tensor) and tensor.is_cuda and out.device.type == "cpu":
+                assert out.numel() <= 1, f"{func} copies {list(out.shape)} to the CPU"
+        return out
+
+
+def _pulled(made: Generated, **options: Any) -> RoutedExperts:
+    return RoutedExperts(pull(ModelExperts(made.config, tensors=made.headers, **options).recipe(0), made.read))
+
+
+def _assert_same(a: RoutedExperts, b: RoutedExperts) -> None:
+    left, right = a.state_dict(), b.state_dict()
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor.cpu(), right[name].cpu()), name
+
+
+@pytest.mark.parametrize(("fmt", "part", "family", "form"), CASES)
+@pytest.mark.parametrize("known", [True, False], ids=["headers", "no-headers"])
+def test_pushed_gpu_tensors_stay_on_the_gpu(fmt: str, part: str, family: str, form: int, known: bool) -> None:
+    made = make_checkpoint(fmt, part, family, form)
+    want = _pulled(made, backend="reference")
+    experts = ModelExperts(made.config, tensors=made.headers if known else None, device="cuda", backend="reference")
+    on_gpu = {name: tensor.cuda() for name, tensor in made.tensors.items()}
+    with NoCopyToCpu():
+        assert not list(experts.load_weights(on_gpu.items()))
+        layer = experts.finish()[0]
+    assert all(tensor.is_cuda for tensor in layer.parameters())
+    _assert_same(layer, want)
+
+
+def test_pushed_tensors_of_either_device_give_one_hopper_layer() -> None:
+    made = make_checkpoint("fp8", "block")
+    options: dict[str, Any] = {"device": "cuda", "backend": "hopper"}
+    want = _pulled(made, **options)
+    for move in (Tensor.cpu, Tensor.cuda):
+        experts = ModelExperts(made.config, **options)
+        assert not list(experts.load_weights((name, move(tensor)) for name, tensor in made.tensors.items()))
+        _assert_same(experts.finish()[0], want)
+
+
+def test_stacked_tensors_of_an_engine() -> None:
+    """MXFP4 as engines hold it, rows interleaved, through the Hopper layout and back."""
+    g = torch.Generator("cuda").manual_seed(0)
+    experts, hidden, inner = 8, 512, 256
+
+    def matrix(n: int, k: int) -> ExpertTensors:
+        codes = torch.randint(256, (experts, n, k // 2), generator=g, device="cuda", dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, n, k // 32), generator=g, device="cuda", dtype=torch.uint8)
+        return ExpertTensors(codes, (scales,), bias=torch.randn(experts, n, generator=g, device="cuda"))
+
+    w13, w2 = matrix(2 * inner, hidden), matrix(hidden, inner)
+    x = torch.randn(32, hidden, generator=g, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(32, experts, generator=g, device="cuda").topk(2).indices.to(torch.int32)
+    weights = torch.rand(32, 2, generator=g, device="cuda")
+    outputs = []
+    for backend in ("hopper", "reference"):
+        with NoCopyToCpu():
+            layer = RoutedExperts.from_tensors(w13, w2, "mxfp4", rows="interleaved", top_k=2, backend=backend)
+        outputs.append(layer(x, topk_ids=ids, topk_weights=weights).float())
+    assert (outputs[0] - outputs[1]).norm() / outputs[1].norm() < 0.01
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "fp8-block", "int4-g128"])
+def test_a_large_layer_is_made_in_seconds(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of DeepSeek-V4-Flash's size with random weights; then the same as pushed tensors, expert by expert."""
+    from lancebill.numbers.spec_names import parse_spec
+
+    target = parse_spec(spec)
+    start = time.perf_counter()
+    layer = RoutedExperts.random(V4_FLASH, 0, device="cuda", backend="hopper", weights=target)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    with capsys.disabled():
+        print(f"\n{spec}: random in {seconds:.2f} s, {layer.report.bytes / seconds / 1e9:.1f} GB/s")  # type: ignore[union-attr]
+    assert seconds < 10
+
+
+def test_pushing_a_large_layer_expert_by_expert(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("gate_proj", "up_proj", "down_proj")
+    config = {**V4_FLASH, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    tensors: dict[str, Tensor] = {}
+    for expert in range(256):
+        for name in names:
+            n, k = (4096, 2048) if name == "down_proj" else (2048, 4096)
+            prefix = f"model.layers.0.mlp.experts.{expert}.{name}"
+            codes = torch.randint(0, 120, (n, k), device="cuda", dtype=torch.uint8)
+            tensors[f"{prefix}.weight"] = codes.view(torch.float8_e4m3fn)
+            tensors[f"{prefix}.weight_scale_inv"] = torch.full((n // 128, k // 128), 1e-3, device="cuda")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    experts = ModelExperts(config, device="cuda", backend="hopper")
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    assert not list(experts.load_weights(tensors.items()))
+    layer = experts.finish()[0]
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    working = torch.cuda.max_memory_allocated() - before - sum(p.nbytes for p in layer.parameters())
+    with capsys.disabled():
+        rate = f"{size / 1e9:.1f} GB in {seconds:.2f} s, {size / seconds / 1e9:.1f} GB/s"
+        print(f"\npushed {rate}, {working >> 20} MiB more")
+    assert seconds < 5 and working < 1 << 30
