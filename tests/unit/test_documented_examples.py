@@ -33,6 +33,13 @@ def test_the_readme_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.endswith("torch.Size([5, 128])\n")
 
 
+def test_the_engine_guide_runs(tmp_path: Path) -> None:
+    """Its examples are one program; the model has two experts, so every token goes to both."""
+    write_model(tmp_path / "model", SMALL)
+    program = "\n".join(blocks("docs/guides/engines.md")).replace("path/to/model", str(tmp_path / "model"))
+    exec(compile(program, "engines.md", "exec"), {})
+
+
 def test_the_guides_format_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes the conformance tests, and `convert` writes and reads it."""
     (source,) = blocks("docs/guides/add-a-format.md")
