@@ -25,7 +25,7 @@ def program_of_call(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Wi
         torch.cuda.synchronize()
         executor, plan = layer.executor, layer.executor.plan(b.x, Indexed(b.ids, b.weights))
         assert isinstance(executor, HopperExecutor) and isinstance(plan, HopperPlan)
-        return executor.program(plan, b.x.device)
+        return executor.program(plan, b.x.device, executor.workspace(plan, b.x.device))
 
 
 def labelled_launches(program: Program) -> list[tuple[str, bool, Launch]]:
@@ -41,7 +41,9 @@ def labelled_launches(program: Program) -> list[tuple[str, bool, Launch]]:
 
 def tile_counter_reset(program: Program) -> Call:
     """A call that resets the tile counters. In a layer the dispatch does it; a GEMM alone would find no tile left."""
-    counters = workspace.views(program.bindings.scratch, scratch(program.bindings.plan))["counts"].view(4, 4)[:, 1:]
+    counters = workspace.views(program.bindings.workspace.memory, scratch(program.bindings.plan))["counts"].view(4, 4)[
+        :, 1:
+    ]
     return lambda: counters.zero_()
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lancebill.layer.from_tensors import ExpertTensors as ExpertTensors
     from lancebill.layer.model_experts import ModelExperts as ModelExperts
     from lancebill.layer.quantized_linear import QuantizedLinear as QuantizedLinear
+    from lancebill.layer.reserve import reserve as reserve
     from lancebill.layer.routed_experts import RoutedExperts as RoutedExperts
     from lancebill.moe.placement import Placement as Placement
     from lancebill.moe.problem import Problem as Problem
@@ -39,6 +40,7 @@ _HOMES = {
     "RoutedExperts": "lancebill.layer.routed_experts",
     "explain": "lancebill.backends.oracle",
     "parse_spec": "lancebill.numbers.spec_names",
+    "reserve": "lancebill.layer.reserve",
 }
 __all__ = [*_HOMES, "errors", "from_pretrained"]
 

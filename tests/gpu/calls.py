@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend
-from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.steps import kernels
+from lancebill.backends.hopper.workspace import WORKSPACES
 from lancebill.backends.registry import registry
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.dispatch import Dispatch
@@ -80,8 +80,8 @@ class Guarded:
 
 def poison_scratch() -> None:
     """Fill all scratch memory with NaN, so that reads of unwritten scratch show up."""
-    for held in workspace._buffers.values():
-        held.fill_(0xFF)
+    for held in WORKSPACES.eager.values():
+        held.memory.fill_(0xFF)
 
 
 def call(

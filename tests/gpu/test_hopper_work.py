@@ -125,8 +125,9 @@ def test_rows_are_quantised_as_by_division(exponent: int) -> None:
     x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
     edges = Contiguous(torch.tensor([0, tokens], device="cuda"))
     call(backend, problem, x.cuda(), edges, packed(problem, "hopper"), problem.w13.n)
-    held = workspace.buffer(device, torch.cuda.current_stream().cuda_stream, plan.workspace_bytes)
-    found = workspace.views(held, scratch(plan))
+    stream = torch.cuda.current_stream().cuda_stream
+    held = workspace.WORKSPACES.of_stream(device, stream, plan.workspace_bytes)
+    found = workspace.views(held.memory, scratch(plan))
     codes, scales = found["x"][:tokens].cpu().float(), found["x_scales"][:tokens].cpu()
     codes = codes.view(tokens, -1, 8, 4, 4).transpose(2, 3).reshape(tokens, -1)  # undo the column order of fp8 rows
     largest = x.float().abs().amax(1)

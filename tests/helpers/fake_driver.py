@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from lancebill.backends.call_signature import RoutingLayout
+from lancebill.backends.hopper import executor
 from lancebill.backends.hopper import program as bound
 from lancebill.backends.hopper.bindings import Bindings
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.step import CALL, Ref
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as tune
+from lancebill.backends.hopper.workspace import Workspaces
 from lancebill.backends.oracle import Choice, Verdict
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, KernelSource
@@ -39,7 +42,8 @@ class FakeDriver:
         self.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 4)(self._launch)
         self.cuGraphExecKernelNodeSetParams_v2 = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 3)(self._set_params)
         self.cuGraphLaunch = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 2)(self._launch_graph)
-        self.launched, self.graph_launches, self.destroyed, self.capturing = 0, 0, 0, False
+        self.launched, self.graph_launches, self.destroyed = 0, 0, 0
+        self.capture, self.capture_mode = 0, 0  # the number of the capture in progress, 0: none
         self.nodes: list[list[tuple[int, int]]] = []  # per node: grid and parameters, each time they were set
         self.edges: list[tuple[int, int]] = []
         self.node_params: list[Any] = []  # the parameter struct of each node
@@ -47,6 +51,14 @@ class FakeDriver:
     def _launch(self, config: int, function: int, parameters: int, extra: None) -> int:
         self.launched += 1
         return int(function != FUNCTION)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *rest: None) -> int:
+        number._obj.value = self.capture
+        return int(not self.capture)
 
     def cuGetErrorString(self, code: int, text: Any) -> int:
         return 0
@@ -111,16 +123,20 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(load, "load_kernel", fake_load_kernel)
     monkeypatch.setattr(load, "_encode", _fake_encode)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeProperties)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(executor, "WORKSPACES", Workspaces())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capturing, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capture > 0, raising=False)
     monkeypatch.setitem(tune.data(), "graph_tokens", 256)
     return fake
 
 
-def call_addresses(call: dict[str, torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in call.values())
+ROUTED = (0, *RoutingLayout.of(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2), 0))  # no expert map
+
+
+def call_values(call: dict[str, torch.Tensor]) -> tuple[int, ...]:
+    """What a program is given for these tensors: their addresses, and how to read ids and weights."""
+    return *(tensor.data_ptr() for tensor in call.values()), *(ROUTED if "ids" in call else ())
 
 
 def stored_addresses(program: bound.Program, number: int) -> set[int]:
@@ -142,7 +158,9 @@ def read_argument(launch: driver.Launch, argument: str) -> int:
 
 
 def bind_program(problem: Problem, tokens: int, layer: SampleLayer) -> bound.Program:
-    return bound.Program(Bindings.bind(make_plan(problem, tokens), layer.weights, torch.device("cpu"), 0))
+    plan, device = make_plan(problem, tokens), torch.device("cpu")
+    workspace = executor.WORKSPACES.of_stream(device, 0, plan.workspace_bytes)
+    return bound.Program(Bindings.bind(plan, layer.weights, device, 0, workspace))
 
 
 def small_problem(activations: str = "bf16", dispatch: str = INDEXED) -> Problem:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as interpreting
 
+from lancebill.backends.call_signature import RoutingLayout
 from lancebill.backends.hopper import plan as planning
 from lancebill.backends.hopper import row_steps as rowwise
 from lancebill.backends.hopper import workspace
@@ -66,6 +67,20 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "range", scalars, raising=False)
 
 
+ROUTING = ("ids", "weights", "expert_map", *RoutingLayout._fields)
+
+
+def routing_argument(name: str, call: Mapping[str, Tensor]) -> Tensor | int:
+    """What a kernel gets to read ids and weights: integers, and pointers to views in place."""
+    places = call.get("expert_map")
+    layout = RoutingLayout.of(call["ids"], call["weights"], 0 if places is None else places.numel())
+    if name in RoutingLayout._fields:
+        return int(getattr(layout, name))
+    if name == "expert_map":
+        return call["ids"].new_zeros(1, dtype=torch.int32) if places is None else places
+    return call[name].as_strided((1,), (1,)).view({"ids": torch.int32, "weights": torch.int16}[name])
+
+
 class Machine:
     """Runs the steps of a plan one after another."""
 
@@ -86,9 +101,11 @@ class Machine:
         return held[ref.offset // held.element_size() :]
 
     def _dispatch(self, step: Step, tokens: int) -> None:
-        kinds, arguments = dict(step.source.arguments), {}
+        kinds, arguments, call = dict(step.source.arguments), {}, self.tensors[CALL]
         for name, value in step.values.items():
-            if isinstance(value, Ref):
+            if isinstance(value, Ref) and value.owner == CALL and name in ROUTING:
+                arguments[name] = routing_argument(name, call)
+            elif isinstance(value, Ref):
                 tensor = self.tensor(value)
                 arguments[name] = tensor.view(KINDS.get(str(kinds[name]), tensor.dtype))
             else:
@@ -201,6 +218,32 @@ def make_problem(spec: str, activations: str, options: Mapping[str, object], **f
     return replace(layer(spec, activations, **own), pre_scale="pre_scale" in options, **further)  # type: ignore[arg-type]
 
 
+def as_routers_give(problem: Problem, routed: Indexed, number: int) -> dict[str, Tensor]:
+    """The same routing in another dtype and layout, with or without an expert map, by number.
+
+    Slots without an expert get ids that are none, and NaN weights.
+    """
+    ids, weights, experts = routed.ids.long(), routed.weights, problem.experts
+    none = torch.tensor([-1, experts, -9, 255, 1 << 20]).repeat(ids.numel())[: ids.numel()].view_as(ids)
+    dtype, wide = (torch.float32, torch.bfloat16, torch.float16)[number % 3], number % 2 == 0
+    if wide:  # beyond 32 bits: the lower words are experts
+        none = torch.where(none == -9, -(1 << 40) + 1, torch.where(none == 255, (1 << 32) + 1, none))
+    if not problem.weight_on_input:
+        weights = weights.masked_fill(ids < 0, float("nan"))
+    given = {}
+    if number % 4 > 1:
+        given["expert_map"] = torch.full((2 * experts + 1,), -1, dtype=torch.int32)
+        given["expert_map"][1::2] = torch.arange(experts, dtype=torch.int32)
+        ids, none = torch.where(ids < 0, ids, 2 * ids + 1), torch.where(none == experts, 2 * experts + 1, none)
+    ids = torch.where(ids < 0, none, ids).to(torch.int64 if wide else torch.int32)
+    weights = weights.to(dtype)
+    if number % 3 == 1:
+        ids, weights = torch.stack([ids, ids * 0 + 1], 2)[..., 0], weights.t().contiguous().t()
+    elif number % 3 == 2:
+        ids, weights = ids.t().contiguous().t(), torch.stack([weights * 0 + 7, weights], 2)[..., 1]
+    return {**given, "ids": ids, "weights": weights}
+
+
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
 @pytest.mark.parametrize("launches", [1, 3])
 def test_rows_by_ids(
@@ -211,20 +254,15 @@ def test_rows_by_ids(
     problem, tokens = make_problem(spec, activations, options), 12
     x = torch.randn(tokens, problem.hidden).bfloat16()
     routed = routing(problem, tokens, 3, "cpu", "holes")
+    routed = replace(routed, weights=routed.weights.bfloat16().float())
     out = torch.full_like(x, float("nan"))
     plan = make_plan(problem, tokens)
     assert (
         sum(step.source.kernel in ("dispatch_small", "count_ids", "place_ids", "send_rows") for step in steps(plan))
         == launches
     )
-    invalid = (
-        torch.tensor([-1, problem.experts, -9, 255, 1 << 20]).repeat(tokens)[: routed.ids.numel()].view_as(routed.ids)
-    )
-    ids = torch.where(routed.ids < 0, invalid, routed.ids).to(
-        torch.int32
-    )  # ids without a local expert contribute nothing
-    weights = routed.weights if problem.weight_on_input else routed.weights.masked_fill(routed.ids < 0, float("nan"))
-    call = {"x": x, "out": out, "ids": ids, "weights": weights}
+    given = as_routers_give(problem, routed, FORMS.index((spec, activations, options)) + launches)
+    call = {"x": x, "out": out, **given}
     Machine(plan, packed(problem, "hopper"), call).run(tokens)
     check(out, reference_result(problem, x, routed, torch.empty(x.shape)), activations)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted import interpreter, scalars
+from interpreted import ROUTING, interpreter, routing_argument, scalars
 
 from lancebill.backends.hopper import row_steps as rowwise
-from lancebill.backends.hopper.kernels import decode, decode_row, epilogue
+from lancebill.backends.hopper.kernels import decode, decode_row, epilogue, slots
 from lancebill.backends.hopper.kernels import dispatch_combine as rows
 from lancebill.testing.layers import worst_row
 
@@ -44,10 +44,13 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decode, decode_row):
         for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
             monkeypatch.setattr(module, name, stand_in, raising=False)
-    for name in ("sum_pieces", "pieces_of", "expert_of"):
+    for name in ("sum_pieces", "pieces_of"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
     for name in ("load_slices", "row_scale", "quantise_slices", "slices_layout"):
         monkeypatch.setattr(decode_row, name, vars(decode_row)[name].fn)
+    monkeypatch.setattr(slots, "tl", tl)
+    for name in ("load_experts", "load_weights"):
+        monkeypatch.setattr(decode, name, vars(slots)[name].fn)
 
 
 def keep_part(
@@ -139,10 +142,26 @@ def test_epilogues_of_registers_and_partial_sums_agree(
     assert torch.equal(*found)
 
 
+def finish_routed(
+    out: tl.tensor, parts: tl.tensor, bias: tl.tensor, scales: tl.tensor, ids: tl.tensor, id_words: int, id_row: int,
+    id_column: int, expert_map: tl.tensor, mapped: int, experts: int, weights: tl.tensor, weight_kind: int,
+    weight_row: int, weight_column: int, token: int, unit: int, units: int, blocks: int, each: int,
+    columns: int, PIECES: tl.constexpr, SLOTS: tl.constexpr, FP8: tl.constexpr,
+) -> None:  # fmt: skip
+    """The weighted sum of a token's slots."""
+    ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
+    weights = (weights, weight_kind, weight_row, weight_column)
+    decode.finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blocks, each, columns, PIECES,
+                        SLOTS, True, FP8, True)  # fmt: skip
+
+
 @pytest.mark.usefixtures("decoding")
 @pytest.mark.parametrize(("blocks", "each", "pieces", "fp8"), [(4, 4, 1, False), (4, 2, 2, True), (5, 3, 3, False)])
-def test_decode_sums_a_tokens_slots(blocks: int, each: int, pieces: int, fp8: bool) -> None:
+def test_decode_sums_a_tokens_slots(
+    blocks: int, each: int, pieces: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In slot order. Ignores slots without a local expert and pieces that do not exist, even if they hold NaN."""
+    monkeypatch.setattr(decode, "finish_token", decode.finish_token.fn)
     tokens, top_k, units, columns = 3, 3, 2, 240
     ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
     mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
@@ -150,15 +169,19 @@ def test_decode_sums_a_tokens_slots(blocks: int, each: int, pieces: int, fp8: bo
     first = torch.arange(tokens * top_k * units).view(tokens, top_k, 1, units, 1) * blocks
     real = torch.arange(pieces).view(pieces, 1, 1) < (first + blocks - 1) // each - first // each + 1
     whole = torch.where(real, parts, 0.0).sum(2).flatten(2)
-    scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1)
+    scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1).bfloat16().float()
     rows_ = (whole * (scales if fp8 else 1) + bias[ids.clamp(0, 4).long()]) * weights
     want = torch.where(mine, rows_, 0.0).sum(1)[:, :columns]
     parts.masked_fill_(~real, float("nan"))
     for tensor in (parts.view(tokens, top_k, -1), scales, weights):
         tensor.masked_fill_(~mine, float("nan"))
+    call = {"ids": ids, "weights": weights[..., 0]}
+    if fp8:
+        call = {"ids": torch.where(ids == -9, (1 << 32) + 2, ids.long()), "weights": weights[..., 0].bfloat16()}
     out = torch.full((tokens, columns), float("nan"), dtype=torch.bfloat16)
-    finish = triton.jit(decode.finish_token.fn)
+    arguments = {name: routing_argument(name, call) for name in ROUTING}
+    finish = triton.jit(finish_routed)
     for token, unit in itertools.product(range(tokens), range(units)):
-        constants = map(tl.constexpr, (pieces, top_k, True, fp8, True))
-        finish[(1,)](out, parts, bias, scales, ids, 5, weights, token, unit, units, blocks, each, columns, *constants)
+        finish[(1,)](out, parts, bias, scales, experts=5, token=token, unit=unit, units=units, blocks=blocks,
+                     each=each, columns=columns, PIECES=pieces, SLOTS=top_k, FP8=fp8, **arguments)  # fmt: skip
     assert worst_row(out, want) < 8e-3 and not out[1].any()

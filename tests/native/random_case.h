@@ -135,6 +135,8 @@ void add_indexed(Case& c, int tokens) {
   }
   c.work.ids = c.ids.data();
   c.work.weights = c.weights.data();
+  c.work.id_words = 1, c.work.weight_type = LANCEBILL_F32;
+  c.work.id_row = c.work.weight_row = c.work.top_k, c.work.id_column = c.work.weight_column = 1;
 }
 
 void add_grouped(Case& c, int tokens) {

@@ -89,6 +89,7 @@ void time_format(const char* format, int threads, std::vector<uint8_t>& flush) {
       lancebill_work work = {};
       work.x = x.data(), work.out = out.data(), work.x_stride = work.out_stride = kHidden;
       work.tokens = tokens, work.top_k = kTop, work.ids = ids.data(), work.threads = threads, work.level = level;
+      work.id_words = 1, work.id_row = kTop, work.id_column = 1;
       std::vector<uint8_t> scratch(lancebill_scratch_bytes(&t.layer, &work) + 64);
       work.scratch = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
       double best = 1e9;

@@ -7,11 +7,12 @@ came from. A backend object has no state: what a layer keeps between calls is in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from lancebill.backends.route_call import FastRoute
@@ -63,7 +64,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False  # never chosen automatically
-    accepts_any_ids: ClassVar[bool] = False  # accepts any int32 ids; ids that are no local expert contribute nothing
+    # Reads ids and weights as routers give them, and the expert map: see `Indexed`.
+    accepts_any_ids: ClassVar[bool] = False
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Copies of a model share the backend: it has no state."""
@@ -118,6 +120,11 @@ class TensorTable:
         """The tensors as they are now."""
         return {matrix: {name: self._get(key) for name, key in held.items()} for matrix, held in self.names.items()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are now."""
+        return next(tensor.device for held in self.packed().values() for tensor in held.values())
+
     def addresses(self) -> list[int]:
         """Where the tensors are now; empty when one is gone. Runs on every forward."""
         try:
@@ -132,15 +139,27 @@ class TensorTable:
         return tensor
 
 
-# x [M, H], ids and weights [M, k], out [M, H]; returns whether it computed.
-FastCall = Callable[[Tensor, Tensor, Tensor, Tensor], bool]
+# x [M, H], ids and weights [M, k], out [M, H], and the expert map if the layer has one; returns whether it computed.
+FastCall = Callable[..., bool]
 
+
+def call_tensors(x: Tensor, dispatch: Indexed, out: Tensor) -> tuple[Tensor, ...]:
+    """The arguments of a `FastCall`."""
+    given = x, dispatch.ids, dispatch.weights, out
+    return given if dispatch.expert_map is None else (*given, dispatch.expert_map)
+
+
+Made = TypeVar("Made")
 _DISPATCH: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
+MOST_MADE = 256  # things made for addresses, likewise
 MOST_PLANS = 1024  # plans or fast calls before all are dropped: a server sees batches of every size
 
 
 class Executor:
     """Runs the calls of one layer and holds everything that is kept between them.
+
+    Plans are kept by dispatch form and tokens. What holds addresses (structs, bound launches) is kept by `remade`,
+    which compares all addresses in every call.
 
     `fast_calls`, by the number of elements of x, holds functions for indexed calls that repeat an earlier one. Such a
     function compares all that it depends on (shapes, dtypes, stream, every address of the weights). If anything
@@ -148,11 +167,12 @@ class Executor:
     """
 
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
-        self.backend, self.device, self.tensors = backend, device, tensors
+        self.backend, self.problem, self.device, self.tensors = backend, problem, device, tensors
         self.fast_calls: dict[int, FastCall] = {}
         self.fast_routes: dict[int, FastRoute] = {}  # likewise, by the number of logits
         self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}
         self._plans: dict[tuple[str, int], Plan] = {}
+        self.made: dict[Hashable, tuple[list[int], Any]] = {}  # what `remade` keeps, and for which addresses
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call, with every check."""
@@ -176,7 +196,10 @@ class Executor:
         self.fast_routes[logits.numel()] = fast_route
 
     def plan(self, x: Tensor, dispatch: Dispatch) -> Plan:
-        form, tokens = _DISPATCH[type(dispatch)], x.shape[:-1].numel()  # a batched x counts all rows it has room for
+        # A batched x counts all rows it has room for.
+        return self.plan_for(_DISPATCH[type(dispatch)], x.shape[:-1].numel())
+
+    def plan_for(self, form: str, tokens: int) -> Plan:
         key = form, self.plan_key(tokens)
         found = self._plans.get(key)
         if found is None:
@@ -185,14 +208,32 @@ class Executor:
             found = self._plans[key] = self.backend.plan(self._problems[form], tokens, self.device)
         return found
 
-    def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
-        """A function for further indexed calls with an x like this one; None if the backend has none."""
+    @classmethod
+    def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
+        """Reserve memory that these layers share in captured calls of up to this many tokens. Returns its bytes."""
+        return 0
+
+    def remade(self, key: Hashable, addresses: list[int], make: Callable[[], Made]) -> Made:
+        """What `make` made for these addresses; made again when one of them differs."""
+        found = self.made.get(key)
+        if found is None or found[0] != addresses:
+            if len(self.made) >= MOST_MADE:
+                self.made.clear()
+            found = self.made[key] = addresses, make()
+        made: Made = found[1]
+        return made
+
+    def fast_call(self, x: Tensor, plan: Plan, mapped: bool) -> FastCall | None:
+        """A function for further indexed calls with an x like this one; None if the backend has none.
+
+        `mapped`: for calls with an expert map; otherwise for calls without.
+        """
         return None
 
-    def prepare_fast_call(self, x: Tensor) -> None:
+    def prepare_fast_call(self, x: Tensor, mapped: bool = False) -> None:
         """After an indexed `run`: make the fast call for further calls like it."""
         plan = self._plans.get((INDEXED, self.plan_key(x.shape[0])))
-        call = None if plan is None else self.fast_call(x, plan)
+        call = None if plan is None else self.fast_call(x, plan, mapped)
         if call is not None:
             if len(self.fast_calls) >= MOST_PLANS:
                 self.fast_calls.clear()
@@ -205,5 +246,6 @@ class Executor:
     def forget(self) -> None:
         """Drop everything that is kept; the next call builds it again."""
         self._plans.clear()
+        self.made.clear()
         self.fast_calls.clear()
         self.fast_routes.clear()

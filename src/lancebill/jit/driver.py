@@ -7,12 +7,15 @@ the driver call alone costs a few. A layer makes up to a dozen launches.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeAlias
 
 from lancebill.errors import ContextError, DriverError
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream, which captures forbid
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -73,6 +76,39 @@ def _context(device: int) -> ctypes.c_void_p:
 def use_context(device: int) -> None:
     """Make the primary context current, as torch does when a thread first uses the GPU. New threads have none."""
     check(library().cuCtxSetCurrent(_context(device)), f"making the context of GPU {device} current")
+
+
+@contextmanager
+def uncaptured() -> Iterator[None]:
+    """Allows calls that a capture in progress forbids: to allocate, and to load kernels. They are not captured.
+
+    The prohibition belongs to the thread that calls and not to the stream, so it is lifted for this thread.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "changing the capture mode")
+    try:
+        yield
+    finally:  # `mode` is now the thread's former mode
+        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "changing the capture mode back")
+
+
+def capture_id(stream: int) -> int:
+    """A number that no other capture of this process has; for a stream that is capturing."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = library().cuStreamGetCaptureInfo_v2(
+        by_value(stream), ctypes.byref(status), ctypes.byref(number), *[None] * 3
+    )
+    check(code, "asking for the capture")
+    return number.value
+
+
+@cache
+def own_stream(device: int) -> int:
+    """A stream that nobody captures, in the current context, which is that of `device`."""
+    stream = ctypes.c_void_p()
+    check(library().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "creating a stream")
+    assert stream.value is not None
+    return stream.value
 
 
 def load_function(cubin: bytes, name: str, shared: int) -> int:

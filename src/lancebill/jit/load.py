@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lancebill.jit.build import get_binary
 from lancebill.jit.compile import SCRATCH_POINTERS, Binary, Desc, KernelSource
-from lancebill.jit.driver import MAP_BYTES, Launch, encode_map, load_function
+from lancebill.jit.driver import MAP_BYTES, Launch, encode_map, load_function, uncaptured
 
 _SCRATCH = tuple((f"scratch{i}", struct.pack("Q", 0)) for i in range(SCRATCH_POINTERS))
 _functions: dict[tuple[KernelSource, int], tuple[int, Binary]] = {}
@@ -39,7 +39,8 @@ def load_kernel(source: KernelSource, device: int) -> tuple[int, Binary]:
     key = (source, device)
     if key not in _functions:
         compiled = get_binary(source)
-        _functions[key] = load_function(compiled.cubin, compiled.name, compiled.shared), compiled
+        with uncaptured():
+            _functions[key] = load_function(compiled.cubin, compiled.name, compiled.shared), compiled
     return _functions[key]
 
 

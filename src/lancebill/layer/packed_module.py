@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lancebill.backends import oracle
 from lancebill.backends.base import Executor, TensorTable
 from lancebill.errors import LaunchError
+from lancebill.layer.compiled_op import add_layer
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem, parse_device
 
@@ -24,11 +25,22 @@ INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class PackedModule(nn.Module):
     """Parameters of one problem in one backend's layout. Moving it to another device repacks them if needed."""
 
+    tag: Tensor
+
     def __init__(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
         super().__init__()
         self._names: dict[str, tuple[str, ...]] = {}
         self._executor: Executor | None = None  # made by the first call; holds all state between calls
         self.adopt(choice, packed)
+        device = next(self.parameters()).device
+        # By which a compiled graph finds this layer:
+        self.register_buffer("tag", torch.zeros(1, dtype=torch.int8, device=device), persistent=False)
+        add_layer(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a tag of its own, and compiled graphs find it by that."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        add_layer(self)
 
     def adopt(self, choice: oracle.Choice, packed: Mapping[str, Packed]) -> None:
         """Replace the weights and the backend."""

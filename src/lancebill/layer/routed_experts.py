@@ -22,14 +22,15 @@ from lancebill.checkpoint.resolve.manifest import LayerIndex
 from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
+from lancebill.layer import compiled_op
 from lancebill.layer.collect import ExpertCollector
-from lancebill.layer.compiled_op import new_handle, routed_experts_op
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
 from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.random_layer import random_parts
 from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.layer.reserve import reserve
 from lancebill.layer.rules import WeightRules
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
@@ -55,7 +56,6 @@ class RoutedExperts(PackedModule):
         self.routing, self.report = parts.routing, parts.report
         self.refit = None if parts.recipe is None else ExpertCollector(parts.recipe)
         self.shared_experts: nn.Module | None = None
-        self.handle = new_handle(self)  # by which a compiled graph finds this layer
         self.register_buffer("expert_map", parts.expert_map, persistent=False)
         for role in ROUTER_ROLES:
             self.register_buffer(f"router_{role}", None, persistent=False)
@@ -159,38 +159,39 @@ class RoutedExperts(PackedModule):
 
         Ids are global; those of other ranks, and -1, contribute nothing.
         """
-        compiling = torch.compiler.is_compiling()
+        if torch.compiler.is_compiling():
+            made: Tensor = compiled_op.routed_experts(x, topk_ids, topk_weights, self.tag)
+            return made if out is None else out.copy_(made)
         settled = self.refit is None or self.refit.settled
-        if not compiling and settled and self._executor is not None and self._buffers["expert_map"] is None:
+        if settled and self._executor is not None:
             fast_call = self._executor.fast_calls.get(x.numel())
             if fast_call is not None:
-                result = torch.empty_like(x) if out is None else out
-                if fast_call(x, topk_ids, topk_weights, result):
+                result, places = torch.empty_like(x) if out is None else out, self._buffers["expert_map"]
+                given = (x, topk_ids, topk_weights, result)
+                if fast_call(*given) if places is None else fast_call(*given, places):
                     return result
         self.check(x, topk_ids, topk_weights)
         if out is not None and (out.shape != x.shape or out.device != x.device):
             got = f"{list(out.shape)} on {out.device}"
             raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
-        if compiling:
-            weights = list(self.parameters(recurse=False))
-            made: Tensor = routed_experts_op(x, topk_ids, topk_weights, weights, self.handle)
-            return made if out is None else out.copy_(made)
         result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
-        # Fast calls take int32 ids as they are; other ids need `localize` in every call.
-        int32_ids = topk_ids.dtype is torch.int32 and self.choice.backend.accepts_any_ids
-        if int32_ids and self._buffers["expert_map"] is None:
-            self.executor.prepare_fast_call(x)
+        if self.choice.backend.accepts_any_ids:
+            self.executor.prepare_fast_call(x, self._buffers["expert_map"] is not None)
         return result
 
     def compute(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
         """`forward` without the checks."""
         if x.numel() == 0:
             return out
-        places, local = self._buffers["expert_map"], topk_ids
-        if places is not None or topk_ids.dtype is not torch.int32 or not self.choice.backend.accepts_any_ids:
-            local = localize(topk_ids, places, self.problem.global_experts)
-        weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.float()
-        return self.executor.run(x, Indexed(local.contiguous(), weights.contiguous()), out)
+        places = self._buffers["expert_map"]
+        if self.choice.backend.accepts_any_ids:
+            return self.executor.run(x, Indexed(topk_ids, topk_weights, places), out)
+        ids, weights = localize(topk_ids, places, self.problem.global_experts), topk_weights.float()
+        return self.executor.run(x, Indexed(ids.contiguous(), weights.contiguous()), out)
+
+    def reserve(self, max_tokens: int) -> int:
+        """`lancebill.reserve` for this layer alone."""
+        return reserve(self, max_tokens)
 
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Run rows that the caller has already dispatched, with local ids."""
@@ -198,8 +199,16 @@ class RoutedExperts(PackedModule):
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
         """Routing inside: from the gate's logits [M, E] to the output, shared experts added."""
+        if torch.compiler.is_compiling():
+            out: Tensor = compiled_op.routed_forward(x, router_logits, input_ids, self.tag)
+        else:
+            out = self.route_and_run(x, router_logits, input_ids)
+        return self._add_shared(x, out)
+
+    def route_and_run(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """`forward_routed` without shared experts."""
         routed = self.route(x, router_logits, input_ids)
-        return self.complete(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
+        return self._scaled(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
 
     def route(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Routed:
         """The experts and weights of each row, with the router's own bias, correction and table."""
@@ -227,16 +236,17 @@ class RoutedExperts(PackedModule):
 
         Each is one operation, and most layers need none. `out` is overwritten.
         """
+        return self._add_shared(x, self._scaled(x, out, routed))
+
+    def _scaled(self, x: Tensor, out: Tensor, routed: Routed) -> Tensor:
         if routed.identity_weight is not None:  # computed in fp32, the type of the weight, and rounded once
             out = torch.addcmul(out, x, routed.identity_weight.unsqueeze(-1), out=out)
         if self.routing is not None and self.routing.apply_scale_to_output:
             out = out.mul_(self.routing.routed_scaling_factor)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return out
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy needs its own handle: with the original's it would compute with the original's weights if compiled."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.handle = new_handle(self)
+    def _add_shared(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def take_router(self, role: str, tensor: Tensor) -> None:
         """A copy of the router's bias or correction bias (kept in fp32: rounding would change selections),

@@ -17,10 +17,16 @@ from lancebill.errors import LaunchError
 
 @dataclass(frozen=True)
 class Indexed:
-    """For each token and slot a local expert id or -1, and its routing weight (fp32)."""
+    """For each token and slot an expert id and its routing weight.
 
-    ids: Tensor  # [M, k] int32
-    weights: Tensor  # [M, k] fp32
+    Every backend takes local ids (int32, -1 without an expert) and fp32 weights, both contiguous. A backend that
+    `accepts_any_ids` also takes what routers give: int32 or int64 ids with any values and strides (those that are no
+    local expert contribute nothing), fp32, bf16 or fp16 weights, and the map from global ids to local ones or -1.
+    """
+
+    ids: Tensor  # [M, k]
+    weights: Tensor  # [M, k]
+    expert_map: Tensor | None = None  # [global experts] int32; None: ids are local
 
     @property
     def tokens(self) -> int:

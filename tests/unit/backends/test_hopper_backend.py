@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lancebill.backends.base import TensorTable
-from lancebill.backends.hopper.call import caller_addresses, write_back
+from lancebill.backends.hopper.call import check_call, write_back
+from lancebill.backends.hopper.kernel_sources import ID_ARGUMENTS, WEIGHT_ARGUMENTS
 from lancebill.backends.hopper.kernels import triton_version as compat
 from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import make_plan, scratch
@@ -166,7 +167,7 @@ def test_plans_are_consistent(tokens: int, activations: str, work: str) -> None:
     assert plan.tokens >= tokens and plan.workspace_bytes > 0 and plan == make_plan(layer, tokens)
     assert plan.work == work and plan.slots == plan.tokens * (4 if work == INDEXED else 1)
     scratch_tensors = scratch(plan)
-    caller_tensors = {"x", "out"} | ({"ids", "weights"} if work == INDEXED else {"edges"})
+    caller_tensors = {"x", "out"} | ({*ID_ARGUMENTS, *WEIGHT_ARGUMENTS} if work == INDEXED else {"edges"})
     for step in steps(plan):
         assert list(step.values) == [name for name, _ in step.source.arguments]
         assert min(step.grid(tokens)) > 0
@@ -226,16 +227,19 @@ def test_decoding_needs_a_counter_for_every_tile() -> None:
 def test_arguments_the_kernels_cannot_take_are_refused() -> None:
     plan = make_plan(problem(), 3)
     x, ids, weights = torch.zeros(3, 256).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
-    assert caller_addresses(plan, x, Indexed(ids, weights), x) == tuple(t.data_ptr() for t in (x, x, ids, weights))
+    for given in (Indexed(ids, weights), Indexed(ids.long(), weights.half(), ids[0])):
+        check_call(plan, x, given, x)
     for match, given in (
         ("ids is on another device", (x, Indexed(ids.to("meta"), weights), x)),
         ("out is on another device", (x, Indexed(ids, weights), x.to("meta"))),
         ("x does not fit", (x.view(6, 128), Indexed(ids, weights), x)),
         ("out does not fit", (x, Indexed(ids, weights), x[:2])),
+        ("ids has another dtype", (x, Indexed(ids.short(), weights), x)),
+        ("expert_map is on another device", (x, Indexed(ids, weights, ids[0].to("meta")), x)),
         ("weights has another dtype", (x, Indexed(ids, weights.double()), x)),
     ):
         with pytest.raises(LaunchError, match=match):
-            caller_addresses(plan, *given)
+            check_call(plan, *given)
 
 
 def test_moved_scales_change_the_addresses_of_a_program() -> None:

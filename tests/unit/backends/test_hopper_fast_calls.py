@@ -41,9 +41,24 @@ def test_a_repeated_call_runs_no_torch_operation(gpu: FakeDriver, tokens: int) -
     with RecordOperations() as ran:
         layer(x, **call)
     assert gpu.launched > 0 and ran.seen == []
-    with RecordOperations() as ran:
-        layer(x, **{**call, "topk_ids": call["topk_ids"].long()})
-    assert ran.seen  # int64 ids are converted first
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_routers_give_is_read_by_the_kernels(gpu: FakeDriver, mapped: bool) -> None:
+    """int64 ids, 16-bit weights, views, an expert map: no conversion, and the first such call makes the fast call."""
+    layer, x, call = layer_and_call(100)
+    if mapped:
+        layer.expert_map = torch.arange(4, dtype=torch.int32)
+    ids, weights = call["topk_ids"].long(), call["topk_weights"].bfloat16()
+    both = torch.cat([ids, ids], 1)
+    layer(x, topk_ids=ids, topk_weights=weights)
+    gpu.launched = 0
+    for given in (ids, both[:, :2], both[:, ::2], call["topk_ids"]):
+        for routed in (weights, call["topk_weights"], weights.half().t().contiguous().t()):
+            with RecordOperations() as ran:
+                layer(x, topk_ids=given, topk_weights=routed, out=call["out"])
+            assert ran.seen == []
+    assert gpu.launched > 0
 
 
 def full_calls(layer: RoutedExperts, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_driver import (
+    ROUTED,
     FakeDriver,
     bind_program,
     fake_gpu,  # noqa: F401
@@ -23,20 +24,20 @@ from lancebill.testing.layers import make_layer
 def test_few_tokens_are_launched_as_one_graph(gpu: FakeDriver) -> None:
     """Nodes run in order, and only those with changed arguments are updated.
 
-    A call that changes every launch, or that the caller captures in a graph, launches kernels one by one.
+    A call that changes every launch launches kernels one by one.
     """
     layer = make_layer(small_problem(), "hopper", "cpu", distinct=1)
     program = bind_program(small_problem(), 100, layer)
-    call, count = (16, 32, 48, 64), len(program.bindings.launches)
+    call, count = (16, 32, 48, 64, *ROUTED), len(program.bindings.launches)
     program.run(100, call)
     assert gpu.graph_launches == 0 and gpu.launched == count
-    program.run(100, (16, 80, 48, 64))
+    program.run(100, (16, 80, 48, 64, *ROUTED))
     assert gpu.graph_launches == 1 and gpu.edges == [(i, i + 1) for i in range(1, count)]
     assert all(
         params == [(launch.config.gx, launch.parameters)]
         for params, launch in zip(gpu.nodes, program.bindings.launches)
     )
-    program.run(100, (16, 160, 48, 64))
+    program.run(100, (16, 160, 48, 64, *ROUTED))
     assert [len(params) for params in gpu.nodes] == [1 + (i in program.bindings.with_caller) for i in range(count)]
     assert (
         0 in program.bindings.with_caller
@@ -49,11 +50,7 @@ def test_few_tokens_are_launched_as_one_graph(gpu: FakeDriver) -> None:
     assert gpu.graph_launches == 3
     assert all(params[-1][0] == launch.config.gx for params, launch in zip(gpu.nodes, program.bindings.launches))
     assert gpu.nodes[0][-1][0] == 91  # one block per token, and one that builds the lists
-    gpu.capturing, gpu.launched = True, 0
     program.run(80, call)
-    program.run(80, call)
-    assert gpu.graph_launches == 3 and gpu.launched == 2 * count
-    gpu.capturing = False
     program.run(80, call)
     assert gpu.nodes[0][-1][0] == 81 and gpu.destroyed == 0
     del program
@@ -69,7 +66,7 @@ def test_many_tokens_or_an_old_driver_use_no_graph(
         monkeypatch.delattr(FakeDriver, "cuGraphAddDependencies_v2")
     layer = make_layer(small_problem(), "hopper", "cpu", distinct=1)
     program = bind_program(small_problem(), tokens, layer)
-    program.run(tokens, (16, 32, 48, 64))
+    program.run(tokens, (16, 32, 48, 64, *ROUTED))
     assert gpu.graph_launches == 0 and gpu.launched == len(program.bindings.launches)
 
 
@@ -93,8 +90,8 @@ def test_the_graph_has_the_right_grids_after_an_interrupted_call(
 ) -> None:
     layer = make_layer(small_problem(), "hopper", "cpu", distinct=1)
     program = bind_program(small_problem(), 100, layer)
-    program.run(100, (16, 32, 48, 64))
-    program.run(100, (16, 80, 48, 64))
+    program.run(100, (16, 32, 48, 64, *ROUTED))
+    program.run(100, (16, 80, 48, 64, *ROUTED))
     assert program.graph is not None
 
     class Interrupted(set[int]):
@@ -106,9 +103,9 @@ def test_the_graph_has_the_right_grids_after_an_interrupted_call(
             during.setattr(program, "outdated", Interrupted())
         else:
             during.setattr(program.graph, "copy_grids", Interrupted().update)
-        program.run(90, (16, 32, 48, 64))
-    program.run(90, (16, 32, 48, 64))
-    program.run(90, (16, 80, 48, 64))
+        program.run(90, (16, 32, 48, 64, *ROUTED))
+    program.run(90, (16, 32, 48, 64, *ROUTED))
+    program.run(90, (16, 80, 48, 64, *ROUTED))
     assert [params[-1][0] for params in gpu.nodes] == [launch.config.gx for launch in program.bindings.launches]
 
 
@@ -117,7 +114,7 @@ def test_a_new_thread_gets_the_cuda_context(gpu: FakeDriver, monkeypatch: pytest
     """With single launches and with graphs: nothing is launched twice, and other errors are raised."""
     layer = make_layer(small_problem(), "hopper", "cpu", distinct=1)
     program = bind_program(small_problem(), tokens, layer)
-    call, count, used = (16, 32, 48, 64), len(program.bindings.launches), list[int]()
+    call, count, used = (16, 32, 48, 64, *ROUTED), len(program.bindings.launches), list[int]()
     monkeypatch.setattr(bound, "use_context", used.append)
     for name, whole in (("cuLaunchKernelEx", gpu.cuLaunchKernelEx), ("cuGraphLaunch", gpu.cuGraphLaunch)):
 

@@ -10,9 +10,10 @@ from time import sleep
 import pytest
 import torch
 from fake_driver import (
+    ROUTED,
     FakeDriver,
     bind_program,
-    call_addresses,
+    call_values,
     fake_gpu,  # noqa: F401
     read_argument,
     small_problem,
@@ -32,9 +33,9 @@ from lancebill.testing.layers import make_layer, routing
 def run_once(problem: Problem, tokens: int, call: dict[str, torch.Tensor]) -> bound.Program:
     layer = make_layer(problem, "hopper", "cpu", distinct=1)
     program = bind_program(problem, tokens, layer)
-    program.run(tokens, call_addresses(call))
+    program.run(tokens, call_values(call))
     assert all(launch.config.gx > 0 for launch in program.bindings.launches)
-    for number, pointer in enumerate(call_addresses(call)):
+    for number, pointer in enumerate(call_values(call)[: len(call)]):
         assert stored_addresses(program, number) <= {pointer}
     return program
 
@@ -48,7 +49,7 @@ def test_a_call_stores_its_addresses_and_launches(
     program = run_once(small_problem(activations), tokens, call)
     assert gpu.launched == launches and stored_addresses(program, 1) and stored_addresses(program, 2)
     moved = {name: tensor.clone() for name, tensor in call.items()}
-    program.run(max(1, tokens // 2), call_addresses(moved))
+    program.run(max(1, tokens // 2), call_values(moved))
     assert gpu.launched == 2 * launches
     assert stored_addresses(program, 1) == {moved["out"].data_ptr()}
 
@@ -115,12 +116,12 @@ def test_tensor_maps_are_cached_by_address(gpu: FakeDriver, monkeypatch: pytest.
     made: list[int] = []
     monkeypatch.setattr(load, "_encode", lambda matrix, facts: made.append(matrix.pointer) or bytes([9]) * 128)
     for x in (16, 160, 16, 160, 16):
-        program.run(1, (x, 32, 48, 64))
+        program.run(1, (x, 32, 48, 64, *ROUTED))
     launch, name = program.bindings.mapped[0]
     assert made == [16, 160] and ctypes.string_at(launch.address(name), 128) == bytes([9]) * 128
 
 
-@pytest.mark.parametrize("name", ["x", "out", "ids", "weights"])
+@pytest.mark.parametrize("name", ["x", "out"])
 @pytest.mark.parametrize("gaps", [True, False])
 def test_views_are_copied_to_aligned_memory(gpu: FakeDriver, name: str, gaps: bool) -> None:
     """Rows of a larger batch, with gaps between them or with a misaligned start."""
@@ -140,6 +141,36 @@ def test_views_are_copied_to_aligned_memory(gpu: FakeDriver, name: str, gaps: bo
     assert all(pointer % bound.ALIGNMENT == 0 for pointer in at)
 
 
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize(
+    ("ids", "layout"),
+    [
+        (torch.zeros(101, 2, dtype=torch.int64)[1:], (2, 4, 2)),
+        (torch.zeros(202, 5, dtype=torch.int32)[2::2, 1:5:3], (1, 10, 3)),
+        (torch.zeros(2, 100, dtype=torch.int64).t(), (2, 2, 200)),
+        (torch.zeros(1, 2, dtype=torch.int32).expand(100, 2), (1, 0, 1)),
+    ],
+)
+def test_ids_and_weights_are_read_where_they_are(
+    gpu: FakeDriver, tokens: int, ids: torch.Tensor, layout: tuple[int, ...]
+) -> None:
+    """Any dtype, strides and alignment, with an expert map: launches get addresses and runtime integers."""
+    program = bind_program(small_problem(), tokens, make_layer(small_problem(), "hopper", "cpu", distinct=1))
+    x, expert_map = torch.zeros(tokens, 256, dtype=torch.bfloat16), torch.arange(9, dtype=torch.int32)[1:]
+    weights = torch.zeros(tokens, 7, dtype=torch.float16)[:, 1:7:4]
+    run_program(program, x, Indexed(ids[:tokens], weights, expert_map), torch.empty_like(x))
+    assert gpu.launched == len(program.bindings.launches)
+    assert stored_addresses(program, 2) == {ids.data_ptr()} and stored_addresses(program, 3) == {weights.data_ptr()}
+    names = ("id_words", "id_row", "id_column", "mapped", "weight_kind", "weight_row", "weight_column")
+    expected = dict(zip(names, (*layout, 8, 1, 7, 4)))
+    seen = set()
+    for step, launch in zip(steps(program.bindings.plan), program.bindings.launches):
+        for name in expected.keys() & step.values.keys():
+            assert launch.integer_slot(name).value == expected[name], name
+            seen.add(name)
+    assert seen == expected.keys()
+
+
 def test_contiguous_plans_refuse_indexed_calls(gpu: FakeDriver) -> None:
     """A contiguous plan does not read ids as edges, even if the tensors fit."""
     problem = small_problem(dispatch=CONTIGUOUS)
@@ -156,7 +187,7 @@ def test_contiguous_plans_refuse_indexed_calls(gpu: FakeDriver) -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"ids": torch.zeros(100, 2, dtype=torch.int64)}, "another dtype"),
+        ({"ids": torch.zeros(100, 2, dtype=torch.int16)}, "another dtype"),
         ({"ids": torch.zeros(99, 2, dtype=torch.int32)}, "do not fit"),
         ({"weights": torch.zeros(100, 3)}, "do not fit"),
         ({"x": torch.zeros(120, 256, dtype=torch.bfloat16), "out": torch.zeros(120, 256, dtype=torch.bfloat16),
@@ -181,7 +212,7 @@ def test_an_interrupted_call_does_not_change_the_next(gpu: FakeDriver) -> None:
     """The next call writes its own sizes and addresses again."""
     layer = make_layer(small_problem(), "hopper", "cpu", distinct=1)
     program = bind_program(small_problem(), 100, layer)
-    call = (16, 32, 48, 64)
+    call = (16, 32, 48, 64, *ROUTED)
     program.run(100, call)
     grids = [(launch.config.gx, launch.config.gy) for launch in program.bindings.launches]
 

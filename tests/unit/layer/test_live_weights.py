@@ -194,11 +194,28 @@ def test_a_layer_loaded_with_a_progress_bar_can_be_copied(tmp_path: Path) -> Non
     copy.deepcopy(layer)
 
 
-def test_only_int32_ids_prepare_a_fast_call() -> None:
-    layer, routed, x = fresh(), routing(PROBLEM, 3, 0, "cpu"), torch.randn(3, 128).bfloat16()
-    want = layer(x, topk_ids=routed.ids.long(), topk_weights=routed.weights)
-    assert not layer.executor.fast_calls
-    assert torch.equal(layer(x, topk_ids=routed.ids.int(), topk_weights=routed.weights), want)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ids_and_weights_as_routers_give_them(mapped: bool) -> None:
+    """Every dtype, strides, ids of no expert with NaN weights, an expert map. The first call makes the fast call."""
+    layer, x = fresh(), torch.randn(7, 128).bfloat16()
+    experts, routed = layer.problem.experts, routing(PROBLEM, 7, 0, "cpu")
+    ids, weights = routed.ids.clone(), routed.weights.bfloat16()
+    ids[1, 0], ids[2, 1], weights[1, 0], weights[2, 1] = -1, experts, torch.nan, torch.nan
+    want = layer(x, topk_ids=ids, topk_weights=weights.float())
+    assert want.isfinite().all()
+    wild = ids.long()
+    wild[1, 0], wild[2, 1] = (1 << 32) + 1, -(1 << 40)
+    if mapped:
+        layer.expert_map = torch.full((2 * experts,), -1, dtype=torch.int32)
+        layer.expert_map[1::2] = torch.arange(experts)
+        ids, wild = (torch.where((t >= 0) & (t < experts), 2 * t + 1, t) for t in (ids, wild))
+        ids[2, 1] = 2 * experts
+    for given in (ids, wild, torch.stack([wild, wild], 2)[..., 0], wild.t().contiguous().t()):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for routed_weights in (weights.to(dtype), torch.stack([weights, weights], 2).to(dtype)[..., 1]):
+                for _ in range(2):
+                    got = layer(x, topk_ids=given, topk_weights=routed_weights)
+                    assert torch.equal(got, want), (given.dtype, given.stride(), dtype)
     assert bool(layer.executor.fast_calls) == (BACKEND == "cpu")
 
 

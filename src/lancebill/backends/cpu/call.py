@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lancebill.backends.call_signature import ID_WORDS, RoutingLayout
 from lancebill.backends.cpu.form import CpuForm
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
@@ -45,32 +46,48 @@ class LayerStructs:
 
 def run(native: Library, plan: CpuPlan, structs: LayerStructs, x: Tensor, dispatch: Dispatch, out: Tensor) -> None:
     """One call of the library. Local variables keep the tensors it reads alive until it returns."""
-    source, result = _rows(x), _rows(out)
-    pointers: tuple[int | None, ...]
-    if isinstance(dispatch, Indexed):
-        ids, routed = _plain(dispatch.ids, torch.int32), _plain(dispatch.weights, torch.float32)
-        tokens, top_k = ids.shape
-        pointers = (ids.data_ptr(), routed.data_ptr(), plan.problem.weight_on_input, None, None)
-    else:
-        offsets, rows = _grouped(dispatch, x)
-        tokens, top_k = 0, 0
-        pointers = (None, None, False, offsets.data_ptr(), None if rows is None else rows.data_ptr())
+    source, result, places = _rows(x), _rows(out), None
     work = abi.WorkStruct(
         source.data_ptr(), result.data_ptr(), source.stride(0), result.stride(0), _float(source), _float(result),
-        tokens, top_k, *pointers, torch.get_num_threads(), int(plan.level), 0 if plan.tiles else -1,
+        threads=torch.get_num_threads(), level=int(plan.level), tile_rows=0 if plan.tiles else -1,
     )  # fmt: skip
+    if isinstance(dispatch, Indexed):
+        ids, routed, places = _routed(dispatch)
+        work.tokens, work.top_k = ids.shape
+        work.ids, work.weights, work.weight_on_input = ids.data_ptr(), routed.data_ptr(), plan.problem.weight_on_input
+        work = with_layout(work, RoutingLayout.of(ids, routed, 0 if places is None else places.numel()))
+        work.expert_map = None if places is None else places.data_ptr()
+    else:
+        offsets, rows = _grouped(dispatch, x)
+        work.offsets, work.rows = offsets.data_ptr(), None if rows is None else rows.data_ptr()
     native.run(structs.layer, work, native.scratch_bytes(structs.layer, work))
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.view(out.shape))
 
 
+def _routed(dispatch: Indexed) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids, weights and the expert map as the library reads them."""
+    ids, weights, places = dispatch.ids, dispatch.weights, dispatch.expert_map
+    ids = ids if ids.dtype in ID_WORDS else ids.to(torch.int64)
+    weights = weights if weights.dtype in FLOAT else weights.float()
+    return ids, weights, None if places is None else _plain(places, torch.int32)
+
+
 def indexed_work(plan: CpuPlan, tokens: int, dtype: torch.dtype) -> abi.WorkStruct:
-    """The struct of an indexed call, without what differs between calls: addresses and the number of threads."""
+    """The struct of an indexed call, without what differs between calls: addresses, layouts, the number of threads."""
     problem, kind = plan.problem, FLOAT[dtype]
     return abi.WorkStruct(
-        0, 0, problem.hidden, problem.hidden, kind, kind, tokens, problem.top_k, 0, 0, problem.weight_on_input,
-        None, None, 1, int(plan.level), 0 if plan.tiles else -1,
+        0, 0, problem.hidden, problem.hidden, kind, kind, tokens, problem.top_k, threads=1,
+        weight_on_input=problem.weight_on_input, level=int(plan.level), tile_rows=0 if plan.tiles else -1,
     )  # fmt: skip
+
+
+def with_layout(work: abi.WorkStruct, layout: RoutingLayout) -> abi.WorkStruct:
+    """A copy that says how the library reads ids and weights."""
+    work = abi.WorkStruct.from_buffer_copy(work)
+    work.id_words, work.id_row, work.id_column, work.mapped = layout[:4]
+    work.weight_type, work.weight_row, work.weight_column = layout[4:]
+    return work
 
 
 def _matrix(shape: MatrixShape, form: CpuForm, packed: Packed) -> abi.MatrixStruct:

@@ -31,7 +31,6 @@ class CpuExecutor(Executor):
     ) -> None:
         super().__init__(backend, problem, device, tensors)
         self.native = native
-        self._structs: tuple[list[int], LayerStructs] | None = None  # and the addresses they hold
         self._routing: CpuRouting | None = None
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
@@ -39,8 +38,7 @@ class CpuExecutor(Executor):
         assert isinstance(plan, CpuPlan)
         if x.numel() == 0:
             return out
-        _, structs = self._bound(plan)
-        call.run(self.native, plan, structs, x, dispatch, out)
+        call.run(self.native, plan, self._structs(plan, self.tensors.addresses()), x, dispatch, out)
         return out
 
     def route(
@@ -61,39 +59,50 @@ class CpuExecutor(Executor):
             self.keep_fast_route(logits, bound.fast_route(call))
         return bound.run(call.logits, call.input_ids)
 
-    def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
+    def fast_call(self, x: Tensor, plan: Plan, mapped: bool) -> FastCall | None:
         assert isinstance(plan, CpuPlan)
         if x.numel() == 0 or x.dtype not in FLOAT:
             return None
-        addresses, structs = self._bound(plan)
-        return _fast_call(self.native, plan, structs, addresses, self.tensors, x)
+        addresses = self.tensors.addresses()
+        return _fast_call(self.native, plan, self._structs(plan, addresses), addresses, self.tensors, x, mapped)
 
     def forget(self) -> None:
         super().forget()
-        self._structs = self._routing = None
+        self._routing = None
 
-    def _bound(self, plan: CpuPlan) -> tuple[list[int], LayerStructs]:
-        addresses = self.tensors.addresses()
-        if self._structs is None or self._structs[0] != addresses:
-            self._structs = addresses, LayerStructs.make(plan, self.tensors.packed())
-        return self._structs
+    def _structs(self, plan: CpuPlan, addresses: list[int]) -> LayerStructs:
+        return self.remade("structs", addresses, lambda: LayerStructs.make(plan, self.tensors.packed()))
 
 
 def _fast_call(
-    native: Library, plan: CpuPlan, structs: LayerStructs, addresses: list[int], tensors: TensorTable, x: Tensor
-) -> FastCall:
+    native: Library, plan: CpuPlan, structs: LayerStructs, addresses: list[int], tensors: TensorTable, x: Tensor,
+    mapped: bool,
+) -> FastCall:  # fmt: skip
     """Further calls with as many rows of the same dtype, as long as the weights have not moved."""
     problem, tokens = plan.problem, x.numel() // plan.problem.hidden
     fits = CallSignature((tokens, problem.hidden), (tokens, problem.top_k), x.dtype, torch.device("cpu"))
-    template = call.indexed_work(plan, tokens, x.dtype)
+    count, layout = 5 if mapped else 4, fits.last.layout
+    # The struct of calls with this layout; replaced, never changed.
+    held = layout, call.with_layout(call.indexed_work(plan, tokens, x.dtype), layout)
     scratch: dict[int, int] = {}  # bytes, by number of threads
 
-    def fast_call(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
-        if not fits(x, ids, weights, out) or tensors.addresses() != addresses:
+    def fast_call(*given: Tensor) -> bool:
+        nonlocal held
+        if len(given) != count or tensors.addresses() != addresses:
             return False
+        last = fits.last
+        found = last if last.same(*given) else fits.match(*given)
+        if found is None:
+            return False
+        layout, template = held
+        if layout is not found.layout:
+            template = call.with_layout(template, found.layout)
+            held = found.layout, template
         work, threads = abi.WorkStruct.from_buffer_copy(template), torch.get_num_threads()
+        x, ids, weights, out = given[:4]
         work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), threads
         work.ids, work.weights = ids.data_ptr(), weights.data_ptr()
+        work.expert_map = given[4].data_ptr() if mapped else None
         size = scratch.get(threads)
         if size is None:
             size = scratch[threads] = native.scratch_bytes(structs.layer, work)

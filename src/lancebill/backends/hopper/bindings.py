@@ -1,7 +1,8 @@
-"""The launches of a plan, bound to one layer's weights and one stream's scratch memory.
+"""The launches of a plan, bound to one layer's weights and to one workspace.
 
-Every argument that no call changes is written once. The caller's addresses go into one array that all launches
-read; functions that follow the number of tokens (grids, counts) are collected in `resizers`.
+Every argument that no call changes is written once. What the caller gives (addresses, and integers that say how to
+read ids and weights) goes into one array that all launches read; functions that follow the number of tokens (grids,
+counts) are collected in `resizers`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper import workspace
+from lancebill.backends.call_signature import RoutingLayout
 from lancebill.backends.hopper.plan import GemmPlan, HopperPlan, scratch
 from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value
 from lancebill.backends.hopper.steps import steps
+from lancebill.backends.hopper.workspace import Workspace, outside_pools, views
 from lancebill.jit.driver import Launch, use_context
 from lancebill.jit.load import MappedMatrix, prepare_launch
 from lancebill.jit.load import Value as Bound
@@ -25,37 +27,46 @@ from lancebill.moe.layout import Packed
 from lancebill.moe.problem import INDEXED
 
 Resize = Callable[[int], None]
-_PLACES = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3}  # index of each of the caller's tensors in that array
+# The index of each of the caller's values in that array: addresses, then the fields of `RoutingLayout`. All have 64
+# bits; of an integer the driver reads the lower half.
+_PLACES = {"x": 0, "out": 1, "ids": 2, "edges": 2, "weights": 3, "expert_map": 4}
+_PLACES |= {name: 5 + i for i, name in enumerate(RoutingLayout._fields)}
 
 
 @dataclass(frozen=True)
 class Bindings:
-    """Launches whose arguments are complete, except for the caller's addresses and the number of tokens."""
+    """Launches whose arguments are complete, except for what the caller gives and the number of tokens."""
 
     plan: HopperPlan
     device: int
     stream: int
-    lock: Lock  # calls of several threads on one stream take turns: they share scratch memory
+    lock: Lock  # of the workspace
     launches: tuple[Launch, ...]
-    caller: ctypes.Array[ctypes.c_uint64]  # addresses of the caller's tensors
+    caller: ctypes.Array[ctypes.c_uint64]  # what the caller gives
     mapped: tuple[tuple[Launch, str], ...]  # launches that read x through a tensor map, and the argument's name
     resizers: tuple[Resize, ...]
-    with_caller: frozenset[int]  # indices of launches that take a tensor of the caller as an argument
-    scratch: Tensor
+    with_caller: frozenset[int]  # indices of launches that take something of the caller as an argument
+    workspace: Workspace | None  # kept alive here, unless it belongs to one captured call
     unit_pre_scales: tuple[Tensor, ...]  # kept alive here: the launches hold their addresses
 
     @classmethod
-    def bind(cls, plan: HopperPlan, weights: Mapping[str, Packed], device: torch.device, stream: int) -> Bindings:
+    def bind(
+        cls,
+        plan: HopperPlan,
+        weights: Mapping[str, Packed],
+        device: torch.device,
+        stream: int,
+        workspace: Workspace,
+    ) -> Bindings:
         """Keeps addresses of the weights, not the tensors: a program does not keep a layer's weights alive."""
         index = device.index or 0
         if device.type == "cuda":
             use_context(index)
         sizes = scratch(plan)
-        memory = workspace.buffer(device, stream, workspace.pieces(sizes)[1])
         packed = {name: _with_pre_scale(plan.gemm(name), own) for name, own in weights.items()}
         tensors: dict[str, Mapping[str, Tensor]] = {
-            SCRATCH: workspace.views(memory, sizes),
-            COUNTERS: {"all": workspace.counters(device, stream)},
+            SCRATCH: views(workspace.memory, sizes),
+            COUNTERS: {} if workspace.counters is None else {"all": workspace.counters},
             **packed,
         }
         planned, binder = steps(plan), _Binder(plan, device, stream, tensors)
@@ -63,19 +74,19 @@ class Bindings:
             plan,
             index,
             stream,
-            workspace.lock(device, stream),
+            workspace.lock,
             tuple(binder.bind(step) for step in planned),
             binder.caller,
             tuple(binder.mapped),
             tuple(binder.resizers),
             frozenset(i for i, step in enumerate(planned) if any(map(_is_from_caller, step.values.values()))),
-            memory,
+            workspace if workspace.owned else None,
             tuple(own["pre_scale"] for name, own in packed.items() if own is not weights[name]),
         )
 
 
 class _Binder:
-    """Binds steps one by one and collects what they share: the caller's addresses, tensor maps, resize functions."""
+    """Binds steps one by one and collects what they share: the caller's values, tensor maps, resize functions."""
 
     def __init__(
         self, plan: HopperPlan, device: torch.device, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]
@@ -83,7 +94,7 @@ class _Binder:
         assert plan.rule is not None
         self.device, self.stream, self.tensors, self.overlap = device.index or 0, stream, tensors, plan.rule.overlap
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.caller = (ctypes.c_uint64 * (4 if plan.work == INDEXED else 3))()
+        self.caller = (ctypes.c_uint64 * (5 + len(RoutingLayout._fields) if plan.work == INDEXED else 3))()
         self.mapped: list[tuple[Launch, str]] = []
         self.resizers: list[Resize] = []
 
@@ -127,11 +138,12 @@ def _with_pre_scale(gemm: GemmPlan, packed: Packed) -> Packed:
         return packed
     codes = packed["codes"]
     k = gemm.slices * gemm.form.slice_columns  # padded: at least as long as the input row
-    return {**packed, "pre_scale": torch.ones(codes.shape[0], k, device=codes.device)}
+    ones = outside_pools(codes.device, None, lambda: torch.ones(codes.shape[0], k, device=codes.device))
+    return {**packed, "pre_scale": ones}
 
 
 def _address(ref: Ref, tensors: Mapping[str, Mapping[str, Tensor]]) -> Bound:
-    """A pointer, or the matrix behind a tensor map; 0 for tensors of the caller."""
+    """A pointer, or the matrix behind a tensor map; 0 for what the caller gives."""
     if ref.owner == CALL:
         return 0
     tensor = tensors[ref.owner][ref.name]

@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTable
+from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTable, call_tensors
 from lancebill.backends.hopper.bindings import Bindings
-from lancebill.backends.hopper.call import caller_addresses, dense, is_dense, write_back
+from lancebill.backends.hopper.call import check_call, dense, is_dense, readable, write_back
 from lancebill.backends.hopper.plan import HopperPlan
 from lancebill.backends.hopper.program import Program
 from lancebill.backends.hopper.route_program import RoutePrograms
-from lancebill.backends.hopper.tuning.policy import bucket
+from lancebill.backends.hopper.tuning.policy import bucket, buckets
+from lancebill.backends.hopper.workspace import WORKSPACES, Workspace, reserve_workspace
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
-from lancebill.moe.dispatch import Dispatch, Indexed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
+from lancebill.moe.problem import CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
 
-_MOST_PROGRAMS = 256  # a program that is dropped is bound again by the next call
-
 
 class HopperExecutor(Executor):
-    """Rebinds a program when any address of the weights differs from those it was bound to."""
+    """Rebinds a program when any address of the weights or of the workspace differs from those it was bound to."""
 
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
         super().__init__(backend, problem, device, tensors)
-        self.programs: dict[tuple[str, int, int], tuple[list[int], Program]] = {}
+        self.captures: dict[int, Tensor] = {}  # counters of graphs that this layer is part of, by address
+        self.reserved: Workspace | None = None  # for captured calls
         self.route_programs = RoutePrograms()
 
     def plan_key(self, tokens: int) -> int:
         return bucket(max(tokens, 1))
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
-        index = x.device.index or 0
-        if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
-            with torch.cuda.device(index):
-                return self.run(x, dispatch, out)
         if x.numel() == 0:
             return out
         plan = self.plan(x, dispatch)
         assert isinstance(plan, HopperPlan)
-        return run_program(self.program(plan, x.device), x, dispatch, out)
+        return self.run_plan(plan, x, dispatch, out)
+
+    def run_plan(self, plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        """One call on the current stream."""
+        index = x.device.index or 0
+        if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
+            with torch.cuda.device(index):
+                return self.run_plan(plan, x, dispatch, out)
+        workspace = self.workspace(plan, x.device)  # alive until the launches are queued
+        return run_program(self.program(plan, x.device, workspace), x, dispatch, out)
+
+    def workspace(self, plan: HopperPlan, device: torch.device) -> Workspace:
+        """The memory for a call on the current stream."""
+        stream, size = torch._C._cuda_getCurrentRawStream(device.index or 0), plan.workspace_bytes
+        if not _capturing():
+            return WORKSPACES.of_stream(device, stream, size)
+        if self.reserved is not None and self.reserved.memory.numel() >= size:
+            return self.reserved
+        workspace = WORKSPACES.of_capture(device, stream, size, counting=plan.decode)
+        if workspace.counters is not None:
+            self.captures[workspace.counters.data_ptr()] = workspace.counters
+        return workspace
 
     def route(
         self,
@@ -64,63 +83,99 @@ class HopperExecutor(Executor):
             self.keep_fast_route(logits, program.fast_route(call))
         return program.run(call.logits, call.input_ids)
 
-    def program(self, plan: HopperPlan, device: torch.device) -> Program:
+    def program(self, plan: HopperPlan, device: torch.device, workspace: Workspace) -> Program:
         """The program of this plan on the current stream, bound to the weights where they are now."""
-        stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
-        key = plan.work, plan.tokens, stream
-        addresses, found = self.tensors.addresses(), self.programs.get(key)
-        if found is None or found[0] != addresses:
-            if len(self.programs) >= _MOST_PROGRAMS:
-                self.programs.clear()
-            program = Program(Bindings.bind(plan, self.tensors.packed(), device, stream))
-            found = self.programs[key] = addresses, program
-        return found[1]
+        stream, captured = torch._C._cuda_getCurrentRawStream(device.index or 0), _capturing()
 
-    def fast_call(self, x: Tensor, plan: Plan) -> FastCall | None:
-        """Further calls with as many tokens on this stream, as long as the weights have not moved.
+        def bind() -> Program:
+            bindings = Bindings.bind(plan, self.tensors.packed(), device, stream, workspace)
+            return Program(bindings, captured=captured)
+
+        addresses = [*self.tensors.addresses(), *workspace.addresses]
+        return self.remade((plan.work, plan.tokens, stream, captured), addresses, bind)
+
+    def fast_call(self, x: Tensor, plan: Plan, mapped: bool) -> FastCall | None:
+        """Further calls with as many tokens on this stream, as long as the weights have not moved; none in a capture.
 
         Returns a function and not an object with `__call__`, which takes the host longer to call.
         """
         assert isinstance(plan, HopperPlan)
-        program, tokens, tensors = self.program(plan, x.device), x.shape[0], self.tensors
-        signature, addresses = program.signature(tokens, x.device), tensors.addresses()
+        if _capturing():
+            return None
+        program, tokens, tensors = (
+            self.program(plan, x.device, self.workspace(plan, x.device)),
+            x.shape[0],
+            self.tensors,
+        )
+        signature, addresses = program.signature(tokens, x.device, mapped), tensors.addresses()
         if signature is None:
             return None
         run, device, stream = program.run_indexed, program.bindings.device, program.bindings.stream
+        count = 5 if mapped else 4
 
-        def fast_call(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> bool:
+        def fast_call(*given: Tensor) -> bool:
             return (
-                torch._C._cuda_getDevice() == device
+                len(given) == count
+                and torch._C._cuda_getDevice() == device
                 and torch._C._cuda_getCurrentRawStream(device) == stream
+                and not torch._C._cuda_isCurrentStreamCapturing()
                 and tensors.addresses() == addresses
-                and run(tokens, signature, x, ids, weights, out)
+                and run(tokens, signature, given)
             )
 
         return fast_call
 
+    @classmethod
+    def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
+        """One workspace for all layers given."""
+        own = [executor for executor in executors if isinstance(executor, HopperExecutor)]
+        size = max(executor.most_bytes(max_tokens) for executor in own)
+        workspace = reserve_workspace(own[0].tensors.device, size)
+        for executor in own:
+            executor.reserved = workspace
+        return size
+
+    def most_bytes(self, max_tokens: int) -> int:
+        """The largest workspace of a call with up to this many tokens. A larger batch may need less."""
+        form = CONTIGUOUS if self.problem.w2 is None else INDEXED
+        return max(self.plan_for(form, tokens).workspace_bytes for tokens in buckets(max_tokens))
+
     def forget(self) -> None:
         super().forget()
-        self.programs.clear()
         self.route_programs = RoutePrograms()
+
+
+def _capturing() -> bool:
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
 def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
     """One call. Checks all tensors and copies those that the kernels cannot read as they are."""
     plan = program.bindings.plan
-    if isinstance(dispatch, Indexed):
-        signature = program.signature(x.shape[0], x.device)
-        if signature and program.run_indexed(x.shape[0], signature, x, dispatch.ids, dispatch.weights, out):
-            return out
-        dispatch = Indexed(dense(dispatch.ids), dense(dispatch.weights))
+    if isinstance(dispatch, Indexed) and _run_indexed(program, x, dispatch, out):
+        return out
     dtype = plan.problem.input.storage
     x, written = dense(x.to(dtype)), out
     if out.dtype != dtype or not is_dense(out):
         written = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
-    addresses = caller_addresses(plan, x, dispatch, written)
+    check_call(plan, x, dispatch, written)
     tokens = x.numel() // plan.problem.hidden
     if tokens > plan.tokens:
         raise LaunchError("more tokens than the plan is for", expected=f"<= {plan.tokens}", got=tokens)
     if tokens == 0:
         return out
-    program.run(tokens, addresses)
+    dispatch = readable(dispatch)
+    if isinstance(dispatch, Indexed):
+        if not _run_indexed(program, x, dispatch, written):
+            raise LaunchError("the kernels cannot read these tensors", got=f"{dispatch.ids.shape}, {x.shape}")
+    else:
+        edges = dispatch.offsets if isinstance(dispatch, Contiguous) else dispatch.counts
+        program.run(tokens, (x.data_ptr(), written.data_ptr(), edges.data_ptr()))
     return out if written is out else write_back(written, dispatch, out)
+
+
+def _run_indexed(program: Program, x: Tensor, dispatch: Indexed, out: Tensor) -> bool:
+    """Whether the kernels could read the tensors as they are, and ran."""
+    signature = program.signature(x.shape[0], x.device, dispatch.expert_map is not None)
+    given = call_tensors(x, dispatch, out)
+    return signature is not None and program.run_indexed(x.shape[0], signature, given)

@@ -18,6 +18,13 @@ ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
 GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what the epilogue writes
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 _REGISTERS = 65536  # per SM
+# How a kernel reads the caller's ids and weights: see kernels/slots.py. The caller's pointers may have any alignment.
+ID_ARGUMENTS = {
+    "ids": "*i32", "id_words": "i32", "id_row": "i32", "id_column": "i32", "expert_map": "*i32", "mapped": "i32",
+    "experts": "i32",
+}  # fmt: skip
+WEIGHT_ARGUMENTS = {"weights": "*i16", "weight_kind": "i32", "weight_row": "i32", "weight_column": "i32"}
+_ANY_ALIGNMENT = ("edges", "ids", "expert_map", "weights")
 
 
 def grouped_gemm(
@@ -60,12 +67,14 @@ def _scale_box(form: WeightForm, tile: Tile) -> int:
 def rows_kernel(
     name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int, blocks: int = 1
 ) -> KernelSource:
-    """A kernel of `dispatch_combine`. Row widths and all pointers but the caller's edges are multiples of 16.
+    """A kernel of `dispatch_combine`. Row widths are multiples of 16, and most pointers.
 
     `blocks`: programs per SM that must fit in its registers.
     """
     aligned = tuple(
-        a for a, kind in arguments.items() if (kind.startswith("*") and a != "edges") or a in ("hidden", "width")
+        name
+        for name, kind in arguments.items()
+        if (kind.startswith("*") and name not in _ANY_ALIGNMENT) or name in ("hidden", "width")
     )
     # Without maxnreg the assembler may spill to raise occupancy. With it, the assembler ignores the number of threads.
     options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
@@ -78,25 +87,18 @@ def decode_gemm(
 ) -> KernelSource:  # fmt: skip
     """One GEMM for few tokens: one tile per slot, at most `pieces` blocks for a tile, `slots` per token."""
     integers = (
-        "experts",
-        "total_slots",
-        "units",
-        "slices",
-        "scale_blocks",
-        "width",
-        "columns",
-        "slots_per_row",
-        "each",
-    )
+        "top_k", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row", "each",
+    )  # fmt: skip
     pointers = {
         "x": out, "out": out, "scales": "fp32", "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32",
-        "ids": "i32", "weights": "fp32",
     }  # fmt: skip
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc("i32", (8, 32), 128) if form.activations == E4M3 else Desc(out, (8, form.slice_columns), 128)),
         ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
         ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         *((name, f"*{element}") for name, element in pointers.items()),
+        *ID_ARGUMENTS.items(),
+        *WEIGHT_ARGUMENTS.items(),
         *((name, "i32") for name in integers),
         *((name, "fp32") for name in ("limit", "alpha", "beta")),
     ]

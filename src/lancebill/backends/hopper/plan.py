@@ -84,7 +84,7 @@ class HopperPlan(Plan):
         if self.work == SINGLE:
             return False
         if self.work == INDEXED:
-            return self.w2 is not None and (self.w2.scaled or self.w2.static)
+            return True
         return self.first_gemm.converts_rows or (self.w2 is not None and self.w2.converts_rows)
 
 

@@ -18,58 +18,60 @@ from lancebill.jit.graph import Graph, graphs_available
 from lancebill.jit.load import MappedMatrix, encode_tensor_map
 from lancebill.moe.problem import INDEXED
 
-ALIGNMENT = 16  # bytes; the kernels require it of every address
+ALIGNMENT = 16  # bytes; the kernels require it of x and out
 _MOST_KEPT = 64  # tensor maps and signatures, before all are dropped
 
 
 class Program:
-    """The launches of one (plan, weights, stream)."""
+    """The launches of one (plan, weights, workspace, stream). `captured`: they become part of the caller's graph."""
 
-    def __init__(self, bindings: Bindings) -> None:
+    def __init__(self, bindings: Bindings, *, captured: bool = False) -> None:
         plan = bindings.plan
         self.bindings = bindings
         self.arguments = [launch.arguments for launch in bindings.launches]
         self.go = launch_function()
-        self.use_graph = graphed(plan.tokens) and graphs_available()
+        self.use_graph = not captured and graphed(plan.tokens) and graphs_available()
         # Changed by calls:
         self.tokens = -1
-        self.addresses: tuple[int, ...] = ()  # of the last call's tensors
+        self.caller: tuple[int, ...] = ()  # what the last call gave
         self.graph: Graph | None = None
         self.outdated: set[int] = set()  # indices of launches whose arguments changed since the graph was updated
         self.all_changed = False  # this call changes every launch
         self.tensor_maps: dict[tuple[int, int], list[tuple[MapSlot, bytes]]] = {}  # by x's address and tokens
-        self.signatures: dict[int, CallSignature] = {}  # of indexed calls, by tokens
+        self.signatures: dict[tuple[int, bool], CallSignature] = {}  # of indexed calls, by tokens and expert map
 
-    def run(self, tokens: int, addresses: tuple[int, ...]) -> None:
-        """Launch for the caller's tensors at these addresses: x, out, and ids and weights, or edges."""
+    def run(self, tokens: int, caller: tuple[int, ...]) -> None:
+        """Launch for the caller's tensors: addresses of x, out and edges, or of x, out, ids, weights and the expert map
+        (0: none) and a `RoutingLayout`."""
         with self.bindings.lock:
-            if addresses != self.addresses or tokens != self.tokens:
-                self._point(tokens, addresses)
+            if caller != self.caller or tokens != self.tokens:
+                self._point(tokens, caller)
             self._launch()
 
-    def run_indexed(
-        self, tokens: int, signature: CallSignature, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
-    ) -> bool:
-        """`run`, if the kernels can read these tensors as they are; else does nothing and returns False."""
-        # The guard first, without a Python call: it nearly always matches.
-        if not (signature.same_as_last(x, ids, weights, out) or signature(x, ids, weights, out)):
+    def run_indexed(self, tokens: int, signature: CallSignature, given: tuple[Tensor, ...]) -> bool:
+        """`run` for x, ids, weights, out (and the expert map), if the kernels can read these tensors as they are; else
+        does nothing and returns False."""
+        last = signature.last
+        found = last if last.same(*given) else signature.match(*given)
+        if found is None:
             return False
-        at = x.data_ptr(), out.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        if (at[0] | at[1] | at[2] | at[3]) % ALIGNMENT:
+        x, ids, weights, out = given[0].data_ptr(), given[1].data_ptr(), given[2].data_ptr(), given[3].data_ptr()
+        if (x | out) % ALIGNMENT or ids % 4 or weights % found.weight_bytes:
             return False
-        self.run(tokens, at)
+        expert_map = given[4].data_ptr() if len(given) > 4 else 0
+        self.run(tokens, (x, out, ids, weights, expert_map, *found.layout))
         return True
 
-    def signature(self, tokens: int, device: torch.device) -> CallSignature | None:
+    def signature(self, tokens: int, device: torch.device, mapped: bool) -> CallSignature | None:
         """What the tensors of an indexed call with this many tokens must be; None if the plan does not support it."""
         plan = self.bindings.plan
-        found = self.signatures.get(tokens)
+        found = self.signatures.get((tokens, mapped))
         if found is None and plan.work == INDEXED and 0 < tokens <= plan.tokens:
             if len(self.signatures) >= _MOST_KEPT:
                 self.signatures.clear()
             problem = plan.problem
             rows, slots = (tokens, problem.hidden), (tokens, problem.top_k)
-            found = self.signatures[tokens] = CallSignature(rows, slots, problem.input.storage, device)
+            found = self.signatures[tokens, mapped] = CallSignature(rows, slots, problem.input.storage, device)
         return found
 
     def _launch(self) -> None:
@@ -81,7 +83,7 @@ class Program:
 
     def _submit(self) -> None:
         # Updating a graph node costs nearly as much as a launch, so a call that changes every launch uses no graph.
-        if self.use_graph and not self.all_changed and not torch._C._cuda_isCurrentStreamCapturing():
+        if self.use_graph and not self.all_changed:
             self._submit_graph()
             return
         go = self.go
@@ -104,13 +106,13 @@ class Program:
         if code:
             check_launch(code)
 
-    def _point(self, tokens: int, addresses: tuple[int, ...]) -> None:
-        """Write sizes and addresses into the launches' arguments.
+    def _point(self, tokens: int, caller: tuple[int, ...]) -> None:
+        """Write sizes and what the caller gives into the launches' arguments.
 
-        Resets `tokens` and `addresses` first, so that the call after an interrupted one writes everything again.
+        Resets `tokens` and `caller` first, so that the call after an interrupted one writes everything again.
         """
         bindings = self.bindings
-        self.addresses = ()
+        self.caller = ()
         if tokens != self.tokens:
             self.tokens = -1
             self.outdated.update(range(len(bindings.launches)))
@@ -122,11 +124,11 @@ class Program:
         else:
             self.outdated |= bindings.with_caller
             self.all_changed = len(bindings.with_caller) == len(bindings.launches)
-        bindings.caller[:] = addresses  # type: ignore[call-overload]  # any sequence will do
+        bindings.caller[:] = caller  # type: ignore[call-overload]  # any sequence will do
         if bindings.mapped:
-            for slot, value in self._maps(addresses[0], tokens):
+            for slot, value in self._maps(caller[0], tokens):
                 slot.raw = value
-        self.addresses = addresses
+        self.caller = caller
 
     def _maps(self, x: int, tokens: int) -> list[tuple[MapSlot, bytes]]:
         """Tensor maps of an input and their slots. Kept: allocators return the same addresses over and over."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import (
+    MOST_SIZES,
     SMALL,
     GemmPlan,
     HopperPlan,
@@ -20,6 +21,7 @@ from lancebill.backends.hopper.tuning.policy import power_of_two
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
 _OWNERS = 1024  # rows whose owners one program writes
+_IDS, _WEIGHTS = " ".join(src.ID_ARGUMENTS), " ".join(src.WEIGHT_ARGUMENTS)
 
 
 def dispatch_indexed(plan: HopperPlan) -> list[Step]:
@@ -28,7 +30,7 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
     top_k, experts = problem.top_k, experts_padded(problem)
     row = {
         "H": power_of_two(row_width(plan.first_gemm, problem.hidden)), "TOP_K": top_k, **_conversion(plan.first_gemm),
-        "OWNED": plan.needs_owners, "WEIGHTED": problem.weight_on_input,
+        "WEIGHTED": problem.weight_on_input,
     }  # fmt: skip
     if plan.tokens <= SMALL and plan.slots <= _MOST_IDS:
         most = min(_MOST_IDS, max(1024, power_of_two(SMALL * top_k)))
@@ -37,21 +39,23 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
         # Two programs per SM all run at once, but each has half the registers.
         blocks = 2 if row["H"] <= 8192 and ids <= 2048 and not per_expert else 1
         constants = {"R": ids, "P": max(16, power_of_two(top_k)), "E": experts, **row}
-        names = ("ids x weights perm pre_scale given slots places owners out scales tiles counts tokens hidden "
-                 "capacity experts")  # fmt: skip
+        names = (f"{_IDS} {_WEIGHTS} x perm pre_scale given slots places owners out scales tiles counts tokens hidden "
+                 "capacity")  # fmt: skip
         return [
             _dispatch_step(
                 plan, "dispatch_small", names, {**constants, **_sizes(plan)}, 8, lambda m: (m + 1, 1), blocks
             )
         ]
     width = chunk(plan)
+    held = 64 if experts == 256 else (1 << 13) // experts  # chunks whose counts a program holds in registers
     return [
-        _dispatch_step(plan, "count_ids", "ids counted total_slots experts", {"CHUNK": width, "E": experts}, 4,
+        _dispatch_step(plan, "count_ids", f"{_IDS} counted top_k total_slots", {"CHUNK": width, "E": experts}, 4,
               lambda m: (chunks(plan, m * top_k), 1)),
-        _dispatch_step(plan, "place_ids", "ids counted slots places tiles counts total_slots capacity experts",
-              {"CHUNKS": 64, "CHUNK": width, "P": 128, "E": experts, **_sizes(plan)}, 8,
+        _dispatch_step(plan, "place_ids",
+              f"{_IDS} counted slots places owners tiles counts top_k total_slots capacity",
+              {"CHUNKS": held, "CHUNK": width, "P": 128, "E": experts, **_sizes(plan)}, 8,
               lambda m: (chunks(plan, m * top_k) + 1, 1)),
-        _dispatch_step(plan, "send_rows", "x weights perm pre_scale given ids places owners out scales hidden", row,
+        _dispatch_step(plan, "send_rows", f"{_WEIGHTS} x perm pre_scale given places owners out scales hidden", row,
               _warps(row["H"]), lambda m: (m, 1)),
     ]  # fmt: skip
 
@@ -75,6 +79,7 @@ def _sizes(plan: HopperPlan) -> dict[str, int]:
     assert plan.rule is not None
     launch_of = {size: number for number, sizes in enumerate(plan.rule.launches) for size in sizes}
     sizes = sorted(launch_of, reverse=True)
+    assert len(sizes) <= MOST_SIZES
     launches = src.packed_bytes([launch_of[size] for size in sizes])
     return {"FULL": plan.rule.full_tile, "SIZES": src.packed_bytes(sizes), "LAUNCHES": launches}
 
@@ -95,9 +100,7 @@ def _dispatch_step(
     """The launch of a dispatch kernel with the named arguments."""
     problem, element = plan.problem, plan.problem.input.name
     table: dict[str, tuple[str, Value]] = {
-        "ids": ("*i32", Ref(CALL, "ids")),
         "x": (f"*{element}", Ref(CALL, "x")),
-        "weights": ("*fp32", Ref(CALL, "weights")),
         **_expert_inputs(plan.first_gemm, "w13"),
         "slots": ("*i32", scratch_ref("slots")),
         "places": ("*i32", scratch_ref("places")),
@@ -112,13 +115,22 @@ def _dispatch_step(
         "rows": ("i32", lambda m: m),
         "each": ("i32", lambda m: m // problem.experts),
         "experts": ("i32", problem.experts),
+        "top_k": ("i32", problem.top_k),
         "total_slots": ("i32", lambda m: m * problem.top_k),
         "hidden": ("i32", problem.hidden),
         "capacity": ("i32", list_capacity(plan)),
     }
+    kinds = {**src.ID_ARGUMENTS, **src.WEIGHT_ARGUMENTS}
+    table |= {name: (kinds[name], value) for name, value in routing_values(plan).items()}
     chosen = {name: table[name] for name in names.split()}
     source = src.rows_kernel(kernel, {name: kind for name, (kind, _) in chosen.items()}, constants, warps, blocks)
     return Step(source, {name: value for name, (_, value) in chosen.items()}, grid)
+
+
+def routing_values(plan: HopperPlan) -> dict[str, Value]:
+    """The arguments by which kernels read the caller's ids and weights, and the number of experts."""
+    names = (*src.ID_ARGUMENTS, *src.WEIGHT_ARGUMENTS)
+    return {**{name: Ref(CALL, name) for name in names}, "experts": plan.problem.experts}
 
 
 _EDGES = {"contiguous": "*i64", "batched": "*i32", "single": "*i32", "indexed": "*i32"}
@@ -165,16 +177,14 @@ def combine(plan: HopperPlan) -> Step:
     assert problem.w2 is not None
     width, element = problem.w2.n, problem.input.name
     block = min(power_of_two(width), 1024 if plan.tokens <= 64 else 4096)
-    kinds = {"y": f"*{element}", "weights": "*fp32", "ids": "*i32", "out": f"*{element}"}
+    kinds = {"y": f"*{element}", **src.WEIGHT_ARGUMENTS, "places": "*i32", "out": f"*{element}", "hidden": "i32"}
     values: dict[str, Value] = {
         "y": scratch_ref("y"),
-        "weights": Ref(CALL, "weights"),
-        "ids": Ref(CALL, "ids"),
+        **{name: Ref(CALL, name) for name in src.WEIGHT_ARGUMENTS},
+        "places": scratch_ref("places"),
         "out": Ref(CALL, "out"),
         "hidden": width,
-        "experts": problem.experts,
     }
-    kinds |= {"hidden": "i32", "experts": "i32"}
     constants = {"BLOCK": block, "TOP_K": problem.top_k, "WEIGHTED": not problem.weight_on_input}
     source = src.rows_kernel("combine_rows", kinds, constants, 4 if block <= 1024 else 8)
     return Step(source, values, lambda m: (m, -(-width // block)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper import workspace
 from lancebill.backends.hopper.plan import SINGLE, HopperPlan, list_capacity, make_plan, row_width
-from lancebill.backends.hopper.row_steps import combine, dispatch_finished, dispatch_indexed, prepare
+from lancebill.backends.hopper.row_steps import combine, dispatch_finished, dispatch_indexed, prepare, routing_values
 from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.problem import INDEXED, Problem
@@ -107,6 +107,13 @@ def _decode_steps(plan: HopperPlan) -> tuple[Step, ...]:
     )
 
 
+def _only_expert() -> dict[str, Value]:
+    """Ids and weights of a linear: the id of the only expert is 0, read from an unused counter; no weights."""
+    unused = Ref(COUNTERS, "all", 4 * workspace.SECOND)
+    values: dict[str, Value] = dict.fromkeys((*src.ID_ARGUMENTS, *src.WEIGHT_ARGUMENTS), 0)
+    return {**values, "ids": unused, "expert_map": unused, "weights": unused, "id_words": 1, "experts": 1}
+
+
 def _decode_gemm(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -> Step:
     """One GEMM with one tile per slot."""
     assert plan.rule is not None
@@ -134,10 +141,8 @@ def _decode_gemm(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -
         "counters": Ref(COUNTERS, "all", 4 * (workspace.FIRST if name == "w13" else workspace.SECOND)),
         "factors": Ref(name, "factors"),
         "bias": Ref(name, "bias" if shape.bias else "factors"),
-        # The id of the only expert is 0: read zeros from the unused counters.
-        "ids": Ref(COUNTERS, "all", 4 * workspace.SECOND) if single else Ref(CALL, "ids"),
-        "weights": scratch_ref("counts") if single else Ref(CALL, "weights"),
-        "experts": problem.experts,
+        **(_only_expert() if single else routing_values(plan)),
+        "top_k": top_k,
         "total_slots": lambda m: m * top_k,
         "units": gemm.units,
         "slices": gemm.slices,

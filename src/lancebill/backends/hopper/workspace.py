@@ -1,35 +1,121 @@
-"""Scratch memory: one buffer for each (device, stream), shared by all layers. It cannot grow during graph capture."""
+"""Scratch memory and counters of a call: who owns them, and how long they live.
+
+Eager calls on one stream run one after the other, so all layers share one workspace for each device and stream.
+
+A captured call allocates its scratch memory with `torch.empty`, which takes it from the capture's own pool, and frees
+it when its launches are recorded. That is enough: the pool keeps the addresses valid as long as the graph, gives them
+only to later allocations of the same stream and capture, which run after this call in every replay, and to graphs that
+share the pool, which may not be replayed at the same time anyway. So layers share memory, two graphs with pools of
+their own can be replayed at once, and no tensor of ours lives in a pool whose owner counts the tensors in it.
+
+Counters must be zero before a graph's first replay; the kernels reset them to zero after use. Memory that is freed
+would not stay zero, and a memset in the graph would cost time in every replay. So each capture gets counters of its own
+(parallel branches too: a key is a capture and a stream), allocated and zeroed outside of it. The executors of the
+layers that were captured keep them alive.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from threading import Lock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from lancebill.errors import LaunchError
+from lancebill.jit import driver
 
 _ALIGN = 256
 FIRST, SECOND, COUNTERS = 0, 1 << 15, 1 << 16  # counters of the first GEMM's tiles and of the second's
-_buffers: dict[tuple[int, int], Tensor] = {}
-_counters: dict[tuple[int, int], Tensor] = {}
-_locks: dict[tuple[int, int], Lock] = {}
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def counters(device: torch.device, stream: int) -> Tensor:
-    """Counters, all zero between calls: the block that sees a full counter resets it."""
-    key = (device.index or 0, stream)
-    if key not in _counters:
-        _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _counters[key]
+@dataclass(frozen=True)
+class Workspace:
+    """Memory for one call at a time."""
+
+    memory: Tensor  # bytes
+    counters: Tensor | None  # int32, all zero between calls; None for a captured call that counts nothing
+    owned: bool = True  # by someone else than the call: programs bound to it may keep it
+    lock: Lock = field(default_factory=Lock)  # held while a call queues its launches, which must not mix
+
+    @property
+    def addresses(self) -> list[int]:
+        return [self.memory.data_ptr(), 0 if self.counters is None else self.counters.data_ptr()]
 
 
-def lock(device: torch.device, stream: int) -> Lock:
-    """Held while a call queues its launches: threads on one stream share scratch, so their launches must not mix."""
-    return _locks.setdefault((device.index or 0, stream), Lock())
+class Workspaces:
+    """The workspaces of eager calls, by device and stream, and the counters of captures."""
+
+    def __init__(self) -> None:
+        self.eager: dict[tuple[int, int], Workspace] = {}
+        self.counters: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
+
+    def of_stream(self, device: torch.device, stream: int, size: int) -> Workspace:
+        """For eager calls. A workspace that was outgrown lives as long as programs refer to it."""
+        key = (device.index or 0, stream)
+        held = self.eager.get(key)
+        if held is None or held.memory.numel() < size:
+            memory = outside_pools(device, stream, lambda: torch.empty(size, dtype=torch.uint8, device=device))
+            if held is None:
+                held = Workspace(memory, outside_pools(device, stream, lambda: _zeros(device)))
+            else:
+                held = Workspace(memory, held.counters, lock=held.lock)
+            self.eager[key] = held
+        return held
+
+    def of_capture(self, device: torch.device, stream: int, size: int, *, counting: bool) -> Workspace:
+        """For one call that is being captured. The caller keeps the counters alive as long as the graph."""
+        counters = self._counters(device, stream) if counting else None
+        return Workspace(torch.empty(size, dtype=torch.uint8, device=device), counters, owned=False)
+
+    def _counters(self, device: torch.device, stream: int) -> Tensor:
+        key = driver.capture_id(stream), device.index or 0, stream
+        found = self.counters.get(key)
+        if found is None:
+            found = self.counters[key] = outside_pools(device, None, lambda: _zeros(device))
+        return found
 
 
-def pieces(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:
+WORKSPACES = Workspaces()
+
+
+def reserve_workspace(device: torch.device, size: int) -> Workspace:
+    """A workspace that belongs to the caller."""
+    memory = outside_pools(device, None, lambda: torch.empty(size, dtype=torch.uint8, device=device))
+    return Workspace(memory, outside_pools(device, None, lambda: _zeros(device)))
+
+
+def outside_pools(device: torch.device, stream: int | None, make: Callable[[], Tensor]) -> Tensor:
+    """A tensor outside of the memory pools of captures and of torch.compile's CUDA graphs, which warm up in theirs.
+
+    Those pools take the allocations of a stream or of a thread. So it is made by another thread, on `stream` or, with
+    None, on a stream of our own; then we wait until it is written. We never wait for a stream of the caller.
+    """
+    if device.type != "cuda":
+        return make()
+
+    def work() -> Tensor:
+        with driver.uncaptured(), torch.cuda.device(device):
+            handle = driver.own_stream(device.index or 0) if stream is None else stream
+            side = torch.cuda.ExternalStream(handle, device=device)
+            with torch.cuda.stream(side):
+                made = make()
+            if stream is None:
+                side.synchronize()
+            return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def pieces(sizes: Sizes) -> tuple[dict[str, int], int]:
     """Offsets of named tensors in one buffer, and its size."""
     offsets, at = {}, 0
     for name, (shape, dtype) in sizes.items():
@@ -41,24 +127,7 @@ def pieces(sizes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[
     return offsets, at
 
 
-def buffer(device: torch.device, stream: int, size: int) -> Tensor:
-    """At least `size` bytes, zeroed when new. A buffer that was outgrown lives as long as launches refer to it."""
-    key = (device.index or 0, stream)
-    held = _buffers.get(key)
-    if held is None or held.numel() < size:
-        if torch.cuda.is_current_stream_capturing():
-            raise LaunchError(
-                "the workspace is too small and cannot grow during graph capture",
-                expected=f"{size} bytes",
-                got=0 if held is None else held.numel(),
-                hint="run the layer once with this many tokens before capturing",
-            )
-        held = torch.zeros(size, dtype=torch.uint8, device=device)
-        _buffers[key] = held
-    return held
-
-
-def views(held: Tensor, sizes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+def views(held: Tensor, sizes: Sizes) -> dict[str, Tensor]:
     """The named tensors inside a buffer."""
     offsets, _ = pieces(sizes)
     out = {}

@@ -75,17 +75,13 @@ class Humming(Backend):
 class HummingExecutor(Executor):
     """Keeps the package's view of the weights as long as none of them moved."""
 
-    def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
-        super().__init__(backend, problem, device, tensors)
-        self._experts: tuple[list[int], Experts] | None = None  # and the addresses it was made for
-
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         _require_ids(dispatch)
-        addresses = self.tensors.addresses()
-        if self._experts is None or self._experts[0] != addresses:
-            problem = self.plan(x, dispatch).problem
-            self._experts = addresses, _view_experts(problem, self.tensors.packed())
-        return _compute(self._experts[1], x, dispatch, out)
+        problem = self.plan(x, dispatch).problem
+        experts = self.remade(
+            "experts", self.tensors.addresses(), lambda: _view_experts(problem, self.tensors.packed())
+        )
+        return _compute(experts, x, dispatch, out)
 
 
 def _view_experts(problem: Problem, weights: Mapping[str, Packed]) -> Experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_void_p
 from enum import IntEnum
 
-ABI = 3
+ABI = 4
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -48,7 +48,7 @@ class Input(IntEnum):
 
 
 class Float(IntEnum):
-    """The dtype of x and out."""
+    """The dtype of x, out and routing weights."""
 
     BF16 = 0
     F16 = 1
@@ -148,7 +148,15 @@ class WorkStruct(Structure):
         ("tokens", c_int32),
         ("top_k", c_int32),
         ("ids", c_void_p),
+        ("id_words", c_int32),
+        ("id_row", c_int64),
+        ("id_column", c_int64),
+        ("expert_map", c_void_p),
+        ("mapped", c_int32),
         ("weights", c_void_p),
+        ("weight_type", c_int32),
+        ("weight_row", c_int64),
+        ("weight_column", c_int64),
         ("weight_on_input", c_int32),
         ("offsets", c_void_p),
         ("rows", c_void_p),

@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 3
+#define LANCEBILL_ABI 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -135,8 +135,14 @@ typedef struct lancebill_work {
   int32_t x_type, out_type;      /* enum lancebill_float */
 
   int32_t tokens, top_k;         /* indexed */
-  const int32_t *ids;            /* [tokens][top_k] local experts; ids out of range are skipped */
-  const float *weights;          /* [tokens][top_k]; NULL: 1 */
+  const int32_t *ids;            /* [tokens][top_k] experts, in 32-bit words; ids that are no expert are skipped */
+  int32_t id_words;              /* words per id: 1 or 2 */
+  int64_t id_row, id_column;     /* strides in words */
+  const int32_t *expert_map;     /* [mapped] local expert of each id, or negative; NULL: ids are local */
+  int32_t mapped;
+  const void *weights;           /* [tokens][top_k]; NULL: 1 */
+  int32_t weight_type;           /* enum lancebill_float */
+  int64_t weight_row, weight_column; /* strides in elements */
   int32_t weight_on_input;       /* the weight multiplies x instead of the result */
 
   const int64_t *offsets;        /* grouped: [experts + 1]; expert e has list entries offsets[e] .. offsets[e + 1] */

@@ -181,8 +181,9 @@ void represent_tokens(const Call& call, const Packed& p) {
   parallel(work.threads, work.tokens, [&](int64_t token, int thread) {
     int64_t first_slot[2] = {-1, -1};
     for (int64_t i = token * work.top_k; i < (token + 1) * work.top_k; i++) {
-      const int64_t expert = work.ids[i], slot = call.slot_of[i];
+      const int64_t slot = call.slot_of[i];
       if (slot < 0) continue;
+      const int64_t expert = local_expert(call, i);
       const bool tiles = takes_tiles<V>(call, p, call.offsets[expert + 1] - call.offsets[expert]);
       if (first_slot[tiles] < 0) {
         represent_row<V>(call, p, slot, expert, tiles, thread);

@@ -73,6 +73,9 @@ int32_t fit_work(const lancebill_layer& layer, const lancebill_work& work, Call&
     return LANCEBILL_BAD_WORK;
   }
   if (indexed && (work.tokens < 0 || work.top_k < 1)) return LANCEBILL_BAD_WORK;
+  if (indexed && !(within(work.id_words, 1, 2) && within(work.weight_type, LANCEBILL_BF16, LANCEBILL_F32))) {
+    return LANCEBILL_BAD_WORK;
+  }
   call.slots = indexed ? int64_t{work.tokens} * work.top_k : work.offsets[layer.experts];
   call.summed_rows = indexed ? work.tokens : 0;
   return call.slots < 0 || (call.slots > 0 && (!work.x || !work.out)) ? LANCEBILL_BAD_WORK : LANCEBILL_OK;
@@ -173,6 +176,23 @@ int64_t lay_out(Call& call, uint8_t* memory) {
   return allocator.used();
 }
 
+static float routing_weight(const lancebill_work& work, int64_t slot) {
+  if (work.weights == nullptr) return 1;
+  float weight;
+  const int64_t at = slot / work.top_k * work.weight_row + slot % work.top_k * work.weight_column;
+  load_row(work.weights, work.weight_type, at, 1, &weight);
+  return weight;
+}
+
+int32_t local_expert(const Call& call, int64_t slot) {
+  const lancebill_work& work = *call.work;
+  const int32_t* at = work.ids + slot / work.top_k * work.id_row + slot % work.top_k * work.id_column;
+  int64_t id = *at;
+  if (work.id_words == 2) std::memcpy(&id, at, sizeof id);
+  if (work.expert_map != nullptr) id = id >= 0 && id < work.mapped ? work.expert_map[id] : -1;
+  return id >= 0 && id < call.layer->experts ? static_cast<int32_t>(id) : -1;
+}
+
 int32_t sort_slots(Call& call) {
   const lancebill_work& work = *call.work;
   const int32_t experts = call.layer->experts;
@@ -184,19 +204,20 @@ int32_t sort_slots(Call& call) {
       call.weight_of[s] = 1;
     }
   } else {
-    const auto is_local = [&](int32_t id) { return id >= 0 && id < experts; };
     for (int64_t i = 0; i < call.slots; i++) {
-      if (is_local(work.ids[i])) call.offsets[work.ids[i]]++;
+      const int32_t expert = local_expert(call, i);
+      if (expert >= 0) call.offsets[expert]++;
     }
     int64_t end = 0;  // turn counts into ends; filling each expert backwards from its end keeps the order of ids
     for (int32_t e = 0; e < experts; e++) call.offsets[e] = end += call.offsets[e];
     call.offsets[experts] = end;
     for (int64_t i = call.slots; i-- > 0;) {
       call.slot_of[i] = -1;
-      if (!is_local(work.ids[i])) continue;
-      const int64_t s = call.slot_of[i] = --call.offsets[work.ids[i]];
+      const int32_t expert = local_expert(call, i);
+      if (expert < 0) continue;
+      const int64_t s = call.slot_of[i] = --call.offsets[expert];
       call.row_of[s] = i / work.top_k;
-      call.weight_of[s] = work.weights == nullptr ? 1 : work.weights[i];
+      call.weight_of[s] = routing_weight(work, i);
     }
   }
   call.actives = 0;

@@ -103,6 +103,9 @@ int32_t plan(const lancebill_layer* layer, const lancebill_work* work, bool tile
 // Assigns scratch memory from `memory`; with nullptr only measures. Returns the bytes needed.
 int64_t lay_out(Call& call, uint8_t* memory);
 
+// The local expert of token `slot / top_k`'s choice `slot % top_k`; -1: none.
+int32_t local_expert(const Call& call, int64_t slot);
+
 // Sorts slots by expert: fills offsets, active experts, rows and weights. Returns a status.
 int32_t sort_slots(Call& call);
 

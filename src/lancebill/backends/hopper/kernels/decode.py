@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lancebill.backends.hopper.kernels import dequant
+from lancebill.backends.hopper.kernels import dequant, slots
 from lancebill.backends.hopper.kernels.decode_row import T, quantise_part, row_buffer_shape, row_scale
 from lancebill.backends.hopper.kernels.dequant import form_of
 from lancebill.backends.hopper.kernels.epilogue import gated_activation, ungated_activation
@@ -35,16 +35,18 @@ from lancebill.backends.hopper.kernels.mainloop import (
 )
 from lancebill.backends.hopper.kernels.pipeline import Ring, epilogue_config, pipeline_config
 
-
-@gluon.jit
-def expert_of(ids, slot, experts):
-    """The expert of a slot; negative for padding and for experts of other ranks."""
-    e = gl.load(ids + slot)
-    return gl.where(e < experts, e, -1)
+load_experts, load_weights = gluon.jit(slots.load_experts.fn), gluon.jit(slots.load_weights.fn)
 
 
 @gluon.jit
-def segment_at(ids, experts, at, end, units, blocks):
+def expert_of(ids, top_k, slot):
+    """The expert of a slot; -1 for padding and for experts of other ranks."""
+    token = slot // top_k
+    return load_experts(ids, token, slot - token * top_k, True)
+
+
+@gluon.jit
+def segment_at(ids, top_k, at, end, units, blocks):
     """The part of a chunk that belongs to one tile: (slot, expert, unit, first stage of the tile, stages).
 
     `at` and `end` count the stages of all tiles; the segment ends with the tile or at `end`.
@@ -52,7 +54,7 @@ def segment_at(ids, experts, at, end, units, blocks):
     tile = at // blocks
     slot = tile // units
     first = at - tile * blocks
-    return slot, expert_of(ids, slot, experts), tile - slot * units, first, gl.minimum(blocks - first, end - at)
+    return slot, expert_of(ids, top_k, slot), tile - slot * units, first, gl.minimum(blocks - first, end - at)
 
 
 @gluon.jit
@@ -62,7 +64,7 @@ def pieces_of(tile, blocks, each):
 
 
 @gluon.jit
-def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, ring, units, slices, scale_blocks,
+def decode_producer(x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units, slices, scale_blocks,
                     slots_per_row, each, config: gl.constexpr, DEPEND: gl.constexpr,
                     PREFETCH: gl.constexpr):  # fmt: skip
     """The producer warp: loads weights, and rows of x too unless the consumer quantises them (`row_slices` > 0).
@@ -82,7 +84,7 @@ def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, ring, uni
     if PREFETCH:
         at = gl.program_id(0) * each
         if at < total:
-            _, e, unit, first, count = segment_at(ids, experts, at, gl.minimum(at + each, total), units, blocks)
+            _, e, unit, first, count = segment_at(ids, top_k, at, gl.minimum(at + each, total), units, blocks)
             ahead = gl.where(e >= 0, gl.minimum(count, STAGES), 0)
             for i in range(ahead):
                 bar = ring.full.index(i)
@@ -94,7 +96,7 @@ def decode_producer(x_desc, w_desc, s_desc, ids, experts, total_slots, ring, uni
         end = gl.minimum(start + each, total)
         at = start
         while at < end:
-            slot, e, unit, first, count = segment_at(ids, experts, at, end, units, blocks)
+            slot, e, unit, first, count = segment_at(ids, top_k, at, end, units, blocks)
             at += count
             for block in range(first, first + gl.where(e >= 0, count, 0)):
                 stage = step % STAGES
@@ -188,7 +190,7 @@ def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, 
 
 
 @gluon.jit
-def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, blocks, each, columns,
+def finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blocks, each, columns,
                  PIECES: gl.constexpr, SLOTS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr,
                  WEIGHTED: gl.constexpr):  # fmt: skip
     """The weighted sum over a token's slots for one unit, in slot order. Issues all loads before the first addition."""
@@ -197,14 +199,14 @@ def finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, u
     rows = ()
     for i in gl.static_range(SLOTS):
         slot = token * SLOTS + i
-        e = expert_of(ids, slot, experts)
+        e = load_experts(ids, token, i, True)
         row = sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES)
         if FP8:
             row *= gl.load(scales + slot, cache_modifier=".cg")
         if BIAS:
             row += gl.load(bias + gl.maximum(e, 0) * units * 128 + n)
         if WEIGHTED:
-            row *= gl.load(weights + slot)
+            row *= load_weights(weights, token, i, True)
         rows += (gl.where(e >= 0, row, 0.0),)
     total = rows[0]
     for i in gl.static_range(1, SLOTS):
@@ -222,7 +224,7 @@ def pieces_of_token(token, unit, units, blocks, each, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, ring, units,
+def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, top_k, weights, total_slots, ring, units,
                     slices, width, columns, slots_per_row, each, limit, alpha, beta, config: gl.constexpr,
                     epilogue: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr,
                     DEPEND: gl.constexpr):  # fmt: skip
@@ -240,7 +242,7 @@ def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts
         end = gl.minimum(start + each, total)
         at = start
         while at < end:
-            slot, e, unit, first, count = segment_at(ids, experts, at, end, units, blocks)
+            slot, e, unit, first, count = segment_at(ids, top_k, at, end, units, blocks)
             at += count
             if config.row_slices > 0:
                 # Neighbouring tiles share a slot, and the slots of a token share a row.
@@ -254,13 +256,13 @@ def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, experts
                     end_slice = (first + count) * config.slices
                     quantise_part(own, ring.x, scale, first * config.slices, end_slice, width, config.row_slices)
                     held = (count == blocks).to(gl.int32)
-            step = decode_segment(out, scales, parts, counters, factors, bias, ids, experts, weights, ring, step, slot,
+            step = decode_segment(out, scales, parts, counters, factors, bias, ids, top_k, weights, ring, step, slot,
                                   e, unit, first, count, start // each, scale, units, blocks, columns, each, limit,
                                   alpha, beta, config, epilogue, PIECES, SLOTS)  # fmt: skip
 
 
 @gluon.jit
-def decode_segment(out, scales, parts, counters, factors, bias, ids, experts, weights, ring, step, slot, e, unit,
+def decode_segment(out, scales, parts, counters, factors, bias, ids, top_k, weights, ring, step, slot, e, unit,
                    first, count, chunk, scale, units, blocks, columns, each, limit, alpha, beta, config: gl.constexpr,
                    epilogue: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """One segment: its GEMM, and the epilogue if it is the last of its tile or token to arrive."""
@@ -277,7 +279,7 @@ def decode_segment(out, scales, parts, counters, factors, bias, ids, experts, we
     sums, step = tile_gemm(ring, step, gl.where(e >= 0, count, 0), first, config)
     WHOLE: gl.constexpr = PIECES == 1 and KIND != "rows"
     if WEIGHTED and KIND != "rows":
-        scale = scale * gl.load(weights + slot)
+        scale = scale * load_weights(weights, slot // top_k, slot % top_k, True)
     tile = slot * units + unit
     if not WHOLE:
         part = parts + (slot * PIECES + chunk - tile * blocks // each) * (units * 128) + unit * 128
@@ -289,8 +291,8 @@ def decode_segment(out, scales, parts, counters, factors, bias, ids, experts, we
         counter = counters + token * units + unit
         if gl.atomic_add(counter, 1, sem="acq_rel") == pieces_of_token(token, unit, units, blocks, each, SLOTS) - 1:
             gl.store(counter, 0)
-            finish_token(out, parts, bias, scales, ids, experts, weights, token, unit, units, blocks, each, columns,
-                         PIECES, SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
+            finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blocks, each, columns, PIECES,
+                         SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
     elif WHOLE:
         if e >= 0:
             finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
@@ -307,8 +309,9 @@ def decode_segment(out, scales, parts, counters, factors, bias, ids, experts, we
 
 @gluon.jit
 def decode_gemm(
-    x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, weights, experts, total_slots, units,
-    slices, scale_blocks, width, columns, slots_per_row, each, limit, alpha, beta, CODE: gl.constexpr,
+    x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, id_words, id_row, id_column,
+    expert_map, mapped, experts, weights, weight_kind, weight_row, weight_column, top_k, total_slots, units, slices,
+    scale_blocks, width, columns, slots_per_row, each, limit, alpha, beta, CODE: gl.constexpr,
     SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr,
     SLICES: gl.constexpr, ROW_SLICES: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
     ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
@@ -342,10 +345,12 @@ def decode_gemm(
     ring = Ring(xb, wb, sb, empty, full)
     config: gl.constexpr = pipeline_config(form, T, STAGES, SLICES, 1, PROMOTE, ROW_SLICES)
     epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED)
+    ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
+    weights = (weights, weight_kind, weight_row, weight_column)
     gl.warp_specialize([
-        (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, experts, weights, total_slots, ring,
+        (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, top_k, weights, total_slots, ring,
                            units, slices, width, columns, slots_per_row, each, limit, alpha, beta, config, epilogue,
                            PIECES, SLOTS, DEPEND)),
-        (decode_producer, (x_desc, w_desc, s_desc, ids, experts, total_slots, ring, units, slices, scale_blocks,
+        (decode_producer, (x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units, slices, scale_blocks,
                            slots_per_row, each, config, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

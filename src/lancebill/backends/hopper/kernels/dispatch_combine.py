@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lancebill.backends.hopper.kernels.slots import load_experts, load_weights
+
 CLASSES = tl.constexpr(8)  # the most tile sizes, and the most launches of a GEMM
 
 
@@ -138,28 +140,27 @@ def list_tiles(
 
 
 @triton.jit
-def _load_ids(ids, at, inside, experts):
-    """Load ids; -1 for padding and for experts of other ranks."""
-    v = tl.load(ids + at, mask=inside, other=-1)
-    return tl.where((v >= 0) & (v < experts), v, -1)
-
-
-@triton.jit
-def _place(ids, slot0, n, base, slots, places, experts, P: tl.constexpr, E: tl.constexpr):
+def _place(ids, top_k, slot0, n, base, slots, places, owners, P: tl.constexpr, E: tl.constexpr):
     """Assign places to slots slot0 .. slot0 + n (n <= P) from each expert's next free place (`base`).
 
     Returns the number of slots per expert.
     """
     i = tl.arange(0, P)
-    mine = _load_ids(ids, slot0 + i, i < n, experts)
-    j = tl.arange(0, P)
-    other = _load_ids(ids, slot0 + j, j < n, experts)
-    before = tl.sum(((mine[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    mine = _load_slots(ids, top_k, slot0 + i, i < n)
+    before = tl.sum(((mine[:, None] == mine[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
     placed = mine >= 0
     place = tl.where(placed, before + tl.gather(base, tl.maximum(mine, 0), 0), -1)
     tl.store(slots + place, slot0 + i, mask=placed)
+    tl.store(owners + place, mine, mask=placed)
     tl.store(places + slot0 + i, place, mask=i < n)
     return tl.histogram(tl.maximum(mine, 0), E, mask=placed)
+
+
+@triton.jit
+def _load_slots(ids, top_k, slot, inside):
+    """The experts of slots (slot = token * top_k + choice)."""
+    token = slot // top_k
+    return load_experts(ids, token, slot - token * top_k, inside)
 
 
 @triton.jit
@@ -229,16 +230,16 @@ def _prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, FP
 
 
 @triton.jit
-def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, token, hidden, H: tl.constexpr,
+def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, token, hidden, H: tl.constexpr,
               TOP_K: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
-              SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr):  # fmt: skip
-    """Copy a token's row to each of its places. OWNED: also write the expert of each place to `owners`."""
+              SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
+    """Copy a token's row to each of its places."""
     k, at, length = _columns(hidden, H, FP8)
     inside = k < hidden
     source = x + token.to(tl.int64) * hidden
     weight = 1.0
     if WEIGHTED:
-        weight = tl.load(weights + token)  # only with top_k = 1, where slot = token
+        weight = load_weights(weights, token, 0, True)  # only with top_k = 1
     SAME_FOR_ALL: tl.constexpr = not (ORDERED or SCALED or STATIC)
     if SAME_FOR_ALL:
         row, scale = _prepare_row(source, token, weight, perm, pre_scale, given, k, inside, hidden, FP8, WEIGHTED,
@@ -248,7 +249,7 @@ def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
     for choice in tl.static_range(TOP_K):  # all loads are issued before the first use
         targets += (tl.load(places + token * TOP_K + choice),)
     for choice in tl.static_range(TOP_K):
-        slot, place = token * TOP_K + choice, targets[choice]
+        place = targets[choice]
         if place >= 0:
             target = out + place.to(tl.int64) * length + at
             if SAME_FOR_ALL:
@@ -256,30 +257,31 @@ def _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scal
                 if FP8:
                     tl.store(scales + place, scale)
             else:
-                expert = tl.load(ids + slot)
+                expert = tl.load(owners + place)
                 converted, own_scale = _prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden,
                                                     FP8, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
                 tl.store(target, converted.to(out.dtype.element_ty), mask=at < length)
                 if FP8:
                     tl.store(scales + place, own_scale)
-            if OWNED:
-                tl.store(owners + place, tl.load(ids + slot))
 
 
 @triton.jit
 def dispatch_small(
-    ids, x, weights, perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden,
-    capacity, experts, R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
-    FULL: tl.constexpr, SIZES: tl.constexpr, LAUNCHES: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr,
-    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
+    ids, id_words, id_row, id_column, expert_map, mapped, experts, weights, weight_kind, weight_row, weight_column, x,
+    perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden, capacity,
+    R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, FULL: tl.constexpr,
+    SIZES: tl.constexpr, LAUNCHES: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+    SCALED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """One launch for few tokens. Every program counts all ids and copies one row; the last one writes the lists."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
     total_slots = tokens * TOP_K
+    ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
+    weights = (weights, weight_kind, weight_row, weight_column)
     o = tl.arange(0, R)
-    v = _load_ids(ids, o, o < total_slots, experts)
+    v = _load_slots(ids, TOP_K, o, o < total_slots)
     total = tl.histogram(tl.maximum(v, 0), E, mask=v >= 0)
     start = tl.cumsum(total, 0) - total
     if b == tl.num_programs(0) - 1:
@@ -287,33 +289,36 @@ def dispatch_small(
     else:
         slot0 = b * TOP_K
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
-        _place(ids, slot0, TOP_K, start + before, slots, places, experts, P, E)
+        _place(ids, TOP_K, slot0, TOP_K, start + before, slots, places, owners, P, E)
         tl.debug_barrier()
-        _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, b, hidden, H, TOP_K, FP8,
-                  WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
+        _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, b, hidden, H, TOP_K, FP8, WEIGHTED,
+                  ORDERED, SCALED, STATIC)  # fmt: skip
 
 
 @triton.jit
-def count_ids(ids, counted, total_slots, experts, CHUNK: tl.constexpr, E: tl.constexpr):
+def count_ids(ids, id_words, id_row, id_column, expert_map, mapped, experts, counted, top_k, total_slots,
+              CHUNK: tl.constexpr, E: tl.constexpr):  # fmt: skip
     """Many tokens, launch 1 of 3: count each expert's slots in each chunk of slots."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
+    ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
     o = b * CHUNK + tl.arange(0, CHUNK)
-    v = _load_ids(ids, o, o < total_slots, experts)
+    v = _load_slots(ids, top_k, o, o < total_slots)
     tl.store(counted + b * E + tl.arange(0, E), tl.histogram(tl.maximum(v, 0), E, mask=v >= 0))
 
 
 @triton.jit
 def place_ids(
-    ids, counted, slots, places, tiles, counts, total_slots, capacity, experts, CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr, P: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr, SIZES: tl.constexpr,
-    LAUNCHES: tl.constexpr,
+    ids, id_words, id_row, id_column, expert_map, mapped, experts, counted, slots, places, owners, tiles, counts, top_k,
+    total_slots, capacity, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
+    FULL: tl.constexpr, SIZES: tl.constexpr, LAUNCHES: tl.constexpr,
 ):  # fmt: skip
     """Launch 2 of 3: assign places to one chunk of slots from all counts. The last program writes the lists."""
     gdc_wait()
     gdc_launch_dependents()
     b = tl.program_id(0)
+    ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
     chunks = tl.num_programs(0) - 1
     total = tl.zeros([E], tl.int32)
     earlier = tl.zeros([E], tl.int32)
@@ -328,20 +333,22 @@ def place_ids(
     else:
         base = start + earlier
         for slot0 in range(b * CHUNK, tl.minimum(b * CHUNK + CHUNK, total_slots), P):
-            base += _place(ids, slot0, tl.minimum(total_slots - slot0, P), base, slots, places, experts, P, E)
+            n = tl.minimum(total_slots - slot0, P)
+            base += _place(ids, top_k, slot0, n, base, slots, places, owners, P, E)
 
 
 @triton.jit
 def send_rows(
-    x, weights, perm, pre_scale, given, ids, places, owners, out, scales, hidden, H: tl.constexpr, TOP_K: tl.constexpr,
-    FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr,
-    OWNED: tl.constexpr,
+    weights, weight_kind, weight_row, weight_column, x, perm, pre_scale, given, places, owners, out, scales, hidden,
+    H: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+    SCALED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Launch 3 of 3: each program copies one token's row to all its places."""
     gdc_wait()
     gdc_launch_dependents()
-    _copy_row(x, weights, perm, pre_scale, given, ids, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K,
-              FP8, WEIGHTED, ORDERED, SCALED, STATIC, OWNED)  # fmt: skip
+    weights = (weights, weight_kind, weight_row, weight_column)
+    _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K, FP8,
+              WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
 
 
 @triton.jit
@@ -370,21 +377,24 @@ def prepare_rows(
 
 
 @triton.jit
-def combine_rows(y, weights, ids, out, hidden, experts, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-                 WEIGHTED: tl.constexpr):  # fmt: skip
-    """The weighted sum of a token's rows, which are contiguous: in fp32, in slot order, rounded once."""
+def combine_rows(y, weights, weight_kind, weight_row, weight_column, places, out, hidden, BLOCK: tl.constexpr,
+                 TOP_K: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+    """The weighted sum of a token's rows, which are contiguous: in fp32, in slot order, rounded once.
+
+    Slots without an expert have no place; their rows and weights may be NaN.
+    """
     gdc_wait()
     gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
+    weights = (weights, weight_kind, weight_row, weight_column)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         slot = token * TOP_K + choice
-        e = tl.load(ids + slot)
-        mine = (e >= 0) & (e < experts)
-        row = tl.load(y + slot * hidden + c, mask=inside & mine, other=0.0).to(tl.float32)
+        placed = tl.load(places + slot) >= 0
+        row = tl.load(y + slot * hidden + c, mask=inside & placed, other=0.0).to(tl.float32)
         if WEIGHTED:
-            row *= tl.load(weights + slot, mask=mine, other=0.0)  # slots without an expert may have NaN weights
+            row *= load_weights(weights, token, choice, placed)
         total += row
     tl.store(out + token * hidden + c, total.to(out.dtype.element_ty), mask=inside)

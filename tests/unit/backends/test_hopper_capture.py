@@ -1,0 +1,165 @@
+"""Memory of captured calls, on a fake driver: whose it is, and what is kept after the capture."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from fake_driver import (
+    FakeDriver,
+    fake_gpu,  # noqa: F401
+    layer_and_call,
+    read_argument,
+)
+from torch import Tensor
+
+import lancebill
+from lancebill.backends.hopper import executor as executing
+from lancebill.backends.hopper import workspace as memory
+from lancebill.backends.hopper.executor import HopperExecutor
+from lancebill.backends.hopper.program import Program
+from lancebill.backends.hopper.tuning.policy import buckets
+from lancebill.layer.routed_experts import RoutedExperts
+
+
+class Launched:
+    """Records, for each program that runs, its scratch address, its counters, and whether it used a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.programs: list[Program] = []
+        original = Program.run
+
+        def run(program: Program, tokens: int, caller: tuple[int, ...]) -> None:
+            self.programs.append(program)
+            original(program, tokens, caller)
+
+        monkeypatch.setattr(Program, "run", run)
+
+    def counters(self) -> list[int]:
+        """The address of the counters that each decode launch got."""
+        launches = [program.bindings.launches[0] for program in self.programs]
+        return [read_argument(launch, "counters") for launch in launches]
+
+
+@pytest.fixture
+def launched(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    return Launched(monkeypatch)
+
+
+@pytest.fixture
+def allocated(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    """Tensors of captured calls: on a GPU they come from the capture's pool."""
+    made: list[weakref.ref[Tensor]] = []
+    original = memory.Workspaces.of_capture
+
+    def of_capture(self: memory.Workspaces, *given: object, **options: bool) -> memory.Workspace:
+        found = original(self, *given, **options)  # type: ignore[arg-type]
+        made.append(weakref.ref(found.memory))
+        return found
+
+    monkeypatch.setattr(memory.Workspaces, "of_capture", of_capture)
+    return made
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_capture_at_a_size_that_never_ran(gpu: FakeDriver, allocated: list[weakref.ref[Tensor]], tokens: int) -> None:
+    """It needs no eager workspace, keeps no memory of the pool, and makes no fast call."""
+    layer, x, call = layer_and_call(tokens)
+    gpu.capture = 5
+    for _ in range(3):
+        layer(x, **call)
+    assert gpu.launched > 0 and gpu.graph_launches == 0 and not executing.WORKSPACES.eager
+    assert len(allocated) == 3 and not layer.executor.fast_calls
+    gc.collect()
+    assert all(tensor() is None for tensor in allocated)
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_eager_calls_around_a_capture(gpu: FakeDriver, launched: Launched, tokens: int) -> None:
+    """On the same stream: each kind has its own programs, and only eager calls are launched as graphs."""
+    layer, x, call = layer_and_call(tokens)
+    for capture in (0, 0, 0, 8, 8, 0, 0):
+        gpu.capture = capture
+        layer(x, **call)
+    kept = [program.bindings.workspace is not None for program in launched.programs]
+    assert kept == [True, True, True, False, False, True, True]
+    assert launched.programs[0] is launched.programs[2] is launched.programs[5]
+    with_graph = [program.graph is not None for program in launched.programs]
+    assert with_graph[3:5] == [False, False]
+
+
+def test_counters_belong_to_a_capture_and_a_stream(
+    gpu: FakeDriver, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs may be replayed at the same time, and so may branches of one graph. Layers of one branch share."""
+    first, x, call = layer_and_call(1)
+    second, _, _ = layer_and_call(1)
+    stream = [0]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    for capture, on, layer in ((0, 0, first), (1, 0, first), (1, 0, second), (1, 7, first), (2, 0, first)):
+        gpu.capture, stream[0] = capture, on
+        layer(x, **call)
+    eager, one, shared, branch, two = launched.counters()
+    assert one == shared and len({eager, one, branch, two}) == 4
+
+
+def test_counters_live_as_long_as_a_captured_layer(gpu: FakeDriver) -> None:
+    first, x, call = layer_and_call(1)
+    second, _, _ = layer_and_call(1)
+    gpu.capture = 3
+    for layer in (first, second):
+        layer(x, **call)
+    assert len(executing.WORKSPACES.counters) == 1
+    del first, layer
+    gc.collect()
+    assert len(executing.WORKSPACES.counters) == 1
+    del second
+    gc.collect()
+    assert len(executing.WORKSPACES.counters) == 0
+
+
+def test_many_tokens_need_no_counters(gpu: FakeDriver) -> None:
+    layer, x, call = layer_and_call(100)
+    gpu.capture = 3
+    layer(x, **call)
+    assert not executing.WORKSPACES.counters
+
+
+def test_reserved_memory_is_used_in_captures(gpu: FakeDriver, launched: Launched) -> None:
+    """By all layers given, at every size that was reserved; larger ones use the capture's pool."""
+    layers = [layer_and_call(1)[0] for _ in range(2)]
+    executors = [layer.executor for layer in layers]
+    for executor in executors:
+        assert isinstance(executor, HopperExecutor)
+    model = torch.nn.ModuleList(layers)
+    size = lancebill.reserve(model, max_tokens=100)
+    assert size == max(layers[0].executor.plan_for("indexed", tokens).workspace_bytes for tokens in buckets(100))
+    gpu.capture = 6
+    for tokens in (1, 100, 300):
+        _, x, call = layer_and_call(tokens)
+        for layer in layers:
+            layer(x, **call)
+    reserved = {id(program.bindings.workspace) for program in launched.programs[:4]}
+    assert len(reserved) == 1 and all(program.graph is None for program in launched.programs)
+    assert [program.bindings.workspace is None for program in launched.programs] == [False] * 4 + [True] * 2
+
+
+def test_a_layer_reserves_for_itself(gpu: FakeDriver) -> None:
+    layer, x, call = layer_and_call(1)
+    assert isinstance(layer, RoutedExperts) and layer.reserve(8) > 0
+    gpu.capture = 6
+    layer(x, **call)
+    assert not executing.WORKSPACES.counters
+
+
+def test_kernels_are_loaded_with_the_capture_mode_relaxed(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading allocates, which captures forbid otherwise. The mode is restored, also after an error."""
+    from lancebill.jit import driver
+
+    with driver.uncaptured():
+        assert gpu.capture_mode == 2
+    with pytest.raises(KeyError), driver.uncaptured():
+        raise KeyError
+    assert gpu.capture_mode == 0
