@@ -39,7 +39,7 @@ def main() -> None:
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:exitcode=99",
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=99",
         }
-        tests = sys.argv[1:] or [str(TESTS / "test_cpu.py")]
+        tests = sys.argv[1:] or [str(TESTS / name) for name in ("test_cpu.py", "test_cpu_route.py")]
         finished = subprocess.run([sys.executable, "-c", CHILD, str(library), *tests], env=os.environ | settings)
     sys.exit(finished.returncode)
 

@@ -25,6 +25,9 @@ def map_in_order(
     """
     threads = torch.get_num_threads()
     workers = workers or max(2, min(MAX_WORKERS, threads))
+    if workers == 1:
+        yield from ((item, work(item)) for item in items)
+        return
     pending: deque[tuple[Item, Future[Result]]] = deque()
     torch.set_num_threads(max(1, threads // workers))
     try:

@@ -7,12 +7,14 @@ instead, on the device of the layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_experts, pack_experts
+from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex
 from lancebill.checkpoint.resolve.naming import DOWN, Claim
@@ -38,6 +40,16 @@ def header_of(name: str, tensor: Tensor) -> Stored:
     if tensor.dtype not in DTYPE_NAMES:
         raise WrongDtype("no checkpoint holds this dtype", where=name, got=tensor.dtype)
     return Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def reader_of(tensors: Mapping[str, Tensor], device: torch.device) -> Reader:
+    """Reads slices of tensors in memory for a layer on `device`. What is there already is not copied."""
+
+    def read(name: str, index: Index) -> Tensor:
+        tensor = tensors[name][index] if index else tensors[name]
+        return (tensor if tensor.device.type == "cpu" else tensor.to(device)).contiguous()
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -167,15 +179,11 @@ class ExpertCollector:
 
     def _pack(self, packed: Mapping[str, Packed], layout: Layout) -> None:
         """Pack the complete experts and release their tensors. After an error they may be pushed again."""
-        slots = {expert: slot for slot, expert in reversed(list(enumerate(self.recipe.plan.experts)))}
-        experts = sorted(self._complete, key=slots.__getitem__)
+        experts = tuple(self._complete)
         held = {name for expert in experts for name in self._needs(expert)}
-        each = sum(self.pending[name].nbytes for name in held) // max(1, len(experts))
-        count = max(1, BATCH_BYTES // max(1, each))
         try:
             self._plan([expert for expert in experts if not self._is_planned(expert)])
-            for first in range(0, len(experts), count):
-                self._write(experts[first : first + count], slots, packed, layout)
+            self._write(experts, packed, layout)
         except BaseException:  # also an interrupt or a lack of memory: the rows may be half written
             self.incomplete.update(experts)
             self._taken -= held
@@ -209,24 +217,16 @@ class ExpertCollector:
         claim = self.recipe.manifest.naming.claim(name)
         return None if claim is None else claim.expert
 
-    def _write(
-        self, experts: Sequence[int], slots: Mapping[int, int], packed: Mapping[str, Packed], layout: Layout
-    ) -> None:
-        """Pack experts into their first slots, and copy them to the others that hold them."""
-        plan, start = self.recipe.plan, time.perf_counter()
+    def _write(self, experts: Collection[int], packed: Mapping[str, Packed], layout: Layout) -> None:
+        """Pack experts into every slot that holds them."""
+        if not experts:
+            return
+        recipe, start = self.recipe, time.perf_counter()
         if self._layout is None or self._layout != layout:  # they differ if the layer was moved during the refit
             self._layout = layout
-        device = next(iter(packed["w13"].values())).device
-
-        def read(name: str, index: tuple[int | slice, ...]) -> Tensor:
-            tensor = self.pending[name]
-            return (tensor[index] if index else tensor).to(device).contiguous()
-
-        weights = load_experts(read, plan, experts, self._losses.add)
-        pack_experts(plan, self._layout, weights, packed, [slots[expert] for expert in experts])
-        for slot, expert in enumerate(plan.experts):
-            if expert in experts and slot != slots[expert]:
-                for rows in (tensor for tensors in packed.values() for tensor in tensors.values()):
-                    rows[slot].copy_(rows[slots[expert]])
-        self.recipe.advance(sum(expert in experts for expert in plan.experts))
+        slots = [slot for slot, expert in enumerate(recipe.plan.experts) if expert in experts]
+        read = reader_of(self.pending, next(iter(packed["w13"].values())).device)
+        load_layer(
+            read, recipe.plan, self._layout, out=packed, slots=slots, losses=self._losses.add, progress=recipe.advance
+        )
         self._seconds += time.perf_counter() - start

@@ -18,7 +18,7 @@ from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
 from lancebill.errors import LancebillError, SpecError, WrongShape
 from lancebill.formats._plain import level_roles, plain_scheme
 from lancebill.formats.base import Config, Example, Format, Module, Scheme
-from lancebill.layer.collect import header_of
+from lancebill.layer.collect import header_of, reader_of
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.rules import MATRICES, WeightRules, weight_targets
@@ -99,11 +99,7 @@ def parts_from_tensors(
     if expert_map is not None:
         recipe = _with_map(recipe, expert_map)
     device = recipe.choice.device.torch
-
-    def read(name: str, at: tuple[int | slice, ...]) -> Tensor:
-        return (tensors[name][at] if at else tensors[name]).to(device).contiguous()
-
-    parts = pull(recipe, read)
+    parts = pull(recipe, reader_of(tensors, device))
     if expert_map is None:
         return parts
     return replace(parts, expert_map=torch.as_tensor(expert_map, dtype=torch.int32).to(device))

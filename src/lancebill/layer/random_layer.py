@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lancebill.checkpoint.load.input_scales import PRE_SCALE, SCALE
 from lancebill.checkpoint.load.load_experts import slot_rows
-from lancebill.layer.collect import BATCH_BYTES
+from lancebill.checkpoint.load.load_layer import slot_slices
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import Recipe
 from lancebill.moe.layout import W2, MatrixShape, Packed, as_integer
@@ -26,15 +26,13 @@ def random_parts(recipe: Recipe, seed: int) -> LayerParts:
     An expert's weights depend on the seed, the layer and the expert, so every rank that holds it has the same.
     """
     start, packed, layout = time.perf_counter(), recipe.allocate(), recipe.layout
-    experts = recipe.plan.experts
-    for number, (matrix, shape) in enumerate(recipe.choice.problem.matrices.items()):
-        count = max(1, BATCH_BYTES // (shape.n * shape.k * shape.spec.dtype.storage.itemsize))
-        for first in range(0, len(experts), count):
-            some = experts[first : first + count]
-            weights = stack_experts([_random_matrix(recipe, shape, seed, expert, number) for expert in some])
-            rows = slot_rows(packed, slice(first, first + len(some)))[matrix]
-            layout.pack(shape, weights, rows)
-            recipe.options.report_bytes(layout.bytes(shape) * len(some))
+    experts, device = recipe.plan.experts, recipe.choice.device.torch
+    for slots in slot_slices(recipe.plan, device, range(len(experts))):
+        rows = slot_rows(packed, slice(slots[0], slots[-1] + 1))
+        for number, (matrix, shape) in enumerate(recipe.choice.problem.matrices.items()):
+            weights = [_random_matrix(recipe, shape, seed, experts[slot], number) for slot in slots]
+            layout.pack(shape, stack_experts(weights), rows[matrix])
+        recipe.advance(len(slots))
     _fill_inputs(recipe, packed)
     report = recipe.report(packed, time.perf_counter() - start, {}, layout.notes())
     return assemble(recipe, packed, _random_router(recipe, seed), report)

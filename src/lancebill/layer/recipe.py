@@ -59,10 +59,6 @@ class LoadOptions:
     activation: Activation | str | None = None
     progress: Callable[[int], None] | None = None
 
-    def report_bytes(self, count: int) -> None:
-        if self.progress is not None:
-            self.progress(count)
-
 
 class Losses:
     """The error of requantising so far, by matrix."""
@@ -136,7 +132,8 @@ class Recipe:
 
     def advance(self, experts: int) -> None:
         """Tell the caller that this many experts were packed."""
-        self.options.report_bytes(experts * self.bytes // len(self.plan.experts))
+        if self.options.progress is not None:
+            self.options.progress(experts * self.bytes // len(self.plan.experts))
 
     def report(
         self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]

@@ -20,7 +20,7 @@ from lancebill.backends.hopper.kernels.weight_form import (
     NO_SCALE,
     WeightForm,
 )
-from lancebill.backends.hopper.plan import HopperPlan, make_plan
+from lancebill.backends.hopper.plan import MOST_SIZES, HopperPlan, make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as hopper
 from lancebill.backends.hopper.tuning import search
@@ -164,6 +164,7 @@ def wrong_with_48(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -
 def test_the_search_covers_every_tile_list_of_the_data() -> None:
     rules = [entry for kind in (search.SIXTEEN_BIT, search.EIGHT_BIT) for entry in hopper.data()[kind]]
     assert rules and {entry["tiles"] for entry in rules} <= set(search.TILES)
+    assert all(len(Rule.parse(tiles).sizes) <= MOST_SIZES for tiles in search.TILES)
 
 
 def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

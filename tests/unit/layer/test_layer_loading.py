@@ -71,8 +71,10 @@ def test_finish_names_every_missing_tensor(tmp_path: Path) -> None:
 def test_every_expert_is_packed_once_and_freed(form: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_checkpoint("dense", "bf16", form=form)
     config, packed = Checkpoint.open(save(made, tmp_path / "m")).config.model, []
-    original = collect.load_experts
-    monkeypatch.setattr(collect, "load_experts", lambda *args: packed.extend(args[2]) or original(*args))
+    original = collect.load_layer
+    monkeypatch.setattr(
+        collect, "load_layer", lambda *args, slots, **more: packed.extend(slots) or original(*args, slots=slots, **more)
+    )
     layer: Any = RoutedExperts.from_config(config, 0, tensors=made.headers)
     for _ in range(2):  # a load, and a refit
         packed.clear()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from lancebill.backends.hopper import kernel_sources as src
 from lancebill.backends.hopper.plan import (
-    MOST_SIZES,
     SMALL,
     GemmPlan,
     HopperPlan,
@@ -79,7 +78,6 @@ def _sizes(plan: HopperPlan) -> dict[str, int]:
     assert plan.rule is not None
     launch_of = {size: number for number, sizes in enumerate(plan.rule.launches) for size in sizes}
     sizes = sorted(launch_of, reverse=True)
-    assert len(sizes) <= MOST_SIZES
     launches = src.packed_bytes([launch_of[size] for size in sizes])
     return {"FULL": plan.rule.full_tile, "SIZES": src.packed_bytes(sizes), "LAUNCHES": launches}
 

@@ -6,7 +6,7 @@ While one reads, others decode and pack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -31,12 +31,14 @@ def load_layer(
     layout: Layout,
     *,
     out: Mapping[str, Packed] | None = None,
+    slots: Sequence[int] | None = None,
     losses: Callable[[str, Loss], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Packed]:
     """Load all local experts into new buffers on the CPU, or into those of `out`, on the device that holds them.
 
-    `progress` is called with the number of experts that were packed.
+    With `slots` only the experts of these slots are loaded. `progress` is called with the number of experts that were
+    packed.
     """
     count = len(plan.experts)
     packed = (
@@ -44,7 +46,7 @@ def load_layer(
     )
     reader = DeviceReader(read, next(iter(packed["w13"].values())).device)
 
-    def fill(slots: range) -> list[tuple[str, Loss]]:
+    def fill(slots: Sequence[int]) -> list[tuple[str, Loss]]:
         cost: list[tuple[str, Loss]] = []
         experts = [plan.experts[slot] for slot in slots]
         with reader.working():
@@ -52,23 +54,22 @@ def load_layer(
             pack_experts(plan, layout, weights, packed, slots)
         return cost
 
-    slices = list(slot_slices(plan, reader.device))
-    for slots, cost in map_in_order(fill, slices, workers_for(plan, reader.device, len(slices))):
+    slices = list(slot_slices(plan, reader.device, range(count) if slots is None else slots))
+    for done, cost in map_in_order(fill, slices, workers_for(plan, reader.device, len(slices))):
         if losses is not None:
             for matrix, loss in cost:  # in expert order, so that floating-point sums are reproducible
                 losses(matrix, loss)
         if progress is not None:
-            progress(len(slots))
+            progress(len(done))
     reader.finish()
     return packed
 
 
-def slot_slices(plan: LayerPlan, device: torch.device) -> Iterator[range]:
-    """Neighbouring slots that are loaded together."""
-    count = len(plan.experts)
+def slot_slices(plan: LayerPlan, device: torch.device, slots: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Slots that are loaded together."""
     step = max(1, SLICE_BYTES[device.type] // max(1, expert_bytes(plan)))
-    for first in range(0, count, step):
-        yield range(first, min(first + step, count))
+    for first in range(0, len(slots), step):
+        yield slots[first : first + step]
 
 
 def workers_for(plan: LayerPlan, device: torch.device, slices: int) -> int:
