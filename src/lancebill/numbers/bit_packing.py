@@ -43,6 +43,9 @@ class Nibbles:
     def __getitem__(self, expert: int | slice) -> Nibbles:
         return Nibbles(self.data[expert])
 
+    def to(self, device: torch.device) -> Nibbles:
+        return Nibbles(self.data.to(device))
+
     def unsqueeze(self, axis: int) -> Nibbles:
         return Nibbles(self.data.unsqueeze(axis))
 

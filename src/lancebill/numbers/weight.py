@@ -117,6 +117,26 @@ class LogicalWeight:
             **fields,
         )
 
+    def with_codes(self, stored: Tensor | Nibbles) -> LogicalWeight:
+        """The same levels with other codes, or with the same ones stored in another way."""
+        return replace(self, stored=stored)
+
+    def to(self, device: torch.device) -> LogicalWeight:
+        """All tensors on this device; itself if they are."""
+        if self.device == device:
+            return self
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return self._map_levels(
+            lambda _, t: t.to(device),
+            stored=self.stored.to(device),
+            bias=move(self.bias),
+            perm=move(self.perm),
+            inputs={role: t.to(device) for role, t in self.inputs.items()},
+        )
+
     def rows(self, index: Tensor) -> LogicalWeight:
         """Rows `index`, in that order. Blocks along N are refined to single rows first."""
         fine, index = self.reblock(self.spec.map_blocks(0, 1)), index.to(self.device)

@@ -138,9 +138,9 @@ class _ExpertConverter:
         """Read, requantise and write one output module; returns its quantisation error."""
         scheme, cost, fitted = self.output.scheme, Loss(), []
         for projection in job.sources:
-            weight = _to(load_projection(self.source.read, projection), self.options.device)
+            weight = load_projection(self.source.read, projection).to(torch.device(self.options.device))
             result, part = fit_to_scheme(weight, scheme, self.options.mx_rule)
-            fitted.append(_to(result, "cpu"))
+            fitted.append(result.to(torch.device("cpu")))
             cost = cost.merge(part)
         weight = fitted[0] if len(fitted) == 1 else stack(fitted)
         if len(fitted) > 1 and self.output.form.interleaved:
@@ -186,25 +186,6 @@ def _zero_fits(weight: LogicalWeight, scheme: Scheme) -> bool:
     return low <= int(weight.zero.min()) and int(weight.zero.max()) <= high
 
 
-def _to(weight: LogicalWeight, device: str) -> LogicalWeight:
-    if weight.codes.device.type == torch.device(device).type:
-        return weight
-
-    def move(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    return replace(
-        weight,
-        stored=weight.codes.to(device),
-        scales=tuple(t.to(device) for t in weight.scales),
-        zero=move(weight.zero),
-        minimum=tuple(t.to(device) for t in weight.minimum),
-        bias=move(weight.bias),
-        perm=move(weight.perm),
-        inputs={role: t.to(device) for role, t in weight.inputs.items()},
-    )
-
-
 def _copy(source: Checkpoint, name: str, out: CheckpointWriter, progress: Progress) -> None:
     """Copy a tensor byte for byte, a large one in chunks of rows."""
     info = source.tensors[name]
@@ -226,8 +207,8 @@ def _write_plain(
     codes = scheme.part("codes")
     assert codes is not None
     for first, chunk in row_chunks(module):
-        loaded = replace(_to(load_projection(source.read, chunk), options.device), bias=None)
-        fitted = _to(fit_to_scheme(loaded, scheme)[0], "cpu")
+        loaded = replace(load_projection(source.read, chunk).to(torch.device(options.device)), bias=None)
+        fitted = fit_to_scheme(loaded, scheme)[0].to(torch.device("cpu"))
         out.write(module.module + codes.suffix[0], fitted.codes, first)
     bias = module.sources.get("bias")
     if bias is not None:

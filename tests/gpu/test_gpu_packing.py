@@ -1,0 +1,86 @@
+"""Packing on the GPU gives the bits of packing on the CPU, for every form; loads and moves stay within memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lancebill.backends.hopper import layout as hopper
+from lancebill.backends.hopper.layout import HopperLayout
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.layout import MatrixShape, Packed
+from lancebill.numbers.bit_packing import Nibbles, pack_bits
+from lancebill.numbers.weight import LogicalWeight, same_bits, stack_experts
+from lancebill.testing.checkpoints import Geometry
+from lancebill.testing.layers import layer_problem, plausible_weight
+from lancebill.testing.models import write_model
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+SPECS = [
+    *((s, a) for a in ("bf16", "fp16") for s in (
+        "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
+        "int8", "int8-g128", "fp8", "fp8-block",
+    )),
+    *((s, "fp8") for s in ("mxfp4", "fp8", "fp8-block", "int4", "int4-g128", "int4-g128-zp")),
+]  # fmt: skip
+EXPERTS = 3
+MIB = 1 << 20
+
+
+def packed_on(device: str, layout: HopperLayout, shape: MatrixShape, weights: LogicalWeight) -> Packed:
+    out = layout.allocate(shape, EXPERTS, device)
+    for tensor in out.values():
+        tensor.fill_(85)  # pack must write every byte
+    layout.pack(shape, weights.to(torch.device(device)), out)
+    return {name: tensor.cpu() for name, tensor in out.items()}
+
+
+@pytest.mark.parametrize(("spec", "activations"), SPECS)
+def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[bool] = []
+    original = hopper.pack_on_gpu
+    monkeypatch.setattr(hopper, "pack_on_gpu", lambda *a, **k: launched.append(original(*a, **k)) or launched[-1])
+    for hidden, intermediate in ((512, 256), (384, 128)):
+        problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=EXPERTS, top_k=1)
+        layout = HopperLayout(problem)
+        for shape in problem.matrices.values():
+            weights = stack_experts([plausible_weight(shape, seed) for seed in range(EXPERTS)])
+            want, got = (packed_on(device, layout, shape, weights) for device in ("cpu", "cuda"))
+            assert all(same_bits(got[name], want[name]) for name in want), shape
+            if shape.spec.dtype.bits == 4:
+                dense = Nibbles(pack_bits(weights.codes, 4, torch.uint8))
+                got = packed_on("cuda", layout, shape, weights.with_codes(dense))
+                assert all(same_bits(got[name], want[name]) for name in want), shape
+            held = {name: tensor.cuda() for name, tensor in want.items()}
+            assert layout.unpack(shape, held).to(torch.device("cpu")).equals(weights)
+    assert launched and all(launched)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from lancebill.cli.convert import run_conversion, target_of
+
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("packed")
+    write_model(source, Geometry(16, 1024, 768, 1, top_k=4))
+    run_conversion(source, folder / "model", target_of("int4-g128"), {})
+    return folder / "model"
+
+
+def test_a_load_to_the_gpu_is_a_load_to_the_cpu_that_moved(checkpoint: Path) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = RoutedExperts.from_checkpoint(checkpoint, 0, device="cuda")
+    torch.cuda.synchronize()
+    final = sum(p.nbytes for p in loaded.parameters())
+    assert torch.cuda.max_memory_allocated() - before <= max(1.05 * final, final + 512 * MIB)
+    moved = RoutedExperts.from_checkpoint(checkpoint, 0, device="cpu").to("cuda")
+    assert loaded.choice.backend.name == moved.choice.backend.name == "hopper"
+    for (name, a), (_, b) in zip(loaded.named_parameters(), moved.named_parameters()):
+        assert same_bits(a.data, b.data), name
