@@ -51,15 +51,17 @@ class Plane:
     @property
     def holds_nibbles(self) -> bool:
         """Whether every byte holds two whole 4-bit numbers, a run apart."""
-        return self.width == 4 and self.lanes == 2 and self.shift == 0 and self.run % 2 == 0
+        return self.width == 4 and self.lanes == 2 and self.shift == 0 and self.run % 8 == 0
 
     def nibbles(self, blocks: Tensor) -> Nibbles:
         """`pieces` without unpacking them: from two neighbouring bytes, the low nibbles and the high nibbles."""
         used = blocks[..., self.start : self.start + self.size]
-        pairs = used.clone(memory_format=torch.contiguous_format).view(torch.int16)
-        low = (pairs & 0x0F) | (pairs >> 4 & 0xF0)
-        high = (pairs >> 4 & 0x0F) | (pairs >> 8 & 0xF0)
-        lanes = [lane.to(torch.uint8).unflatten(-1, (-1, self.run // 2)) for lane in (low, high)]
+        bytes_ = used.clone(memory_format=torch.contiguous_format).view(torch.int64)
+        lanes = []
+        for shift in (0, 4):
+            nibbles = (bytes_ >> shift).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+            nibbles |= nibbles >> 4  # the lower byte of each pair now has both nibbles
+            lanes.append(nibbles.view(torch.int16).to(torch.uint8).unflatten(-1, (-1, self.run // 2)))
         return Nibbles(torch.stack(lanes, dim=-2).flatten(-3))
 
     def bytes(self, numbers: Tensor) -> Tensor:
@@ -92,8 +94,12 @@ class Field:
 
     def read(self, blocks: Tensor, count: int) -> Tensor | Nibbles:
         """The numbers of each block, [..., blocks, count]."""
-        if len(self.planes) == 1 and self.planes[0].holds_nibbles and not self.flipped:
-            return self.planes[0].nibbles(blocks)
+        only = self.planes[0] if len(self.planes) == 1 else None
+        if only is not None and only.holds_nibbles and not self.flipped:
+            return only.nibbles(blocks)
+        if only is not None and only.width == 8:
+            numbers = blocks[..., only.start : only.start + only.size].clone(memory_format=torch.contiguous_format)
+            return self._flip(numbers).view(self.dtype.storage)
         numbers = torch.zeros(*blocks.shape[:-1], count * self._bytes, dtype=torch.uint8, device=blocks.device)
         for plane in self.planes:
             numbers[..., plane.numbers] |= plane.pieces(blocks)
@@ -107,6 +113,8 @@ class Field:
     def _flip(self, numbers: Tensor) -> Tensor:
         if not self.flipped:
             return numbers
+        if self._bytes == 1:
+            return numbers ^ 0x80
         top = torch.tensor([0] * (self._bytes - 1) + [0x80], dtype=torch.uint8, device=numbers.device)
         flipped: Tensor = numbers.unflatten(-1, (-1, self._bytes)) ^ top
         return flipped.flatten(-2)

@@ -29,7 +29,7 @@ from lancebill.formats.base import (
     part,
 )
 from lancebill.formats.gptq import check_symmetric, group_block, grouped_integers, overridden
-from lancebill.numbers.bit_packing import pack_awq, unpack_awq
+from lancebill.numbers.bit_packing import pack_awq, turn_awq, unpack_awq
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, QuantSpec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -61,7 +61,7 @@ class AwqScheme(Scheme):
     batched = True
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        codes = unpack_awq(stored["codes"])[..., :n].mT.contiguous()
+        codes = turn_awq(stored["codes"], n)
         scale = stored["scale"].mT.contiguous()
         zero = None
         if "zero" in stored:

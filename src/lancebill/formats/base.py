@@ -191,8 +191,8 @@ class Scheme(ABC):
 def _nan_scales(weight: LogicalWeight) -> str | None:
     """How many mini-float scales are NaN, if any. `lancebill verify --values` checks 16- and 32-bit scales."""
     for level, codes in weight.levels():
-        count = sum(int((codes == nan).sum()) for nan in level.dtype.nan_codes)
-        if count:
+        if any(bool((codes == nan).any()) for nan in level.dtype.nan_codes):
+            count = sum(int((codes == nan).sum()) for nan in level.dtype.nan_codes)
             return f"{count} of {codes.numel()} {level.dtype} numbers"
     return None
 

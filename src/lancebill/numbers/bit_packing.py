@@ -148,6 +148,19 @@ def pack_awq(codes: Tensor) -> Tensor:
     return pack_bits(grouped.flatten(-2), 4, torch.int32)
 
 
+def turn_awq(words: Tensor, n: int) -> Tensor | Nibbles:
+    """AWQ's words [..., K, N / 8] as codes [..., N, K]."""
+    if words.shape[-2] % 2:
+        return unpack_awq(words)[..., :n].mT.contiguous()
+    pairs = _view_last(words.mT, torch.int64)  # [..., N / 8, K / 2]: the words of two neighbouring columns
+    rows = torch.empty(*pairs.shape[:-1], 8, pairs.shape[-1], dtype=torch.uint8, device=words.device)
+    for nibble, row in enumerate(AWQ_ORDER):
+        codes = (pairs >> (4 * nibble)).bitwise_and_(0x0000000F0000000F)
+        codes |= codes >> 28  # the lowest byte now has both codes
+        rows[..., row, :] = codes.to(torch.uint8)
+    return Nibbles(rows.flatten(-3, -2)[..., :n, :])
+
+
 def unpack_awq(words: Tensor) -> Tensor:
     inverse = torch.tensor(sorted(range(8), key=AWQ_ORDER.__getitem__), device=words.device)
     codes = unpack_bits(words, 4, words.shape[-1] * 8)

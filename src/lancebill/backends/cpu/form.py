@@ -74,6 +74,7 @@ class CpuForm:
     tiles: bool  # whether weights rounded to bf16 are accurate enough for tiles
 
 
+@lru_cache(maxsize=1024)
 def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> CpuForm:
     """The form of a matrix and its inputs. Raises `NoForm` with a reason if no kernel supports it."""
     kind, input_group = _input_kind(activations)

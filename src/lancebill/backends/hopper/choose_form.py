@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from lancebill.backends.base import NoForm, Reason
 from lancebill.backends.hopper.kernels import weight_form as f
@@ -27,6 +28,7 @@ _STATIC = {FP8_TENSOR: f.E4M3}  # one input scale per expert, from the checkpoin
 _GROUP_SCALES = {BF16: f.BF16_GROUP, F16: f.F16_GROUP, F32: f.F32_GROUP}
 
 
+@lru_cache(maxsize=1024)
 def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> WeightForm:
     """The form of a matrix. Raises NoForm with a reason if no kernel supports it."""
     spec = shape.spec

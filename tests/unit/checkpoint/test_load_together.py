@@ -1,0 +1,56 @@
+"""Experts that are loaded together: the same buffers as one by one, and errors that name the expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lancebill.backends.cpu.native import library
+from lancebill.checkpoint.load import load_layer as loading
+from lancebill.checkpoint.load.load_experts import load_expert, pack_experts
+from lancebill.checkpoint.load.load_layer import load_layer
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.errors import BadValue
+from lancebill.formats import registry
+from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.numbers.weight import same_bits
+from lancebill.testing.checkpoints import Generated, Geometry, generate
+
+EXPERTS = 5
+
+
+def layer_of(fmt: str, example_name: str) -> tuple[Generated, Recipe]:
+    example = next(e for e in registry()[fmt].examples() if e.name == example_name)
+    family = names.find_family({"model_type": "qwen3_moe"})
+    generated = generate(example, family, family.forms[0], Geometry(EXPERTS, 256, 128))
+    manifest = manifests.build(generated.config, generated.headers)
+    return generated, Recipe.make(manifest, 0, LoadOptions())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "example"), [("gptq", "int4-g64:fp16-zp-gptq"), ("fp8", "channel-dynamic"), ("awq", "int4-g64:fp16-zp")]
+)
+def test_slices_fill_what_single_experts_fill(fmt: str, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generated, recipe = layer_of(fmt, example)
+    want = recipe.allocate()
+    # Not in order, so that slots are packed one run at a time.
+    order = (3, 0, 1, 4, 2)
+    experts = [load_expert(generated.read, recipe.plan, recipe.plan.experts[slot]) for slot in order]
+    pack_experts(recipe.plan, recipe.layout, experts, want, order)
+    counts: list[int] = []
+    for size in (1, 1 << 30):  # one expert at a time, and all at once
+        monkeypatch.setattr(loading, "SLICE_BYTES", {"cpu": size})
+        got = load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate(), progress=counts.append)
+        assert all(same_bits(got[m][name], want[m][name]) for m in want for name in want[m])
+    assert counts == [1] * EXPERTS + [EXPERTS]
+
+
+@pytest.mark.skipif(library() is None, reason="the CPU kernels, which refuse NaN, are not built")
+def test_an_error_in_a_slice_names_its_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    generated, recipe = layer_of("fp8", "channel-dynamic")
+    monkeypatch.setattr(loading, "SLICE_BYTES", {"cpu": 1 << 30})
+    name = next(name for name in generated.tensors if "experts.3.up_proj.weight_scale" in name)
+    generated.tensors[name][4] = torch.nan
+    with pytest.raises(BadValue, match=r"expert 3"):
+        load_layer(generated.read, recipe.plan, recipe.layout, out=recipe.allocate())
