@@ -51,6 +51,7 @@ def pack_on_gpu(form: WeightForm, rows: Tensor, out: Tensor, padded: tuple[int, 
     return True
 
 
+@lru_cache(maxsize=64)
 def source(form: WeightForm, gated: bool) -> KernelSource:
     """The kernel of a form. Forms whose codes have the same bit positions share it."""
     arguments = {"codes": "*u8", "out": "*i32", "rows": "i32", "row_bytes": "i32", "units": "i32", "slices": "i32"}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lancebill.backends.hopper import pack_on_gpu
+from lancebill.backends.hopper.choose_form import kernel_form
 from lancebill.backends.hopper.route_step import RouteStep
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.hopper.tuning.policy import buckets
@@ -25,11 +27,17 @@ def shipped() -> Iterator[KernelSource]:
     yield from route_kernels()
     seen: set[KernelSource] = set()
     for problem in problems():
-        for tokens in TOKENS:
-            for source in kernels(problem, tokens):
-                if source not in seen:
-                    seen.add(source)
-                    yield source
+        for source in (*pack_kernels(problem), *(k for tokens in TOKENS for k in kernels(problem, tokens))):
+            if source not in seen:
+                seen.add(source)
+                yield source
+
+
+def pack_kernels(problem: Problem) -> Iterator[KernelSource]:
+    """The kernels that pack a layer's codes when it is loaded."""
+    for shape in problem.matrices.values():
+        form = kernel_form(shape, problem.inputs_of(shape.name))
+        yield pack_on_gpu.source(form, problem.is_gated(shape.name))
 
 
 def route_kernels() -> tuple[KernelSource, ...]:
