@@ -109,8 +109,11 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
     if not out.is_terminal:
         yield lambda _: None
         return
-    count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    with Progress(TextColumn("{task.description}"), BarColumn(), count, TimeLeft(), console=out, transient=True) as bar:
+    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),)
+    if in_bytes:
+        counts = DownloadColumn(), TransferSpeedColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), *counts, TimeLeft()
+    with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda step: bar.advance(task, step)
 

@@ -178,7 +178,11 @@ class HopperLayout(Layout):
         words: list[Tensor] = []
         if form.scale == f.E8M0_G32:
             codes, exponents, base = self._exponents(form, weight)
-            return codes, fragments.pack_bytes(form, self._meta(shape, form, exponents)), factors * torch.exp2(base)
+            return (
+                codes,
+                fragments.pack_bytes(form, self._meta(shape, form, exponents)),
+                factors * _power_of_two(base).float(),
+            )
         if form.scale == f.E4M3_G16:
             return codes, fragments.pack_bytes(form, self._meta(shape, form, weight.scales[0])), factors
         if form.scale != f.NO_SCALE:
@@ -190,8 +194,8 @@ class HopperLayout(Layout):
                     bits = bits | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
                 return codes, fragments.pack_floats(form, bits), factors
             base = _nibble_base(each, form) if form.subnormal else _excess(each, form)
-            factors = factors * torch.exp2(base)
-            placed = self._meta(shape, form, each.double() * torch.exp2(-base.double()))
+            factors = factors * _power_of_two(base).float()
+            placed = self._meta(shape, form, each.double() * _power_of_two(-base))
             placed = as_integer((placed * _units(form, placed.shape[-2], each.device)).to(each.dtype))
             pack = fragments.pack_floats if form.scale == f.F32_GROUP else fragments.pack_halves
             words.append(pack(form, placed))
@@ -218,7 +222,7 @@ class HopperLayout(Layout):
         codes, raised = weight.stored, int((short > 0).sum())
         self.rerounded.add(raised, relative.numel())
         if raised:
-            shift = torch.exp2(-short.float()).repeat_interleave(32, -1)[..., : weight.k]
+            shift = _power_of_two(-short).float().repeat_interleave(32, -1)[..., : weight.k]
             codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(weight.codes) * shift), weight.codes)
         return codes, (relative + short + offset).to(torch.uint8), base.float()
 
@@ -232,7 +236,7 @@ class HopperLayout(Layout):
             values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
             if form.scale == f.E8M0_G32:
                 offset = _EXPONENT_RANGE[form.activations][2]
-                values = values - offset + 127 + torch.log2(powers).int()
+                values = values - (offset - 127) + torch.frexp(powers)[1] - 1
             return values[..., :columns].to(torch.uint8)
         scales = fragments.scale_pairs(form, words)[..., : form.scale_words - form.zero_words]
         if form.scale == f.F32_GROUP:
@@ -295,7 +299,12 @@ def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
     """
     high = torch.arange(n, device=device) >> 3 & 1
     shift = NIBBLE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + code_shift(form)
-    return torch.exp2(shift.double()).unsqueeze(1)
+    return _power_of_two(shift).unsqueeze(1)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent in fp64, from its bits: exact on every device, which exp2 need not be."""
+    return (exponent.long() + 1023 << 52).view(torch.float64)
 
 
 def _outer_factors(levels: Mapping[Scale, Tensor], n: int, device: torch.device) -> Tensor:
