@@ -74,7 +74,7 @@ def test_pushed_gpu_tensors_stay_on_the_gpu(fmt: str, part: str, family: str, fo
     experts = ModelExperts(made.config, tensors=made.headers if known else None, device="cuda", backend="reference")
     on_gpu = {name: tensor.cuda() for name, tensor in made.tensors.items()}
     with NoCopyToCpu():
-        assert not list(experts.load_weights(on_gpu.items()))
+        assert not list(experts.divert(on_gpu.items()))
         layer = experts.finish()[0]
     assert all(tensor.is_cuda for tensor in layer.parameters())
     _assert_same(layer, want)
@@ -86,7 +86,7 @@ def test_pushed_tensors_of_either_device_give_one_hopper_layer() -> None:
     want = _pulled(made, **options)
     for move in (Tensor.cpu, Tensor.cuda):
         experts = ModelExperts(made.config, **options)
-        assert not list(experts.load_weights((name, move(tensor)) for name, tensor in made.tensors.items()))
+        assert not list(experts.divert((name, move(tensor)) for name, tensor in made.tensors.items()))
         _assert_same(experts.finish()[0], want)
 
 
@@ -142,7 +142,7 @@ def test_pushing_a_large_layer_expert_by_expert(capsys: pytest.CaptureFixture[st
     experts = ModelExperts(config, device="cuda", backend="hopper")
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
-    assert not list(experts.load_weights(tensors.items()))
+    assert not list(experts.divert(tensors.items()))
     layer = experts.finish()[0]
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start

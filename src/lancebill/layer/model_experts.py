@@ -103,10 +103,13 @@ class ModelExperts:
         return sum(self.recipe(layer).bytes for layer in self.layers)
 
     def fill_random(self, seed: int = 0) -> dict[int, RoutedExperts]:
-        """Make every layer with random weights, without a checkpoint; `layers` must be known. They can be refitted."""
+        """Make the layers that do not exist yet with random weights; which layers have experts must be known.
+
+        They can be refitted with tensors that have the headers that were given or that the config suggests.
+        """
         if not self.layers:
             raise SpecError("which layers have experts is not known", hint="give layers=, or headers as tensors=")
-        for index in self.layers:
+        for index in [index for index in self.layers if index not in self._made]:
             recipe = Recipe.expected(self.config, index, self.options) if self.index is None else self.recipe(index)
             self._made[index] = RoutedExperts(random_parts(recipe, seed))
         return dict(self._made)
@@ -132,8 +135,8 @@ class ModelExperts:
             self._resume_waiting()
         return claim
 
-    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Take the experts' tensors out of a stream, and yield all others, the router's among them."""
+    def divert(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Take the experts' tensors out of a stream, and yield all others, the router's among them, as they come."""
         for name, tensor in pairs:
             claim = self.push(name, tensor)
             if claim is None or claim.router is not None:

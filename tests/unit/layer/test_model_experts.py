@@ -75,7 +75,7 @@ def test_every_format_pushed_in_any_order_equals_the_files(fmt: str) -> None:
         for headers in (made.headers, None):
             experts = ModelExperts(made.config, tensors=headers, **options)
             with torch.device("meta"):
-                assert not list(experts.load_weights(_shuffled(made, number)))
+                assert not list(experts.divert(_shuffled(made, number)))
                 experts.finish()
             _assert_same(experts.finish()[0], want, (example.name, headers is None))
             assert experts.settled and experts.layer(0) is experts.finish()[0]
@@ -120,12 +120,12 @@ def test_claims_tell_experts_routers_and_others_apart() -> None:
     assert {name: experts.claim(name) for name in claims} == claims
 
 
-def test_load_weights_takes_only_experts_out_of_a_stream() -> None:
+def test_divert_takes_only_experts_out_of_a_stream() -> None:
     made = make_checkpoint("dense", "bf16", "deepseek_v3")
     bias, other = torch.arange(4.0), torch.ones(2)
     stream = [("model.layers.1.mlp.gate.e_score_correction_bias", bias), ("lm_head.weight", other)]
     experts = ModelExperts(made.config)
-    assert [name for name, _ in experts.load_weights([*made.tensors.items(), *stream])] == [n for n, _ in stream]
+    assert [name for name, _ in experts.divert([*made.tensors.items(), *stream])] == [n for n, _ in stream]
     layers = experts.finish()
     assert layers[0].router_correction is None
     assert layers[1].router_correction is not None and torch.equal(layers[1].router_correction, bias)
@@ -138,7 +138,7 @@ def test_finish_names_everything_that_is_missing_in_all_layers(known: bool) -> N
     missing = ["model.layers.0.mlp.experts.2.up_proj.scales", "model.layers.1.mlp.experts.3.down_proj.qweight"]
     experts = ModelExperts(made.config, tensors=made.headers if known else None)
     rest = [(name, tensor) for name, tensor in made.tensors.items() if name not in missing]
-    assert not list(experts.load_weights(rest))
+    assert not list(experts.divert(rest))
     assert not experts.settled
     with pytest.raises(CheckpointProblems) as caught:
         experts.finish()
@@ -156,7 +156,7 @@ def test_an_expert_that_never_came_is_named_without_headers() -> None:
     made = make_checkpoint("gptq")
     experts = ModelExperts(made.config, layers=[0])
     lost = "model.layers.0.mlp.experts.1."
-    assert not list(experts.load_weights((n, t) for n, t in made.tensors.items() if not n.startswith(lost)))
+    assert not list(experts.divert((n, t) for n, t in made.tensors.items() if not n.startswith(lost)))
     with pytest.raises(CheckpointProblems) as caught:
         experts.finish()
     assert {p.expected for p in caught.value.problems} == {n for n in made.tensors if n.startswith(lost)}
@@ -180,7 +180,7 @@ def test_repeated_unknown_and_late_tensors_are_refused() -> None:
         with pytest.raises(DuplicateTensor, match=r"up_proj\.scales"):
             experts.push(name, made.tensors[name])
         rest = ((other, tensor) for other, tensor in made.tensors.items() if other != name)
-        assert not list(experts.load_weights(rest))
+        assert not list(experts.divert(rest))
         with pytest.raises(DuplicateTensor):
             experts.push(name, made.tensors[name])
         reason = "packed without this tensor" if headers is None else "not in the checkpoint"
@@ -215,7 +215,7 @@ def test_a_model_is_refitted_in_place(known: bool) -> None:
         first, *rest = _shuffled(made, 5)
         experts.push(*first)
         assert not experts.settled
-        assert not list(experts.load_weights(rest))
+        assert not list(experts.divert(rest))
         layers = experts.finish()
         assert experts.settled and sorted(layers) == [0, 1]
         now = {index: layer.packed["w13"]["codes"].data_ptr() for index, layer in layers.items()}
@@ -228,7 +228,7 @@ def test_a_model_is_refitted_in_place(known: bool) -> None:
 def test_layers_of_other_ranks_are_claimed_and_dropped() -> None:
     made = make_checkpoint("gptq")
     experts = ModelExperts(made.config, tensors=made.headers, layers=[1])
-    assert not list(experts.load_weights(made.tensors.items()))
+    assert not list(experts.divert(made.tensors.items()))
     assert list(experts.finish()) == [1]
 
 
@@ -242,7 +242,7 @@ def test_files_are_read_layer_by_layer(tmp_path: Any) -> None:
     assert sorted(experts.finish()) == [0, 1] and experts.settled
     assert sum(done) == planned.bytes + experts.recipe(0).bytes
     other = make_checkpoint("gptq", seed=3)
-    assert not list(experts.load_weights(other.tensors.items()))
+    assert not list(experts.divert(other.tensors.items()))
     _assert_same(experts.finish()[1], _pull(other, 1))
 
 

@@ -91,7 +91,7 @@ def test_a_model_is_filled_and_later_refitted() -> None:
     with pytest.raises(SpecError, match="layers"):
         ModelExperts(made.config).fill_random()
     fresh = ModelExperts(made.config)
-    assert not list(experts.load_weights(made.tensors.items())) and not list(fresh.load_weights(made.tensors.items()))
+    assert not list(experts.divert(made.tensors.items())) and not list(fresh.divert(made.tensors.items()))
     for index, layer in fresh.finish().items():
         state = experts.finish()[index].state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())

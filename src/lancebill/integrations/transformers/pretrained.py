@@ -139,13 +139,12 @@ def load_experts(model: nn.Module, experts: ModelExperts, progress: Callable[[in
     missing = [name for name, place in places.items() if place.index not in experts.layers]
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
-    done = 0
+    done, total = 0, experts.bytes
     for place in places.values():
-        size = experts.recipe(place.index).bytes
+        done += experts.recipe(place.index).bytes
         place.experts = experts.layer(place.index)
-        done += size
         if progress is not None:
-            progress(done, experts.bytes)
+            progress(done, total)
 
 
 def packed_class(base: type[PreTrainedModel]) -> Any:
