@@ -64,7 +64,11 @@ def _codes(spec: QuantSpec, n: int, k: int, size: float, generator: torch.Genera
     dtype, device = spec.dtype, generator.device
     if not dtype.table:
         return torch.randn(n, k, generator=generator, device=device).mul_(size).to(dtype.storage)
-    codes = torch.randint(len(dtype.table), (n, k), generator=generator, device=device, dtype=torch.uint8)
+    # Eight bytes from each random number: on a CPU, generating them is most of the work.
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-n * k // 8),), generator=generator, device=device)
+    codes = words.view(torch.uint8)[: n * k].view(n, k)
+    if dtype.bits < 8:
+        codes &= len(dtype.table) - 1
     unused, filler = _filler(dtype)
     for code in unused:
         codes.masked_fill_(codes == code, filler)
