@@ -19,8 +19,8 @@ from lancebill.moe.layout import Layout, Packed
 from lancebill.numbers.codec import Loss
 
 # Bytes of a slice of experts, one byte per code. Temporary memory is at most a few times that for each thread. On a GPU
-# larger slices mean fewer launches; on a CPU they must not leave the caches more than necessary.
-SLICE_BYTES = {"cpu": 16 << 20, "cuda": 48 << 20}
+# larger slices mean fewer launches; on a CPU small ones save memory.
+SLICE_BYTES = {"cpu": 4 << 20, "cuda": 48 << 20}
 WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
 MOST_GPU_THREADS = 3
 
