@@ -16,7 +16,7 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import Problem
 from lancebill.testing.layers import layer_problem, make_layer, routing
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = (1, 3, 40, 600)
 HIDDEN = 512
 

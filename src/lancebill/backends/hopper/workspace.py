@@ -98,6 +98,7 @@ def outside_pools(device: torch.device, stream: int | None, make: Callable[[], T
         return make()
 
     def work() -> Tensor:
+        driver.use_context(device.index or 0)  # a new thread has none
         with driver.uncaptured(), torch.cuda.device(device):
             handle = driver.own_stream(device.index or 0) if stream is None else stream
             side = torch.cuda.ExternalStream(handle, device=device)
