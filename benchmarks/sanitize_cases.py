@@ -64,10 +64,11 @@ def matrix() -> Iterator[Case]:
         yield Case("int4-g128", tokens=tokens, act_order=True)
         yield from (Case(activations=act, tokens=tokens, dispatch=form)
                     for act in ("bf16", "fp8") for form in ("contiguous", "batched"))  # fmt: skip
-    unsplit = Case(tokens=16, experts=2, hidden=1536, intermediate=768)  # as many tiles as blocks: K is not split
-    for whole in (unsplit, replace(unsplit, activations="fp8")):
-        yield from (whole, replace(whole, bias=True, activation="swigluoai"))
-        yield replace(whole, bias=True, activation="relu2_no_mul", intermediate=1536)
+    whole = Case(tokens=16, experts=2, hidden=1536, intermediate=768)  # as many tiles as blocks: chunks are tiles
+    pieces = Case(tokens=1, experts=2, hidden=2304, intermediate=768)  # few tiles: blocks share them
+    for few in (whole, pieces, replace(whole, activations="fp8"), replace(pieces, activations="fp8")):
+        yield from (few, replace(few, bias=True, activation="swigluoai"))
+        yield replace(few, bias=True, activation="relu2_no_mul", intermediate=1536)
     for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")):
         few = Case(spec, activations, 20, experts=16, hidden=1024, intermediate=512, processors=1)
         # One block computes many tiles, of several stages and of one.

@@ -285,7 +285,8 @@ def test_calls_that_do_not_fit_the_fast_path(slow_calls: list[int], what: str) -
         layer = copy.deepcopy(layer)
     slow_calls.clear()
     got = layer(x, topk_ids=ids, topk_weights=weights, out=out)
-    assert slow_calls == [5] and torch.equal(got.to(want.dtype), want)
+    as_routers_give_them = what in ("int64 ids", "ids apart", "fp16 weights")
+    assert slow_calls == ([] if as_routers_give_them else [5]) and torch.equal(got.to(want.dtype), want)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])

@@ -140,7 +140,7 @@ def is_tame(weight: LogicalWeight, factor: float) -> bool:
 def _small_values(weight: LogicalWeight, factor: float, generator: torch.Generator) -> dict[str, object]:
     spec = weight.spec
     if not spec.quantized:
-        return {"codes": spec.dtype.encode(torch.randint(-2, 3, weight.codes.shape, generator=generator) * factor)}
+        return {"stored": spec.dtype.encode(torch.randint(-2, 3, weight.codes.shape, generator=generator) * factor)}
     middle, zero = 0.0, weight.zero
     if zero is not None and spec.zero is not None:
         middle = float(spec.zero.dtype.decode(zero.flatten()[:1]))
@@ -154,7 +154,7 @@ def _small_values(weight: LogicalWeight, factor: float, generator: torch.Generat
         scales.append(_filled(level, tensor, scale if exact else 1.0))
         left = 1.0 if exact else left
     return {
-        "codes": codes[torch.randint(len(codes), weight.codes.shape, generator=generator)],
+        "stored": codes[torch.randint(len(codes), weight.codes.shape, generator=generator)],
         "scales": tuple(scales),
         "zero": zero,
         "minimum": tuple(_filled(level, t, 0.0) for level, t in zip(spec.minimum, weight.minimum)),

@@ -100,7 +100,7 @@ def test_kernels_use_one_wgmma_for_all_tokens_of_a_tile(spec: str, activations: 
     from lancebill.testing.layers import layer_problem
 
     problem = layer_problem(spec, activations, hidden=256, intermediate=256, experts=4, top_k=2)
-    plan = make_plan(problem, 400, Rule((tokens,), False), decode=False)
+    plan = make_plan(problem, 400, Rule.parse(str(tokens), overlap=False), decode=False)
     found = set()
     for source in {step.source for step in steps(plan) if step.source.kernel == "grouped_gemm"}:
         cubin = get_binary(source).cubin
