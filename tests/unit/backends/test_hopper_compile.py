@@ -62,11 +62,18 @@ def test_forms_outside_the_shipped_set_compile(
 
 def test_the_largest_routing_kernels_compile() -> None:
     """Most registers: as many experts, groups and slots as the kernel supports, with every option."""
-    grouped = Routing(64, SQRTSOFTPLUS, renormalize=True, n_group=32, topk_group=8, zero_experts=9)
-    for routing in (grouped, replace(grouped, scoring=SOFTMAX, n_group=0, topk_group=0)):
-        step = RouteStep.make(routing, 2048, torch.bfloat16, biased=True, corrected=True)
-        assert step is not None
-        check(get_binary(step.source), 1)
+    plain = Routing(64, SOFTMAX, renormalize=True, zero_experts=9)
+    grouped = replace(plain, scoring=SQRTSOFTPLUS, n_group=32, topk_group=8)
+    largest = {
+        2048: (plain, replace(grouped, top_k=4)),
+        1024: (replace(grouped, top_k=8),),
+        512: (replace(grouped, top_k=16, n_group=16),),  # most comparisons of a thread
+    }
+    for experts, routings in largest.items():
+        for routing in routings:
+            step = RouteStep.make(routing, experts, torch.bfloat16, biased=True, corrected=True)
+            assert step is not None
+            check(get_binary(step.source), 1)
 
 
 def test_small_layers_of_every_form_fit_in_registers() -> None:

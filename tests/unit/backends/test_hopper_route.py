@@ -119,5 +119,14 @@ def test_what_the_kernel_does_not_support_is_computed_by_the_definition(gpu: Fak
 
 def test_limits_of_the_kernel() -> None:
     assert RouteStep.make(Routing(64), 2048, torch.bfloat16) is not None
-    for routing, experts in ((Routing(65), 128), (Routing(2), 2049), (Routing(2, n_group=33, topk_group=4), 66)):
+    many_groups, long_lists = Routing(2, n_group=33, topk_group=4), Routing(16, n_group=32, topk_group=4)
+    for routing, experts in ((Routing(65), 128), (Routing(2), 2049), (many_groups, 66), (long_lists, 1024)):
         assert RouteStep.make(routing, experts, torch.float32) is None
+
+
+def test_a_group_has_a_warp_and_a_thread_one_expert() -> None:
+    """A group of 32 experts: reductions of a group then need no barrier."""
+    routing = Routing(8, SIGMOID, n_group=8, topk_group=4)
+    for experts, warps in ((256, 8), (160, 8), (64, 2), (16, 1)):
+        step = RouteStep.make(routing, experts, torch.bfloat16, corrected=True)
+        assert step is not None and dict(step.source.options)["num_warps"] == warps

@@ -15,9 +15,11 @@ from lancebill.moe.routing import Routing
 KERNELS = "lancebill.backends.hopper.kernels.route"
 _LOGITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTEGERS = {torch.int32: "i32", torch.int64: "i64"}
-_MOST_EXPERTS, _MOST_GROUPS, _MOST_SLOTS = 2048, 32, 64  # padded; a block compares all pairs of groups
+_MOST_EXPERTS, _MOST_GROUPS, _MOST_SLOTS = 2048, 32, 64  # padded
+_MOST_COMPARISONS = 128  # of a thread: merging compares each expert of the groups' lists with each
 _LEAST_SLOTS = 32  # one a thread, so that most top-k share a kernel
 _EXPERTS_PER_WARP = 512  # 16 a thread; with many more, registers would spill
+_WARP, _MOST_WARPS = 32, 16  # threads of a warp; warps that leave a thread 128 registers
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,16 @@ class RouteStep:
         size = experts // groups
         g, s = _power_of_two(groups), _power_of_two(size)
         slots = max(_power_of_two(routing.top_k), _LEAST_SLOTS)
+        listed = min(_power_of_two(max(routing.top_k, 2)), s) if g > 1 else slots
+        warps = _warps(g, s)
         if g > _MOST_GROUPS or g * s > _MOST_EXPERTS or slots > _MOST_SLOTS:
+            return None
+        if g > 1 and (g * listed) ** 2 > _MOST_COMPARISONS * _WARP * warps:
             return None
         constants = {
             "SCORING": routing.scoring, "AFTER": routing.after_top_k, "HASHED": routing.hashed, "BIASED": biased,
             "CORRECTED": corrected, "ZEROS": routing.zero_experts > 0, "G": g, "S": s, "K": slots,
+            "C": listed,
         }  # fmt: skip
         values = {
             "experts": experts, "size": size, "topk_group": routing.topk_group, "top_k": routing.top_k,
@@ -62,7 +69,7 @@ class RouteStep:
             "renormalize": int(routing.renormalize), "epsilon": routing.epsilon, "scale": routing.folded_scale,
         }  # fmt: skip
         types = _LOGITS[logits], _INTEGERS[lookup[0]], _INTEGERS[lookup[1]]
-        return cls(_source(*types, constants, max(1, g * s // _EXPERTS_PER_WARP)), values)
+        return cls(_source(*types, constants, warps), values)
 
 
 def _source(logits: str, table: str, input_ids: str, constants: Mapping[str, Any], warps: int) -> KernelSource:
@@ -77,9 +84,15 @@ def _source(logits: str, table: str, input_ids: str, constants: Mapping[str, Any
         *((name, "i32") for name in integers),
         *((name, "fp32") for name in ("epsilon", "scale")),
     )
-    options = (("num_warps", warps), ("maxnreg", 255))
+    options = (("num_warps", warps), ("maxnreg", 255 if warps <= 8 else 128))
     return KernelSource(KERNELS, "route_tokens", arguments, tuple(constants.items()), (), options)
 
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+def _warps(groups: int, size: int) -> int:
+    """One expert a thread if a group fits into a warp: each step of a selection then takes place inside a warp."""
+    per_warp = _WARP if groups > 1 and size <= _WARP else _EXPERTS_PER_WARP
+    return min(max(1, groups * size // per_warp), _MOST_WARPS)

@@ -41,7 +41,10 @@ def pack_kernels(problem: Problem) -> Iterator[KernelSource]:
 
 
 def route_kernels() -> tuple[KernelSource, ...]:
-    """Routing of Qwen3, gpt-oss, DeepSeek-V3 and DeepSeek-V4. Kernels do not depend on top-k and scaling factors."""
+    """Routing of Qwen3, gpt-oss, DeepSeek-V3 and DeepSeek-V4.
+
+    A kernel serves any scaling factor and any top-k up to 32; with groups, any top-k up to the same power of two.
+    """
     softmax, after = Routing(8, renormalize=True), Routing(4, after_top_k=True)
     grouped = Routing(8, SIGMOID, renormalize=True, n_group=8, topk_group=4)
     sqrt, hashed = Routing(6, SQRTSOFTPLUS, renormalize=True), Routing(6, SQRTSOFTPLUS, renormalize=True, hashed=True)

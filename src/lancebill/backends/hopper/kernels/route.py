@@ -1,11 +1,16 @@
 """From router logits to ids and weights in one launch, in plain Triton. `lancebill.moe.routing` is the definition.
 
-One warp routes one token. Its scores stay in registers as [groups, experts of a group]; without groups there is one
-group. Top-k takes one round per slot: the largest value, then the lowest index that has it. Both are integer reductions
-of a warp, one instruction each: floats are compared as integers of the same order, and numbers are picked out of a warp
-as their bits. Scores are computed in double and rounded once, as in the definition: Hopper computes doubles at half the
-rate of floats, and with floats alone the difference of two logits would already lose the last bits of a score. A thread
-computes several scores at once, so the functions below have no branches.
+The scores of a token stay in registers as [groups, experts of a group]. Without groups there is one group, and one warp
+routes the token. With groups each group has a warp (see `route_step`), so that a thread computes one score. Each group
+lists its best experts in order: a round per slot finds the largest value, then the lowest index that has it. Both are
+integer reductions of a warp, one instruction each: floats are compared as integers of the same order, and numbers are
+picked out of a warp as their bits. Rounds across warps would need barriers, so warps meet only after the last round: to
+choose groups, whose strengths are the first entries of the lists, and to merge the lists. Merging takes no rounds: an
+expert's place is the number of listed experts ahead of it.
+
+Scores are computed in double and rounded once, as in the definition: Hopper computes doubles at half the rate of
+floats, and with floats alone the difference of two logits would already lose the last bits of a score. The functions
+below have no branches, because a thread may compute several scores at once.
 
 This is a launch of its own. The dispatch needs the ids of all tokens, so a joint kernel would route every token in
 every block or wait at a barrier across the grid. With few tokens there is no dispatch, and the first GEMM would route
@@ -39,8 +44,9 @@ def _value(key):
 
 @triton.jit
 def _pick(values, here):
-    """The one float where `here` is true; 0 if there is none."""
-    return tl.sum(tl.where(here, values.to(tl.int32, bitcast=True), 0)).to(tl.float32, bitcast=True)
+    """The one float of each row where `here` is true; 0 if there is none."""
+    bits = tl.where(here, values.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -117,22 +123,59 @@ def _scores(values, SCORING: tl.constexpr):
 
 
 @triton.jit
-def _chosen_groups(key, group, member, topk_group, G: tl.constexpr, CORRECTED: tl.constexpr):
+def _lists(key, scores, index, slot, rounds, G: tl.constexpr, K: tl.constexpr):
+    """The best experts of each group in order, as [G, K]: keys, indices and scores."""
+    keys, found = tl.full([G, K], NO_KEY, tl.int32), tl.full([G, K], NO_INDEX, tl.int32)
+    taken = tl.full([G, K], float("nan"), tl.float32)
+    for s in range(rounds):
+        largest = tl.max(key, 1, keep_dims=True)
+        best = tl.min(tl.where(key == largest, index, NO_INDEX), 1, keep_dims=True)
+        here = index == best
+        key = tl.where(here, NO_KEY, key)
+        keys, found = tl.where(slot == s, largest, keys), tl.where(slot == s, best, found)
+        taken = tl.where(slot == s, _pick(scores, here), taken)
+    return keys, found, taken
+
+
+@triton.jit
+def _chosen_groups(keys, slot, topk_group, G: tl.constexpr, CORRECTED: tl.constexpr):
     """Which groups may be selected from, as [G, 1]. A group is as strong as its largest value, or two if CORRECTED."""
-    strength = tl.max(key, 1, keep_dims=True)
+    strength = tl.max(keys, 1, keep_dims=True)
     if CORRECTED:
-        first = tl.min(tl.where(key == strength, member, NO_INDEX), 1, keep_dims=True)
-        second = tl.max(tl.where(member == first, NO_KEY, key), 1, keep_dims=True)
+        second = tl.max(tl.where(slot == 1, keys, NO_KEY), 1, keep_dims=True)
         strength = tl.where(strength == NO_KEY, NO_KEY, _key(_value(strength) + _value(second)))
-    others, number = tl.trans(strength), tl.arange(0, G)[None, :]
-    ahead = (others > strength) | ((others == strength) & (number < group))
-    return tl.sum(ahead.to(tl.int32), 1, keep_dims=True) < topk_group
+    mine, number = tl.trans(strength), tl.arange(0, G)  # a column is a warp, so the sum below stays inside warps
+    ahead = (strength > mine) | ((strength == mine) & (number[:, None] < number[None, :]))
+    return tl.trans(tl.sum(ahead.to(tl.int32), 0, keep_dims=True) < topk_group)
+
+
+@triton.jit
+def _starts(lists, C: tl.constexpr):
+    """The first C of each row, one row after the other. What follows in a row must be smaller."""
+    blocks = tl.reshape(lists, [lists.shape[0], lists.shape[1] // C, C])
+    return tl.reshape(tl.max(blocks, 1), [lists.shape[0] * C])
+
+
+@triton.jit
+def _merged(keys, found, taken, slot, C: tl.constexpr):
+    """The groups' lists as one, [1, K]. Index and score travel as one integer: one exchange between warps, not two.
+
+    Equal keys are in index order: lists are, and so are groups.
+    """
+    score = taken.to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True)
+    experts = _starts(tl.where(slot < C, (found.to(tl.int64) << 32) | score.to(tl.int64), -1), C)[:, None]
+    keys = _starts(keys, C)
+    mine, others, order = keys[:, None], keys[None, :], tl.arange(0, keys.shape[0])
+    ahead = (others > mine) | ((others == mine) & (order[None, :] < order[:, None]))
+    place = tl.sum(ahead.to(tl.int32), 1, keep_dims=True)
+    experts = tl.sum(tl.where(place == slot, experts, 0), 0, keep_dims=True)
+    return (experts >> 32).to(tl.int32), experts.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _total(weights, slot, top_k):
     """The sum in slot order, as the definition adds."""
-    total = 0.0
+    total = tl.zeros([1, 1], tl.float32)
     for s in range(top_k):
         total += _pick(weights, slot == s)
     return total
@@ -141,7 +184,7 @@ def _total(weights, slot, top_k):
 @triton.jit
 def _normalized(weights, slot, top_k, renormalize, epsilon):
     """Weights divided by their sum, or by 1 if it is not positive."""
-    total = 0.0
+    total = tl.zeros([1, 1], tl.float32)
     if renormalize:
         total = _total(weights, slot, top_k) + epsilon
     return tl.div_rn(weights, tl.where(total > 0, total, 1.0))
@@ -152,11 +195,12 @@ def route_tokens(
     logits, bias, correction, table, input_ids, ids, weights, identity, stride, experts, size, topk_group, top_k,
     vocabulary, first_zero, renormalize, epsilon, scale, SCORING: tl.constexpr, AFTER: tl.constexpr,
     HASHED: tl.constexpr, BIASED: tl.constexpr, CORRECTED: tl.constexpr, ZEROS: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, K: tl.constexpr,
+    S: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Route the token of this program. `size`: experts of a group. `first_zero`: the first zero expert (ZEROS).
 
-    AFTER selects by logits and scores only the selected. HASHED reads the experts from `table` [vocabulary, top_k].
+    AFTER selects by logits and scores only the selected. HASHED reads the experts from `table` [vocabulary, top_k], and
+    has one group. K: slots of a list. C: how many experts of a group can be selected.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -170,8 +214,7 @@ def route_tokens(
     corrections = tl.zeros([G, S], tl.float32)
     if CORRECTED:  # loaded before the scores are computed: their instructions hide the latency
         corrections = tl.load(correction + index, mask=inside, other=0.0)
-    slot = tl.arange(0, K)
-    found, weight = tl.full([K], -1, tl.int32), tl.full([K], float("nan"), tl.float32)
+    slot = tl.arange(0, K)[None, :]
     if HASHED:
         row = tl.load(input_ids + token).to(tl.int64)
         entry = tl.load(table + row * top_k + slot, mask=(slot < top_k) & (row >= 0) & (row < vocabulary), other=-1)
@@ -185,24 +228,25 @@ def route_tokens(
         selection += corrections
     selection = tl.where(known & (selection == selection), tl.maximum(selection, LOWEST), LOWEST)
     key = tl.where(inside, _key(selection), NO_KEY)
-    if G > 1:
-        key = tl.where(_chosen_groups(key, group, member, topk_group, G, CORRECTED), key, NO_KEY)
     scores = tl.where(known, scores, float("nan"))  # until the weights are taken, which are 0 for them
-    for s in range(top_k):
-        if HASHED:
-            best = tl.sum(tl.where(slot == s, found, 0))
-        else:
-            best = tl.min(tl.where(key == tl.max(key), index, NO_INDEX))
-            key = tl.where(index == best, NO_KEY, key)
-            found = tl.where(slot == s, best, found)
-        weight = tl.where((slot == s) & (best >= 0), _pick(scores, inside & (index == best)), weight)
-    taken = weight == weight
+    if HASHED:
+        weight = tl.full([1, K], float("nan"), tl.float32)
+        for s in range(top_k):
+            best = tl.sum(tl.where(slot == s, found, 0), 1, keep_dims=True)
+            weight = tl.where((slot == s) & (best >= 0), _pick(scores, index == best), weight)
+    else:
+        rounds = tl.maximum(top_k, 2) if G > 1 else top_k  # a group's strength may need two
+        keys, found, weight = _lists(key, scores, index, slot, rounds, G, K)
+        if G > 1:
+            keys = tl.where(_chosen_groups(keys, slot, topk_group, G, CORRECTED), keys, NO_KEY)
+            found, weight = _merged(keys, found, weight, slot, C)
+    taken = (weight == weight) & (slot < top_k)
     if AFTER:
         weight = _scores(tl.where(taken, weight, -float("inf")), SCORING)
     weight = _normalized(tl.where(taken, weight, 0.0), slot, top_k, renormalize, epsilon) * scale
     if ZEROS:
         is_zero = found >= first_zero
-        tl.store(identity + token, _total(tl.where(is_zero, weight, 0.0), slot, top_k))
+        tl.store(identity + token + tl.zeros([1, 1], tl.int32), _total(tl.where(is_zero, weight, 0.0), slot, top_k))
         found, weight = tl.where(is_zero, -1, found), tl.where(is_zero, 0.0, weight)
     tl.store(ids + token * top_k + slot, found, mask=slot < top_k)
     tl.store(weights + token * top_k + slot, weight, mask=slot < top_k)
