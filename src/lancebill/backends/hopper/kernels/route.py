@@ -58,17 +58,14 @@ def _exp(x):
     shifted = x * 1.4426950408889634 + 6755399441055744.0  # 1.5 * 2^52: leaves no fraction, and n in the low bits
     n = shifted - 6755399441055744.0
     r = x - n * 0.6931471803691238 - n * 1.9082149292705877e-10  # ln(2) in two parts; n times the first is exact
-    p = r * 2.505210838544172e-08 + 2.755731922398589e-07  # 1 / 11!, 1 / 10!
-    p = p * r + 2.7557319223985893e-06
-    p = p * r + 2.48015873015873e-05
-    p = p * r + 0.0001984126984126984
-    p = p * r + 0.001388888888888889
-    p = p * r + 0.008333333333333333
-    p = p * r + 0.041666666666666664
-    p = p * r + 0.16666666666666666
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
+    r2 = r * r
+    r4 = r2 * r2
+    low = (r * 0.16666666666666666 + 0.5) * r2 + (r + 1.0)  # the coefficients are 1 / n!
+    middle = (r * 0.0001984126984126984 + 0.001388888888888889) * r2 + (r * 0.008333333333333333 + 0.041666666666666664)
+    high = (r * 2.505210838544172e-08 + 2.755731922398589e-07) * r2 + (
+        r * 2.7557319223985893e-06 + 2.48015873015873e-05
+    )
+    p = (high * r4 + middle) * r4 + low  # a chain of four; coefficient by coefficient it would be eleven
     return p * ((shifted.to(tl.int64, bitcast=True) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
