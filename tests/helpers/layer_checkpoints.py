@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,10 @@ def _example(fmt: str, part: str = "") -> Example:
 
 
 def make_checkpoint(
-    fmt: str = "gptq", part: str = "", family: str = "qwen3_moe", form: int = 0, seed: int = 0
+    fmt: str = "gptq", part: str = "", family: str = "qwen3_moe", form: int = 0, seed: int = 0, layers: int = 2
 ) -> Generated:
     row = ROWS[family]
-    return generate(_example(fmt, part), row, row.forms[form], SIZE, seed=seed)
+    return generate(_example(fmt, part), row, row.forms[form], replace(SIZE, layers=layers), seed=seed)
 
 
 def make_inputs(tokens: int = 9, seed: int = 0, experts: int = SIZE.experts) -> tuple[Tensor, Tensor, Tensor]:

@@ -196,6 +196,7 @@ ENVIRONMENT = {
     "backends/cpu/native/build.py": set(),  # CXX
     "bench/peers_cpu.py": {"LANCEBILL_VLLM_OPS"},
     "demo/package.py": set(),  # XDG_CACHE_HOME
+    "integrations/vllm/plugin.py": {"LANCEBILL_VLLM"},
 }
 
 
@@ -224,9 +225,13 @@ def test_dict_of_an_object_is_only_read_to_copy_it() -> None:
     assert not [place for place, node in used if id(node) not in allowed]
 
 
+# An engine that loads us must go on without us, whatever fails.
+SWALLOWS = {"integrations/vllm/plugin.py"}
+
+
 def test_no_exception_is_swallowed() -> None:
     """A handler for every exception ends with raise."""
-    for place, node in _nodes(ast.ExceptHandler):
+    for place, node in _nodes(ast.ExceptHandler, skip=SWALLOWS):
         catches_all = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
         assert not catches_all or isinstance(node.body[-1], ast.Raise), place
 

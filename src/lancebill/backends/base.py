@@ -66,6 +66,7 @@ class Backend(ABC):
     on_request: ClassVar[bool] = False  # never chosen automatically
     # Reads ids and weights as routers give them, and the expert map: see `Indexed`.
     accepts_any_ids: ClassVar[bool] = False
+    fast: ClassVar[bool] = True  # False: defines the result, for every problem; engines have something faster
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Copies of a model share the backend: it has no state."""

@@ -29,6 +29,7 @@ _EXPERT_US = 200.0
 
 class Reference(Backend):
     name = "reference"
+    fast = False
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         return iter(())

@@ -42,15 +42,32 @@ def _by_matrix(rules: object, layer: int) -> dict[str, object]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+def has_rule(rules: object, layer: int) -> bool:
+    """Whether a rule applies to this layer, also one that says None: "as stored"."""
+    return _is_single(rules) or _first_match(rules, layer) is not None
+
+
 def _for_layer(rules: object, layer: int) -> object:
     """The rule that applies to this layer."""
-    if not isinstance(rules, Sequence) or isinstance(rules, str):
+    if _is_single(rules):
         return rules
+    match = _first_match(rules, layer)
+    return None if match is None else match[1]
+
+
+def _is_single(rules: object) -> bool:
+    """Whether this is one rule for all layers."""
+    return not isinstance(rules, Sequence) or isinstance(rules, str)
+
+
+def _first_match(rules: object, layer: int) -> tuple[object, object] | None:
+    """The first (layer pattern, spec) pair that is about this layer."""
+    assert isinstance(rules, Sequence)
     for entry in rules:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise SpecError("rules are (layer pattern, spec) pairs", got=repr(entry))
         if _matches(str(entry[0]), layer):
-            return entry[1]
+            return entry[0], entry[1]
     return None
 
 

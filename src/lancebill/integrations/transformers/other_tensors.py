@@ -12,11 +12,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.dequantized import dequantized_module
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Manifest
-from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
-from lancebill.numbers.codec import dequantize
+from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules
 
 WEIGHT, BIAS = ".weight", ".bias"
 
@@ -41,19 +40,12 @@ def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype)
         if name not in manifest.expert_tensors and name not in parts
     }
     for module in modules:
-        tensors[module.module + WEIGHT] = LazyTensor(lambda module=module: _dequantized(checkpoint, module, dtype))  # type: ignore[misc]
+        tensors[module.module + WEIGHT] = _lazily_dequantized(checkpoint, module, dtype)
         bias = module.sources.get("bias")
         if bias is not None:
             tensors[module.module + BIAS] = LazyTensor(lambda bias=bias: checkpoint.read(bias.tensor))  # type: ignore[misc]
     return tensors
 
 
-def _dequantized(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> Tensor:
-    """The matrix of a quantised module, computed in row chunks to keep the fp32 intermediates small."""
-    out = torch.empty(module.n, module.k, dtype=dtype)
-    for first, part in row_chunks(module):
-        weight = load_projection(checkpoint.read, part)
-        values = dequantize(weight)
-        factor = weight.inputs.get("pre_quant_scale")
-        out[first : first + part.n] = values if factor is None else values * factor.float().reshape(1, -1)
-    return out
+def _lazily_dequantized(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(lambda: dequantized_module(checkpoint.read, module, dtype))

@@ -1,0 +1,118 @@
+"""The takeover of the model that vLLM is building now, made when the first layer asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+
+from lancebill.checkpoint.read.config import config_of_model
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.strict_json import read_json
+from lancebill.errors import CheckpointError, LancebillError
+from lancebill.integrations.vllm.dense_config import DequantizedConfig
+from lancebill.integrations.vllm.other_weights import OtherWeights
+from lancebill.integrations.vllm.settings import REQUIRE, Settings, parse_settings
+from lancebill.integrations.vllm.takeover import Source, Takeover, torch_defaults
+from lancebill.layer.model_experts import ModelExperts
+from vllm import envs
+
+logger = init_logger("vllm.lancebill")
+
+DUMMY = "dummy"
+# Loaders whose tensors keep their memory after the next one was read.
+KEEPS_TENSORS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", DUMMY)
+
+
+class ModelUnderConstruction:
+    """Collects the takeover of one model. Models inside it (of a vision model, say) share it."""
+
+    def __init__(self) -> None:
+        self.takeover: Takeover | None = None
+        self.asked = False
+
+    def ask(self) -> Takeover | None:
+        """The model's takeover; None where lancebill cannot read the model and leaves it to vLLM."""
+        if not self.asked:
+            self.asked = True
+            self.takeover = _make_takeover(get_current_vllm_config())
+        return self.takeover
+
+
+_under_construction: list[ModelUnderConstruction] = []
+
+
+@contextmanager
+def building() -> Iterator[ModelUnderConstruction]:
+    """While the outermost model is built."""
+    made = ModelUnderConstruction()
+    _under_construction.append(made)
+    try:
+        yield made
+    finally:
+        _under_construction.pop()
+
+
+def is_building() -> bool:
+    return bool(_under_construction)
+
+
+def current_takeover() -> Takeover | None:
+    """The takeover of the model under construction; None outside of one: its tensors could not be diverted."""
+    return _under_construction[-1].ask() if _under_construction else None
+
+
+def _make_takeover(vllm_config: Any) -> Takeover | None:
+    settings = parse_settings(vllm_config.additional_config, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+    if not settings.takes_any:
+        return None
+    try:
+        with torch_defaults():
+            return _takeover(vllm_config, settings)
+    except LancebillError as error:
+        if settings.mode == REQUIRE:
+            raise
+        logger.warning("lancebill leaves this model to vLLM: %s", error)
+        return None
+
+
+def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
+    load_format = str(vllm_config.load_config.load_format)
+    folder = _folder(vllm_config, load_format)
+    checkpoint = _opened(folder, load_format)
+    if checkpoint is None:
+        source = Source(str(folder), config_of_model(read_json(folder / "config.json")), None)
+    else:
+        source = Source(str(folder), checkpoint.config, checkpoint.headers)
+    takeover = Takeover(settings, source, random=load_format == DUMMY, copies=load_format not in KEEPS_TENSORS)
+    if checkpoint is not None and isinstance(vllm_config.quant_config, DequantizedConfig):
+        manifest = ModelExperts(source.config, tensors=source.headers).manifest()
+        takeover.others = OtherWeights(manifest, checkpoint, vllm_config.model_config.dtype)
+    return takeover
+
+
+def _folder(vllm_config: Any, load_format: str) -> Path:
+    """The folder of the checkpoint. A model of the hub is downloaded first, by vLLM's own loader."""
+    model = vllm_config.model_config
+    if Path(model.model).exists():
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+    from vllm.model_executor.model_loader import get_model_loader
+
+    if load_format != DUMMY:
+        get_model_loader(vllm_config.load_config).download_model(model)
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise CheckpointError("the model's files were not found", where=model.model, got=error) from None
+
+
+def _opened(folder: Path, load_format: str) -> Checkpoint | None:
+    """The checkpoint; None where it has no tensors and need not have any."""
+    if load_format == DUMMY and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        return None
+    return Checkpoint.open(folder)

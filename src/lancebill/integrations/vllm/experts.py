@@ -1,0 +1,167 @@
+"""vLLM's `RoutedExperts` whose weights and computation are lancebill's, where lancebill takes the layer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as VllmRoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import _resolve_layer_name, get_layer_from_name
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, direct_register_custom_op
+
+from lancebill.backends.base import Reason
+from lancebill.errors import LaunchError
+from lancebill.integrations.vllm.building import current_takeover
+from lancebill.integrations.vllm.placement import dispatch_reason, placement_of
+from lancebill.integrations.vllm.takeover import Takeover
+from lancebill.layer.recipe import LoadOptions
+from lancebill.layer.routed_experts import RoutedExperts
+
+logger = init_logger("vllm.lancebill")
+
+# vLLM's second name for the same function of the same values: it is about the order of w13's rows.
+SAME_ACTIVATION = {"swigluoai_uninterleave": "swigluoai"}
+
+
+class ExpertsMethod(FusedMoEMethodBase):
+    """vLLM's side of a taken layer. There are no parameters: the weights are the takeover's."""
+
+    def __init__(self, moe: Any, takeover: Takeover, index: int) -> None:
+        super().__init__(moe)
+        self.takeover, self.index = takeover, index
+
+    @property
+    def experts(self) -> RoutedExperts:
+        layer = self.takeover.layers.get(self.index)
+        if layer is None:
+            raise LaunchError("the experts are not loaded yet", where=f"layer {self.index}")
+        return layer
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """None: the tensors are taken from the model's stream."""
+
+    def maybe_roundup_sizes(self, hidden: int, intermediate: int, *_: Any) -> tuple[int, int]:
+        return hidden, intermediate  # our layouts pad inside
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        first = not self.takeover.layers
+        experts = self.takeover.finish(self.index)
+        experts.reserve(self.moe.max_num_tokens * self.moe.moe_parallel_config.dp_size)  # captured graphs share it
+        if first:
+            logger.info("routed experts: %s", self.takeover.summary())
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None
+
+    @property
+    def supports_eplb(self) -> bool:
+        return True  # physical ids keep their slots, and moved weights are written into them in place
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int32
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """vLLM's CPU build traces through this; elsewhere it runs inside an operator of vLLM."""
+        if torch.compiler.is_compiling():
+            made: Tensor = torch.ops.vllm.lancebill_experts(
+                x, topk_ids, topk_weights, _encode_layer_name(layer.layer_name)
+            )
+            return made
+        result: Tensor = self.experts(x, topk_ids=topk_ids, topk_weights=topk_weights)
+        return result
+
+
+# vLLM passes a layer's name as a graph input, so that equal layers share a compiled graph.
+def _compute(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: LayerNameType) -> Tensor:
+    method = get_layer_from_name(_resolve_layer_name(layer_name)).routed_experts.quant_method
+    result: Tensor = method.experts(x, topk_ids=topk_ids, topk_weights=topk_weights)
+    return result
+
+
+def _shape(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: LayerNameType) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Offered:
+    """Mixed into vLLM's layer classes: each layer is offered to lancebill before vLLM chooses a method for it."""
+
+    def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        takeover = current_takeover()
+        index = layer_index(prefix)
+        if takeover is not None and index is not None:
+            options = load_options(self, moe_config)
+            if takeover.decide(index, options, refusals(moe_config)).taken:
+                return ExpertsMethod(moe_config, takeover, index)
+        return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+
+    def get_expert_weights(self: Any) -> Any:
+        """For vLLM's load balancing: the rows of every packed tensor, input scales included, by local expert."""
+        if isinstance(self.quant_method, ExpertsMethod):
+            layer = self.quant_method.experts
+            return [*layer.expert_weights(), *layer.expert_inputs()]
+        return super().get_expert_weights()  # type: ignore[misc]
+
+
+def load_options(layer: Any, moe: Any) -> LoadOptions:
+    """How vLLM wants a layer."""
+    placement = placement_of(
+        moe.moe_parallel_config, layer.expert_placement_strategy, moe.num_experts - moe.num_logical_experts
+    )
+    kind = torch.device(moe.device).type
+    activation = str(moe.activation.value)
+    return LoadOptions(
+        device=kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}",
+        placement=placement,
+        dtype=moe.in_dtype,
+        top_k=moe.experts_per_token,
+        activation=SAME_ACTIVATION.get(activation, activation),
+    )
+
+
+def refusals(moe: Any) -> list[Reason]:
+    """What this engine asks of the experts that our layer does not do."""
+    reasons = []
+    if moe.is_lora_enabled:
+        reasons.append(Reason("lora", "LoRA adapters of experts are not supported", "start without --enable-lora"))
+    dispatched = dispatch_reason(moe.moe_parallel_config)
+    if dispatched is not None:
+        reasons.append(dispatched)
+    return reasons
+
+
+def layer_index(prefix: str) -> int | None:
+    """The layer that a module belongs to: the only number in its dotted name."""
+    numbers = [int(word) for word in prefix.split(".") if word.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def register_operator() -> None:
+    direct_register_custom_op(op_name="lancebill_experts", op_func=_compute, fake_impl=_shape)
+
+
+def adopt_layer_classes() -> None:
+    """Let vLLM make our subclass wherever it makes a layer of routed experts.
+
+    vLLM looks replacements up by class name. Some models have a class of their own, which needs a subclass of its own.
+    """
+    for base in (VllmRoutedExperts, *_subclasses(VllmRoutedExperts)):
+        name = base.__name__
+        if not issubclass(base, Offered) and name not in op_registry_oot:
+            offered = type(name, (Offered, base), {"__module__": __name__})
+            VllmRoutedExperts.register_oot(offered, name=name)
+
+
+def _subclasses(base: type) -> list[type]:
+    children: list[type] = base.__subclasses__()
+    return [cls for child in children for cls in (child, *_subclasses(child))]

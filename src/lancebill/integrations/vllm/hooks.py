@@ -1,0 +1,108 @@
+"""The places in vLLM that the plugin uses: each must exist and take the arguments that we pass or are given."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from dataclasses import dataclass
+from operator import attrgetter
+
+from lancebill.errors import UnsupportedProblem
+
+TESTED = ((0, 26), (0, 32))  # the first and the last version that were tested
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_QUANT = "vllm.model_executor.layers.quantization"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A name in a module of vLLM. `arguments` are those that it must have, in any order."""
+
+    module: str
+    name: str
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+HOOKS = (
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts.register_oot", ("name",)),
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts._get_quant_method", ("prefix", "quant_config", "moe_config")),
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts.get_expert_weights"),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.create_weights", ("layer",)),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.process_weights_after_loading", ("layer",)),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.maybe_roundup_sizes", ("hidden_size",)),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.supports_eplb"),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.topk_indices_dtype"),
+    Hook(
+        f"{_MOE}.fused_moe_method_base",
+        "FusedMoEMethodBase.apply",
+        ("layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"),
+    ),
+    Hook(
+        f"{_MOE}.config",
+        "FusedMoEParallelConfig",
+        ("tp_rank", "tp_size", "ep_rank", "ep_size", "use_ep", "all2all_backend"),
+    ),
+    Hook(
+        f"{_MOE}.config",
+        "FusedMoEConfig",
+        (
+            "num_experts",
+            "num_logical_experts",
+            "experts_per_token",
+            "activation",
+            "device",
+            "in_dtype",
+            "is_lora_enabled",
+            "moe_parallel_config",
+        ),
+    ),
+    Hook(f"{_MOE}.runner.moe_runner", "get_layer_from_name", ("layer_name",)),
+    Hook("vllm.model_executor.models.registry", "_BaseRegisteredModel.load_model_cls"),
+    Hook("vllm.model_executor.models.registry", "_BaseRegisteredModel.inspect_model_cls"),
+    Hook(
+        f"{_QUANT}.base_config",
+        "QuantizationConfig.override_quantization_method",
+        ("hf_quant_cfg", "user_quant", "hf_config"),
+    ),
+    Hook(_QUANT, "register_quantization_config", ("quantization",)),
+    Hook("vllm.utils.torch_utils", "direct_register_custom_op", ("op_name", "op_func", "fake_impl")),
+)
+
+
+def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> None:
+    """Raise naming the first hook that is missing or takes other arguments."""
+    for hook in hooks:
+        try:
+            found = attrgetter(hook.name)(importlib.import_module(hook.module))
+        except (ImportError, AttributeError):
+            raise UnsupportedProblem("this version of vLLM has no such hook", where=str(hook)) from None
+        missing = set(hook.arguments) - set(inspect.signature(found).parameters) if hook.arguments else ()
+        if missing:
+            expected = ", ".join(hook.arguments)
+            raise UnsupportedProblem(
+                "this hook of vLLM takes other arguments", where=str(hook), expected=expected, got=f"no {min(missing)}"
+            )
+
+
+def check_version() -> None:
+    """One warning outside the tested range."""
+    import vllm
+
+    warning = version_warning(vllm.__version__)
+    if warning is not None:
+        logging.getLogger("vllm.lancebill").warning(warning)
+
+
+def version_warning(version: str) -> str | None:
+    """What to say about a version of vLLM; None if it is in the tested range."""
+    words = version.split(".")[:2]
+    number = tuple(int(word) for word in words if word.isdecimal())
+    if TESTED[0] <= number <= TESTED[1]:
+        return None
+    first, last = (".".join(map(str, each)) for each in TESTED)
+    return f"lancebill is tested with vLLM {first} to {last}; this is {version}"

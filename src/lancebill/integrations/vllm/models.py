@@ -1,0 +1,74 @@
+"""vLLM's model classes with one thing added: expert tensors leave the stream before vLLM's loader sees it.
+
+There the names are the checkpoint's own and the tensors are whole, for every model, loader and refit. Further inside,
+models rename, slice and drop tensors, each in its own way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.models.registry import _BaseRegisteredModel
+
+from lancebill.integrations.vllm.building import building, is_building
+from lancebill.integrations.vllm.experts import adopt_layer_classes
+from lancebill.integrations.vllm.takeover import Takeover
+from vllm import ModelRegistry
+
+
+@dataclass(frozen=True)
+class DivertedModel(_BaseRegisteredModel):
+    """An entry of vLLM's registry: inspected as it is, loaded as a subclass that diverts tensors.
+
+    `ModelRegistry.register_model` with a name is the public way, but for classes outside vLLM's own modules vLLM then
+    imports itself in a subprocess at every start to inspect them.
+    """
+
+    inner: _BaseRegisteredModel
+
+    def inspect_model_cls(self) -> Any:
+        return self.inner.inspect_model_cls()
+
+    def load_model_cls(self) -> type[nn.Module]:
+        base = self.inner.load_model_cls()
+        adopt_layer_classes()  # importing the model may have defined layer classes
+        return diverting_class(base)
+
+
+@functools.cache
+def diverting_class(base: Any) -> type[nn.Module]:
+    """A subclass of a model class that hands expert tensors to lancebill, where it takes any layer."""
+
+    class Diverting(base):
+        lancebill_takeover: Takeover | None = None
+
+        @functools.wraps(base.__init__)  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if is_building():  # inside another model, which diverts for both
+                super().__init__(*args, **kwargs)
+                return
+            with building() as model:
+                super().__init__(*args, **kwargs)
+            self.lancebill_takeover = model.takeover
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+            takeover = self.lancebill_takeover
+            if takeover is None:
+                return super().load_weights(weights, *args, **kwargs)
+            loaded = super().load_weights(takeover.divert(weights), *args, **kwargs)
+            takeover.end_stream()
+            return loaded
+
+    Diverting.__name__, Diverting.__qualname__, Diverting.__module__ = base.__name__, base.__qualname__, base.__module__
+    return Diverting
+
+
+def divert_models() -> None:
+    """Wrap every model that vLLM knows."""
+    for name, entry in list(ModelRegistry.models.items()):
+        if not isinstance(entry, DivertedModel):
+            ModelRegistry.models[name] = DivertedModel(entry)

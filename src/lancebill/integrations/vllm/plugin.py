@@ -1,0 +1,38 @@
+"""The entry point of `vllm.general_plugins`. vLLM calls it in the API server, the engine core and every worker."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+SWITCH = "LANCEBILL_VLLM"  # "off" leaves vLLM alone, like VLLM_PLUGINS without "lancebill"
+OPERATOR = "RoutedExperts"
+
+
+def register() -> None:
+    """Offer lancebill to vLLM. A failure here is one warning: vLLM then runs as if lancebill were not installed."""
+    if os.environ.get(SWITCH, "on").lower() in ("off", "0"):
+        return
+    try:
+        _register()
+    except Exception as error:
+        logging.getLogger("vllm.lancebill").warning("lancebill is not used: %s: %s", type(error).__name__, error)
+
+
+def _register() -> None:
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from lancebill.integrations.vllm.hooks import check_hooks, check_version
+
+    if OPERATOR in op_registry_oot:
+        return  # registered before in this process
+    check_version()
+    check_hooks()
+    from lancebill.integrations.vllm.dense_config import register_dense_config
+    from lancebill.integrations.vllm.experts import adopt_layer_classes, register_operator
+    from lancebill.integrations.vllm.models import divert_models
+
+    register_dense_config()
+    register_operator()
+    adopt_layer_classes()
+    divert_models()

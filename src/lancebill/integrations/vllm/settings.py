@@ -1,0 +1,121 @@
+"""What `--additional-config '{"lancebill": {...}}'` says, checked and as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from lancebill.backends import oracle
+from lancebill.backends.registry import registry
+from lancebill.errors import SpecError
+from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, has_rule, weight_targets
+from lancebill.moe.problem import BATCH_INVARIANT, FAST, ORDERS
+
+SECTION = "lancebill"
+OFFER, REQUIRE, OFF = MODES = ("offer", "require", "off")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How far lancebill takes over.
+
+    `offer` takes the layers that a fast backend computes and leaves the others to vLLM, `require` raises where it
+    cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
+    names to vLLM.
+    """
+
+    mode: str = OFFER
+    weights: WeightRules = None
+    activations: ActivationRules = None
+    backend: str = oracle.AUTO
+    order: str = FAST
+
+    @property
+    def takes_any(self) -> bool:
+        return self.mode != OFF
+
+    def names(self, layer: int) -> bool:
+        """Whether the rules are about this layer; without rules by layer they are about all."""
+        rules = [rule for rule in (self.weights, self.activations) if rule is not None]
+        return not rules or any(has_rule(rule, layer) for rule in rules)
+
+
+def parse_settings(additional: object, *, batch_invariant: bool = False) -> Settings:
+    """The settings in vLLM's `additional_config`. `batch_invariant` is what vLLM itself was asked for."""
+    section = additional.get(SECTION) if isinstance(additional, Mapping) else None
+    if section is None:
+        section = {}
+    if not isinstance(section, Mapping):
+        raise SpecError("not an object", where=SECTION, expected='{"mode": "offer", ...}', got=repr(section))
+    _check_keys(section)
+    order = BATCH_INVARIANT if batch_invariant else FAST
+    settings = Settings(
+        mode=_choice(section, "mode", MODES, OFFER),
+        weights=_rules(section, "weights"),  # type: ignore[arg-type]
+        activations=_rules(section, "activations"),  # type: ignore[arg-type]
+        backend=_choice(section, "backend", (oracle.AUTO, *registry()), oracle.AUTO),
+        order=_choice(section, "order", ORDERS, order),
+    )
+    if batch_invariant and settings.order != BATCH_INVARIANT:
+        raise SpecError(
+            "vLLM was asked for batch invariance, and lancebill for another order",
+            where=f"{SECTION}.order",
+            expected=BATCH_INVARIANT,
+            got=settings.order,
+        )
+    _check_rules(settings)
+    return settings
+
+
+def _check_keys(section: Mapping[object, object]) -> None:
+    known = [field.name for field in fields(Settings)]
+    for key in section:
+        if key not in known:
+            raise SpecError(f"no setting is called {key!r}", where=SECTION, expected=" or ".join(known))
+
+
+def _choice(section: Mapping[object, object], key: str, legal: Sequence[str], default: str) -> str:
+    value = section.get(key, default)
+    if value not in legal or not isinstance(value, str):
+        raise SpecError("unknown value", where=f"{SECTION}.{key}", expected=" or ".join(legal), got=repr(value))
+    return value
+
+
+def _rules(section: Mapping[object, object], key: str) -> object:
+    """A spec, a spec by matrix, or rules by layer, as JSON has them."""
+    value = section.get(key)
+    if value is None or isinstance(value, (str, Mapping)):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(rule, Sequence) and len(rule) == 2 for rule in value):
+        return tuple((str(pattern), spec) for pattern, spec in value)
+    expected = 'a spec, {"w13": spec, "w2": spec} or [["0-3", spec], ["*", null]]'
+    raise SpecError("cannot read these rules", where=f"{SECTION}.{key}", expected=expected, got=repr(value))
+
+
+def _check_rules(settings: Settings) -> None:
+    """Parse every spec now, so that a typing error is found before a model is built."""
+    with _within("weights"):
+        for rules in _each(settings.weights):
+            weight_targets(rules, 0)  # type: ignore[arg-type]
+    with _within("activations"):
+        for rules in _each(settings.activations):
+            activation_specs(rules, 0)  # type: ignore[arg-type]
+
+
+def _each(rules: object) -> Iterator[object]:
+    """Rules by layer one by one, each as if it were about every layer."""
+    if not isinstance(rules, tuple):
+        yield rules
+        return
+    for pattern, spec in rules:
+        has_rule([(pattern, spec)], 0)  # reads the pattern
+        yield [("*", spec)]
+
+
+@contextmanager
+def _within(key: str) -> Iterator[None]:
+    try:
+        yield
+    except SpecError as error:
+        raise error.within(f"{SECTION}.{key}") from None

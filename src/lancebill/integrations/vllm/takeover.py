@@ -1,0 +1,172 @@
+"""What lancebill takes of one vLLM model on this rank: decides layer by layer, then takes the layers' tensors.
+
+vLLM builds a model layer by layer, loads it through the model's `load_weights`, and may load it again later (a refit).
+The layers live here, outside vLLM's module tree: vLLM's reload moves every parameter in the tree to the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.base import Reason
+from lancebill.backends.oracle import AUTO, Choice
+from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem
+from lancebill.formats.stored import Config, Stored
+from lancebill.integrations.vllm.other_weights import OtherWeights
+from lancebill.integrations.vllm.settings import REQUIRE, Settings
+from lancebill.layer.model_experts import ModelExperts
+from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.layer.routed_experts import RoutedExperts
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """torch's own default device and dtype: vLLM changes both while it builds and loads a model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a layer is taken, and who computes it, or why not."""
+
+    taken: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's checkpoint as far as metadata goes; `headers` are None where there are no files."""
+
+    path: str
+    config: Config
+    headers: dict[str, Stored] | None
+
+
+class Takeover:
+    """The routed experts of one model that lancebill computes."""
+
+    def __init__(self, settings: Settings, source: Source, *, random: bool, copies: bool) -> None:
+        """`random`: there will be no weights to load. `copies`: the loader reuses the memory of its tensors."""
+        self.settings, self.source = settings, source
+        self.random, self.copies = random, copies
+        self.decisions: dict[int, Decision] = {}
+        self.layers: dict[int, RoutedExperts] = {}
+        self.others: OtherWeights | None = None  # set where vLLM's layers are plain and the checkpoint's are not
+        self._experts: ModelExperts | None = None
+
+    def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason]) -> Decision:
+        """Whether to take layer `index`. With `require` everything but a taken layer is an error."""
+        with torch_defaults():
+            decision = self._decide(index, self._with_settings(options), tuple(refusals))
+        if self.settings.mode == REQUIRE and not decision.taken:
+            raise UnsupportedProblem(decision.text, where=f"{self.source.path}, layer {index}", hint="mode: require")
+        self.decisions[index] = decision
+        return decision
+
+    def experts(self) -> ModelExperts:
+        if self._experts is None:
+            raise LaunchError("no layer of this model was offered to lancebill", where=self.source.path)
+        return self._experts
+
+    def divert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Take the experts' tensors out of a stream; yields what vLLM loads itself."""
+        for name, tensor in self._others(weights):
+            claim = None if self._experts is None else self._experts.claim(name)
+            if claim is None or claim.router is not None:
+                yield name, tensor
+            elif claim.layer not in self.decisions:
+                continue  # of another pipeline stage, or of a layer that this model does not have
+            elif not self.decisions[claim.layer].taken:
+                yield name, tensor
+            else:
+                with torch_defaults():
+                    self.experts().push(name, tensor.clone() if self.copies else tensor)
+
+    def end_stream(self) -> None:
+        """After a stream: end the refit of every layer that is whole. The first load ends in `finish`."""
+        with torch_defaults():
+            for layer in self.layers.values():
+                if layer.settled:
+                    layer.finish()
+
+    def finish(self, index: int) -> RoutedExperts:
+        """The layer, complete; raises naming what was not loaded."""
+        with torch_defaults():
+            if index not in self.layers:
+                if self.random:
+                    self._fill()
+                self.layers[index] = self.experts().layer(index)
+            return self.layers[index]
+
+    def summary(self) -> str:
+        """Who computes what, as one line: layers with the same answer together."""
+        groups: dict[str, list[int]] = {}
+        for index, decision in sorted(self.decisions.items()):
+            groups.setdefault(decision.text, []).append(index)
+        return "; ".join(f"layers {_ranges(layers)}: {text}" for text, layers in groups.items())
+
+    def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return weights if self.others is None else self.others.plain(weights)
+
+    def _with_settings(self, options: LoadOptions) -> LoadOptions:
+        s = self.settings
+        return replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
+
+    def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...]) -> Decision:
+        if not self.settings.takes_any:
+            return Decision(False, "vLLM (mode: off)")
+        if not self.settings.names(index):
+            return Decision(False, "vLLM (no rule names them)")
+        if refusals:
+            return Decision(False, "vLLM (" + "; ".join(map(str, refusals)) + ")")
+        try:
+            recipe = self._recipe(index, options)
+        except LancebillError as error:
+            return Decision(False, f"vLLM ({error.render()})")
+        choice = recipe.choice
+        if not choice.backend.fast and self.settings.backend == AUTO:
+            return Decision(False, f"vLLM (no fast backend of lancebill)\n{choice.table()}")
+        return Decision(True, _described(recipe, choice))
+
+    def _recipe(self, index: int, options: LoadOptions) -> Recipe:
+        if self._experts is None:
+            self._experts = ModelExperts(self.source.config, tensors=self.source.headers, options=options)
+        elif self._experts.options != options:
+            raise UnsupportedProblem("layers of one model are configured differently", where=f"layer {index}")
+        if self.source.headers is not None:
+            return self._experts.recipe(index)
+        return Recipe.expected(self._experts.config, index, options)
+
+    def _fill(self) -> None:
+        """Random weights for all taken layers."""
+        taken = [index for index, decision in self.decisions.items() if decision.taken]
+        known = self.experts()
+        self._experts = ModelExperts(known.config, tensors=known.tensors, layers=taken, options=known.options)
+        self.layers.update(self._experts.fill_random())
+
+
+def _described(recipe: Recipe, choice: Choice) -> str:
+    problem = choice.problem
+    return f"lancebill's {choice.backend.name} ({problem.w13.spec} x {problem.activations})"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-3, 5: consecutive numbers as ranges."""
+    spans: list[tuple[int, int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1] = spans[-1][0], number
+        else:
+            spans.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

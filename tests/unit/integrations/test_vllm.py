@@ -1,0 +1,225 @@
+"""The vLLM plugin without vLLM: settings, placement, hooks against recorded signatures, what is taken of a stream."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layer_checkpoints import make_checkpoint, make_inputs
+
+from lancebill import Placement
+from lancebill.backends.base import Reason
+from lancebill.errors import CheckpointProblems, SpecError, UnsupportedProblem
+from lancebill.integrations.vllm import hooks
+from lancebill.integrations.vllm.placement import dispatch_reason, placement_of
+from lancebill.integrations.vllm.settings import Settings, parse_settings
+from lancebill.integrations.vllm.takeover import Source, Takeover
+from lancebill.layer.recipe import LoadOptions
+from lancebill.testing.checkpoints import Generated
+
+SIGNATURES = json.loads(Path(__file__).with_name("vllm_signatures.json").read_text(encoding="utf-8"))
+
+
+def settings(**section: Any) -> Settings:
+    return parse_settings({"lancebill": section})
+
+
+def test_settings() -> None:
+    assert parse_settings({}) == parse_settings(None) == parse_settings({"other": 1}) == Settings()
+    assert settings(mode="off").takes_any is False
+    rules = settings(weights=[["0-3", "int4-g128"], ["7", None]], activations="fp8")
+    assert [rules.names(layer) for layer in (0, 3, 4, 7)] == [True] * 4  # activations are about all layers
+    rules = settings(weights=[["0-3", "int4-g128"], ["7", None]])
+    assert [rules.names(layer) for layer in (0, 3, 4, 7)] == [True, True, False, True]
+    assert parse_settings({}, batch_invariant=True).order == "batch-invariant"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"mod": "offer"}, "'mod'"),
+        ({"mode": "always"}, "lancebill.mode: .*offer or require or off.*'always'"),
+        ({"mode": None}, "lancebill.mode"),
+        ({"backend": "nope"}, "lancebill.backend: .*hopper"),
+        ({"weights": "int5000"}, "lancebill.weights"),
+        ({"weights": [["0-x", "mxfp4"]]}, "lancebill.weights.*0-x"),
+        ({"weights": [["0", "mxfp4", 1]]}, "lancebill.weights"),
+        ({"activations": 4}, "lancebill.activations"),
+        ([], "not an object"),
+    ],
+)
+def test_wrong_settings_are_refused(section: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_settings({"lancebill": section})
+
+
+def test_batch_invariance_must_agree() -> None:
+    with pytest.raises(SpecError, match="batch-invariant"):
+        parse_settings({"lancebill": {"order": "fast"}}, batch_invariant=True)
+
+
+@dataclass(frozen=True)
+class FakeParallel:
+    tp_rank: int = 1
+    tp_size: int = 2
+    ep_rank: int = 3
+    ep_size: int = 4
+    use_ep: bool = False
+    all2all_backend: str = "allgather_reducescatter"
+    use_all2all_kernels: bool = False
+
+
+def test_placement() -> None:
+    tensor = placement_of(FakeParallel(), "linear", 0)
+    assert (tensor.tp_rank, tensor.tp_size, tensor.ep_size) == (1, 2, 1)
+    expert = placement_of(FakeParallel(0, 1, use_ep=True), "round_robin", 2)
+    assert expert == Placement(0, 1, 3, 4, "round_robin", 2)
+    assert dispatch_reason(FakeParallel(use_all2all_kernels=True)) is None
+    refused = dispatch_reason(FakeParallel(use_all2all_kernels=True, all2all_backend="deepep_low_latency"))
+    assert refused is not None and "deepep_low_latency" in refused.text
+
+
+@pytest.mark.parametrize("version", SIGNATURES)
+def test_hooks_exist_in_every_tested_version(version: str) -> None:
+    for hook in hooks.HOOKS:
+        recorded = SIGNATURES[version][str(hook)]
+        assert recorded is not None, hook
+        assert set(hook.arguments) <= set(recorded), hook
+    assert hooks.version_warning(version) is None
+
+
+def test_missing_hooks_and_untested_versions_are_named() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"json\.dumper"):
+        hooks.check_hooks((hooks.Hook("json", "dumper"),))
+    with pytest.raises(UnsupportedProblem, match="no colour"):
+        hooks.check_hooks((hooks.Hook("json", "dumps", ("colour",)),))
+    hooks.check_hooks((hooks.Hook("json", "JSONEncoder.default", ("o",)),))
+    for version in ("0.25.1", "0.40.0rc1", "1.0", "dev"):
+        assert "0.26 to 0.32" in (hooks.version_warning(version) or "")
+
+
+def test_registration_without_vllm_is_one_warning() -> None:
+    code = "from lancebill.integrations.vllm.plugin import register; import sys; sys.modules['vllm'] = None; register()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "lancebill is not used" in done.stderr
+    code = code.replace("; register()", "; import os; os.environ['LANCEBILL_VLLM'] = 'off'; register()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr
+
+
+OPTIONS = LoadOptions(top_k=2, activation="silu")
+
+
+def take(made: Generated, chosen: Settings, layers: int = 2, **flags: bool) -> Takeover:
+    source = Source("model", made.config, made.headers)
+    takeover = Takeover(chosen, source, **{"random": False, "copies": False, **flags})
+    for layer in range(layers):
+        takeover.decide(layer, OPTIONS, ())
+    return takeover
+
+
+def stream(made: Generated, *more: str) -> list[tuple[str, torch.Tensor]]:
+    return [*made.tensors.items(), *((name, torch.zeros(1)) for name in more)]
+
+
+OTHERS = (
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.0.mlp.shared_expert.up_proj.weight",
+)
+
+
+def test_only_taken_experts_leave_the_stream() -> None:
+    made = make_checkpoint(layers=3)
+    takeover = take(made, settings(weights=[["1-2", None]]), layers=2)  # layer 2 is another pipeline stage's
+    assert [takeover.decisions[layer].taken for layer in (0, 1)] == [False, True]
+    left = [name for name, _ in takeover.divert(stream(made, *OTHERS))]
+    assert set(left) == {name for name in made.tensors if ".layers.0." in name} | set(OTHERS)
+    layer = takeover.finish(1)
+    x, ids, weights = make_inputs()
+    assert layer(x, topk_ids=ids, topk_weights=weights).isfinite().all()
+    assert takeover.summary().startswith("layers 0: vLLM (no rule names them); layers 1: lancebill's ")
+    with pytest.raises(CheckpointProblems, match="never pushed"):
+        take(made, Settings()).finish(0)
+
+
+def test_refits_are_exact_and_may_come_in_pieces() -> None:
+    made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
+    takeover = take(made, Settings())
+    list(takeover.divert(stream(made)))
+    layer, _ = takeover.finish(0), takeover.finish(1)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for source in (other, made):
+        pairs = stream(source)
+        for first in range(0, len(pairs), 5):  # pieces cut experts apart
+            list(takeover.divert(pairs[first : first + 5]))
+            takeover.end_stream()
+        same = all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+        assert same == (source is made)
+
+
+def test_loaders_may_reuse_memory() -> None:
+    made = make_checkpoint(layers=1)
+    expected = take(made, Settings(), 1)
+    list(expected.divert(stream(made)))
+    takeover = take(made, Settings(), 1, copies=True)
+    for name, tensor in stream(made):
+        reused = tensor.clone()
+        list(takeover.divert([(name, reused)]))
+        reused.zero_()
+    want = expected.finish(0).state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in takeover.finish(0).state_dict().items())
+
+
+def test_random_weights() -> None:
+    made = make_checkpoint(layers=2)
+    with_headers = take(made, Settings(), random=True)
+    layer = with_headers.finish(1)
+    x, ids, weights = make_inputs()
+    assert layer(x, topk_ids=ids, topk_weights=weights).std() > 1e-3
+
+
+def test_defaults_of_torch_do_not_matter() -> None:
+    """vLLM loads with another default dtype and device."""
+    made = make_checkpoint(layers=1)
+    expected = take(made, Settings(), 1)
+    list(expected.divert(stream(made)))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            takeover = take(made, Settings(), 1)
+        list(takeover.divert(stream(made)))
+        layer = takeover.finish(0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    want = expected.finish(0).state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_require_refuses_before_anything_is_read() -> None:
+    made = make_checkpoint(layers=1)
+    source = Source("model", made.config, made.headers)
+    for options, refusals, words in (
+        (replace(OPTIONS, top_k=3), (), "another number of experts"),
+        (OPTIONS, (Reason("lora", "LoRA adapters"),), "LoRA adapters"),
+    ):
+        offered = Takeover(Settings(), source, random=False, copies=False)
+        assert not offered.decide(0, options, refusals).taken and words in offered.summary()
+        with pytest.raises(UnsupportedProblem, match=words):
+            Takeover(settings(mode="require"), source, random=False, copies=False).decide(0, options, refusals)
+
+
+def test_the_reference_is_taken_only_on_request() -> None:
+    made = make_checkpoint(layers=1)
+    source = Source("model", made.config, made.headers)
+    slow = replace(OPTIONS, device="sm_100")  # no kernels of ours: only the reference computes there
+    decision = Takeover(Settings(), source, random=False, copies=False).decide(0, slow, ())
+    assert not decision.taken and "no fast backend" in decision.text
+    asked = Takeover(settings(backend="reference"), source, random=False, copies=False)
+    assert asked.decide(0, OPTIONS, ()).taken

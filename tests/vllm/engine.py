@@ -1,0 +1,99 @@
+"""Starts vLLM in this process, asks it for tokens, and asks transformers with our experts for the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+SIZES = {"max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+PROMPTS = ([5, 9, 33, 7], [100, 3, 4, 5, 6, 7, 8, 9, 10], [11] * 6)
+TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Greedy tokens of each prompt, and their log-probabilities."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+    def distance(self, other: Answers) -> float:
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+
+
+def set_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """A vLLM engine in this process; `settings` are lancebill's."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from vllm import LLM
+
+    additional = {} if settings is None else {"additional_config": {"lancebill": settings}}
+    defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    llm = LLM(model=str(model), **{**SIZES, **defaults, **additional, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def ask(llm: Any) -> Answers:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
+    logprobs = [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs]
+    return Answers([list(output.token_ids) for output in outputs], logprobs)
+
+
+def reference(model: Path, **options: Any) -> Answers:
+    """The same from transformers, with lancebill's experts."""
+    import lancebill
+
+    loaded = lancebill.from_pretrained(model, dtype=torch.float32, **options)
+    tokens, logprobs = [], []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            made = loaded.generate(
+                torch.tensor([list(prompt)]),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        new = made.sequences[0, len(prompt) :].tolist()
+        tokens.append(new)
+        steps = [torch.log_softmax(logits[0].float(), -1) for logits in made.logits]
+        logprobs.append([float(step[token]) for step, token in zip(steps, new, strict=True)])
+    return Answers(tokens, logprobs)
+
+
+def takeover_of(llm: Any) -> Any:
+    """The plugin's state in an engine of this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.lancebill_takeover

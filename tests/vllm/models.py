@@ -1,0 +1,103 @@
+"""Tiny random models of the families that vLLM runs on a CPU, and copies of them in all formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+GROUPED = {"n_routed_experts": 8, "moe_intermediate_size": 128, "intermediate_size": 128, "n_shared_experts": 1}
+# vLLM computes latent attention only in the sizes of the real models.
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 128},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 128, "intermediate_size": 128, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 8, "intermediate_size": 128},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "intermediate_size": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+    },
+    "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 128, "rotary_dim": 32, "scoring_func": "sigmoid"},
+    "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
+    "deepseek_v2": GROUPED
+    | LATENT
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": GROUPED
+    | LATENT
+    | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 32}
+    | {"topk_method": "noaux_tc"},
+}
+# (spec, format) of `lancebill convert`.
+FORMATS: dict[str, tuple[str, str | None]] = {
+    "ct-int4": ("int4-g32", None),
+    "ct-int4-zero-points": ("int4-g32-zp", None),
+    "ct-int8": ("int8", None),
+    "ct-fp8-channel": ("fp8-channel", None),
+    "ct-fp8-block": ("fp8-block", None),
+    "ct-mxfp4": ("mxfp4", None),
+    "ct-nvfp4": ("nvfp4", None),
+    "ct-mxfp8": ("mxfp8", None),
+    "gptq": ("int4-g32:fp16", "gptq"),
+    "awq": ("int4-g32-zp", "awq"),
+    "fp8": ("fp8-block", "fp8"),
+    "mxfp4": ("mxfp4", "mxfp4"),
+    "modelopt": ("nvfp4", "modelopt"),
+    "bitsandbytes": ("nf4", "bitsandbytes"),
+    "bf16": ("bf16", None),
+}
+
+
+def plain_model(family: str, folder: Path, seed: int = 7) -> Path:
+    """A tiny bf16 model as transformers saves it."""
+    import transformers
+
+    folder = folder / f"{family}-{seed}-plain"
+    if not folder.exists():
+        config = transformers.AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if "experts" in name or "correction" in name or "router.bias" in name:
+                    tensor.copy_(torch.randn(tensor.shape) * 0.1)
+        model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def converted(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
+    """The model with its experts in one of `FORMATS`."""
+    from lancebill.cli.convert import run_conversion, target_of
+
+    source = plain_model(family, folder, seed)
+    made = folder / f"{family}-{seed}-{kind}"
+    if kind == "bf16":
+        return source
+    if not made.exists():
+        options = {"device": "cpu", "mx_rule": "floor", "overwrite": False, "experts_only": False}
+        run_conversion(source, made, target_of(*FORMATS[kind]), options)
+    return made
