@@ -16,8 +16,8 @@ from lancebill.moe.layout import Packed
 from lancebill.moe.problem import Device, Problem
 
 ROWS = 4  # rows compared with the reference; the others only have to be finite
-# |difference| / |row|. Quantised inputs may round to the neighbouring code: where few numbers dominate a hidden row, one
-# such code changes the row by up to 6 %. Wrong tiles are found by the exact tests, not by this bound.
+# |difference| / |row|. Quantised inputs may round to the neighbouring code: where few numbers dominate a hidden row,
+# one such code changes the row by up to 6 %. Wrong tiles are found by the exact tests, not by this bound.
 BOUND, BOUND_QUANTIZED = 1e-2, 8e-2
 
 
