@@ -42,8 +42,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
     "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 128, "rotary_dim": 32, "scoring_func": "sigmoid"}
-    | {"use_routing_bias": True},
     "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
     "deepseek_v2": GROUPED
     | LATENT
