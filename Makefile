@@ -63,11 +63,11 @@ test-transformers-%:
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests with $(VLLM)"
-	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
 test-vllm-all: $(VLLM_VENV)/.installed
 	@echo "== all tests with $(VLLM)"
-	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/vllm --vllm-all
+	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/with_vllm --vllm-all
 
 $(VLLM_VENV)/.installed: $(BUILT_FROM)
 	@echo "== create a virtual environment in $(VLLM_VENV) and install $(VLLM)"

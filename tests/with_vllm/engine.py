@@ -44,9 +44,8 @@ def set_environment() -> None:
 @contextmanager
 def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """A vLLM engine in this process; `settings` are lancebill's."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     additional = {} if settings is None else {"additional_config": {"lancebill": settings}}
     defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}

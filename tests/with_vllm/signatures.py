@@ -1,6 +1,6 @@
 """Records the arguments of vLLM's hooks from its source, without importing it.
 
-python tests/vllm/signatures.py VERSION FOLDER [VERSION FOLDER ...] > tests/unit/integrations/vllm_signatures.json
+python tests/with_vllm/signatures.py VERSION FOLDER [VERSION FOLDER ...] > tests/unit/integrations/vllm_signatures.json
 (FOLDER contains the package `vllm`.)
 """
 
