@@ -164,6 +164,24 @@ def test_refits_are_exact_and_may_come_in_pieces() -> None:
         assert same == (source is made)
 
 
+def test_a_reload_restores_what_sleep_mode_dropped() -> None:
+    made = make_checkpoint(layers=1)
+    options = replace(OPTIONS, placement=Placement(ep_rank=1, ep_size=2))
+    takeover = Takeover(Settings(), Source("model", made.config, made.headers), random=False, copies=False)
+    takeover.decide(0, options, ())
+    list(takeover.divert(stream(made)))
+    layer = takeover.finish(0)
+    before = {name: tensor.clone() for name, tensor in layer.named_parameters()}
+    assert layer.expert_map is not None
+    expected = layer.expert_map.tolist()
+    for tensor in (*layer.parameters(), layer.expert_map):
+        tensor.data.zero_()
+    list(takeover.divert(stream(made)))
+    takeover.end_stream()
+    assert layer.expert_map.tolist() == expected == [-1, -1, 0, 1]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.named_parameters())
+
+
 def test_loaders_may_reuse_memory() -> None:
     made = make_checkpoint(layers=1)
     expected = take(made, Settings(), 1)

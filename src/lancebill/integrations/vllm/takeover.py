@@ -63,6 +63,7 @@ class Takeover:
         self.decisions: dict[int, Decision] = {}
         self.layers: dict[int, RoutedExperts] = {}
         self.others: OtherWeights | None = None  # set where vLLM's layers are plain and the checkpoint's are not
+        self._maps: dict[int, Tensor] = {}  # expert maps, outside of vLLM's memory pool
         self._experts: ModelExperts | None = None
 
     def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason]) -> Decision:
@@ -96,9 +97,10 @@ class Takeover:
     def end_stream(self) -> None:
         """After a stream: end the refit of every layer that is whole. The first load ends in `finish`."""
         with torch_defaults():
-            for layer in self.layers.values():
+            for index, layer in self.layers.items():
                 if layer.settled:
                     layer.finish()
+                    self._restore_map(index, layer)
 
     def finish(self, index: int) -> RoutedExperts:
         """The layer, complete; raises naming what was not loaded."""
@@ -107,7 +109,10 @@ class Takeover:
                 if self.random:
                     self._fill()
                 self.layers[index] = self.experts().layer(index)
-            return self.layers[index]
+            layer = self.layers[index]
+            if layer.expert_map is not None:
+                self._maps.setdefault(index, layer.expert_map.to("cpu", copy=True))
+            return layer
 
     def summary(self) -> str:
         """Who computes what, as one line: layers with the same answer together."""
@@ -115,6 +120,11 @@ class Takeover:
         for index, decision in sorted(self.decisions.items()):
             groups.setdefault(decision.text, []).append(index)
         return "; ".join(f"layers {_ranges(layers)}: {text}" for text, layers in groups.items())
+
+    def _restore_map(self, index: int, layer: RoutedExperts) -> None:
+        """vLLM's sleep mode (level 2) drops the memory of everything that was allocated while loading."""
+        if layer.expert_map is not None:
+            layer.expert_map.copy_(self._maps[index])
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return weights if self.others is None else self.others.plain(weights)
