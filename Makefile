@@ -50,7 +50,8 @@ test: lint kernels
 test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
 	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/unit tests/backends --ignore-glob='*/test_hopper_*' \
-		$(addprefix --ignore=tests/unit/,formats/test_formats.py test_optimized.py backends/test_humming.py bench/test_bench_compare.py)
+		$(addprefix --ignore=tests/unit/,formats/test_formats.py test_optimized.py backends/test_humming.py bench parallel \
+		layer/test_model_experts.py)
 
 test-matrix: $(addprefix test-transformers-,$(MATRIX))
 
