@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
@@ -19,7 +20,6 @@ from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import REQUIRE, Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
-from vllm import envs
 
 logger = init_logger("vllm.lancebill")
 

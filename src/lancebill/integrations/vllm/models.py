@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from vllm import ModelRegistry
 from vllm.model_executor.models.registry import _BaseRegisteredModel
 
 from lancebill.integrations.vllm.building import building, is_building
 from lancebill.integrations.vllm.experts import adopt_layer_classes
 from lancebill.integrations.vllm.takeover import Takeover
-from vllm import ModelRegistry
 
 
 @dataclass(frozen=True)
