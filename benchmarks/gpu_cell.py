@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
 
 import torch
+from machine import clocks, command, commit, gpu_machine
 
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.reference import BACKEND as REFERENCE
@@ -79,3 +83,17 @@ def floors(ceilings: Ceilings, problem: Problem, batches: Sequence[Batch], us: f
         "floor_us": round(floor, 2), "of_floor": round(floor / us, 4), "tflops": round(work.flops / us / 1e6, 1),
         "gbs": round(work.bytes / us / 1e3, 1), "experts": work.experts,
     }  # fmt: skip
+
+
+def start_record(script: str, arguments: argparse.Namespace, rates: Mapping[str, float]) -> dict[str, Any]:
+    """The beginning of a run's JSON: where it runs, how it measures and the GPU's ceilings."""
+    record: dict[str, Any] = {
+        "machine": gpu_machine(), "command": command(script), "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "window_us": arguments.window_us, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms,
+        "distinct_experts": arguments.distinct,
+        "ceilings": {name: round(rate, 1) for name, rate in rates.items()},
+        "clocks_before": clocks(), "absent": {}, "rows": [],
+    }  # fmt: skip
+    print("ceilings", record["ceilings"], "clocks", record["clocks_before"], flush=True)
+    return record

@@ -23,14 +23,23 @@ import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_cell import AFTER_SORT, HUMMING, TRITON, against, compile_kernels, floors, reference_rows, relative_error
+from gpu_cell import (
+    AFTER_SORT,
+    HUMMING,
+    TRITON,
+    against,
+    compile_kernels,
+    floors,
+    reference_rows,
+    relative_error,
+    start_record,
+)
 from gpu_launches import gemms_against_dense, launch_times
-from machine import clocks, command, commit, gpu_machine, result_path, without_local_paths
+from machine import clocks, result_path, without_local_paths
 
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.oracle import select
@@ -151,15 +160,7 @@ class Run:
         torch.cuda.empty_cache()
         self.dense = dense_gemms(DEVICE)
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
-        self.record: dict = {
-            "machine": gpu_machine(), "command": command(Path(__file__).name), "commit": commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "window_us": arguments.window_us, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms,
-            "distinct_experts": arguments.distinct,
-            "ceilings": {name: round(rate, 1) for name, rate in rates.items()},
-            "clocks_before": clocks(), "absent": {}, "rows": [],
-        }  # fmt: skip
-        print("ceilings", self.record["ceilings"], "clocks", self.record["clocks_before"], flush=True)
+        self.record = start_record(Path(__file__).name, arguments, rates)
 
     def measure_part(self, name: str, part: Part) -> None:
         start = time.perf_counter()

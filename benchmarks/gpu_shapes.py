@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult
@@ -32,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_cell import AFTER_SORT, against, compile_kernels, floors, reference_rows, relative_error
-from machine import clocks, command, commit, gpu_machine, result_path, without_local_paths
+from gpu_cell import AFTER_SORT, against, compile_kernels, floors, reference_rows, relative_error, start_record
+from machine import clocks, result_path, without_local_paths
 from result_files import geometric_mean
 
 from lancebill.backends.oracle import select
@@ -193,15 +192,7 @@ class Run:
     ) -> None:
         self.arguments, self.device, self.windows, self.start = arguments, device, windows, time.perf_counter()
         self.ceilings = Ceilings(rates["read_gbs"], {k: v for k, v in rates.items() if k != "read_gbs"}, {})
-        self.record: dict[str, Any] = {
-            "machine": gpu_machine(), "command": command(Path(__file__).name), "commit": commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "window_us": arguments.window_us, "rounds": arguments.rounds, "pause_ms": arguments.pause_ms,
-            "distinct_experts": arguments.distinct,
-            "ceilings": {name: round(rate, 1) for name, rate in rates.items()},
-            "clocks_before": clocks(), "absent": {}, "rows": [],
-        }  # fmt: skip
-        print("ceilings", self.record["ceilings"], "clocks", self.record["clocks_before"], flush=True)
+        self.record = start_record(Path(__file__).name, arguments, rates)
 
     def measure_layer(self, layer: Layer, compiled: AsyncResult[None] | None, budget: Budget) -> None:
         """All cells of a layer that fit into its time; what is missing is recorded with the reason."""

@@ -83,11 +83,11 @@ class CallSignature:
             if (tokens - 1) * row + (top_k - 1) * column > _MOST_OFFSET:
                 return None
         # Guards also compare which arguments are the same object.
-        self.last = Match(_never if out is x else _guard(*given), layout, weights.dtype.itemsize)
+        self.last = Match(_never if out is x else same_metadata(*given), layout, weights.dtype.itemsize)
         return self.last
 
 
-def _guard(*tensors: Tensor) -> Callable[..., bool]:
+def same_metadata(*tensors: Tensor) -> Callable[..., bool]:
     """A check whether other tensors have the same metadata as these."""
     make: Any = getattr(guards, "TensorGuards", None)
     if make is None:
@@ -98,6 +98,3 @@ def _guard(*tensors: Tensor) -> Callable[..., bool]:
 
 def _never(*tensors: Tensor) -> bool:
     return False
-
-
-same_metadata = _guard

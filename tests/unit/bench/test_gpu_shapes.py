@@ -15,6 +15,7 @@ from project import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import gpu_cell
 import gpu_shapes
 import result_files
 import shape_tables
@@ -47,8 +48,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that writes to benchmarks/results/gpu-shapes/h200/run.json of a temporary folder."""
     for module in (result_files, shape_tables, summary):
         monkeypatch.setattr(module, "RESULTS", tmp_path, raising=False)
+    monkeypatch.setattr(gpu_shapes, "clocks", str)
     for name, made in (("clocks", str), ("gpu_machine", dict)):
-        monkeypatch.setattr(gpu_shapes, name, made)
+        monkeypatch.setattr(gpu_cell, name, made)
     monkeypatch.setattr(gpu_shapes, "ROTATED_BYTES", 1 << 16)
     file = tmp_path / "gpu-shapes" / "h200" / "run.json"
     file.parent.mkdir(parents=True)
