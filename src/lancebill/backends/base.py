@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lancebill.backends.route_call import FastRoute
+from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import MissingTensor
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.layout import Layout, Packed
@@ -187,14 +187,20 @@ class Executor:
         hidden: Tensor | None = None,
         input_ids: Tensor | None = None,
     ) -> Routed:
-        """Choose experts for each row of `logits`. Backends with a kernel for it override this."""
-        return route_as_defined(routing, logits, router, hidden, input_ids)
+        """Choose experts for each row of `logits`, with the backend's kernel if it has one for this routing."""
+        call = RouteCall.make(routing, logits, router, hidden, input_ids)
+        bound = None if call is None else self.bind_route(call)
+        if call is None or bound is None:
+            return route_as_defined(routing, logits, router, hidden, input_ids)
+        if not routing.hashed and call.logits is logits:
+            if len(self.fast_routes) >= MOST_PLANS:
+                self.fast_routes.clear()
+            self.fast_routes[logits.numel()] = bound.fast_route(call)
+        return bound.run(call.logits, call.input_ids)
 
-    def keep_fast_route(self, logits: Tensor, fast_route: FastRoute) -> None:
-        """For further calls with as many logits."""
-        if len(self.fast_routes) >= MOST_PLANS:
-            self.fast_routes.clear()
-        self.fast_routes[logits.numel()] = fast_route
+    def bind_route(self, call: RouteCall) -> BoundRouting | None:
+        """A kernel bound to this routing; None if the backend has none."""
+        return None
 
     def plan(self, x: Tensor, dispatch: Dispatch) -> Plan:
         # A batched x counts all rows it has room for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -63,12 +64,20 @@ class RouteCall(NamedTuple):
         )
 
 
-class BoundRouting:
-    """What a kernel's arguments were computed from, to be compared with every later call."""
+class BoundRouting(ABC):
+    """A routing kernel, and what its arguments were computed from, to be compared with every later call."""
 
     def __init__(self, call: RouteCall) -> None:
         self.routing, self.router = call.routing, call.router
         self._addresses, self._facts = call.router.addresses(), _facts(call)
+
+    @abstractmethod
+    def run(self, logits: Tensor, input_ids: Tensor | None) -> Routed:
+        """Route these logits; ids and weights are new tensors."""
+
+    @abstractmethod
+    def fast_route(self, call: RouteCall) -> FastRoute:
+        """A function for further calls like this one. Not for hash routing."""
 
     def serves(self, call: RouteCall) -> bool:
         """Whether this call differs from the first only in the number of tokens and their addresses."""

@@ -19,8 +19,6 @@ from lancebill.backends.cpu.route import CpuRouting
 from lancebill.backends.route_call import RouteCall
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.problem import Device, Problem
-from lancebill.moe.router_tensors import RouterTensors
-from lancebill.moe.routing import Routed, Routing
 
 
 class CpuExecutor(Executor):
@@ -41,23 +39,10 @@ class CpuExecutor(Executor):
         call.run(self.native, plan, self._structs(plan, self.tensors.addresses()), x, dispatch, out)
         return out
 
-    def route(
-        self,
-        routing: Routing,
-        logits: Tensor,
-        router: RouterTensors,
-        hidden: Tensor | None = None,
-        input_ids: Tensor | None = None,
-    ) -> Routed:
-        call = RouteCall.make(routing, logits, router, hidden, input_ids)
-        bound = self._routing
-        if call is not None and (bound is None or not bound.serves(call)):
-            bound = self._routing = CpuRouting.bind(self.native, call)
-        if call is None or bound is None:
-            return super().route(routing, logits, router, hidden, input_ids)
-        if not routing.hashed and call.logits is logits:
-            self.keep_fast_route(logits, bound.fast_route(call))
-        return bound.run(call.logits, call.input_ids)
+    def bind_route(self, call: RouteCall) -> CpuRouting | None:
+        if self._routing is None or not self._routing.serves(call):
+            self._routing = CpuRouting.bind(self.native, call)
+        return self._routing
 
     def fast_call(self, x: Tensor, plan: Plan, mapped: bool) -> FastCall | None:
         assert isinstance(plan, CpuPlan)

@@ -12,7 +12,7 @@ from lancebill.backends.hopper.bindings import Bindings
 from lancebill.backends.hopper.call import check_call, dense, is_dense, readable, write_back
 from lancebill.backends.hopper.plan import HopperPlan
 from lancebill.backends.hopper.program import Program
-from lancebill.backends.hopper.route_program import RoutePrograms
+from lancebill.backends.hopper.route_program import RouteProgram, RoutePrograms
 from lancebill.backends.hopper.tuning.policy import bucket, buckets
 from lancebill.backends.hopper.workspace import WORKSPACES, Workspace, reserve_workspace
 from lancebill.backends.route_call import RouteCall
@@ -75,13 +75,10 @@ class HopperExecutor(Executor):
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.route(routing, logits, router, hidden, input_ids)
-        call = RouteCall.make(routing, logits, router, hidden, input_ids)
-        program = None if call is None else self.route_programs.find(call)
-        if call is None or program is None:
-            return super().route(routing, logits, router, hidden, input_ids)
-        if not routing.hashed and call.logits is logits:
-            self.keep_fast_route(logits, program.fast_route(call))
-        return program.run(call.logits, call.input_ids)
+        return super().route(routing, logits, router, hidden, input_ids)
+
+    def bind_route(self, call: RouteCall) -> RouteProgram | None:
+        return self.route_programs.find(call)
 
     def program(self, plan: HopperPlan, device: torch.device, workspace: Workspace) -> Program:
         """The program of this plan on the current stream, bound to the weights where they are now."""
