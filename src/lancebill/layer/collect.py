@@ -17,7 +17,7 @@ from lancebill.checkpoint.load.load_layer import load_layer
 from lancebill.checkpoint.read.slices import Index, Reader
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex
-from lancebill.checkpoint.resolve.naming import DOWN, Claim
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, Claim
 from lancebill.errors import (
     CheckpointProblems,
     DuplicateTensor,
@@ -162,9 +162,9 @@ class ExpertCollector:
             model = expert if self._is_planned(expert) else layer.sample(DOWN).expert
             uses = {
                 source.tensor: _Use(name, role)
-                for (owner, name), projection in layer.projections.items()
-                if owner == model
-                for role, source in projection.sources.items()
+                for name in (GATE, UP, DOWN)
+                if (model, name) in layer.projections
+                for role, source in layer.projections[model, name].sources.items()
             }
             self._uses[expert] = {self._renamed(tensor, expert): use for tensor, use in uses.items()}
         return self._uses[expert]

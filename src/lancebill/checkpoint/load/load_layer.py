@@ -20,7 +20,7 @@ from lancebill.numbers.codec import Loss
 
 # Bytes of a slice of experts, one byte per code. Temporary memory is at most a few times that for each thread. On a GPU
 # larger slices mean fewer launches; on a CPU small ones save memory.
-SLICE_BYTES = {"cpu": 4 << 20, "cuda": 48 << 20}
+SLICE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
 MOST_GPU_THREADS = 3
 

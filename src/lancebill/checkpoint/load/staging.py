@@ -71,7 +71,7 @@ class _Stage:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self._buffers = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers: list[Tensor] = []  # made when the first tensor comes from the CPU
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn, self._used = 0, 0
 
@@ -92,6 +92,8 @@ class _Stage:
 
     def _room(self, most: int) -> Tensor:
         """The next free bytes of a pinned buffer, `most` or fewer."""
+        if not self._buffers:
+            self._buffers = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         if self._used >= PINNED_BYTES:
             self._copied[self._turn].record(self.stream)
             self._turn, self._used = 1 - self._turn, 0
