@@ -38,14 +38,22 @@ class Gluon:
         return None
 
 
+def count_bits(mask: tl.tensor) -> tl.tensor:
+    """`popc`, which the interpreter does not have."""
+    pairs = mask - ((mask >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return ((((nibbles + (nibbles >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 0xFF
+
+
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the helpers of the decode kernel run in the interpreter."""
     for module in (decode, decode_row):
         for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
             monkeypatch.setattr(module, name, stand_in, raising=False)
-    for name in ("sum_pieces", "pieces_of"):
+    for name in ("sum_pieces", "pieces_of", "number_of", "find_local_slots", "segment_at", "chunk_length"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+    monkeypatch.setattr(decode, "count_bits", count_bits)
     for name in ("load_slices", "row_scale", "quantise_slices", "slices_layout"):
         monkeypatch.setattr(decode_row, name, vars(decode_row)[name].fn)
     monkeypatch.setattr(slots, "tl", tl)
@@ -111,8 +119,8 @@ def finish(
         decode.finish_sums(out, *halves, top, bottom, bias, 0.7, slot, e, unit, units, columns, *limits, KIND,
                            ACTIVATION, True)  # fmt: skip
     else:
-        decode.finish_slot(out, parts, bias, 0.7, slot, e, unit, units, 1, 1, columns, *limits, 1, KIND, ACTIVATION,
-                           True)  # fmt: skip
+        decode.finish_tile(out, parts, bias, 0.7, slot * units + unit, slot, e, units, 1, columns, *limits, 1, KIND,
+                           ACTIVATION, True)  # fmt: skip
 
 
 @pytest.mark.usefixtures("decoding")
@@ -126,7 +134,7 @@ def test_epilogues_of_registers_and_partial_sums_agree(
     monkeypatch.setattr(epilogue, "gl", Gluon())
     for name in ("gated_activation", "ungated_activation", "_gelu"):
         monkeypatch.setattr(epilogue, name, vars(epilogue)[name].fn)
-    for name in ("gated_activation", "ungated_activation", "finish_sums", "finish_slot"):
+    for name in ("gated_activation", "ungated_activation", "finish_sums", "finish_tile"):
         monkeypatch.setattr(decode, name, vars(decode)[name].fn)
     units, slots = 2, 3
     parts, factors, bias = torch.randn(slots, 256), torch.rand(256) + 0.5, torch.randn(5, 256)
@@ -145,14 +153,14 @@ def test_epilogues_of_registers_and_partial_sums_agree(
 def finish_routed(
     out: tl.tensor, parts: tl.tensor, bias: tl.tensor, scales: tl.tensor, ids: tl.tensor, id_words: int, id_row: int,
     id_column: int, expert_map: tl.tensor, mapped: int, experts: int, weights: tl.tensor, weight_kind: int,
-    weight_row: int, weight_column: int, token: int, unit: int, units: int, blocks: int, each: int,
+    weight_row: int, weight_column: int, mask: int, token: int, unit: int, units: int, blocks: int, each: int,
     columns: int, PIECES: tl.constexpr, SLOTS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
     """The weighted sum of a token's slots."""
     ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
     weights = (weights, weight_kind, weight_row, weight_column)
-    decode.finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blocks, each, columns, PIECES,
-                        SLOTS, True, FP8, True)  # fmt: skip
+    decode.finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, units, blocks, each, columns,
+                        PIECES, SLOTS, True, FP8, True)  # fmt: skip
 
 
 @pytest.mark.usefixtures("decoding")
@@ -165,16 +173,19 @@ def test_decode_sums_a_tokens_slots(
     tokens, top_k, units, columns = 3, 3, 2, 240
     ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
     mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
-    parts, bias = torch.randn(tokens, top_k, pieces, units, 128), torch.randn(5, units * 128)
-    first = torch.arange(tokens * top_k * units).view(tokens, top_k, 1, units, 1) * blocks
-    real = torch.arange(pieces).view(pieces, 1, 1) < (first + blocks - 1) // each - first // each + 1
-    whole = torch.where(real, parts, 0.0).sum(2).flatten(2)
+    local = int(mine.sum())
+    parts, bias = torch.randn(local, units, pieces, 128), torch.randn(5, units * 128)
+    first = torch.arange(local * units).view(local, units, 1, 1) * blocks
+    real = torch.arange(pieces).view(pieces, 1) < (first + blocks - 1) // each - first // each + 1
+    whole = torch.zeros(tokens, top_k, units * 128)
+    whole[mine[..., 0]] = torch.where(real, parts, 0.0).sum(2).flatten(1)
     scales, weights = torch.rand(tokens, top_k, 1), torch.rand(tokens, top_k, 1).bfloat16().float()
     rows_ = (whole * (scales if fp8 else 1) + bias[ids.clamp(0, 4).long()]) * weights
     want = torch.where(mine, rows_, 0.0).sum(1)[:, :columns]
     parts.masked_fill_(~real, float("nan"))
-    for tensor in (parts.view(tokens, top_k, -1), scales, weights):
+    for tensor in (scales, weights):
         tensor.masked_fill_(~mine, float("nan"))
+    mask = sum(1 << slot for slot, held in enumerate(mine.flatten().tolist()) if held)
     call = {"ids": ids, "weights": weights[..., 0]}
     if fp8:
         call = {"ids": torch.where(ids == -9, (1 << 32) + 2, ids.long()), "weights": weights[..., 0].bfloat16()}
@@ -182,6 +193,50 @@ def test_decode_sums_a_tokens_slots(
     arguments = {name: routing_argument(name, call) for name in ROUTING}
     finish = triton.jit(finish_routed)
     for token, unit in itertools.product(range(tokens), range(units)):
-        finish[(1,)](out, parts, bias, scales, experts=5, token=token, unit=unit, units=units, blocks=blocks,
+        finish[(1,)](out, parts, bias, scales, experts=5, mask=mask, token=token, unit=unit, units=units, blocks=blocks,
                      each=each, columns=columns, PIECES=pieces, SLOTS=top_k, FP8=fp8, **arguments)  # fmt: skip
     assert worst_row(out, want) < 8e-3 and not out[1].any()
+
+
+def keep_segments(
+    out: tl.tensor, ids: tl.tensor, id_words: int, id_row: int, id_column: int, expert_map: tl.tensor, mapped: int,
+    experts: int, top_k: int, total_slots: int, units: int, blocks: int, least: int, shares: int,
+) -> None:  # fmt: skip
+    """The segments of one block's chunk: tile, slot, expert, first stage, stages. Then the length of a chunk."""
+    local = decode.find_local_slots(
+        (ids, id_words, id_row, id_column, expert_map, mapped, experts), top_k, total_slots, 1
+    )
+    total = decode.count_bits(local[0]) * units * blocks
+    each = decode.chunk_length(decode.count_bits(local[0]), units, blocks, least, shares)
+    at, end, row = 0, total, 0
+    while at < end:
+        stop = tl.minimum((at // each + 1) * each, end)
+        for i, value in enumerate(decode.segment_at(local, at, stop, units, blocks)):
+            tl.store(out + row * 6 + i, value)
+        tl.store(out + row * 6 + 5, at // each)
+        at += tl.load(out + row * 6 + 4)
+        row += 1
+
+
+@pytest.mark.usefixtures("decoding")
+@pytest.mark.parametrize(("least", "shares"), [(3, 1 << 30), (2, 5), (8, 1 << 30)])
+def test_chunks_cover_the_tiles_of_local_slots(least: int, shares: int) -> None:
+    """Every stage of every local slot's tiles is in one chunk; other ranks' slots and padding have none."""
+    ids = torch.tensor([[4, 0, 2, 2], [-1, 7, 1 << 20, 3], [9, -9, 8, 6]], dtype=torch.int32)
+    expert_map = torch.tensor([-1, -1, 1, 0, 2, -1, -1, 4, -1, -1], dtype=torch.int32)
+    units, blocks = 3, 4
+    local = [(slot, int(expert_map[e])) for slot, e in enumerate(ids.flatten().tolist())
+             if 0 <= e < 10 and expert_map[e] >= 0]  # fmt: skip
+    total = len(local) * units * blocks
+    each = max(least, -(-total // shares))
+    found = torch.full((total, 6), -1, dtype=torch.int32)
+    call = {"ids": ids, "weights": torch.ones(3, 4), "expert_map": expert_map}
+    arguments = {name: routing_argument(name, call) for name in ROUTING if not name.startswith("weight")}
+    triton.jit(keep_segments)[(1,)](found, experts=5, top_k=4, total_slots=12, units=units, blocks=blocks, least=least,
+                                    shares=shares, **arguments)  # fmt: skip
+    covered = []
+    for tile, slot, e, first, stages, chunk in found[found[:, 0] >= 0].tolist():
+        assert (slot, e) == local[tile // units]
+        covered += [(tile, first + i) for i in range(stages)]
+        assert {(tile * blocks + first + i) // each for i in range(stages)} == {chunk}
+    assert covered == list(itertools.product(range(len(local) * units), range(blocks)))

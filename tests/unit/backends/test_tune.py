@@ -191,16 +191,23 @@ def test_a_search_tries_tiles_then_flags(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("slices", [1, 7, 16, 56, 224])
 @pytest.mark.parametrize("tiles", [1, 64, 192, 256, 396, 397, 448, 4000])
 def test_chunks_keep_blocks_equally_busy(activations: str, slices: int, tiles: int) -> None:
-    """No block has much more work than an equal share, and no tile more pieces than planned."""
-    form = WeightForm(E2M1_CODE, E8M0_G32, 32, activations)
+    """No block has much more work than an equal share, and no tile more pieces than planned.
+
+    That holds too where another number of tiles was expected.
+    """
+    form, resident = WeightForm(E2M1_CODE, E8M0_G32, 32, activations), 3 * 132
     blocks = -(-slices // hopper.decode_slices(form))
-    each, pieces = hopper.chunk(form, tiles, slices)
-    resident = 3 * 132
-    chunks = -(-tiles * blocks // each)
-    assert -(-chunks // resident) * each <= max(1.1 * -(-tiles * blocks // resident), 4, blocks / 7 + 1)
-    starts = [tile * blocks for tile in range(tiles)]
-    assert max((start + blocks - 1) // each - start // each + 1 for start in starts) <= pieces <= 8
-    assert (pieces == 1) == (each % blocks == 0)
+    for expected in (tiles, 64, 256):
+        cut = hopper.chunk(form, expected, slices, known=expected == tiles)
+        each = max(cut.stages, -(-tiles * blocks // cut.shares))
+        chunks = -(-tiles * blocks // each)
+        if expected <= tiles:
+            share = max(1.1 * -(-tiles * blocks // resident), 4, blocks / 7 + 1)
+            assert -(-chunks // resident) * each <= share
+        starts = [tile * blocks for tile in range(tiles)]
+        assert max((start + blocks - 1) // each - start // each + 1 for start in starts) <= cut.pieces <= 8
+        if expected == tiles:
+            assert (cut.pieces == 1) == (each % blocks == 0)
 
 
 @pytest.mark.parametrize("slices", [1, 16, 56, 128])

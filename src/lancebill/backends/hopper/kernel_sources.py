@@ -87,7 +87,8 @@ def decode_gemm(
 ) -> KernelSource:  # fmt: skip
     """One GEMM for few tokens: one tile per slot, at most `pieces` blocks for a tile, `slots` per token."""
     integers = (
-        "top_k", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row", "each",
+        "top_k", "total_slots", "units", "slices", "scale_blocks", "width", "columns", "slots_per_row", "least",
+        "shares",
     )  # fmt: skip
     pointers = {
         "x": out, "out": out, "scales": "fp32", "parts": "fp32", "counters": "i32", "factors": "fp32", "bias": "fp32",

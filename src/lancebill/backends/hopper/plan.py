@@ -32,7 +32,8 @@ class GemmPlan:
     slices: int
     scale_blocks: int
     tiles: tuple[Tile, ...]
-    each: int = 0  # stages of a chunk, when decoding
+    each: int = 0  # stages of a chunk, when decoding; more if there would be more than `shares` chunks
+    shares: int = 0
     pieces: int = 1  # the most chunks that share a tile, when decoding
     ordered: bool = False  # permute input columns per expert (act-order)
     scaled: bool = False  # multiply the input by a vector per expert
@@ -69,6 +70,13 @@ class HopperPlan(Plan):
         return self.tokens * (self.problem.top_k if self.work == INDEXED else 1)
 
     @property
+    def expected_slots(self) -> int:
+        """The rows of this rank's experts, if a router chooses all experts equally often."""
+        problem = self.problem
+        everywhere = problem.global_experts if self.work == INDEXED else problem.experts
+        return min(self.slots, -(-self.slots * problem.experts // everywhere))
+
+    @property
     def first_gemm(self) -> GemmPlan:
         assert self.w13 is not None
         return self.w13
@@ -93,7 +101,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     tokens = tune.bucket(max(tokens, 1))
     layout = HopperLayout(problem)
     plan = HopperPlan(problem, tokens, 0.0)
-    slots = plan.slots
+    slots = plan.expected_slots
     forms = [layout.form(shape) for shape in problem.matrices.values()]
     units = problem.experts * layout.padded(problem.w13)[0] // ROWS
     rule = tried or tune.rule(forms[0].activations, slots, problem.experts, units)
@@ -102,7 +110,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     launches = () if decode else rule.launches
     gemms = [_grouped_gemm(layout, name, form, launches, rule.paired) for name, form in zip(problem.matrices, forms)]
     if decode:
-        gemms = [_decode_gemm(gemm, slots) for gemm in gemms]
+        gemms = [_decode_gemm(plan, gemm) for gemm in gemms]
     plan = replace(
         plan,
         estimate_us=_estimate(problem, layout, slots),
@@ -156,10 +164,12 @@ def _grouped_gemm(
     )
 
 
-def _decode_gemm(gemm: GemmPlan, slots: int) -> GemmPlan:
+def _decode_gemm(plan: HopperPlan, gemm: GemmPlan) -> GemmPlan:
     """The GEMM with one tile per slot."""
-    each, pieces = tune.chunk(gemm.form, slots * gemm.units, gemm.slices)
-    return replace(gemm, each=each, pieces=pieces, tiles=(tune.decode_tile(gemm.form, gemm.slices),))
+    slots = plan.expected_slots
+    chunks = tune.chunk(gemm.form, slots * gemm.units, gemm.slices, known=slots == plan.slots)
+    tiles = (tune.decode_tile(gemm.form, gemm.slices),)
+    return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=tiles)
 
 
 def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -184,7 +194,7 @@ def scratch(plan: HopperPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         for name, gemm in (("parts13", plan.w13), ("parts2", plan.w2)):
             if gemm is not None:
                 whole = name == "parts13" and plan.w2 is not None and gemm.pieces == 1
-                tensors[name] = (0 if whole else slots * gemm.pieces, gemm.units * ROWS), torch.float32
+                tensors[name] = (0 if whole else slots * gemm.units * gemm.pieces, ROWS), torch.float32
     if plan.w2 is not None:
         tensors["h"] = (slots, problem.intermediate), problem.input.storage
     if plan.w2 is not None and plan.w2.fp8:

@@ -1,5 +1,8 @@
 """The GEMM for a handful of tokens: each slot is a tile, the ids are the tile list, nothing is sorted (Gluon).
 
+There are at most 32 slots, one for each lane of a warp. Padding and slots of other ranks' experts have no tiles. The
+others, the local slots, are numbered in order; slot i has tiles i * units to (i + 1) * units - 1.
+
 The number of tiles rarely fits the number of resident blocks. So all stages of all tiles form one sequence, and each
 block takes a chunk of it. Chunks have equal lengths; one may start and end inside a tile. A block writes its partial
 sums of a tile in fp32. The block that arrives last (an integer counter decides, never a float atomic) adds the pieces
@@ -39,22 +42,44 @@ load_experts, load_weights = gluon.jit(slots.load_experts.fn), gluon.jit(slots.l
 
 
 @gluon.jit
-def expert_of(ids, top_k, slot):
-    """The expert of a slot; -1 for padding and for experts of other ranks."""
-    token = slot // top_k
-    return load_experts(ids, token, slot - token * top_k, True)
+def count_bits(mask):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def segment_at(ids, top_k, at, end, units, blocks):
-    """The part of a chunk that belongs to one tile: (slot, expert, unit, first stage of the tile, stages).
+def find_local_slots(ids, top_k, total_slots, WARPS: gl.constexpr):
+    """(mask of the local slots; by slot: its number among them, or -1; by slot: itself and its expert in one word)."""
+    slot = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    token = slot // top_k
+    e = load_experts(ids, token, slot - token * top_k, slot < total_slots)
+    bit = 1 << slot
+    mask = gl.sum(gl.where(e >= 0, bit, 0), 0)
+    return mask, gl.where(e >= 0, count_bits(mask & (bit - 1)), -1), slot << 24 | gl.maximum(e, 0)
+
+
+@gluon.jit
+def number_of(mask, slot):
+    """The number of a local slot among the local slots."""
+    return count_bits(mask & ((1 << slot) - 1))
+
+
+@gluon.jit
+def chunk_length(local_slots, units, blocks, least, shares):
+    """The stages of a chunk: `least`, or more if the stages of all tiles would not fit in `shares` chunks."""
+    return gl.maximum(least, (local_slots * units * blocks + shares - 1) // shares)
+
+
+@gluon.jit
+def segment_at(local, at, end, units, blocks):
+    """The part of a chunk that belongs to one tile: (tile, slot, expert, first stage of the tile, stages).
 
     `at` and `end` count the stages of all tiles; the segment ends with the tile or at `end`.
     """
+    _, numbers, slots_and_experts = local
     tile = at // blocks
-    slot = tile // units
     first = at - tile * blocks
-    return slot, expert_of(ids, top_k, slot), tile - slot * units, first, gl.minimum(blocks - first, end - at)
+    found = gl.max(gl.where(numbers == tile // units, slots_and_experts, 0), 0)
+    return tile, found >> 24, found & 0xFFFFFF, first, gl.minimum(blocks - first, end - at)
 
 
 @gluon.jit
@@ -65,7 +90,7 @@ def pieces_of(tile, blocks, each):
 
 @gluon.jit
 def decode_producer(x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units, slices, scale_blocks,
-                    slots_per_row, each, config: gl.constexpr, DEPEND: gl.constexpr,
+                    slots_per_row, least, shares, config: gl.constexpr, DEPEND: gl.constexpr,
                     PREFETCH: gl.constexpr):  # fmt: skip
     """The producer warp: loads weights, and rows of x too unless the consumer quantises them (`row_slices` > 0).
 
@@ -77,36 +102,39 @@ def decode_producer(x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units
     WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
     BYTES: gl.constexpr = WEIGHTS if config.row_slices > 0 else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
-    total = total_slots * units * blocks
     if DEPEND and not PREFETCH:
         wait_for_predecessor()
+    local = find_local_slots(ids, top_k, total_slots, 1)
+    local_slots = count_bits(local[0])
+    total = local_slots * units * blocks
+    each = chunk_length(local_slots, units, blocks, least, shares)
     ahead = 0
     if PREFETCH:
         at = gl.program_id(0) * each
         if at < total:
-            _, e, unit, first, count = segment_at(ids, top_k, at, gl.minimum(at + each, total), units, blocks)
-            ahead = gl.where(e >= 0, gl.minimum(count, STAGES), 0)
+            tile, _, e, first, count = segment_at(local, at, gl.minimum(at + each, total), units, blocks)
+            ahead = gl.minimum(count, STAGES)
             for i in range(ahead):
                 bar = ring.full.index(i)
                 mbarrier.expect(bar, BYTES)
-                copy_weights(w_desc, s_desc, ring, i, bar, e * units + unit, first + i, slices, scale_blocks, config)
+                unit = e * units + tile % units
+                copy_weights(w_desc, s_desc, ring, i, bar, unit, first + i, slices, scale_blocks, config)
         wait_for_predecessor()
     step = 0
     for start in range(gl.program_id(0) * each, total, gl.num_programs(0) * each):
         end = gl.minimum(start + each, total)
         at = start
         while at < end:
-            slot, e, unit, first, count = segment_at(ids, top_k, at, end, units, blocks)
+            tile, slot, e, first, count = segment_at(local, at, end, units, blocks)
             at += count
-            for block in range(first, first + gl.where(e >= 0, count, 0)):
+            unit = e * units + tile % units
+            for block in range(first, first + count):
                 stage = step % STAGES
                 bar = ring.full.index(stage)
                 if step >= ahead:
                     mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
                     mbarrier.expect(bar, BYTES)
-                    copy_weights(
-                        w_desc, s_desc, ring, stage, bar, e * units + unit, block, slices, scale_blocks, config
-                    )
+                    copy_weights(w_desc, s_desc, ring, stage, bar, unit, block, slices, scale_blocks, config)
                 if config.row_slices == 0:
                     for j in gl.static_range(SLICES):
                         k = (block * SLICES + j) * dequant.slice_columns(form)
@@ -117,7 +145,7 @@ def decode_producer(x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units
 @gluon.jit
 def load_factors(factors, e, unit, units, half: gl.constexpr, MMA: gl.constexpr):
     """The per-feature factors of one half. Loaded before the GEMM, which hides the latency."""
-    at = (gl.maximum(e, 0) * units + unit) * 128 + 64 * half
+    at = (e * units + unit) * 128 + 64 * half
     return gl.load(factors + at + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
 
 
@@ -131,32 +159,31 @@ def store_part(part, sums, factor):
 
 
 @gluon.jit
-def sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES: gl.constexpr):
-    """Features n of a slot: its pieces added in a fixed order. Bypasses L1, since other blocks wrote them."""
-    N = units * 128
-    count = pieces_of(slot * units + unit, blocks, each)
-    parts += slot * PIECES * N
-    total = gl.load(parts + n, cache_modifier=".cg")
+def sum_pieces(parts, tile, c, count, PIECES: gl.constexpr):
+    """Features c of a tile: its `count` pieces added in a fixed order. Bypasses L1, since other blocks wrote them."""
+    parts += tile * (PIECES * 128)
+    total = gl.load(parts + c, mask=(c >= 0) & (count > 0), other=0.0, cache_modifier=".cg")
     for i in gl.static_range(1, PIECES):
-        total += gl.load(parts + i * N + n, mask=(n >= 0) & (i < count), other=0.0, cache_modifier=".cg")
+        total += gl.load(parts + i * 128 + c, mask=(c >= 0) & (i < count), other=0.0, cache_modifier=".cg")
     return total
 
 
 @gluon.jit
-def finish_slot(out, parts, bias, scale, slot, e, unit, units, blocks, each, columns, limit, alpha, beta,
+def finish_tile(out, parts, bias, scale, tile, slot, e, units, count, columns, limit, alpha, beta,
                 PIECES: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """Epilogue of one unit of a slot from its pieces: bias, activation, store."""
+    """Epilogue of a tile from its `count` pieces: bias, activation, store."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     c = gl.arange(0, WIDTH, LAYOUT)
-    n = unit * 128 + c
-    value = sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES) * scale
+    unit = tile % units
+    bias += (e * units + unit) * 128
+    value = sum_pieces(parts, tile, c, count, PIECES) * scale
     if BIAS:
-        value += gl.load(bias + e * units * 128 + n)
+        value += gl.load(bias + c)
     if KIND == "gated":
-        u = sum_pieces(parts, slot, unit, n + 64, units, blocks, each, PIECES) * scale
+        u = sum_pieces(parts, tile, c + 64, count, PIECES) * scale
         if BIAS:
-            u += gl.load(bias + e * units * 128 + n + 64)
+            u += gl.load(bias + c + 64)
         value = gated_activation(value, u, limit, alpha, beta, ACTIVATION)
     else:
         value = ungated_activation(value, ACTIVATION)
@@ -167,7 +194,7 @@ def finish_slot(out, parts, bias, scale, slot, e, unit, units, blocks, each, col
 @gluon.jit
 def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, e, unit, units, columns, limit, alpha,
                 beta, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """`finish_slot` where chunks are whole tiles: the sums are still in registers."""
+    """`finish_tile` where chunks are whole tiles: the sums are still in registers."""
     MMA: gl.constexpr = top.type.layout
     r = gl.arange(0, 64, gl.SliceLayout(1, MMA))
     only = (gl.arange(0, T, gl.SliceLayout(0, MMA)).expand_dims(0) == 0) & (r >= 0).expand_dims(1)
@@ -190,24 +217,30 @@ def finish_sums(out, top, bottom, top_factor, bottom_factor, bias, scale, slot, 
 
 
 @gluon.jit
-def finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blocks, each, columns,
+def finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, units, blocks, each, columns,
                  PIECES: gl.constexpr, SLOTS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr,
                  WEIGHTED: gl.constexpr):  # fmt: skip
-    """The weighted sum over a token's slots for one unit, in slot order. Issues all loads before the first addition."""
+    """The weighted sum over a token's local slots for one unit, in slot order. Zeros if there are none.
+
+    Issues all loads before the first addition.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    n = unit * 128 + gl.arange(0, 128, LAYOUT)
+    c = gl.arange(0, 128, LAYOUT)
+    n = unit * 128 + c
     rows = ()
     for i in gl.static_range(SLOTS):
         slot = token * SLOTS + i
-        e = load_experts(ids, token, i, True)
-        row = sum_pieces(parts, slot, unit, n, units, blocks, each, PIECES)
+        local = (mask >> slot) & 1
+        tile = number_of(mask, slot) * units + unit
+        row = sum_pieces(parts, tile, c, pieces_of(tile, blocks, each) * local, PIECES)
         if FP8:
-            row *= gl.load(scales + slot, cache_modifier=".cg")
+            row *= gl.load(scales + slot, mask=local == 1, other=0.0, cache_modifier=".cg")
         if BIAS:
-            row += gl.load(bias + gl.maximum(e, 0) * units * 128 + n)
+            e = load_experts(ids, token, i, True)
+            row += gl.load(bias + e * units * 128 + n, mask=(n >= 0) & (e >= 0), other=0.0)
         if WEIGHTED:
-            row *= load_weights(weights, token, i, True)
-        rows += (gl.where(e >= 0, row, 0.0),)
+            row *= load_weights(weights, token, i, local == 1)
+        rows += (row,)
     total = rows[0]
     for i in gl.static_range(1, SLOTS):
         total += rows[i]
@@ -215,25 +248,49 @@ def finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blo
 
 
 @gluon.jit
-def pieces_of_token(token, unit, units, blocks, each, SLOTS: gl.constexpr):
-    """The number of pieces of one unit over all of a token's slots."""
+def pieces_of_token(mask, token, unit, units, blocks, each, SLOTS: gl.constexpr):
+    """The number of pieces of one unit over all of a token's local slots."""
     count = 0
     for i in gl.static_range(SLOTS):
-        count += pieces_of((token * SLOTS + i) * units + unit, blocks, each)
+        slot = token * SLOTS + i
+        count += pieces_of(number_of(mask, slot) * units + unit, blocks, each) * ((mask >> slot) & 1)
     return count
+
+
+@gluon.constexpr_function
+def low_bits(COUNT):
+    return -1 if COUNT == 32 else (1 << COUNT) - 1
+
+
+@gluon.jit
+def clear_tokens(out, mask, total_slots, units, columns, SLOTS: gl.constexpr):
+    """Store zeros to tokens without local slots, whose sums no block finishes."""
+    c = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    count = gl.where(count_bits(mask) < total_slots, total_slots // SLOTS * units, 0)
+    for i in range(gl.program_id(0), count, gl.num_programs(0)):
+        token = i // units
+        if ((mask >> (token * SLOTS)) & low_bits(SLOTS)) == 0:
+            n = i % units * 128 + c
+            gl.store(out + token * columns + n, gl.zeros_like(c).to(out.dtype.element_ty), mask=n < columns)
 
 
 @gluon.jit
 def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, top_k, weights, total_slots, ring, units,
-                    slices, width, columns, slots_per_row, each, limit, alpha, beta, config: gl.constexpr,
+                    slices, width, columns, slots_per_row, least, shares, limit, alpha, beta, config: gl.constexpr,
                     epilogue: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr,
                     DEPEND: gl.constexpr):  # fmt: skip
-    """The consumer warpgroup: GEMM and epilogue of every segment of its chunks."""
+    """The consumer warpgroup: GEMM and epilogue of every segment of its chunks; zeros of tokens without local slots."""
     if DEPEND:
         wait_for_predecessor()
     let_successor_start()
     blocks = (slices + config.slices - 1) // config.slices
-    total = total_slots * units * blocks
+    local = find_local_slots(ids, top_k, total_slots, 4)
+    mask = local[0]
+    local_slots = count_bits(mask)
+    total = local_slots * units * blocks
+    each = chunk_length(local_slots, units, blocks, least, shares)
+    if epilogue.kind == "rows":
+        clear_tokens(out, mask, total_slots, units, columns, SLOTS)
     step = 0
     row = -1
     scale = 1.0  # of that row
@@ -242,7 +299,7 @@ def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, top_k, 
         end = gl.minimum(start + each, total)
         at = start
         while at < end:
-            slot, e, unit, first, count = segment_at(ids, top_k, at, end, units, blocks)
+            tile, slot, e, first, count = segment_at(local, at, end, units, blocks)
             at += count
             if config.row_slices > 0:
                 # Neighbouring tiles share a slot, and the slots of a token share a row.
@@ -256,13 +313,13 @@ def decode_consumer(x, out, scales, parts, counters, factors, bias, ids, top_k, 
                     end_slice = (first + count) * config.slices
                     quantise_part(own, ring.x, scale, first * config.slices, end_slice, width, config.row_slices)
                     held = (count == blocks).to(gl.int32)
-            step = decode_segment(out, scales, parts, counters, factors, bias, ids, top_k, weights, ring, step, slot,
-                                  e, unit, first, count, start // each, scale, units, blocks, columns, each, limit,
-                                  alpha, beta, config, epilogue, PIECES, SLOTS)  # fmt: skip
+            step = decode_segment(out, scales, parts, counters, factors, bias, ids, mask, top_k, weights, ring, step,
+                                  tile, slot, e, first, count, start // each, scale, units, blocks, columns, each,
+                                  limit, alpha, beta, config, epilogue, PIECES, SLOTS)  # fmt: skip
 
 
 @gluon.jit
-def decode_segment(out, scales, parts, counters, factors, bias, ids, top_k, weights, ring, step, slot, e, unit,
+def decode_segment(out, scales, parts, counters, factors, bias, ids, mask, top_k, weights, ring, step, tile, slot, e,
                    first, count, chunk, scale, units, blocks, columns, each, limit, alpha, beta, config: gl.constexpr,
                    epilogue: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """One segment: its GEMM, and the epilogue if it is the last of its tile or token to arrive."""
@@ -272,38 +329,38 @@ def decode_segment(out, scales, parts, counters, factors, bias, ids, top_k, weig
     BIAS: gl.constexpr = epilogue.bias
     WEIGHTED: gl.constexpr = epilogue.weighted
     MMA: gl.constexpr = accumulator_layout(config, 0)
+    unit = tile % units
     top = load_factors(factors, e, unit, units, 0, MMA)
     bottom = load_factors(factors, e, unit, units, 1, MMA)
     if ROW_SLICES > 0 and KIND == "rows":
         gl.store(scales + slot, scale)  # every block of the slot stores the same value
-    sums, step = tile_gemm(ring, step, gl.where(e >= 0, count, 0), first, config)
+    sums, step = tile_gemm(ring, step, count, first, config)
     WHOLE: gl.constexpr = PIECES == 1 and KIND != "rows"
     if WEIGHTED and KIND != "rows":
         scale = scale * load_weights(weights, slot // top_k, slot % top_k, True)
-    tile = slot * units + unit
     if not WHOLE:
-        part = parts + (slot * PIECES + chunk - tile * blocks // each) * (units * 128) + unit * 128
+        part = parts + (tile * PIECES + chunk - tile * blocks // each) * 128
         store_part(part, sums[0], top)
         store_part(part + 64, sums[1], bottom)
         barrier()
     if KIND == "rows":
         token = slot // SLOTS
         counter = counters + token * units + unit
-        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces_of_token(token, unit, units, blocks, each, SLOTS) - 1:
+        all_pieces = pieces_of_token(mask, token, unit, units, blocks, each, SLOTS)
+        if gl.atomic_add(counter, 1, sem="acq_rel") == all_pieces - 1:
             gl.store(counter, 0)
-            finish_token(out, parts, bias, scales, ids, weights, token, unit, units, blocks, each, columns, PIECES,
-                         SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
+            finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, units, blocks, each, columns,
+                         PIECES, SLOTS, BIAS, ROW_SLICES > 0, WEIGHTED)  # fmt: skip
     elif WHOLE:
-        if e >= 0:
-            finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit,
-                        alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
+        finish_sums(out, sums[0], sums[1], top, bottom, bias, scale, slot, e, unit, units, columns, limit, alpha,
+                    beta, KIND, ACTIVATION, BIAS)  # fmt: skip
     else:
         counter = counters + tile
-        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces_of(tile, blocks, each) - 1:
+        all_pieces = pieces_of(tile, blocks, each)
+        if gl.atomic_add(counter, 1, sem="acq_rel") == all_pieces - 1:
             gl.store(counter, 0)
-            if e >= 0:
-                finish_slot(out, parts, bias, scale, slot, e, unit, units, blocks, each, columns, limit, alpha, beta,
-                            PIECES, KIND, ACTIVATION, BIAS)  # fmt: skip
+            finish_tile(out, parts, bias, scale, tile, slot, e, units, all_pieces, columns, limit, alpha, beta, PIECES,
+                        KIND, ACTIVATION, BIAS)  # fmt: skip
     return step
 
 
@@ -311,7 +368,7 @@ def decode_segment(out, scales, parts, counters, factors, bias, ids, top_k, weig
 def decode_gemm(
     x_desc, w_desc, s_desc, x, out, scales, parts, counters, factors, bias, ids, id_words, id_row, id_column,
     expert_map, mapped, experts, weights, weight_kind, weight_row, weight_column, top_k, total_slots, units, slices,
-    scale_blocks, width, columns, slots_per_row, each, limit, alpha, beta, CODE: gl.constexpr,
+    scale_blocks, width, columns, slots_per_row, least, shares, limit, alpha, beta, CODE: gl.constexpr,
     SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr,
     SLICES: gl.constexpr, ROW_SLICES: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr, KIND: gl.constexpr,
     ACTIVATION: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, DEPEND: gl.constexpr, PREFETCH: gl.constexpr,
@@ -319,7 +376,8 @@ def decode_gemm(
 ):  # fmt: skip
     """One GEMM of the layer with one slot per tile. `slots_per_row` slots read the same row of x; a token has SLOTS.
 
-    A chunk has `each` stages. No tile has more than PIECES pieces; PIECES = 1 if chunks are whole tiles.
+    A chunk has `least` stages or, to have no more than `shares` chunks, more. No tile has more than PIECES pieces;
+    PIECES = 1 if chunks are whole tiles.
     ROW_SLICES = 0: the producer streams rows through `x_desc`. ROW_SLICES > 0: each block reads its row from `x`
     (`width` columns), quantises what it needs of it and keeps that in shared memory, which has room for ROW_SLICES
     slices. The second GEMM also stores the row's scale, which the final reduction needs.
@@ -349,8 +407,8 @@ def decode_gemm(
     weights = (weights, weight_kind, weight_row, weight_column)
     gl.warp_specialize([
         (decode_consumer, (x, out, scales, parts, counters, factors, bias, ids, top_k, weights, total_slots, ring,
-                           units, slices, width, columns, slots_per_row, each, limit, alpha, beta, config, epilogue,
-                           PIECES, SLOTS, DEPEND)),
+                           units, slices, width, columns, slots_per_row, least, shares, limit, alpha, beta, config,
+                           epilogue, PIECES, SLOTS, DEPEND)),
         (decode_producer, (x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units, slices, scale_blocks,
-                           slots_per_row, each, config, DEPEND, PREFETCH)),
+                           slots_per_row, least, shares, config, DEPEND, PREFETCH)),
     ], [1], [24])  # fmt: skip

@@ -21,6 +21,7 @@ _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # per SM, when decoding
 _RESIDENT = _DECODE_BLOCKS * 132
+_UNLIMITED = 1 << 30
 _LEAST_STAGES = 4  # of a chunk
 _MOST_PIECES = 8
 _UNEVEN = 1.12  # how much longer than equal chunks whole tiles may be
@@ -198,18 +199,29 @@ def decode_tile(form: WeightForm, slices: int) -> Tile:
     return Tile((8,), stages, stage_slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], row_slices=row_slices)
 
 
-def chunk(form: WeightForm, tiles: int, slices: int) -> tuple[int, int]:
-    """The stages of a chunk when decoding, and the most chunks that share a tile.
+@dataclass(frozen=True)
+class Chunks:
+    """How the stages of all tiles are cut, when decoding."""
 
-    Whole tiles if they keep all resident blocks about equally busy, else equal chunks.
+    stages: int  # of a chunk
+    shares: int  # chunks are made longer if there would be more than this
+    pieces: int  # the most chunks that share a tile
+
+
+def chunk(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> Chunks:
+    """Whole tiles if they keep all resident blocks about equally busy, else equal chunks.
+
+    `known`: there are not more tiles. Otherwise the kernel makes chunks longer where it finds more.
     """
     blocks = -(-slices // decode_slices(form))
     whole = blocks * -(-tiles // _RESIDENT)
     even = max(_LEAST_STAGES, -(-tiles * blocks // _RESIDENT), -(-(blocks - 1) // (_MOST_PIECES - 1)))
+    if not known:
+        return Chunks(even, _RESIDENT, -(-(blocks - 1) // even) + 1)
     each = whole if whole <= _UNEVEN * even else even
     if each % blocks == 0:
-        return each, 1
-    return each, blocks // each if blocks % each == 0 else -(-(blocks - 1) // each) + 1
+        return Chunks(each, _UNLIMITED, 1)
+    return Chunks(each, _UNLIMITED, blocks // each if blocks % each == 0 else -(-(blocks - 1) // each) + 1)
 
 
 def power_of_two(n: int) -> int:
