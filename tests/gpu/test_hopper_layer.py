@@ -15,7 +15,7 @@ from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.testing.layers import layer_problem, make_layer, routing
+from lancebill.testing.layers import layer_problem, make_layer, routing, worst_row
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an sm_90 GPU", allow_module_level=True)
@@ -204,6 +204,30 @@ def test_ids_without_an_expert_contribute_nothing(tokens: int, activations: str)
     ids = torch.where(routed.ids < 0, invalid.view_as(routed.ids), routed.ids).to(torch.int32)
     assert not torch.equal(ids, routed.ids)
     assert torch.equal(layer(x, type(routed)(ids, routed.weights)), layer(x, routed))
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 3, 5, 90])
+def test_a_rank_of_expert_parallelism(tokens: int, activations: str) -> None:
+    """No, some or all slots have local experts, which are fewer or more than the plan expects."""
+    sizes = {"hidden": 1024, "intermediate": 768, "experts": 8, "top_k": 6}
+    problem = replace(layer_problem("mxfp4", activations, **sizes), global_experts=64)
+    ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    places = torch.full((64,), -1, dtype=torch.int32, device="cuda")
+    places[::8] = torch.arange(8, dtype=torch.int32, device="cuda")
+    for step in (1, 2, 4, 8):
+        x = torch.randn(tokens, 1024, generator=generator, device="cuda").bfloat16()
+        weights = torch.rand(tokens, 6, generator=generator, device="cuda")
+        ids = torch.randint(0, 64 // step, (tokens, 6), generator=generator, device="cuda") * step
+        local = places[ids]
+        got = ours(x, Indexed(ids, weights, places))
+        want = reference(x, Indexed(local, weights), torch.empty_like(x, dtype=torch.float32))
+        has_local = (local >= 0).any(1)
+        assert not got[~has_local].any() and bool(got.isfinite().all())
+        if bool(has_local.any()):
+            assert worst_row(got[has_local], want[has_local]) < (2e-2 if activations == "bf16" else 8e-2)
+        assert torch.equal(got, ours(x, Indexed(ids, weights, places)))
 
 
 @pytest.mark.parametrize("tokens", [1, 60])
