@@ -19,6 +19,7 @@ from lancebill.jit import compile as compiler
 from lancebill.jit.build import build_all, get_binary
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import Binary
+from lancebill.jit.ship import MOST_BYTES, MOST_KERNELS
 from lancebill.moe.problem import Device
 from lancebill.moe.routing import SOFTMAX, SQRTSOFTPLUS, Routing
 from lancebill.numbers.spec_names import parse_activation
@@ -33,7 +34,6 @@ from lancebill.backends.hopper.steps import Step, steps
 
 REGISTERS = 65536  # per SM
 SHARED = 227 * 1024  # most bytes per block
-MOST_KERNELS, MOST_BYTES = 220, 20 << 20
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,16 @@ def test_decode_kernels_hold_the_widest_rows(spec: str) -> None:
 
 
 def test_the_shipped_set_compiles() -> None:
-    """Spills, serialised wgmma and layout conversions that move data are compile errors."""
-    sources = list(shipped())
+    """Spills, serialised wgmma and layout conversions that move data are compile errors.
+
+    Of kernels that differ in the activation and the bias alone one is compiled; `make kernels` compiles all.
+    """
+    every = list(shipped())
+    alike = {(s.kernel, tuple(c for c in s.constants if c[0] not in ("ACTIVATION", "BIAS"))): s for s in every}
+    sources = list(alike.values())
     assert build_all(sources) == {}
     held = [Cache().find(source) for source in sources]
-    assert len(held) <= MOST_KERNELS and sum(len(b.cubin) for b in held if b) <= MOST_BYTES
+    assert len(every) <= MOST_KERNELS and sum(len(b.cubin) for b in held if b) <= MOST_BYTES
     for found in held:
         assert found is not None
         check(found, 1)

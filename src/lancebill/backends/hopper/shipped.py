@@ -12,13 +12,17 @@ from lancebill.backends.hopper.route_step import RouteStep
 from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.hopper.tuning.policy import buckets
 from lancebill.jit.compile import KernelSource
-from lancebill.moe.layout import W2, W13, MatrixShape
+from lancebill.moe.model_shapes import NAMED
 from lancebill.moe.problem import Problem
 from lancebill.moe.routing import SIGMOID, SQRTSOFTPLUS, Routing
 from lancebill.numbers.spec_names import parse_activation, parse_spec
 
-SPECS = (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"))  # weights, activations
-SHAPES = ((4096, 2048, 256, 6), (2880, 2880, 128, 4), (2048, 768, 128, 8))  # hidden, intermediate, experts, top-k
+MXFP4 = (("mxfp4", "bf16"), ("mxfp4", "fp8"))  # weights, activations
+SPECS = {  # by the name of a shape
+    "deepseek-v4-flash": MXFP4,
+    "gpt-oss-120b": MXFP4,
+    "qwen3-30b-a3b": (*MXFP4, ("int4-g128", "bf16")),
+}
 TOKENS = buckets(16384)
 
 
@@ -61,11 +65,6 @@ def route_kernels() -> tuple[KernelSource, ...]:
 
 
 def problems() -> Iterator[Problem]:
-    for name, activations in SPECS:
-        spec = parse_spec(name)
-        for hidden, intermediate, experts, top_k in SHAPES:
-            if intermediate % (spec.group or 1) or hidden % (spec.group or 1):
-                continue
-            w13 = MatrixShape(W13, 2 * intermediate, hidden, spec.stacked(intermediate))
-            w2 = MatrixShape(W2, hidden, intermediate, spec)
-            yield Problem(w13, w2, experts, experts, top_k, activations=parse_activation(activations))
+    for name, specs in SPECS.items():
+        for weights, activations in specs:
+            yield NAMED[name].problem(parse_spec(weights), parse_activation(activations))

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -31,6 +32,8 @@ class ExpertsMethod(FusedMoEMethodBase):
     def __init__(self, moe: Any, takeover: Takeover, index: int) -> None:
         super().__init__(moe)
         self.takeover, self.index = takeover, index
+        compilation = get_current_vllm_config().compilation_config
+        self.largest_capture = int(compilation.max_cudagraph_capture_size or 0)  # larger batches run eagerly
 
     @property
     def experts(self) -> RoutedExperts:
@@ -47,8 +50,8 @@ class ExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         first = not self.takeover.layers
-        experts = self.takeover.finish(self.index)
-        experts.reserve(self.moe.max_num_tokens * self.moe.moe_parallel_config.dp_size)  # captured graphs share it
+        self.takeover.finish(self.index)
+        self.takeover.reserve(self.largest_capture * self.moe.moe_parallel_config.dp_size)
         if first:
             logger.info("routed experts: %s", self.takeover.summary())
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lancebill.backends.base import Reason
 from lancebill.backends.oracle import AUTO, Choice
@@ -21,6 +21,7 @@ from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import REQUIRE, Settings
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
+from lancebill.layer.reserve import reserve
 from lancebill.layer.routed_experts import RoutedExperts
 
 
@@ -65,6 +66,7 @@ class Takeover:
         self.others: OtherWeights | None = None  # set where vLLM's layers are plain and the checkpoint's are not
         self._maps: dict[int, Tensor] = {}  # expert maps, outside of vLLM's memory pool
         self._experts: ModelExperts | None = None
+        self._reserved = False
 
     def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason]) -> Decision:
         """Whether to take layer `index`. With `require` everything but a taken layer is an error."""
@@ -113,6 +115,14 @@ class Takeover:
             if layer.expert_map is not None:
                 self._maps.setdefault(index, layer.expert_map.to("cpu", copy=True))
             return layer
+
+    def reserve(self, max_tokens: int) -> int:
+        """One workspace for the captured calls of all layers, once the last of them is loaded; returns its bytes."""
+        taken = [index for index, decision in self.decisions.items() if decision.taken]
+        if self._reserved or any(index not in self.layers for index in taken):
+            return 0
+        self._reserved = True
+        return reserve(nn.ModuleList(self.layers.values()), max_tokens)
 
     def summary(self) -> str:
         """Who computes what, as one line: layers with the same answer together."""
