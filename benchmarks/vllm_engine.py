@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from vllm_models import CHECKPOINTS, fill_parameter
 
+from lancebill.jit.cache import Cache
+
 OFF = {"LANCEBILL_VLLM": "off"}
 
 
@@ -93,7 +95,7 @@ def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any
     _time_loading(times)
     if model not in CHECKPOINTS:
         _fill_dummy_weights()
-    begin = time.perf_counter()
+    begin, compiled_before = time.perf_counter(), len(Cache().keys())
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
         "load_format": "auto" if model in CHECKPOINTS else "dummy",
@@ -106,6 +108,7 @@ def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any
         "disable_log_stats": True,
         "seed": 0,
         "kv_cache_memory_bytes": int(sizes.kv_gib * (1 << 30)),
+        "gpu_memory_utilization": 0.8,
         **backend.settings,
         **(DEEPSEEK_V4_OPTIONS if model.startswith("deepseek-v4") else {}),
     }
@@ -123,6 +126,7 @@ def start(model: str, folder: Path, backend: Backend, sizes: Sizes) -> tuple[Any
     times["start_s"] = round(time.perf_counter() - begin, 2)
     compilation = llm.llm_engine.vllm_config.compilation_config
     times["graphs"] = str(compilation.cudagraph_mode)
+    times["our_kernels_compiled"] = len(Cache().keys()) - compiled_before
     return llm, times
 
 

@@ -3,8 +3,9 @@
 python benchmarks/vllm_serving.py --out FILE.json MODEL:BACKEND [MODEL:BACKEND ...]
 
 Each engine is a process of its own, forked from one that has imported vLLM: importing takes longer than most of the
-measurements. The engine's scheduler runs in that process and prompts come from `LLM.generate`, not over HTTP as with
-`vllm bench serve`. The file is written after every engine, so a run that is cut short keeps what it has.
+measurements. (Where importing has initialised CUDA, every engine imports vLLM itself.) The engine's scheduler runs in
+that process and prompts come from `LLM.generate`, not over HTTP as with `vllm bench serve`. The file is written after
+every engine, so a run that is cut short keeps what it has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from machine import commit, gpu_machine, package_version
 from vllm_answers import compared
 from vllm_engine import BACKENDS, Meter, Sizes, set_environment, start
-from vllm_models import MODELS, model_folder
+from vllm_models import CHECKPOINTS, MODELS, model_folder
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe",
@@ -41,9 +42,13 @@ def main() -> None:
     arguments = parse()
     root, out = Path(arguments.models), Path(arguments.out)
     record = start_of_record(arguments)
-    begin = time.perf_counter()
-    import_vllm()
-    say(f"imported in {time.perf_counter() - begin:.1f} s; engines are {'forked' if can_fork() else 'started afresh'}")
+    if not arguments.fresh:
+        begin = time.perf_counter()
+        import_vllm()
+        say(f"imported in {time.perf_counter() - begin:.1f} s")
+        if in_child(first_tensor, None, 60) is not None:
+            say("CUDA cannot be used after this import: every engine imports vLLM itself")
+            os.execv(sys.executable, [sys.executable, *sys.argv, "--fresh"])
     for name in dict.fromkeys(engine.partition(":")[0] for engine in arguments.engines):
         in_child(lambda name=name: model_folder(name, root, device()), None, 120)
     for number, engine in enumerate(arguments.engines):
@@ -69,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--kv-gib", type=float, default=32.0)
-    parser.add_argument("--no-answers", action="store_true")
+    parser.add_argument("--fresh", action="store_true", help="import vLLM in every engine's process")
     parser.add_argument("--no-profile", action="store_true")
     arguments = parser.parse_args()
     for engine in arguments.engines:
@@ -118,12 +123,12 @@ def import_vllm() -> None:
 
 
 def device() -> str:
-    """Without initialising CUDA: NVML counts devices."""
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    """Does not initialise CUDA: torch asks NVML for the count."""
+    return "cuda" if torch.cuda.device_count() else "cpu"
 
 
-def can_fork() -> bool:
-    return not torch.cuda.is_initialized()
+def first_tensor() -> None:
+    torch.zeros(1, device=device())
 
 
 def run_engine(model: str, backend: str, folder: Path, arguments: argparse.Namespace, log: Path) -> dict[str, Any]:
@@ -146,6 +151,8 @@ def measure(model: str, name: str, folder: Path, arguments: argparse.Namespace, 
     """All that is measured of one engine, written after each part."""
     backend, sizes = BACKENDS[name], sizes_of(arguments)
     set_environment(backend)
+    if arguments.fresh:
+        import_vllm()
     llm, found = start(model, folder, backend, sizes)
     found["experts"] = who_computes(llm)
 
@@ -156,7 +163,7 @@ def measure(model: str, name: str, folder: Path, arguments: argparse.Namespace, 
 
     note()
     meter = Meter(llm, MODELS[model]["vocab_size"])
-    if not arguments.no_answers:
+    if model in CHECKPOINTS:  # elsewhere every backend has weights of its own
         note(answers=meter.answers(sizes.answer_tokens))
     note(prefill=[meter.prefill(count, tokens, sizes.trials) for count, tokens in sizes.prompts])
     note(decode=[meter.decode(count, sizes.new_tokens, sizes.trials) for count in sizes.sequences])
