@@ -50,16 +50,13 @@ SHARED_STEPS = (
 )
 OURS = ("grouped_gemm", "decode_gemm", "dispatch", "send_rows", "combine", "gather_rows", "quantize_rows")
 HUMMING_FP8 = {"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'}
-GROUPED = {"VLLM_HUMMING_MOE_GEMM_TYPE": "grouped"}
 BACKENDS: dict[str, Backend] = {
     "ours": Backend(ours=True, environment={}, kernels=OURS),
     "ours-fp8": Backend("fp8", ours=True, environment={}, kernels=OURS),
     "marlin": Backend(moe_backend="marlin", kernels=("marlin", *SHARED_STEPS)),
     "marlin-fp8": Backend("fp8", "marlin", OFF | {"VLLM_MARLIN_INPUT_DTYPE": "fp8"}, kernels=("marlin", *SHARED_STEPS)),
     "humming": Backend(moe_backend="humming", kernels=("humming", *SHARED_STEPS)),
-    "humming-grouped": Backend(moe_backend="humming", environment=OFF | GROUPED, kernels=("humming", *SHARED_STEPS)),
     "humming-fp8": Backend("fp8", "humming", OFF | HUMMING_FP8, kernels=("humming", *SHARED_STEPS)),
-    "humming-fp8-grouped": Backend("fp8", "humming", OFF | HUMMING_FP8 | GROUPED, kernels=("humming", *SHARED_STEPS)),
     "triton": Backend(moe_backend="triton", kernels=("matmul_ogs", "routing", "topk", "reduce", *SHARED_STEPS)),
     "triton-unfused": Backend(moe_backend="triton_unfused", kernels=("matmul_ogs", "routing", *SHARED_STEPS)),
     "vllm": Backend(),  # what vLLM selects
