@@ -48,7 +48,18 @@ SHARED_STEPS = (
     "count_and_sort",
     "quant",
 )
-OURS = ("grouped_gemm", "decode_gemm", "dispatch", "send_rows", "combine", "gather_rows", "quantize_rows")
+OURS = (
+    "grouped_gemm",
+    "decode_gemm",
+    "dispatch_small",
+    "send_rows",
+    "combine_rows",
+    "place_ids",
+    "count_ids",
+    "prepare_rows",
+)
+# With the selection of experts, which vLLM's Triton path does itself.
+TRITON = ("matmul_ogs", "routing", "topk", "expt_data", "bitmatrix", "compaction", "reduce_grouped")
 HUMMING_FP8 = {"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'}
 BACKENDS: dict[str, Backend] = {
     "ours": Backend(ours=True, environment={}, kernels=OURS),
@@ -57,8 +68,8 @@ BACKENDS: dict[str, Backend] = {
     "marlin-fp8": Backend("fp8", "marlin", OFF | {"VLLM_MARLIN_INPUT_DTYPE": "fp8"}, kernels=("marlin", *SHARED_STEPS)),
     "humming": Backend(moe_backend="humming", kernels=("humming", *SHARED_STEPS)),
     "humming-fp8": Backend("fp8", "humming", OFF | HUMMING_FP8, kernels=("humming", *SHARED_STEPS)),
-    "triton": Backend(moe_backend="triton", kernels=("matmul_ogs", "routing", "topk", "reduce", *SHARED_STEPS)),
-    "triton-unfused": Backend(moe_backend="triton_unfused", kernels=("matmul_ogs", "routing", *SHARED_STEPS)),
+    "triton": Backend(moe_backend="triton", kernels=(*TRITON, *SHARED_STEPS)),
+    "triton-unfused": Backend(moe_backend="triton_unfused", kernels=(*TRITON, *SHARED_STEPS)),
     "vllm": Backend(),  # what vLLM selects
 }
 DEEPSEEK_V4_OPTIONS = {"kv_cache_dtype": "fp8", "block_size": 256}
