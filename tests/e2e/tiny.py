@@ -60,10 +60,15 @@ def save_model(transformers: Any, family: str, folder: Path) -> bool:
 
 
 def save_model_with_tokenizer(transformers: Any, folder: Path) -> None:
-    """A tiny Mixtral with a tokenizer of 127 words and a chat template that only joins the messages."""
+    """A tiny Mixtral with a tokenizer."""
+    assert save_model(transformers, "mixtral", folder)
+    save_tokenizer(transformers, folder)
+
+
+def save_tokenizer(transformers: Any, folder: Path) -> None:
+    """A tokenizer of 127 words, with a chat template that only joins the messages."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    assert save_model(transformers, "mixtral", folder)
     words = ["<pad>", *(f"w{i}" for i in range(127))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -93,6 +93,11 @@ def reference(model: Path, **options: Any) -> Answers:
     return Answers(tokens, logprobs)
 
 
+def model_of(llm: Any) -> Any:
+    """vLLM's model in an engine of this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
 def takeover_of(llm: Any) -> Any:
     """The plugin's state in an engine of this process."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.lancebill_takeover
+    return model_of(llm).lancebill_takeover

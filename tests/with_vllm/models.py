@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 16,
     },
-    "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2},
     "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
     "deepseek_v2": GROUPED
     | LATENT
@@ -68,6 +68,18 @@ FORMATS: dict[str, tuple[str, str | None]] = {
     "modelopt": ("nvfp4", "modelopt"),
     "bitsandbytes": ("nf4", "bitsandbytes"),
     "bf16": ("bf16", None),
+}
+
+
+# (format, spec, act-order) of examples that can be applied to every matrix.
+EVERYWHERE: dict[str, tuple[str, str, bool]] = {
+    "ct-int4": ("compressed-tensors", "int4-g64:fp16", False),
+    "gptq": ("gptq", "int4-g64:fp16-zp", False),
+    "gptq-act-order": ("gptq", "int4-g32:fp16-zp", True),
+    "fp8-block": ("fp8", "fp8-block", False),
+    "fp8-tensor": ("modelopt", "fp8-tensor", False),
+    "nvfp4": ("modelopt", "nvfp4", False),
+    "bitsandbytes": ("bitsandbytes", "nf4", False),
 }
 
 
@@ -99,4 +111,31 @@ def converted(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
     if not made.exists():
         options = {"device": "cpu", "mx_rule": "floor", "overwrite": False, "experts_only": False}
         run_conversion(source, made, target_of(*FORMATS[kind]), options)
+    return made
+
+
+def quantised_everywhere(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
+    """The model with the matrices of experts, attention and dense layers in one of `EVERYWHERE`."""
+    import tiny
+
+    from lancebill.formats import registry
+
+    made = folder / f"{family}-{seed}-{kind}-everywhere"
+    if made.exists():
+        return made
+    name, spec, act_order = EVERYWHERE[kind]
+    example = next(
+        e for e in registry()[name].examples() if (str(e.scheme.spec), e.scheme.act_order) == (spec, act_order)
+    )
+    kept = {"ignore": ["lm_head", "re:.*gate$"], "modules_to_not_convert": ["lm_head", "gate"]}
+    kept |= {"exclude_modules": ["lm_head", "*.gate"], "llm_int8_skip_modules": ["lm_head", "gate"]}
+    quant = dict(example.config.quant)
+    quant |= {key: kept[key] for key in kept if key in quant or key == "modules_to_not_convert"}
+    words = (".experts.", ".self_attn.", ".mlp.")
+
+    def is_quantised(module: str) -> bool:
+        return any(word in module for word in words) and not module.endswith("gate")
+
+    source = plain_model(family, folder, seed)
+    tiny.quantized_copy(source, made, folder / f"{made.name}-plain", quant, example.scheme, is_quantised)
     return made

@@ -9,6 +9,7 @@ import typer
 from lancebill.cli.bench import bench
 from lancebill.cli.bench_serve import bench_serve
 from lancebill.cli.convert import convert
+from lancebill.cli.engines import PASS_THROUGH
 from lancebill.cli.env import env, version_of
 from lancebill.cli.eval import evaluate
 from lancebill.cli.explain import explain
@@ -47,8 +48,8 @@ for command in (inspect, verify, convert, explain, bench, env):
     app.command()(command)
 app.command()(generate)
 app.command("eval")(evaluate)
-app.command()(serve)
-app.command("bench-serve")(bench_serve)
+app.command(context_settings=PASS_THROUGH)(serve)
+app.command("bench-serve", context_settings=PASS_THROUGH)(bench_serve)
 app.command()(tune)
 app.add_typer(kernels, name="kernels")
 

@@ -21,6 +21,9 @@ Activations = Annotated[
     str | None, typer.Option("--activations", help="Activation format: bf16, int8, fp8 ..., or 'checkpoint'.")
 ]
 Backend = Annotated[str, typer.Option("--backend", help="Backend of the experts; auto chooses.")]
+Order = Annotated[
+    str | None, typer.Option("--order", help="Order of sums: fast, or batch-invariant (equal results in every batch).")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda[:i].")]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Dtype of everything but the experts: auto, bfloat16, float16 or float32.")

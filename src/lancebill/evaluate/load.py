@@ -25,6 +25,11 @@ class Request:
     sent: float
     arrivals: tuple[float, ...] = ()
     error: str | None = None
+    counted: int | None = None  # tokens as the server counts them: a piece of text may hold several
+
+    @property
+    def tokens(self) -> int:
+        return len(self.arrivals) if self.counted is None else self.counted
 
     @property
     def time_to_first_token(self) -> float:
@@ -52,10 +57,16 @@ class Load:
 
 
 def run_load(
-    url: str, load: Load, *, timeout: float = 600.0, progress: Callable[[int], None] = lambda _: None
+    url: str,
+    load: Load,
+    *,
+    timeout: float = 600.0,
+    api_key: str | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Send all requests, wait for all answers, and return the measurements."""
-    model = _model(url, timeout)
+    server = Server(url, timeout, api_key)
+    model = server.model()
     requests: list[Request] = []
     indices = iter(range(load.prompts))
     lock = threading.Lock()
@@ -66,7 +77,7 @@ def run_load(
                 index = next(indices, None)
             if index is None:
                 return
-            requests.append(_send(url, model, load.prompt(index), load.output_len, timeout))
+            requests.append(_send(server, model, load.prompt(index), load.output_len))
             progress(1)
 
     start = time.perf_counter()
@@ -82,7 +93,7 @@ def run_load(
 def summarize_requests(model: str, requests: list[Request], seconds: float) -> dict[str, Any]:
     """Throughput, and latencies in milliseconds. Failed requests are counted but not part of the averages."""
     good = [r for r in requests if r.error is None and r.arrivals]
-    tokens = sum(len(r.arrivals) for r in good)
+    tokens = sum(r.tokens for r in good)
     errors = sorted({r.error or "no token arrived" for r in requests if r not in good})
     return {
         "model": model,
@@ -108,46 +119,62 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return result
 
 
-def _model(url: str, timeout: float) -> str:
-    """The first model the server lists."""
-    try:
-        connection, path = _connect(url, timeout)
-        connection.request("GET", f"{path}/models")
-        listed = json.loads(connection.getresponse().read())
-        return str(listed["data"][0]["id"])
-    except OSError as error:
-        raise LaunchError("no server answers at this address", where=url, got=error.strerror or str(error)) from None
-    except (ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise LaunchError(
-            "the server does not list a model", where=url, got=reason, hint="does the URL end in /v1?"
-        ) from None
+@dataclass(frozen=True)
+class Server:
+    """An OpenAI-compatible server: its address, its patience, and the key that it asks for."""
+
+    url: str
+    timeout: float = 600.0
+    api_key: str | None = None
+
+    def model(self) -> str:
+        """The first model the server lists."""
+        try:
+            listed = json.loads(self.request("GET", "models").read())
+            return str(listed["data"][0]["id"])
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LaunchError("no server answers at this address", where=self.url, got=reason) from None
+        except (ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise LaunchError(
+                "the server does not list a model", where=self.url, got=reason, hint="does the URL end in /v1?"
+            ) from None
+
+    def request(self, method: str, page: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        """The answer to one request on a connection of its own."""
+        connection, path = _connect(self.url, self.timeout)
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        connection.request(method, f"{path}/{page}", None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
 
 
-def _send(url: str, model: str, prompt: str, tokens: int, timeout: float) -> Request:
+def _send(server: Server, model: str, prompt: str, tokens: int) -> Request:
     """Send one streaming chat request and record when its tokens arrive."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": tokens,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "temperature": 0,
     }
     sent = time.perf_counter()
-    arrivals = []
+    arrivals, counted = [], None
     try:
-        connection, path = _connect(url, timeout)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", f"{path}/chat/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
+        answer = server.request("POST", "chat/completions", body)
         if answer.status != 200:
             return Request(sent, error=f"status {answer.status}: {answer.read(200).decode(errors='replace')}")
         for event in _events(answer):
             if event["choices"] and event["choices"][0]["delta"].get("content"):
                 arrivals.append(time.perf_counter())
+            if event.get("usage"):
+                counted = int(event["usage"]["completion_tokens"])
     except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
         return Request(sent, tuple(arrivals), f"{type(error).__name__}: {error}")
-    return Request(sent, tuple(arrivals))
+    return Request(sent, tuple(arrivals), counted=counted)
 
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,10 @@ from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.dispatch import Contiguous
 from lancebill.moe.layout import W13, MatrixShape
-from lancebill.moe.problem import Problem
+from lancebill.moe.problem import FAST, Problem
 from lancebill.numbers.codec import requantize
-from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.spec import ActivationSpec, QuantSpec
+from lancebill.numbers.weight import LogicalWeight
 
 
 class QuantizedLinear(PackedModule):
@@ -46,30 +47,50 @@ class QuantizedLinear(PackedModule):
         target = weight_targets(weights, 0).get(W13)
         if target is not None:
             weight, _ = requantize(weight, target)
-        shape = MatrixShape(W13, weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None)
         wide = unquantised_inputs(dtype)
         spec = activation_specs(activations, 0).get(W13, wide)
         if spec is None:
             header = stored.as_module(checkpoint.headers)
             spec = detect(checkpoint.config).activations(checkpoint.config, header) or wide
+        return cls.from_weight(weight, device=device, backend=backend, activations=spec, dtype=dtype, where=module)
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: LogicalWeight,
+        *,
+        device: str = "cpu",
+        backend: str = oracle.AUTO,
+        activations: ActivationSpec | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        order: str = FAST,
+        where: str = "linear",
+    ) -> QuantizedLinear:
+        """A matrix in memory. Its inputs are unquantised by default."""
+        wide = unquantised_inputs(dtype)
         problem = Problem(
-            shape,
+            MatrixShape(W13, weight.n, weight.k, weight.spec, weight.bias is not None, weight.perm is not None),
             None,
             experts=1,
             global_experts=1,
             top_k=1,
             input=wide.spec.dtype,
-            activations=spec,
-            pre_scale=FACTORS in stored.sources,
+            activations=activations or wide,
+            pre_scale=FACTORS in weight.inputs,
+            order=order,
         )
         choice = oracle.select(problem, device, backend)
-        layout = choice.backend.layout(problem)
-        inputs = allocate_inputs(stored.sources, spec, shape.k, 1, choice.device.torch, module)
-        packed = {**layout.allocate(shape, 1, choice.device.torch), **inputs}
-        rows = {name: t[0] for name, t in packed.items()}
-        layout.pack(shape, weight, rows)
+        at = choice.device.torch
+        inputs = allocate_inputs(weight.inputs, problem.activations, weight.k, 1, at, where)
+        made = cls(choice, {W13: {**choice.backend.layout(problem).allocate(problem.w13, 1, at), **inputs}})
+        made.refit(weight)
+        return made
+
+    def refit(self, weight: LogicalWeight) -> None:
+        """Replace the numbers in place; the new matrix must be like the old one."""
+        rows = {name: tensor[0] for name, tensor in self.packed[W13].items()}
+        self.layout.pack(self.problem.w13, weight, rows)
         combine_input_scales([weight.inputs]).write(rows)
-        return cls(choice, {W13: packed})
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

@@ -6,6 +6,7 @@ leading expert dimension. Every operation here is exact; `codec` does the roundi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -178,13 +179,13 @@ class LogicalWeight:
 
 
 def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
-    """Matrices of equal spec and size stacked along N: gate over up. Exact even if their scales differ.
+    """Matrices of equal spec and width stacked along N: gate over up. Exact even if their scales differ.
 
     Activation-side tensors are kept only if all projections agree on them.
     """
-    first = weights[0]
+    first, rows = weights[0], math.gcd(*(weight.n for weight in weights))
     for weight in weights:
-        if weight.spec != first.spec or weight.k != first.k or weight.n != first.n:
+        if weight.spec != first.spec or weight.k != first.k:
             raise WrongShape(
                 "stacked projections must agree",
                 expected=f"{first.spec} [{first.n}, {first.k}]",
@@ -192,9 +193,10 @@ def stack(weights: Sequence[LogicalWeight]) -> LogicalWeight:
             )
         if not _same_optional(weight.perm, first.perm):
             raise BadValue("gate and up have different act-orders, but they share one input")
-    fine = [w.reblock(w.spec.map_blocks(0, w.n)) for w in weights]
+    spec = first.spec.stacked(rows)
+    fine = [w.reblock(spec) for w in weights]
     return LogicalWeight(
-        first.spec.stacked(first.n),
+        spec,
         _join_codes(torch.cat, [w.stored for w in fine], -2),
         tuple(torch.cat(ts, -2) for ts in zip(*(w.scales for w in fine))),
         _join_optional(torch.cat, [w.zero for w in fine], -2),

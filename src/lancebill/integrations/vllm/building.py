@@ -16,8 +16,9 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.strict_json import read_json
 from lancebill.errors import CheckpointError, LancebillError
 from lancebill.integrations.vllm.dense_config import DequantizedConfig
+from lancebill.integrations.vllm.linear import LinearMethod
 from lancebill.integrations.vllm.other_weights import OtherWeights
-from lancebill.integrations.vllm.settings import REQUIRE, Settings, parse_settings
+from lancebill.integrations.vllm.settings import OFFER, REQUIRE, Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover, torch_defaults
 from lancebill.layer.model_experts import ModelExperts
 
@@ -51,9 +52,14 @@ def building() -> Iterator[ModelUnderConstruction]:
     """While the outermost model is built."""
     made = ModelUnderConstruction()
     _under_construction.append(made)
+    vllm_config = get_current_vllm_config()
+    before = vllm_config.quant_config
     try:
+        if before is not None and _settings(vllm_config).linear == OFFER:
+            _offer_dense_layers(vllm_config, made.ask())
         yield made
     finally:
+        vllm_config.quant_config = before
         _under_construction.pop()
 
 
@@ -66,8 +72,21 @@ def current_takeover() -> Takeover | None:
     return _under_construction[-1].ask() if _under_construction else None
 
 
+def _offer_dense_layers(vllm_config: Any, takeover: Takeover | None) -> None:
+    """A config under which `LinearMethod` collects every dense layer, if the checkpoint has quantised ones."""
+    if takeover is None or takeover.others is None or not takeover.others.modules:
+        return
+    settings, section = takeover.settings, dict(takeover.source.config.quant)
+    vllm_config.quant_config = DequantizedConfig(section, lambda prefix: LinearMethod(settings, prefix))
+    logger.info("dense layers: %d quantised modules are offered to lancebill", len(takeover.others.modules))
+
+
+def _settings(vllm_config: Any) -> Settings:
+    return parse_settings(vllm_config.additional_config, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+
+
 def _make_takeover(vllm_config: Any) -> Takeover | None:
-    settings = parse_settings(vllm_config.additional_config, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+    settings = _settings(vllm_config)
     if not settings.takes_any:
         return None
     try:
@@ -89,9 +108,10 @@ def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
     else:
         source = Source(str(folder), checkpoint.config, checkpoint.headers)
     takeover = Takeover(settings, source, random=load_format == DUMMY, copies=load_format not in KEEPS_TENSORS)
-    if checkpoint is not None and isinstance(vllm_config.quant_config, DequantizedConfig):
+    offered = settings.linear == OFFER and load_format != DUMMY and vllm_config.quant_config is not None
+    if checkpoint is not None and (offered or isinstance(vllm_config.quant_config, DequantizedConfig)):
         manifest = ModelExperts(source.config, tensors=source.headers).manifest()
-        takeover.others = OtherWeights(manifest, checkpoint, vllm_config.model_config.dtype)
+        takeover.others = OtherWeights(manifest, checkpoint, vllm_config.model_config.dtype, keep=offered)
     return takeover
 
 

@@ -1,12 +1,13 @@
-"""A quantisation config for checkpoints whose dense layers vLLM cannot read: those layers are plain.
+"""A quantisation config for checkpoints whose dense layers are plain for vLLM, or lancebill's.
 
 `OtherWeights` dequantises what the checkpoint stores for them. Used where vLLM has no config for the format
-(bitsandbytes, GGUF), and on CPUs, where it has kernels for few formats. The class is at module level because vLLM
-pickles its config to the workers.
+(bitsandbytes), on CPUs, where it has kernels for few formats, and where `linear` offers the layers to lancebill. The
+class is at module level because vLLM pickles its config to the workers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ NAME = "lancebill"
 
 
 class DequantizedConfig(QuantizationConfig):
-    """Every dense layer unquantised, whatever the checkpoint stores."""
+    """Every dense layer unquantised, whatever the checkpoint stores, or packed where `linear` says how."""
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: dict[str, Any], linear: Callable[[str], Any] | None = None) -> None:
+        """`linear` makes a method of a layer with a name; not set while the config is pickled."""
         super().__init__()
-        self.section = section
+        self.section, self.linear = section, linear
 
     def get_name(self) -> str:
         return NAME
@@ -70,7 +72,7 @@ class DequantizedConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """For routed experts only where lancebill did not take them: then vLLM must know the format."""
         if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod()
+            return UnquantizedLinearMethod() if self.linear is None else self.linear(prefix)
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as VllmRoutedExperts
 
         return self._own_method(layer, prefix) if isinstance(layer, VllmRoutedExperts) else None

@@ -1,29 +1,47 @@
-"""Quantised modules outside the experts, dequantised while they are loaded.
+"""Quantised modules outside the experts: as plain matrices that still know the numbers they stand for.
 
-For checkpoints whose dense layers vLLM cannot read on this platform. A module's tensors are held until the last of
-them has come; then vLLM gets one plain matrix.
+A module's tensors are held until the last of them has come; then vLLM gets one dequantised matrix. vLLM's loader
+carries it to its layer. There `LinearMethod` may compute with the stored numbers instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.dequantized import dequantized_module
+from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules
+from lancebill.numbers.weight import LogicalWeight
 
 WEIGHT, BIAS = ".weight", ".bias"
+
+
+class DequantizedTensor(Tensor):
+    """A plain matrix that knows the quantised one it was made from. What torch computes with it is a plain tensor."""
+
+    stored: LogicalWeight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, values: Tensor, stored: LogicalWeight) -> DequantizedTensor:
+        made = values.as_subclass(cls)
+        made.stored = stored
+        return made
 
 
 class OtherWeights:
     """Replaces the tensors of quantised modules in a stream by one matrix for each module."""
 
-    def __init__(self, manifest: Manifest, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, manifest: Manifest, checkpoint: Checkpoint, dtype: torch.dtype, *, keep: bool = False) -> None:
+        """`keep`: the matrices are `DequantizedTensor`s."""
+        self.dtype, self.keep = dtype, keep
         self.modules = quantized_modules(manifest, checkpoint.headers, checkpoint.read)
         self._owners = {source.tensor: module for module in self.modules for source in module.sources.values()}
 
@@ -44,7 +62,10 @@ class OtherWeights:
         def read(name: str, index: tuple[int | slice, ...]) -> Tensor:
             return tensors[name][index] if index else tensors[name]
 
-        yield module.module + WEIGHT, dequantized_module(read, module, self.dtype)
+        values = dequantized_module(read, module, self.dtype)
+        if self.keep:
+            values = DequantizedTensor.of(values, replace(load_projection(read, module), bias=None))
+        yield module.module + WEIGHT, values
         bias = module.sources.get("bias")
         if bias is not None:
             yield module.module + BIAS, tensors[bias.tensor]

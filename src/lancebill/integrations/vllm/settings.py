@@ -22,7 +22,7 @@ class Settings:
 
     `offer` takes the layers that a fast backend computes and leaves the others to vLLM, `require` raises where it
     cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
-    names to vLLM.
+    names to vLLM. `linear` offers quantised dense layers too.
     """
 
     mode: str = OFFER
@@ -30,6 +30,7 @@ class Settings:
     activations: ActivationRules = None
     backend: str = oracle.AUTO
     order: str = FAST
+    linear: str = OFF
 
     @property
     def takes_any(self) -> bool:
@@ -56,6 +57,7 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
         activations=_rules(section, "activations"),  # type: ignore[arg-type]
         backend=_choice(section, "backend", (oracle.AUTO, *registry()), oracle.AUTO),
         order=_choice(section, "order", ORDERS, order),
+        linear=_choice(section, "linear", (OFFER, OFF), OFF),
     )
     if batch_invariant and settings.order != BATCH_INVARIANT:
         raise SpecError(
