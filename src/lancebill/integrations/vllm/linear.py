@@ -14,7 +14,7 @@ from lancebill.backends.oracle import AUTO
 from lancebill.errors import LancebillError, UnsupportedProblem
 from lancebill.integrations.vllm.other_weights import DequantizedTensor
 from lancebill.integrations.vllm.settings import Settings
-from lancebill.integrations.vllm.shards import Shard, cut, dequantized, find_shard, joined
+from lancebill.integrations.vllm.shards import RankPart, cut, dequantized, find_shard, joined
 from lancebill.integrations.vllm.takeover import torch_defaults
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.weight import LogicalWeight
@@ -34,8 +34,8 @@ class LinearMethod(LinearMethodBase):
     def __init__(self, settings: Settings, prefix: str) -> None:
         self.settings, self.prefix = settings, prefix
         self.linear: QuantizedLinear | None = None
-        self.parts: dict[Shard, LogicalWeight | Tensor] = {}
-        self._shards: dict[tuple[object, ...], Shard] = {}
+        self.parts: dict[RankPart, LogicalWeight | Tensor] = {}
+        self._shards: dict[tuple[object, ...], RankPart] = {}
 
     def create_weights(
         self,
@@ -69,7 +69,7 @@ class LinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, {**DIMENSIONS, "weight_loader": load, **attributes})
 
-    def _take(self, loaded: Tensor, shard: Shard) -> None:
+    def _take(self, loaded: Tensor, shard: RankPart) -> None:
         if isinstance(loaded, DequantizedTensor):
             try:
                 with torch_defaults():
@@ -109,7 +109,7 @@ class LinearMethod(LinearMethodBase):
             raise UnsupportedProblem("no fast backend of lancebill", got=str(weight.spec))
         return made
 
-    def _give_back(self, layer: nn.Module, parts: dict[Shard, LogicalWeight | Tensor]) -> None:
+    def _give_back(self, layer: Any, parts: dict[RankPart, LogicalWeight | Tensor]) -> None:
         """A plain layer of vLLM. Its loader stays, so that a reload loads it as vLLM does."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         dequantized(parts, values)

@@ -27,7 +27,7 @@ class DequantizedTensor(Tensor):
 
     stored: LogicalWeight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, values: Tensor, stored: LogicalWeight) -> DequantizedTensor:

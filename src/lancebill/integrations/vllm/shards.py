@@ -24,7 +24,7 @@ EMPTY = -1
 
 
 @dataclass(frozen=True)
-class Shard:
+class RankPart:
     """Rows and columns of a stored module, and the row of the layer's matrix at which they begin."""
 
     at: int
@@ -32,17 +32,17 @@ class Shard:
     columns: Span
 
 
-def find_shard(load: Load, layer: tuple[int, int], module: tuple[int, int]) -> Shard:
+def find_shard(load: Load, layer: tuple[int, int], module: tuple[int, int]) -> RankPart:
     """Where vLLM's loader puts a module of this size in a layer's matrix of this size."""
     if layer[1] == module[1]:
         target = torch.full((layer[0], 1), EMPTY)
         load(target, torch.arange(module[0]).unsqueeze(1))
         at, rows = _run(target.squeeze(1))
-        return Shard(at, rows, (0, module[1]))
+        return RankPart(at, rows, (0, module[1]))
     target = torch.full((1, layer[1]), EMPTY)
     load(target, torch.arange(module[1]).unsqueeze(0))
     _, columns = _run(target.squeeze(0))
-    return Shard(0, (0, module[0]), columns)
+    return RankPart(0, (0, module[0]), columns)
 
 
 def _run(numbers: Tensor) -> tuple[int, Span]:
@@ -55,7 +55,7 @@ def _run(numbers: Tensor) -> tuple[int, Span]:
     return places[0], (first, first + len(found))
 
 
-def cut(weight: LogicalWeight, shard: Shard) -> LogicalWeight:
+def cut(weight: LogicalWeight, shard: RankPart) -> LogicalWeight:
     """A rank's part of a module. Blocks that the cut divides become smaller, with the same scales."""
     (top, bottom), (left, right) = shard.rows, shard.columns
     spec = weight.spec
@@ -68,7 +68,7 @@ def cut(weight: LogicalWeight, shard: Shard) -> LogicalWeight:
     return weight.reblock(spec).cut(shard.rows, shard.columns)
 
 
-def joined(parts: Mapping[Shard, LogicalWeight | Tensor], rows: int) -> LogicalWeight:
+def joined(parts: Mapping[RankPart, LogicalWeight | Tensor], rows: int) -> LogicalWeight:
     """The whole matrix of a layer; raises where its parts are not alike."""
     ordered = [parts[shard] for shard in sorted(parts, key=lambda shard: shard.at)]
     weights = [part for part in ordered if isinstance(part, LogicalWeight)]
@@ -85,7 +85,7 @@ def joined(parts: Mapping[Shard, LogicalWeight | Tensor], rows: int) -> LogicalW
     return replace(whole, inputs={} if factors[0] is None else {FACTORS: factors[0]})
 
 
-def dequantized(parts: Mapping[Shard, LogicalWeight | Tensor], out: Tensor) -> None:
+def dequantized(parts: Mapping[RankPart, LogicalWeight | Tensor], out: Tensor) -> None:
     """Write the parts into the plain matrix of a layer."""
     for shard, part in parts.items():
         values = part if isinstance(part, Tensor) else _values(part)
