@@ -70,7 +70,7 @@ def save_tokenizer(transformers: Any, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["<pad>", *(f"w{i}" for i in range(127))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w1"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

@@ -16,6 +16,8 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.strict_json import read_json
 from lancebill.errors import CheckpointError, LancebillError
 from lancebill.integrations.vllm.dense_config import DequantizedConfig
+from lancebill.integrations.vllm.gguf import NAME as GGUF
+from lancebill.integrations.vllm.gguf import gguf_file
 from lancebill.integrations.vllm.linear import LinearMethod
 from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import OFFER, REQUIRE, Settings, parse_settings
@@ -26,7 +28,7 @@ logger = init_logger("vllm.lancebill")
 
 DUMMY = "dummy"
 # Loaders whose tensors keep their memory after the next one was read.
-KEEPS_TENSORS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", DUMMY)
+KEEPS_TENSORS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", GGUF, DUMMY)
 
 
 class ModelUnderConstruction:
@@ -135,4 +137,4 @@ def _opened(folder: Path, load_format: str) -> Checkpoint | None:
     """The checkpoint; None where it has no tensors and need not have any."""
     if load_format == DUMMY and folder.is_dir() and not any(folder.glob("*.safetensors")):
         return None
-    return Checkpoint.open(folder)
+    return Checkpoint.open(gguf_file(folder) if load_format == GGUF else folder)

@@ -70,6 +70,15 @@ HOOKS = (
         ("hf_quant_cfg", "user_quant", "hf_config"),
     ),
     Hook(_QUANT, "register_quantization_config", ("quantization",)),
+    Hook(
+        "vllm.model_executor.layers.linear",
+        "LinearMethodBase.create_weights",
+        ("layer", "input_size_per_partition", "output_partition_sizes", "params_dtype"),
+    ),
+    Hook("vllm.model_executor.layers.linear", "LinearMethodBase.apply", ("layer", "x", "bias")),
+    Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    Hook("vllm.model_executor.model_loader", "register_model_loader", ("load_format",)),
+    Hook("vllm.model_executor.model_loader.base_loader", "BaseModelLoader.load_weights", ("model", "model_config")),
     Hook("vllm.utils.torch_utils", "direct_register_custom_op", ("op_name", "op_func", "fake_impl")),
 )
 

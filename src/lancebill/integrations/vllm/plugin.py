@@ -30,9 +30,11 @@ def _register() -> None:
     check_hooks()
     from lancebill.integrations.vllm.dense_config import register_dense_config
     from lancebill.integrations.vllm.experts import adopt_layer_classes, register_operator
+    from lancebill.integrations.vllm.gguf import register_gguf
     from lancebill.integrations.vllm.models import divert_models
 
     register_dense_config()
     register_operator()
     adopt_layer_classes()
     divert_models()
+    register_gguf()
