@@ -17,6 +17,7 @@ from lancebill import Placement
 from lancebill.backends.base import Reason
 from lancebill.errors import CheckpointProblems, SpecError, UnsupportedProblem
 from lancebill.integrations.vllm import hooks
+from lancebill.integrations.vllm import takeover as takeover_module
 from lancebill.integrations.vllm.placement import dispatch_reason, placement_of
 from lancebill.integrations.vllm.settings import Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover
@@ -201,6 +202,17 @@ def test_random_weights() -> None:
     layer = with_headers.finish(1)
     x, ids, weights = make_inputs()
     assert layer(x, topk_ids=ids, topk_weights=weights).std() > 1e-3
+
+
+def test_captured_calls_share_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserved when the last layer is loaded, and once."""
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(takeover_module, "reserve", lambda layers, tokens: calls.append((len(layers), tokens)) or 7)
+    made = make_checkpoint(layers=2)
+    takeover = take(made, settings())
+    list(takeover.divert(stream(made)))
+    reserved = [takeover.finish(0) and takeover.reserve(64), takeover.finish(1) and takeover.reserve(64)]
+    assert reserved == [0, 7] and takeover.reserve(64) == 0 and calls == [(2, 64)]
 
 
 def test_defaults_of_torch_do_not_matter() -> None:
