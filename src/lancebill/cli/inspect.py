@@ -47,7 +47,10 @@ def inspect(
 
 def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
     """What the headers and the config contain, ready for JSON."""
+    from lancebill.checkpoint.resolve.missing_layers import missing_layers
+
     layers = list(manifest.layers.values())
+    problems = [*manifest.problems, *checkpoint.problems, *missing_layers(manifest)]
     first = layers[0] if layers else None
     expert_bytes = sum(checkpoint.tensors[name].nbytes for name in manifest.expert_tensors)
     weights = sum(_weight_count(layer) for layer in layers)
@@ -68,7 +71,7 @@ def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
         "groups": _groups(checkpoint, manifest),
         "bytes": {"experts": expert_bytes, "all": sum(info.nbytes for info in checkpoint.tensors.values())},
         "bits_per_weight": round(8 * expert_bytes / weights, 4) if complete else None,
-        "problems": len(manifest.problems) + len(checkpoint.problems),
+        "problems": len(problems),
     }
 
 

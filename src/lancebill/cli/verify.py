@@ -59,6 +59,7 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verify
     """Every problem of a checkpoint; a file that cannot be opened counts as one problem."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
+    from lancebill.checkpoint.resolve.missing_layers import missing_layers
 
     report = VerifyReport(str(path))
     try:
@@ -67,7 +68,7 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verify
             report.problems.extend(checkpoint.problems)
             manifest = manifests.build(checkpoint.config, checkpoint.headers)
             report.layers = len(manifest.layers)
-            report.problems.extend(manifest.problems)
+            report.problems.extend((*manifest.problems, *missing_layers(manifest)))
             (report.problems if strict else report.warnings).extend(_unknown_keys(manifest))
             if values:
                 _check_values(checkpoint, manifest.layers.values(), report)

@@ -68,6 +68,10 @@ class Part:
     def shapes(self, n: int, k: int, dtype: str) -> list[tuple[int, ...]]:
         return [ax.shape(axes, n, k, self.ratio(dtype)) for axes in self.axes]
 
+    def usual_suffix(self, stacked: bool) -> str:
+        """The suffix to write: the last one where one tensor has all experts (`gate_up_proj`), else the first."""
+        return self.suffix[-1 if stacked else 0]
+
     @property
     def cuttable(self) -> bool:
         return not self.whole and all(ax.cuttable(axes) for axes in self.axes)

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Claim, NameForm, Naming
 from lancebill.errors import DuplicateTensor, LaunchError
@@ -72,7 +73,7 @@ class _Unplanned:
         self.suffixes: dict[tuple[int | None, str], set[str]] = defaultdict(set)  # by expert and stored projection
         self.all_suffixes: dict[bool, set[str]] = defaultdict(set)  # over all experts, of down and of gate and up
         self.ready: set[int | None] = set()
-        count = names.expert_sizes(config.model).experts
+        count = expert_sizes(config.model).experts
         self.local = None if count is None else frozenset(options.placement.experts(count))
 
     def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned | _Unplanned:

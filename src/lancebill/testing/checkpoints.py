@@ -73,10 +73,11 @@ def _generate_projection(
             part = example.scheme.part(role)
             assert part is not None
             tensor = _oriented(tensor, part, stored in form.transposed)
+            name = module + part.usual_suffix(form.stacked)
             if form.stacked:
-                pieces.setdefault(module + part.suffix[-1 if form.stacked else 0], []).append(tensor)
+                pieces.setdefault(name, []).append(tensor)
             else:
-                generated.tensors[module + part.suffix[0]] = tensor
+                generated.tensors[name] = tensor
     for name, tensors in pieces.items():
         generated.tensors[name] = torch.cat(tensors) if form.flat and tensors[0].ndim else torch.stack(tensors)
 

@@ -9,6 +9,7 @@ import pytest
 from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, UP, NameForm, Naming
 from lancebill.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, UnsupportedFormat
 from lancebill.formats import registry
@@ -108,7 +109,7 @@ def test_an_unknown_family_is_an_error_and_a_custom_row_works() -> None:
 
 
 def test_sizes_are_read_from_nested_configs() -> None:
-    sizes = names.expert_sizes(
+    sizes = expert_sizes(
         {
             "model_type": "llama4",
             "text_config": {

@@ -364,4 +364,7 @@ def _model(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
         if isinstance(value, str) or not math.isfinite(value):
             raise MalformedFile(f"'{template.format(architecture)}' is not a number", where=where, got=quoted(value))
         model[key] = value
+    extra = metadata.get(f"{architecture}.nextn_predict_layers")
+    if isinstance(extra, int) and isinstance(layers := model.get("num_hidden_layers"), int) and 0 < extra < layers:
+        model["num_hidden_layers"] = layers - extra  # config.json counts layers that predict further tokens apart
     return model

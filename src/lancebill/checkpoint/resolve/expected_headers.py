@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.checkpoint.resolve.naming import DOWN, GATE_UP, NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.errors import MissingTensor
@@ -18,7 +18,7 @@ def expected_headers(config: Config, naming: Naming, layer: int) -> dict[str, St
 
     Optional tensors are left out, except input scales and the biases of families that have them.
     """
-    fmt, sizes = detect(config), names.expert_sizes(config.model)
+    fmt, sizes = detect(config), expert_sizes(config.model)
     if sizes.experts is None or sizes.hidden is None or sizes.intermediate is None:
         raise MissingTensor(
             "the config does not state the size of the experts",
@@ -35,7 +35,7 @@ def expected_headers(config: Config, naming: Naming, layer: int) -> dict[str, St
             for part in fmt.scheme(config, fmt.expert_module(config, module)).parts:
                 if _exists(part, naming):
                     shape = _shape(part, form, projection, (2 * n if projection == GATE_UP else n, k), sizes.experts)
-                    headers[module + part.suffix[-1 if form.stacked else 0]] = Stored(part.dtypes[0], shape)
+                    headers[module + part.usual_suffix(form.stacked)] = Stored(part.dtypes[0], shape)
     return headers
 
 

@@ -12,12 +12,20 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.naming import ExpertSizes, NameForm, Naming
+from lancebill.checkpoint.resolve.expert_sizes import ExpertSizes, expert_sizes
+from lancebill.checkpoint.resolve.naming import NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, ModuleTensors
 from lancebill.checkpoint.resolve.stored_layer import Projection as Projection
 from lancebill.checkpoint.resolve.stored_layer import StoredLayer as StoredLayer
 from lancebill.checkpoint.resolve.stored_layer import StoredPart as StoredPart
-from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, UnexpectedTensor
+from lancebill.errors import (
+    BadValue,
+    CheckpointError,
+    CheckpointProblems,
+    DuplicateTensor,
+    MissingTensor,
+    UnexpectedTensor,
+)
 from lancebill.formats import detect
 from lancebill.formats.base import Format
 from lancebill.formats.stored import Config, Stored
@@ -71,7 +79,7 @@ class LayerIndex:
     def __init__(
         self, config: Config, tensors: Mapping[str, Stored], naming: Naming | None = None, fmt: Format | None = None
     ) -> None:
-        self.config, self.tensors = config, tensors
+        self.config, self.tensors, self.sizes = config, tensors, expert_sizes(config.model)
         self.naming = naming or names.find_family(config.model)
         self.format = fmt or detect(config)
         self.form, self._modules = _modules_by_layer(self.naming, tensors)
@@ -92,7 +100,7 @@ class LayerIndex:
             self.config,
             self.format,
             self.naming,
-            names.expert_sizes(self.config.model),
+            self.sizes,
             held,
             problems=list(self._problems),
             expert_tensors=expert_tensors,
@@ -104,6 +112,7 @@ class LayerIndex:
             manifest.problems.extend(builder.problems)
             if layer is not None:
                 manifest.layers[index] = layer
+        manifest.problems.extend(_too_few_experts(manifest))
         return manifest
 
     def _general_problems(self) -> Iterable[CheckpointError]:
@@ -116,6 +125,19 @@ class LayerIndex:
                 expected=" or ".join(f.home + next(iter(f.names.values())) for f in self.naming.forms),
                 got=f"{len(self.tensors)} other tensors",
             )
+
+
+def _too_few_experts(manifest: Manifest) -> Iterable[CheckpointError]:
+    """An error if a token is routed to more experts than the smallest layer has."""
+    top_k = manifest.sizes.top_k
+    smallest = min(manifest.layers.values(), key=lambda layer: layer.experts, default=None)
+    if top_k is not None and smallest is not None and top_k > smallest.experts:
+        yield BadValue(
+            "a token is routed to more experts than there are",
+            where=f"layer {smallest.index}",
+            expected=f"at most {smallest.experts} experts for each token",
+            got=top_k,
+        )
 
 
 _Modules = dict[int, dict[tuple[int | None, str], ModuleTensors]]  # by layer, then by (expert, projection)

@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from lancebill.checkpoint.read.tensor_info import quoted
+from lancebill.checkpoint.resolve.expert_sizes import config_sections
 from lancebill.errors import UnsupportedFormat
 
 GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
 # Prefixes before "layers.": text models, vision-language wrappers, state-space hybrids.
 PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.", "backbone.")
+
+NUMBER = "0|[1-9][0-9]*"  # one spelling for each number: 00 is not 0, nor is a digit of another script
+ANY_DIGITS = r"\d+"
 
 
 @dataclass(frozen=True)
@@ -57,25 +62,28 @@ class NameForm:
         """Matches a tensor name; its groups are prefix, layer, expert, projection and suffix."""
         alternatives = []
         for projection, name in sorted(self.names.items(), key=lambda item: -len(item[1])):
-            escaped = re.escape(name).replace(re.escape("{expert}"), rf"(?P<{projection}_expert>\d+)")
+            escaped = re.escape(name).replace(re.escape("{expert}"), f"(?P<{projection}_expert>{NUMBER})")
             alternatives.append(rf"(?P<{projection}>{escaped})")
         return re.compile(
-            rf"{self._home_pattern()}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"
+            rf"{_below(self.prefixes, self.home)}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"
         )
 
     @cached_property
     def below_home(self) -> re.Pattern[str]:
-        """Matches every name below `home`."""
-        return re.compile(rf"{self._home_pattern()}\..*")
+        """Matches every name below `home`, also of layers whose number is spelled otherwise."""
+        return re.compile(rf"{_below(self.prefixes, self.home, ANY_DIGITS)}\..*")
 
-    def _home_pattern(self) -> str:
-        return _below(self.prefixes, self.home)
+    @cached_property
+    def in_layer(self) -> re.Pattern[str]:
+        """Matches the name of every tensor of a layer, an expert's or not."""
+        blocks = self.home[: self.home.index("{layer}")] + "{layer}"
+        return re.compile(rf"{_below(self.prefixes, blocks)}\..*")
 
 
-def _below(prefixes: Iterable[str], template: str) -> str:
+def _below(prefixes: Iterable[str], template: str, number: str = NUMBER) -> str:
     """A pattern for `template` below any of the prefixes; its groups are prefix and layer."""
     listed = "|".join(re.escape(p) for p in sorted(prefixes, key=len, reverse=True))
-    return rf"(?P<prefix>{listed})" + re.escape(template).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
+    return rf"(?P<prefix>{listed})" + re.escape(template).replace(re.escape("{layer}"), f"(?P<layer>{number})")
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,11 @@ class Router:
         return None
 
     @cached_property
+    def weight_pattern(self) -> re.Pattern[str]:
+        """Matches the name of a layer's gate matrix."""
+        return re.compile(_below(self.prefixes, self.weight))
+
+    @cached_property
     def _patterns(self) -> dict[str, re.Pattern[str]]:
         return {role: re.compile(_below(self.prefixes, template)) for role, template in self.roles.items()}
 
@@ -164,17 +177,6 @@ class Naming:
             if parsed is not None:
                 return Claim(parsed.layer, parsed.expert)
         return self.router.claim(name)
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """Sizes of the routed experts; None where the config does not state one."""
-
-    experts: int | None
-    hidden: int | None
-    intermediate: int | None
-    top_k: int | None
-    layers: int | None
 
 
 _LLAMA_NAMES = {GATE: ".{expert}.gate_proj", UP: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}
@@ -333,34 +335,8 @@ def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Na
         if any(name in naming.model_types for name in model_types):
             return naming
     raise UnsupportedFormat(
-        f"no naming row for model_type {model_types[0]!r}",
+        f"no naming row for model_type {quoted(model_types[0])}",
         where="config.json",
         expected=", ".join(sorted(t for row in table for t in row.model_types)),
         hint="pass a custom Naming row",
     )
-
-
-def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
-    """The sizes of the experts, under any of the keys that families use for them."""
-
-    def lookup(*keys: str) -> int | None:
-        for section in config_sections(model):
-            for key in keys:
-                value = section.get(key)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-        return None
-
-    return ExpertSizes(
-        experts=lookup("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-        hidden=lookup("hidden_size", "d_model"),
-        intermediate=lookup("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
-        top_k=lookup("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "experts_per_token"),
-        layers=lookup("num_hidden_layers", "n_layers"),
-    )
-
-
-def config_sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config itself, and its nested sections for the text model and the experts."""
-    nested = [model.get(key) for key in ("text_config", "ffn_config")]
-    return [model, *(part for part in nested if isinstance(part, Mapping))]

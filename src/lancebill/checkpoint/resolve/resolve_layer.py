@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.expert_sizes import MAX_EXPERTS, expert_sizes
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm
 from lancebill.checkpoint.resolve.stored_layer import Projection, StoredLayer, StoredPart
 from lancebill.errors import (
+    BadValue,
     CheckpointError,
     DuplicateTensor,
     MissingTensor,
@@ -43,8 +45,9 @@ class LayerBuilder:
     ) -> None:
         self.config, self.format, self.form, self.index = config, fmt, form, index
         self.modules, self.tensors = modules, tensors
-        self.sizes = names.expert_sizes(config.model)
+        self.sizes = expert_sizes(config.model)
         self.prefix = next(iter(modules.values())).prefix
+        self.experts = self.sizes.experts or self._stored_experts()
         self.problems: list[CheckpointError] = []
 
     def build(self, only: Container[int] | None = None) -> StoredLayer | None:
@@ -55,16 +58,46 @@ class LayerBuilder:
             return None
         experts, hidden, inter = geometry
         projections: dict[tuple[int, str], Projection] = {}
-        chosen = [e for e in range(experts) if only is None or e in only]
+        chosen = self._chosen(experts, only)
         for expert in chosen:
             for stored in self.form.names:
                 for projection in self._resolve(schemes, expert, stored, hidden, inter):
                     projections[expert, projection.name] = projection
+            if self.form.stacked and not self._complete(projections, [expert]):
+                break  # the other experts are in the same tensors
         self._check_strays(experts)
         self._check_agreement(projections, chosen)
-        if len(projections) < len(chosen) * (3 if self.form.gated else 2):
+        if not self._complete(projections, chosen):
             return None
         return StoredLayer(self.index, self.prefix, self.form, experts, hidden, inter, projections)
+
+    def _chosen(self, experts: int, only: Container[int] | None) -> list[int]:
+        """The experts to resolve: those that are stored, and those that are missing.
+
+        No more missing experts are listed than are stored: how many the config claims to have must not decide how
+        long this takes.
+        """
+        if self.form.stacked:
+            return [e for e in range(experts) if only is None or e in only]
+        stored = {e for e, _ in self.modules if e is not None and e < experts}
+        wanted = sorted(stored if only is None else (e for e in stored if e in only))
+        missing = (e for e in range(experts) if e not in stored and (only is None or e in only))
+        listed = list(islice(missing, len(self.modules)))
+        more = next(missing, None)
+        if more is not None:
+            self.problems.append(
+                MissingTensor(
+                    f"expert {more} and maybe others have no tensor",
+                    where=f"layer {self.index}",
+                    expected=f"{experts} experts",
+                    got=f"tensors of {len(stored)}",
+                )
+            )
+        return sorted(wanted + listed)
+
+    def _complete(self, projections: Mapping[tuple[int, str], Projection], experts: Sequence[int]) -> bool:
+        names = (GATE, UP, DOWN) if self.form.gated else (GATE, DOWN)
+        return all((expert, name) in projections for expert in experts for name in names)
 
     def _module_name(self, expert: int, stored: str) -> str:
         return self.form.module(self.prefix, self.index, expert, stored)
@@ -86,9 +119,17 @@ class LayerBuilder:
 
     def _geometry(self, schemes: Mapping[tuple[int | None, str], Scheme]) -> tuple[int, int, int] | None:
         """(experts, hidden, intermediate) from the config, else from the tensors."""
-        experts, hidden, inter = self.sizes.experts, self.sizes.hidden, self.sizes.intermediate
-        if experts is None:
-            experts = self._stored_experts()
+        experts, hidden, inter = self.experts, self.sizes.hidden, self.sizes.intermediate
+        if experts > MAX_EXPERTS:
+            self.problems.append(
+                BadValue(
+                    "the layer has too many experts",
+                    where=f"layer {self.index}",
+                    expected=f"<= {MAX_EXPERTS}",
+                    got=experts,
+                )
+            )
+            return None
         if hidden is None or inter is None:
             down = next((key for key in schemes if key[1] == DOWN), None)
             inferred = self._infer(schemes[down], down) if down else {}
@@ -104,11 +145,11 @@ class LayerBuilder:
             return None
         return experts, hidden, inter
 
-    def _stored_experts(self) -> int | None:
+    def _stored_experts(self) -> int:
         if not self.form.stacked:
             return max((e for e, _ in self.modules if e is not None), default=-1) + 1
         first = next(iter(self.modules.values()))
-        return max((self.tensors[n].shape[0] for n in first.names.values() if self.tensors[n].shape), default=None)
+        return max((self.tensors[n].shape[0] for n in first.names.values() if self.tensors[n].shape), default=0)
 
     def _infer(self, scheme: Scheme, key: tuple[int | None, str]) -> dict[str, int]:
         part = scheme.part("codes")
@@ -179,51 +220,51 @@ class LayerBuilder:
                 self._missing(part, expert, key, where)
 
     def _missing(self, part: Part, expert: int, key: tuple[int | None, str], where: str) -> None:
-        if key[0] is None and expert > 0:
-            return  # a stacked tensor is missing once, not once for each expert
-        name = self._module_name(expert, key[1]) + part.suffix[0]
+        name = self._module_name(expert, key[1]) + self._suffix(part)
         self.problems.append(MissingTensor(f"'{part.role}' is missing", where=where, expected=name))
+
+    def _suffix(self, part: Part) -> str:
+        """The suffix that the layer's other modules use for this part, else the usual one."""
+        used = {suffix for module in self.modules.values() for suffix in module.names}
+        usual = part.usual_suffix(self.form.stacked and not self.format.stacked)
+        return next((suffix for suffix in part.suffix if suffix in used), usual)
 
     def _source(
         self, part: Part, tensor: str, expert: int, n: int, k: int, stored: str, where: str
     ) -> StoredPart | None:
         header = self.tensors[tensor]
-        first_report = not self.form.stacked or expert == 0
         if header.dtype not in part.dtypes:
-            if first_report:
-                self.problems.append(
-                    WrongDtype(f"'{part.role}' in {tensor}", where=where, expected=part.dtypes, got=header.dtype)
-                )
+            self.problems.append(
+                WrongDtype(f"'{part.role}' in {tensor}", where=where, expected=part.dtypes, got=header.dtype)
+            )
             return None
         transposed = stored in self.form.transposed
-        experts = self.sizes.experts or self._stored_experts() or 0
         expected: list[tuple[int, ...]] = []
         for axes in part.axes:
             flip = transposed and is_matrix_like(axes)
             shape = ax.shape(axes, n, k, part.ratio(header.dtype))
             shape = shape[::-1] if flip else shape
-            for candidate, index in self._stackings(shape, axes, experts, expert):
+            for candidate, index in self._stackings(shape, axes, expert):
                 expected.append(candidate)
                 if ax.fits(candidate, header.shape):
                     rows = shape[0] if self.form.flat and shape else 0
                     return StoredPart(tensor, part, axes, header.dtype, index, flip, rows)
-        if first_report:
-            listed = " or ".join(str(list(s)) for s in dict.fromkeys(expected))
-            self.problems.append(
-                WrongShape(f"'{part.role}' in {tensor}", where=where, expected=listed, got=list(header.shape))
-            )
+        listed = " or ".join(str(list(s)) for s in dict.fromkeys(expected))
+        self.problems.append(
+            WrongShape(f"'{part.role}' in {tensor}", where=where, expected=listed, got=list(header.shape))
+        )
         return None
 
     def _stackings(
-        self, shape: tuple[int, ...], axes: str, experts: int, expert: int
+        self, shape: tuple[int, ...], axes: str, expert: int
     ) -> Iterable[tuple[tuple[int, ...], int | None]]:
         """The shapes this part may have, each with the expert's index along the first axis (None: not stacked)."""
         if not self.form.stacked:
             yield shape, None
         elif self.form.flat and shape:
-            yield (experts * shape[0], *shape[1:]), expert
+            yield (self.experts * shape[0], *shape[1:]), expert
         else:
-            yield (experts, *shape), expert
+            yield (self.experts, *shape), expert
             if not axes:
                 yield (), None  # one scalar for all experts
 
@@ -248,13 +289,11 @@ class LayerBuilder:
             self._check_specs(members)
             present = {role for p in members for role in p.sources}
             for role in sorted(present):
-                lacking = [p for p in members if role not in p.sources]
-                self.problems.extend(
-                    MissingTensor(
-                        f"'{role}' is present for other experts but not here", where=p.where, expected=_spell(p, role)
-                    )
-                    for p in lacking
-                )
+                for p in members:
+                    if role not in p.sources and (part := p.scheme.part(role)) is not None:
+                        what = f"'{role}' is present for other experts but not here"
+                        expected = p.module + self._suffix(part)
+                        self.problems.append(MissingTensor(what, where=p.where, expected=expected))
         self._check_suffixes(projections)
 
     def _check_specs(self, members: list[Projection]) -> None:
@@ -288,11 +327,6 @@ class LayerBuilder:
 
 def _kind(scheme: Scheme) -> str:
     return f"{scheme.spec} with act-order" if scheme.act_order else str(scheme.spec)
-
-
-def _spell(projection: Projection, role: str) -> str:
-    part = projection.scheme.part(role)
-    return projection.module + (part.suffix[0] if part else "")
 
 
 def is_matrix_like(axes: str) -> bool:

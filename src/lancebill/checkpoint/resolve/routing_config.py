@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from lancebill.checkpoint.read.tensor_info import quoted
-from lancebill.checkpoint.resolve.naming import config_sections, expert_sizes
+from lancebill.checkpoint.resolve.expert_sizes import config_sections, expert_sizes
 from lancebill.errors import SpecError, UnsupportedFormat
 from lancebill.moe.activation import Activation
 from lancebill.moe.routing import NONE, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Routing, SparseMixer

@@ -237,7 +237,7 @@ def _prefix(form: NameForm) -> str:
 
 def _suffix(part: Part, form: NameForm, format: Format) -> str:
     """The suffix of a part: formats that can also stack list the suffix of stacked tensors last."""
-    return part.suffix[-1] if form.stacked and not format.stacked else part.suffix[0]
+    return part.usual_suffix(form.stacked and not format.stacked)
 
 
 def _dense_modules(copied: Iterable[str], tensors: Mapping[str, Stored]) -> list[str]:

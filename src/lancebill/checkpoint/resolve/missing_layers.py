@@ -1,0 +1,49 @@
+"""Find layers that a whole checkpoint lacks.
+
+A manifest describes the layers it finds: a rank or a stage of a pipeline has only some of them. `verify` and `inspect`
+look at whole checkpoints, so for them a layer without tensors is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lancebill.checkpoint.resolve.manifest import Manifest
+from lancebill.checkpoint.resolve.naming import Naming
+from lancebill.errors import CheckpointError, MissingTensor
+
+
+def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
+    """An error for every gap in the layers, and for every layer with a router but without experts.
+
+    The gaps follow from the layers that exist, so a huge number of layers in the config costs nothing.
+    """
+    present, routed = _layers(manifest.naming, manifest.tensors)
+    count = manifest.sizes.layers
+    if count is not None:
+        for first, last in _gaps(sorted(index for index in present if index < count), count):
+            where = f"layer {first}" if first == last else f"layers {first} to {last}"
+            yield MissingTensor("there are no tensors at all", where=where, expected=f"{count} layers")
+    for index in sorted(routed - set(manifest.layer_indices)):
+        yield MissingTensor("the layer has a router but no experts", where=f"layer {index}")
+
+
+def _layers(naming: Naming, tensors: Iterable[str]) -> tuple[set[int], set[int]]:
+    """The layers of all tensors, and those that have a router."""
+    present, routed = set[int](), set[int]()
+    patterns = {form.in_layer.pattern: form.in_layer for form in naming.forms}
+    for name in tensors:
+        matches = (pattern.fullmatch(name) for pattern in patterns.values())
+        present.update(int(match["layer"]) for match in matches if match is not None)
+        if router := naming.router.weight_pattern.fullmatch(name):
+            routed.add(int(router["layer"]))
+    return present, routed
+
+
+def _gaps(present: list[int], count: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of every run of numbers below `count` that is not in the sorted list."""
+    start = 0
+    for index in (*present, count):
+        if index > start:
+            yield start, index - 1
+        start = index + 1
