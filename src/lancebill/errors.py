@@ -1,12 +1,23 @@
 """All errors that lancebill raises on purpose.
 
 Every error that a user can cause is one of these and carries the same five facts: what went wrong, where, what was
-expected, what was found, and a hint at what to do. `assert` is only for bugs in lancebill itself.
+expected, what was found, and a hint at what to do. The text is safe to print, whatever a file contains. `assert` is
+only for bugs in lancebill itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+MAX_FACT = 2000  # characters of a fact, or of one line of `what`: they may hold values of untrusted files
+
+
+def _cut(text: str) -> str:
+    """Long texts are cut. Control characters are escaped, as they could change a terminal, and so are surrogates."""
+    text = text[: MAX_FACT + 1]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= MAX_FACT else text[: MAX_FACT - 3] + "..."
 
 
 class LancebillError(Exception):
@@ -21,10 +32,10 @@ class LancebillError(Exception):
         got: object = None,
         hint: str | None = None,
     ) -> None:
-        self.what = what
-        self.where = where
-        self.expected = None if expected is None else str(expected)
-        self.got = None if got is None else str(got)
+        self.what = "\n".join(map(_cut, what.split("\n")))
+        self.where = None if where is None else _cut(where)
+        self.expected = None if expected is None else _cut(str(expected))
+        self.got = None if got is None else _cut(str(got))
         self.hint = hint
         super().__init__(self.render())
 

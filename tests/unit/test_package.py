@@ -67,6 +67,15 @@ def test_errors_have_five_fields() -> None:
     assert many.within("there").where == "there, here"
 
 
+def test_errors_are_short_and_printable_whatever_they_quote() -> None:
+    bad = "\x1b[2J\ud800" + "x" * 10**6
+    error = errors.BadValue(f"{bad}\nsecond line", where=bad, expected=bad, got=[bad])
+    text = str(error.within("file"))
+    text.encode("utf-8")
+    assert "\\x1b[2J\\ud800xxx" in text and "\x1b" not in text and "\nsecond line" in text
+    assert len(text) < 5 * errors.MAX_FACT and str(error.within("a")) == str(error.within("a"))
+
+
 HEAVY = {"triton", "transformers", "gguf", "numpy", "compressed_tensors", "typer", "rich", "cuda", "vllm"}
 IMPORT = """
 import sys, time

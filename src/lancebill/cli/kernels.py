@@ -114,13 +114,13 @@ def warmup(
 def verify(folder: Folder = None, as_json: Json = False) -> None:
     """Check every compiled kernel, in the cache and in the package, against its hash."""
     from lancebill.jit import private_folder as private
-    from lancebill.jit.cache import SUFFIX, Cache, read_entry
+    from lancebill.jit.cache import SUFFIX, Cache
 
     with ui.reported(as_json):
         cache = Cache(folder)
         private.require_private(cache.folder)
         paths = [path for place in (cache.shipped, cache.folder) for path in sorted(place.glob(f"*{SUFFIX}"))]
-        damaged = [path for path in paths if read_entry(path.parent, path.name[: -len(SUFFIX)]) is None]
+        damaged = [path for path in paths if _is_damaged(path, installed=path.parent == cache.shipped)]
     if as_json:
         ui.print_json({"intact": len(paths) - len(damaged), "damaged": [str(path) for path in damaged]})
     else:
@@ -132,6 +132,12 @@ def verify(folder: Folder = None, as_json: Json = False) -> None:
         hint = "; damaged kernels are rebuilt when needed" if damaged else ""
         out.print(f"{len(paths) - len(damaged)} kernels intact, {len(damaged)} damaged{hint}")
     raise typer.Exit(ui.PROBLEM if damaged else ui.FINE)
+
+
+def _is_damaged(path: Path, *, installed: bool) -> bool:
+    from lancebill.jit.cache import SUFFIX, read_entry
+
+    return read_entry(path.parent, path.name[: -len(SUFFIX)], installed=installed) is None
 
 
 def _shipped() -> list[KernelSource]:

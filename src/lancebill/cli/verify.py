@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from lancebill.errors import CheckpointProblems, LancebillError, UnsupportedForm
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
-    from lancebill.checkpoint.resolve.manifest import Manifest, StoredLayer
+    from lancebill.checkpoint.resolve.manifest import Manifest, Projection
 
 SHOWN = 50  # problems printed without --json
 
@@ -70,8 +70,10 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verify
             report.layers = len(manifest.layers)
             report.problems.extend((*manifest.problems, *missing_layers(manifest)))
             (report.problems if strict else report.warnings).extend(_unknown_keys(manifest))
+            projections = [p for layer in manifest.layers.values() for p in layer.projections.values()]
+            report.problems.extend(_wrong_sizes(checkpoint, projections))
             if values:
-                _check_values(checkpoint, manifest.layers.values(), report)
+                _check_values(checkpoint, projections, report)
     except CheckpointProblems as error:
         report.problems.extend(error.problems)
     except LancebillError as error:
@@ -111,7 +113,7 @@ def _unknown_keys(manifest: Manifest) -> list[LancebillError]:
     config = manifest.config
     return [
         UnsupportedFormat(
-            f"unknown config key '{key}' for {manifest.format.name}",
+            f"unknown config key {key!r} for {manifest.format.name}",
             where=config.source,
             hint="if this key changes how tensors are decoded, they are decoded wrongly",
         )
@@ -119,11 +121,19 @@ def _unknown_keys(manifest: Manifest) -> list[LancebillError]:
     ]
 
 
-def _check_values(checkpoint: Checkpoint, layers: Iterable[StoredLayer], report: VerifyReport) -> None:
+def _wrong_sizes(checkpoint: Checkpoint, projections: Iterable[Projection]) -> Iterator[LancebillError]:
+    from lancebill.checkpoint.load.check_values import check_stored_size
+
+    for projection in projections:
+        error = check_stored_size(checkpoint.read, projection)
+        if error is not None:
+            yield error
+
+
+def _check_values(checkpoint: Checkpoint, projections: Sequence[Projection], report: VerifyReport) -> None:
     from lancebill.checkpoint.load.check_values import check_values
     from lancebill.checkpoint.worker_threads import map_in_order
 
-    projections = [p for layer in layers for p in layer.projections.values()]
     check = partial(check_values, checkpoint.read)
     with ui.progress("values", len(projections)) as advance:
         for _, findings in map_in_order(check, projections):

@@ -129,7 +129,7 @@ def _merged(config: Config, module: Module) -> Config | None:
     unknown = sorted(key for key, value in changes.items() if key not in PER_MODULE and value is not None)
     if unknown:
         raise UnsupportedFormat(
-            f"extra_config for '{entry}' has unknown keys", where=config.source, got=", ".join(unknown)
+            f"extra_config for {entry!r} has unknown keys", where=config.source, got=", ".join(unknown)
         )
     return replace(config, quant={**config.quant, **{k: v for k, v in changes.items() if v is not None}})
 

@@ -138,7 +138,7 @@ class Awq(Format):
             name = optional(config, key, str, legal[0]).lower()
             if name not in legal:
                 raise UnsupportedFormat(
-                    f"AWQ '{name}' {UNSUPPORTED.get(name, 'is unknown')}; only gemm is supported, which packs along N",
+                    f"AWQ {name!r} {UNSUPPORTED.get(name, 'is unknown')}; only gemm is supported, which packs along N",
                     where=config.source,
                     expected=f"{key} {legal[0]}",
                     got=name,

@@ -95,9 +95,11 @@ class Bnb4Scheme(Scheme):
 
     def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
         document = stored("state")
-        shape = _read_state(document).get("shape") if document is not None else None
-        if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
+        if document is None:
             return None
+        shape = _read_state(document).get("shape")
+        if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
+            raise BadValue("quant_state: 'shape' is not the size of a matrix", expected="[n, k]", got=str(shape)[:80])
         return shape[0], shape[1]
 
     def _block_of(self, n: int, k: int, device: torch.device) -> Tensor | None:

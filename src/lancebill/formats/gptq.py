@@ -181,7 +181,7 @@ class Gptq(Format):
             version = "marlin"
         if version not in ("gptq", "gptq_v2"):
             raise UnsupportedFormat(
-                f"the tensors are in the layout of a specific kernel ('{version}'), not in GPTQ's",
+                f"the tensors are in the layout of a specific kernel ({version!r}), not in GPTQ's",
                 where=config.source,
                 expected="checkpoint_format gptq or gptq_v2",
                 got=version,
@@ -242,7 +242,7 @@ def overridden(config: Config, name: str, known: frozenset[str]) -> Config | Non
     unknown = sorted(set(changes) - known)
     if unknown:
         raise UnsupportedFormat(
-            f"dynamic rule '{pattern}' has unknown keys", where=config.source, got=", ".join(unknown)
+            f"dynamic rule {pattern!r} has unknown keys", where=config.source, got=", ".join(unknown)
         )
     return replace(config, quant={**config.quant, **changes})
 

@@ -64,7 +64,7 @@ class Cache:
     def find(self, source: KernelSource) -> Binary | None:
         """The entry, verified; None if it is missing or damaged."""
         compiler = made_by(self.shipped)
-        shipped = None if compiler is None else read_entry(self.shipped, source.key(compiler))
+        shipped = None if compiler is None else read_entry(self.shipped, source.key(compiler), installed=True)
         return shipped or self._find_writable(source)
 
     def get(self, source: KernelSource, build: Callable[[], Binary]) -> Binary:
@@ -121,10 +121,7 @@ class Cache:
         """Write a temporary file and rename it. The caller holds the key's lock, so nobody else writes these files."""
         part = self.folder / f"{key}.part"
         try:
-            with part.open("wb") as file:
-                file.write(render_entry(key, binary))
-                file.flush()
-                os.fsync(file.fileno())
+            private.write_private(part, render_entry(key, binary))
             part.replace(self.folder / f"{key}{SUFFIX}")
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -140,10 +137,11 @@ class Cache:
         )
 
 
-def read_entry(folder: Path, key: str) -> Binary | None:
-    """An entry of a folder; None if it is missing, unreadable or damaged."""
+def read_entry(folder: Path, key: str, *, installed: bool = False) -> Binary | None:
+    """An entry of a folder; None if it is missing, unreadable, damaged, or others could have written it."""
     try:
-        return parse_entry(key, (folder / f"{key}{SUFFIX}").read_bytes())
+        data = private.read_private(folder / f"{key}{SUFFIX}", installed=installed)
+        return None if data is None else parse_entry(key, data)
     except (OSError, ValueError):
         return None
 

@@ -1,8 +1,9 @@
 """A folder that only its owner can write, and lock files in it.
 
 Kernels from this folder are executed, so no other user may be able to put files there. The folder must belong to this
-user, or to root (a read-only folder in a shared image), and must not be writable by group or others. A symbolic link
-to the folder must belong to this user or root too.
+user, or to root (a read-only folder in a shared image), and must not be writable by group or others. The same holds
+for the files in it, and a symbolic link to the folder must belong to this user or root too. No folder above may be
+writable by everyone, unless it is sticky like /tmp: whoever can write there could replace the folder.
 """
 
 from __future__ import annotations
@@ -43,6 +44,36 @@ def require_private(folder: Path) -> None:
             got=f"mode {stat.S_IMODE(target.st_mode):o}",
             hint="empty it and `chmod 700` it, or set LANCEBILL_CACHE to another folder",
         )
+    for parent in {*folder.absolute().parents, *folder.resolve().parents}:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise CacheError(
+                "everyone can replace the folder of compiled kernels",
+                where=str(folder),
+                expected=f"{parent} to be writable by its owner only",
+                got=f"mode {stat.S_IMODE(mode):o}",
+                hint="set LANCEBILL_CACHE to a folder in your home",
+            )
+
+
+def read_private(path: Path, *, installed: bool = False) -> bytes | None:
+    """The bytes of a regular file that only its owner, this user or root, can write; None for any other file.
+
+    An `installed` file may have any owner, as the package's code has. Opening does not block on a pipe.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        ours = status.st_uid in (os.geteuid(), _ROOT) and not status.st_mode & _OTHERS_WRITE
+        return file.read() if stat.S_ISREG(status.st_mode) and (ours or installed) else None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file with mode 600 to the disk, in place of whatever has this name."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def make_private(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.check_values import Findings, check_values
+from lancebill.checkpoint.load.check_values import Findings, check_stored_size, check_values
 from lancebill.checkpoint.load.memory import plan_memory
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
@@ -157,3 +157,32 @@ def test_memory_is_planned_for_every_rank() -> None:
     assert sum(rank.final for rank in ranks) == alone.final
     with pytest.raises(ShardError, match="over 3 ranks"):
         list(plan_memory(manifest, PlainLayout(), tp=3))
+
+
+def _other_shape(state: Tensor) -> Tensor:
+    return torch.tensor(list(bytes(state.tolist()).replace(b"[256, 256]", b"[512, 128]")), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "example", "suffix", "wrong"),
+    [
+        ("bitsandbytes", "nf4", ".weight.quant_state.bitsandbytes__nf4", lambda t: torch.cat([t, t[:1]])),
+        ("bitsandbytes", "nf4", ".weight.quant_state.bitsandbytes__nf4", lambda t: t.flip(0)),
+        ("bitsandbytes", "nf4", ".weight.quant_state.bitsandbytes__nf4", _other_shape),
+        ("compressed-tensors", "pack-quantized-int2", ".weight_shape", lambda t: t + 1),
+    ],
+)
+def test_a_stored_size_is_checked_without_decoding(
+    fmt: str, example: str, suffix: str, wrong: Callable[[Tensor], Tensor]
+) -> None:
+    made = generate_for(find_example(fmt, example))
+    name = f"{HOME}.up_proj{suffix}"
+
+    def errors() -> list[str]:
+        layer = manifests.build(made.config, made.headers).layers[0]
+        found = (check_stored_size(made.read, projection) for projection in layer.projections.values())
+        return [str(error) for error in found if error is not None]
+
+    assert not errors()
+    made.tensors[name] = wrong(made.tensors[name])
+    assert len(errors()) == 1 and name in errors()[0]

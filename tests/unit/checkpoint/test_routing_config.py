@@ -348,6 +348,7 @@ def test_every_architecture_makes_a_routing(architecture: str) -> None:
     ("model", "text"),
     [
         (gguf("phimoe"), "phimoe"),
+        (gguf("llama") | {"architecture": ["llama"]}, r"\['llama'\] is not known"),
         (gguf("llama", expert_gating_func=7), "expert_gating_func"),
         (gguf("llama4"), "only one number of experts"),
     ],

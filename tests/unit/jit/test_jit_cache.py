@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,44 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     os.lchown(link, 4321, -1)
     with pytest.raises(CacheError, match="another user"):
         Cache(link, tmp_path / "shipped").find(SOURCE)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_below_one_that_everyone_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    above = tmp_path / "above"
+    store = Cache(above / "mine" / "kernels", tmp_path / "shipped")
+    store.get(SOURCE, lambda: CODE)
+    (tmp_path / "link").symlink_to(store.folder)
+    above.chmod(mode)
+    for folder in (store.folder, tmp_path / "link"):
+        if mode == 0o1777:  # sticky: others cannot rename what is not theirs
+            assert Cache(folder, store.shipped).find(SOURCE) == CODE
+        else:
+            with pytest.raises(CacheError, match="everyone can replace"):
+                Cache(folder, store.shipped).find(SOURCE)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_pipe, lambda path: path.chmod(0o602), lambda path: os.chown(path, 4321, -1)],
+    ids=["pipe", "mode", "owner"],
+)
+def test_an_entry_that_others_may_have_written_is_built_again(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    store = cache(tmp_path)
+    store.get(SOURCE, lambda: CODE)
+    try:
+        change(entry(store))
+    except PermissionError:
+        pytest.skip("only root can change the owner of a file")
+    assert store.find(SOURCE) is None
+    os.mkfifo(store.folder / f"{KEY}.part")  # where the new entry is written first
+    assert store.get(SOURCE, lambda: CODE) == CODE and store.find(SOURCE) == CODE
+    assert stat.S_IMODE(entry(store).stat().st_mode) == 0o600 and names(store.folder) == {entry(store).name}
 
 
 def test_without_a_folder_kernels_are_built_but_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,30 @@ def check_values(read: Reader, projection: Projection) -> Findings:
     return Findings(tuple(checker.problems()), tuple(checker.notes()))
 
 
+def check_stored_size(read: Reader, projection: Projection) -> LancebillError | None:
+    """An error if a tensor that states the size of the matrix, as some formats have, states another one.
+
+    It reads that small tensor and no other.
+    """
+    sources = []
+
+    def stored(role: str) -> Tensor | None:
+        source = projection.sources.get(role)
+        if source is None or source.rows_per_expert:
+            return None
+        sources.append(source.tensor)
+        return read(source.tensor, () if source.expert is None else (source.expert,))
+
+    expected = projection.stored_n, projection.k
+    try:
+        size = projection.scheme.stored_size(stored)
+        if size in (None, expected):
+            return None
+        raise BadValue("a matrix of another size is stored", expected=list(expected), got=list(size))
+    except LancebillError as error:
+        return error.within(f"{projection.where} ({', '.join(sources)})")
+
+
 class _Checker:
     def __init__(self, projection: Projection, weight: LogicalWeight) -> None:
         self.projection, self.weight, self.spec = projection, weight, weight.spec

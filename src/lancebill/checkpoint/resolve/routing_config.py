@@ -241,7 +241,7 @@ def _build(make: Callable[..., T], *base: T, **fields: Any) -> T:
 
 def _row(model: Mapping[str, Any], family: str) -> FamilyRouting:
     rows, name = (GGUF_ROWS, model.get("architecture")) if family == "gguf" else (ROWS, family)
-    if name in rows:
+    if isinstance(name, str) and name in rows:
         return rows[name]
     raise UnsupportedFormat(
         f"the routing of {quoted(name)} is not known",
