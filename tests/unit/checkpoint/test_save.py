@@ -15,6 +15,7 @@ from samples import every_dtype, random_bytes, same, stored
 from torch import Tensor
 
 from lancebill.checkpoint.read.files import INDEX, Checkpoint
+from lancebill.checkpoint.write import publish
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.errors import (
     CheckpointError,
@@ -98,6 +99,7 @@ def test_a_failed_rename_restores_the_old_checkpoint(tmp_path: Path, monkeypatch
             raise OSError(28, "No space left on device")
         return rename(self, target)
 
+    monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(CheckpointError, match="No space left"):
         write_all(tmp_path / "out", {"a": torch.zeros(2)}, overwrite=True)

@@ -1,8 +1,8 @@
 """Write a checkpoint: declare all tensors, write them in any order, publish the folder atomically.
 
 All tensors are declared before the first is written, so headers and offsets are final from the start and any thread can
-write any tensor. Everything goes to a hidden folder next to the destination, which is renamed to the destination once
-it is complete and synced to disk.
+write any tensor. Everything goes to a hidden folder next to the destination, which takes the destination's place once
+it is complete and synced to disk (`publish.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from torch import Tensor
 from lancebill.checkpoint.read.file_bytes import reason, write_exactly
 from lancebill.checkpoint.read.files import INDEX
 from lancebill.checkpoint.read.safetensors import MAX_HEADER, METADATA, PREFIX
+from lancebill.checkpoint.write.publish import HiddenFolder, recover, sync
 from lancebill.errors import CheckpointError, CheckpointProblems, DuplicateTensor, MissingTensor, WrongDtype, WrongShape
 from lancebill.formats.stored import DTYPE_NAMES, TORCH_DTYPES, Stored
 
@@ -106,15 +106,17 @@ class CheckpointWriter:
         self._names = {shard.name for shard in self.shards} | ({INDEX} if len(self.shards) > 1 else set())
         self._lock = threading.Lock()
         self._descriptors: dict[str, int] = {}
+        self._hidden: HiddenFolder | None = None
+        with _os_errors_reported(self.destination):
+            recover(self.destination)
         _check_destination(self.destination, overwrite)
         if source is not None:
             _check_apart(self.destination, Path(source).resolve())
-        self.folder = self.destination.with_name(f".{self.destination.name}.{secrets.token_hex(6)}.partial")
 
     def __enter__(self) -> CheckpointWriter:
         with _os_errors_reported(self.destination):
             self.destination.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir()
+            self._hidden = HiddenFolder(self.destination)
             try:
                 self._check_space()
                 for shard in self.shards:
@@ -132,6 +134,12 @@ class CheckpointWriter:
                 self._finish()
         finally:
             self.abort()  # after _finish there is nothing left to remove
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder that is written."""
+        assert self._hidden is not None, "used outside its with block"
+        return self._hidden.path
 
     def write(self, name: str, tensor: Tensor, first_row: int | None = None) -> None:
         """Write a declared tensor, or some of its rows from `first_row` on. Any thread, any order, each row once."""
@@ -181,7 +189,8 @@ class CheckpointWriter:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._hidden is not None:
+            self._hidden.remove()
 
     def _new_file(self, name: str) -> Path:
         with self._lock:
@@ -220,10 +229,11 @@ class CheckpointWriter:
             if len(self.shards) > 1:
                 self._write_index()
             for file in self.folder.iterdir():
-                _sync(file)
-            _sync(self.folder)
+                sync(file)
+            sync(self.folder)
             _check_destination(self.destination, self._overwrite)  # it may have changed since the first check
-            _publish(self.folder, self.destination)
+            assert self._hidden is not None
+            self._hidden.publish(self.destination)
 
     def _write_index(self) -> None:
         index = {
@@ -259,31 +269,6 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
 def _check_apart(destination: Path, source: Path) -> None:
     if source.is_relative_to(destination) or (source.is_dir() and destination.is_relative_to(source)):
         raise CheckpointError("the destination would overwrite the source", where=str(destination), got=str(source))
-
-
-def _publish(folder: Path, destination: Path) -> None:
-    """Rename `folder` to `destination`; restores an existing destination if that fails."""
-    old = None
-    if destination.exists() and any(destination.iterdir()):
-        old = folder.with_suffix(".old")
-        destination.rename(old)
-    try:
-        folder.rename(destination)
-    except BaseException:
-        if old is not None:
-            old.rename(destination)
-        raise
-    _sync(destination.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
