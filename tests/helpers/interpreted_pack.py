@@ -28,14 +28,14 @@ def test_kernel_follows_the_definition(spec: str, activations: str) -> None:
     hidden, intermediate = (384, 128) if "g128" in spec else (160, 96)
     problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=2, top_k=1)
     layout = HopperLayout(problem)
-    for shape in problem.matrices.values():
+    for experts, shape in zip((2, 1), problem.matrices.values()):
         form, (n, k) = layout.form(shape), layout.padded(shape)
-        weights = stack_experts([plausible_weight(shape, seed) for seed in range(2)])
-        want = layout.allocate(shape, 2)
+        weights = stack_experts([plausible_weight(shape, seed) for seed in range(experts)])
+        want = layout.allocate(shape, experts)
         layout.pack(shape, weights, want)
         rows = pack_bits(weights.codes, 4, torch.uint8) if form.bits == 4 else weights.codes
         got = torch.full_like(want["codes"], 85)
         units, slices = n // ROWS, k // form.slice_columns
         constants = dict(source(form, problem.is_gated(shape.name)).constants)
-        kernel.pack_codes[(2 * units * slices,)](rows, got, shape.n, rows.shape[-1], units, slices, **constants)
+        kernel.pack_codes[(experts * units * slices,)](rows, got, shape.n, rows.shape[-1], units, slices, **constants)
         assert torch.equal(got, want["codes"])

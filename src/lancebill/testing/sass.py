@@ -7,12 +7,15 @@ asynchronously; the registers are free after a wait (`WARPGROUP.DEPBAR.LE gsb0, 
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
-_LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?)\s*;")
+_LINE = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?)\s*;")
 _OPERANDS = 4  # registers of A per instruction
 # Instructions whose first register operand is not a result.
 _NO_RESULT = ("ST", "RED", "BRA", "BAR", "SYNCS", "UTMA", "WARPGROUP", "WARPSYNC", "EXIT", "NOP", "MEMBAR", "FENCE")
@@ -22,9 +25,8 @@ _WAIT = "WARPGROUP.DEPBAR"
 Instruction = tuple[str, str]
 
 
-def overwritten(cubin: bytes) -> list[str]:
+def overwritten(listing: list[Instruction]) -> list[str]:
     """Instructions that write a register of a wgmma in flight; two passes, to cover the loop's back edge."""
-    listing = instructions(cubin)
     places = [i for i, (opcode, _) in enumerate(listing) if "GMMA" in opcode]
     if not places:
         return []
@@ -32,27 +34,50 @@ def overwritten(cubin: bytes) -> list[str]:
     return _conflicts(listing[: end + 1] * 2)
 
 
-def instructions(cubin: bytes) -> list[Instruction]:
-    """A kernel's instructions in order: (opcode, operands)."""
-    return list(_instructions(disassemble(cubin)))
+def instructions(cubins: Sequence[bytes]) -> list[list[Instruction]]:
+    """The instructions of each kernel in order: (opcode, operands).
+
+    nvdisasm takes half a second to start, so it is started once, for the machine code of all kernels in a row.
+    """
+    codes = [_machine_code(cubin) for cubin in cubins]
+    ends = list(accumulate(len(code) for code in codes))
+    listings: list[list[Instruction]] = [[] for _ in codes]
+    for address, instruction in _instructions(_nvdisasm(b"".join(codes), "--binary", "SM90a")):
+        listings[bisect(ends, address)].append(instruction)
+    return listings
+
+
+def _machine_code(cubin: bytes) -> bytes:
+    """The section `.text.<kernel>` of an ELF file."""
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
+    first_name = sections[names][4]
+    codes = [cubin[at : at + n] for name, *_, at, n in sections if cubin.startswith(b".text.", first_name + name)]
+    assert len(codes) == 1, "a cubin holds one kernel"
+    return codes[0]
 
 
 def disassemble(cubin: bytes) -> str:
     """The output of nvdisasm."""
+    return _nvdisasm(cubin, "-c")
+
+
+def _nvdisasm(content: bytes, *options: str) -> str:
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "-c", str(file)]
+        file.write_bytes(content)
+        command = [knobs.nvidia.nvdisasm.path, *options, str(file)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _instructions(text: str) -> Iterator[Instruction]:
+def _instructions(text: str) -> Iterator[tuple[int, Instruction]]:
     for line in text.splitlines():
         match = _LINE.match(line)
         if match:
-            yield match[1], match[2]
+            yield int(match[1], 16), (match[2], match[3])
 
 
 def _conflicts(listing: list[Instruction]) -> list[str]:
