@@ -27,7 +27,7 @@ help:
 	@echo "make help         show this list"
 	@echo "make demo         turn a language model into a quantised mixture of experts, ask it, measure it"
 	@echo "make test         run linters and all tests; creates the virtual environment if it is missing"
-	@echo "make test-O       run the unit tests under python -O: no behaviour may depend on an assert"
+	@echo "make test-O       run tests of errors under python -O: no behaviour may depend on an assert"
 	@echo "make test-matrix  run the end-to-end tests with transformers $(MATRIX), each in its own environment"
 	@echo "make test-native  run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-vllm    run a sample of the tests with $(VLLM), in an environment of its own"
@@ -45,13 +45,15 @@ test: lint kernels
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# Under -O the asserts of tests still work (see tests/conftest.py), those of the library are removed. Left out: slow
-# tests that do not depend on asserts (whole models, several ranks, kernels).
+# Under -O the asserts of tests still work (see tests/conftest.py), those of the library are removed. Chosen are tests
+# of error handling and of the few modules that contain asserts (OWN_BUGS in tests/unit/test_architecture.py).
+WITHOUT_ASSERTS := $(addprefix tests/unit/,checkpoint cli/test_cli.py formats jit moe layer/test_from_tensors.py \
+	layer/test_input_scales.py layer/test_layer_loading.py numbers/test_spec_names.py numbers/test_weight.py \
+	test_optimized.py)
 test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
-	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) tests/unit tests/backends --ignore-glob='*/test_hopper_*' \
-		$(addprefix --ignore=tests/unit/,formats/test_formats.py test_optimized.py backends/test_humming.py bench parallel \
-		layer/test_model_experts.py)
+	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) $(WITHOUT_ASSERTS) --ignore-glob='*/test_convert*' \
+		--ignore=tests/unit/formats/test_formats.py
 
 test-matrix: $(addprefix test-transformers-,$(MATRIX))
 

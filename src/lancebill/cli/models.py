@@ -41,8 +41,8 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         raise UnsupportedProblem(
             "transformers is not installed", hint="pip install 'lancebill[transformers]'"
         ) from None
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     with ui.bytes_loaded("loading experts") as progress:
         model = from_pretrained(path, progress=progress, **options)
     try:

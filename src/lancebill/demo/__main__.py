@@ -71,7 +71,7 @@ def answer_questions(small: Path) -> None:
     from lancebill.integrations.transformers.pretrained import from_pretrained
     from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(small)
     model = from_pretrained(small, dtype=torch.float32, activations="bf16")
     heading(f"Ask it: MXFP4 experts on {model.lancebill_reports()[0].choice.backend.name}.")

@@ -58,7 +58,7 @@ def save_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     control = [word for word, kind in zip(words, kinds) if kind == _CONTROL]
     inner.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in control])
     special = {role: words[metadata[f"tokenizer.ggml.{key}_token_id"]] for role, key in _ROLES.items()}
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, chat_template=metadata["tokenizer.chat_template"], **special
     )
     tokenizer.save_pretrained(folder)

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 
 from lancebill.errors import CacheError, MissingKernel
 from lancebill.jit import private_folder as private
@@ -64,7 +65,7 @@ class Cache:
     def find(self, source: KernelSource) -> Binary | None:
         """The entry, verified; None if it is missing or damaged."""
         compiler = made_by(self.shipped)
-        shipped = None if compiler is None else read_entry(self.shipped, source.key(compiler), installed=True)
+        shipped = None if compiler is None else read_entry(self.shipped, _key(source, compiler), installed=True)
         return shipped or self._find_writable(source)
 
     def get(self, source: KernelSource, build: Callable[[], Binary]) -> Binary:
@@ -78,7 +79,7 @@ class Cache:
                 where=str(self.folder),
                 hint="`lancebill kernels build` fills the cache on any machine with Triton",
             )
-        key = source.key(compiler_version())
+        key = _key(source, compiler_version())
         with ExitStack() as stack:
             locked = self._lock(key, stack)
             binary = self._find_writable(source) if locked else None  # another process may have built it meanwhile
@@ -104,7 +105,7 @@ class Cache:
     def _find_writable(self, source: KernelSource) -> Binary | None:
         """The entry in the writable folder for the installed compiler."""
         private.require_private(self.folder)
-        return read_entry(self.folder, source.key(compiler_version()))
+        return read_entry(self.folder, _key(source, compiler_version()))
 
     def _lock(self, key: str, stack: ExitStack) -> bool:
         """Take the lock of a key until `stack` closes; False if the folder cannot be written."""
@@ -135,6 +136,15 @@ class Cache:
         log.warning(
             "compiled kernels cannot be stored in %s (%s): every process compiles them again", self.folder, reason
         )
+
+
+_hashing = Lock()
+
+
+def _key(source: KernelSource, compiler: str) -> str:
+    """The key parses source files, and Python 3.11 may raise SystemError if two threads parse at the same time."""
+    with _hashing:
+        return source.key(compiler)
 
 
 def read_entry(folder: Path, key: str, *, installed: bool = False) -> Binary | None:

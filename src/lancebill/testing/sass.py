@@ -53,9 +53,8 @@ def _machine_code(cubin: bytes) -> bytes:
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
     first_name = sections[names][4]
-    codes = [cubin[at : at + n] for name, *_, at, n in sections if cubin.startswith(b".text.", first_name + name)]
-    assert len(codes) == 1, "a cubin holds one kernel"
-    return codes[0]
+    (code,) = [cubin[at : at + n] for name, *_, at, n in sections if cubin.startswith(b".text.", first_name + name)]
+    return code
 
 
 def disassemble(cubin: bytes) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import signal
+import resource
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -131,38 +132,39 @@ def test_the_digest_covers_imported_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_threads_share_one_build(tmp_path: Path) -> None:
     store, calls = cache(tmp_path), []
-    threads = [threading.Thread(target=lambda: store.get(SOURCE, lambda: calls.append(1) or CODE)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    source_digest.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(store.get, SOURCE, lambda: calls.append(1) or CODE) for _ in range(8)]
+    assert [thread.result() for thread in running] == [CODE] * 8
     assert len(calls) == 1
 
 
-# A process that writes a line to the log when it builds, and takes `pause` seconds to do so.
-BUILDER = f"""
-import sys, time
-from pathlib import Path
-from lancebill.jit.cache import Cache
-from lancebill.jit.compile import Binary, KernelSource
-folder, log, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-def build():
-    with log.open("a") as file:
-        file.write("built\\n")
-    time.sleep(pause)
-    return {CODE!r}
-assert Cache(folder / "kernels", folder / "shipped").get({SOURCE!r}, build) == {CODE!r}
-"""
+# A fork, because a new process would take seconds to import everything.
+fork = multiprocessing.get_context("fork")
 
 
-def start_builder(tmp_path: Path, pause: float) -> subprocess.Popen[bytes]:
-    words = [str(tmp_path), str(tmp_path / "log"), str(pause)]
-    return subprocess.Popen([sys.executable, "-c", BUILDER, *words])
+def start_builder(tmp_path: Path, pause: float) -> ForkProcess:
+    """A process that writes a line to the log when it builds, and takes `pause` seconds to do so."""
+
+    def build() -> Binary:
+        with (tmp_path / "log").open("a") as file:
+            file.write("built\n")
+        time.sleep(pause)
+        return CODE
+
+    def run() -> None:
+        assert cache(tmp_path).get(SOURCE, build) == CODE
+
+    process = fork.Process(target=run)
+    process.start()
+    return process
 
 
 def test_processes_share_one_build(tmp_path: Path) -> None:
     running = [start_builder(tmp_path, 0.5) for _ in range(4)]
-    assert [process.wait(60) for process in running] == [0] * 4
+    for process in running:
+        process.join(60)
+    assert [process.exitcode for process in running] == [0] * 4
     assert (tmp_path / "log").read_text() == "built\n"
     assert names(tmp_path / "kernels") == {f"{KEY}{SUFFIX}"}
 
@@ -172,8 +174,8 @@ def test_a_killed_builder_releases_its_lock(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while not (tmp_path / "log").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.kill()
+    process.join(60)
     store = cache(tmp_path)
     assert (store.folder / f"{KEY}.lock").exists()
     (store.folder / f"{KEY}.part").write_bytes(b"half of")
@@ -280,26 +282,23 @@ def test_without_a_folder_kernels_are_built_but_not_stored(tmp_path: Path, caplo
         Cache(store.folder, store.shipped, must_keep=True).get(SOURCE, never)
 
 
-def test_on_a_full_disk_kernels_are_built_but_not_stored(tmp_path: Path) -> None:
+def test_on_a_full_disk_kernels_are_built_but_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file size limit of 100 bytes: the kernel is usable and no partial file remains."""
-    script = f"""
-import resource
-from pathlib import Path
-from lancebill.errors import CacheError
-from lancebill.jit.cache import Cache
-from lancebill.jit.compile import Binary, KernelSource
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-for must_keep in (False, True):
-    store = Cache(Path({str(tmp_path)!r}) / "kernels", Path({str(tmp_path)!r}) / "shipped", must_keep=must_keep)
-    try:
-        assert store.get({SOURCE!r}, lambda: {CODE!r}) == {CODE!r} and not must_keep
-    except CacheError as error:
-        assert must_keep and "File too large" in str(error), error
-    assert not list(store.folder.iterdir()) and store.find({SOURCE!r}) is None
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "cannot be stored" in done.stderr
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        store = cache(tmp_path)
+        assert store.get(SOURCE, lambda: CODE) == CODE and "cannot be stored" in caplog.text
+        assert not list(store.folder.iterdir()) and store.find(SOURCE) is None
+        store = cache(tmp_path, must_keep=True)
+        with pytest.raises(CacheError, match="File too large"):
+            store.get(SOURCE, lambda: CODE)
+        assert not list(store.folder.iterdir()) and store.find(SOURCE) is None
+
+    process = fork.Process(target=run)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 # Shipped kernels and compilation --------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def lazy_tensors(
     """All tensors but those of `experts`, under the names of `model`, which may be on the meta device."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf_hf_weights_map
 
-    processor = TENSOR_PROCESSORS[checkpoint.config.model["architecture"]](config=model.config)  # type: ignore[no-untyped-call]
+    processor = TENSOR_PROCESSORS[checkpoint.config.model["architecture"]](config=model.config)
     names = get_gguf_hf_weights_map(model, processor)
     others = [name for name in checkpoint.tensors if name not in experts]
     for name in others:

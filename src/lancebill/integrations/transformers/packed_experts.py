@@ -52,7 +52,7 @@ def forward_only(layer: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor, 
     Only a backward pass through the experts, or to their own `parameters`, raises.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *parameters)):
-        return _ForwardOnly.apply(layer, x, ids, weights, *parameters)  # type: ignore[no-any-return,no-untyped-call]
+        return _ForwardOnly.apply(layer, x, ids, weights, *parameters)  # type: ignore[no-untyped-call]
     return _compute(layer, x, ids, weights)
 
 

@@ -27,7 +27,7 @@ except ImportError as error:
 try:
     from transformers.cli.serving import systemone  # since 5.2x
 except ImportError:
-    systemone = None  # type: ignore[assignment]
+    systemone = None
 
 
 class OneModel(ModelManager):
@@ -41,7 +41,7 @@ class OneModel(ModelManager):
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
         return self.model, self.processor
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "lancebill"}]
 
 
@@ -89,12 +89,12 @@ def make_server(name: str, model: Any, processor: Any, log_level: str = "warning
     state = GenerationState()
     shared = {"model_manager": manager, "generation_state": state}
     handlers: dict[str, Any] = {
-        "chat_handler": chat_completion.ChatCompletionHandler(**shared),  # type: ignore[arg-type]
-        "completion_handler": completion.CompletionHandler(**shared),  # type: ignore[arg-type]
-        "response_handler": response.ResponseHandler(**shared),  # type: ignore[arg-type]
+        "chat_handler": chat_completion.ChatCompletionHandler(**shared),
+        "completion_handler": completion.CompletionHandler(**shared),
+        "response_handler": response.ResponseHandler(**shared),
         "transcription_handler": transcription.TranscriptionHandler(manager, state),
     }
     if "systemone_handler" in inspect.signature(build_server).parameters:
-        handlers["systemone_handler"] = systemone.SystemOneHandler(**shared)  # type: ignore[arg-type]
+        handlers["systemone_handler"] = systemone.SystemOneHandler(**shared)
     app = build_server(manager, generation_state=state, **handlers)
     return uvicorn.Server(uvicorn.Config(app, log_level=log_level))

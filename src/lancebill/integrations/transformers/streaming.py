@@ -39,7 +39,7 @@ class TimedStreamer(TextStreamer):
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
-        super().put(value)  # type: ignore[no-untyped-call]
+        super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.pieces.append(text)
