@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.integrations.bitnet import pack_weights, unpack_weights
 
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
@@ -53,6 +52,8 @@ def test_division_is_not_multiplication_by_a_reciprocal() -> None:
 
 @pytest.mark.parametrize("n", [8, 128, 10])  # 10 rows need padding
 def test_agrees_with_transformers(n: int) -> None:
+    from transformers.integrations.bitnet import pack_weights, unpack_weights  # slow
+
     digits = torch.randint(-1, 2, (n, 48), generator=torch.Generator().manual_seed(0))
     theirs = pack_weights(digits.clone())
     scheme = resolve()
