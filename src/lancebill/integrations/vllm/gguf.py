@@ -56,7 +56,7 @@ def _tensors(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Iterat
     with torch_defaults():
         experts = ModelExperts.from_checkpoint(checkpoint).manifest().expert_tensors
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
+            model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         others = gguf_models.lazy_tensors(checkpoint, experts, model, dtype)
     for name in checkpoint.tensors:
         if name in experts:
