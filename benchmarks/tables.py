@@ -1,6 +1,6 @@
-"""Fill the generated blocks of README.md and docs/results.md from benchmarks/results: no figure is typed by hand.
+"""Fill the generated blocks of PAGES from benchmarks/results: no figure is typed by hand.
 
-    python benchmarks/tables.py            rewrites both files, and benchmarks/results/summary.json
+    python benchmarks/tables.py            rewrites them, and benchmarks/results/summary.json
     python benchmarks/tables.py --check    exits with 1 if one of them is not what the results make it
 
 A block begins with `<!-- results: NAME -->` and ends with `<!-- end -->`; `BLOCKS` has the function that writes it.
@@ -28,8 +28,9 @@ from result_files import (
     table_by_tokens,
 )
 from shape_tables import gpu_shapes
+from vllm_tables import vllm_serving
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "vllm.md")
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # The question that README shows to `lancebill explain`.
@@ -311,7 +312,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_host, cpu_layer, generate, perplexity, questions, memory,
-        convert, serve,
+        convert, serve, vllm_serving,
     )
 }  # fmt: skip
 

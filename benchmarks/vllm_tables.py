@@ -1,0 +1,114 @@
+"""The tables of serving with vLLM, from the results of benchmarks/vllm_serving.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from result_files import ResultFile, links, markdown_table, result_files
+
+Engine = dict[str, Any]
+TITLES = {
+    "qwen3-v4-experts": "Qwen3's attention with the experts of DeepSeek-V4-Flash, 6 layers",
+    "gpt-oss-120b": "gpt-oss-120b, 6 layers",
+    "qwen3-30b": "Qwen3-30B-A3B, 48 layers",
+    "deepseek-v4-flash": "DeepSeek-V4-Flash, 6 layers",
+}
+
+
+def vllm_serving() -> str:
+    """For each model and kind of activations the newest run that has ours and a peer."""
+    blocks = [_serving_table(file, engines) for file, engines in _newest_groups().values()]
+    return "\n".join([*blocks, *_answer_table()]) or "Nothing has been measured yet.\n"
+
+
+def _is_ours(engine: Engine) -> bool:
+    return str(engine["backend"]).startswith("ours")
+
+
+def _whole(engines: list[Engine]) -> list[Engine]:
+    """Those of which everything was measured."""
+    return [one for one in engines if one["model"] in TITLES and "decode" in one and "failure" not in one]
+
+
+def _newest_groups() -> dict[tuple[str, str], tuple[ResultFile, list[Engine]]]:
+    groups: dict[tuple[str, str], tuple[ResultFile, list[Engine]]] = {}
+    for file in result_files("vllm-serving"):
+        engines = _whole(file.record["engines"])
+        for key in dict.fromkeys((engine["model"], engine["activations"]) for engine in engines):
+            held = [engine for engine in engines if (engine["model"], engine["activations"]) == key]
+            if len({_is_ours(engine) for engine in held}) == 2:
+                groups[key] = file, held
+    return {key: groups[key] for key in sorted(groups, key=lambda key: (list(TITLES).index(key[0]), key[1]))}
+
+
+def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
+    cases = [*engines[0]["prefill"], *engines[0]["decode"]]
+    head = [_case_name(case) for case in cases]
+    rates = {engine["backend"]: _rates(engine) for engine in engines}
+    best = [max(rates[e["backend"]][i] for e in engines if not _is_ours(e)) for i in range(len(cases))]
+    rows = []
+    for engine in sorted(engines, key=_is_ours):
+        cells = [f"{rate:,.0f}" for rate in rates[engine["backend"]]]
+        if _is_ours(engine):
+            cells = [f"{cell} ({rate / top:.2f}x)" for cell, rate, top in zip(cells, _rates(engine), best, strict=True)]
+        rows.append((_backend_name(engine), *cells, f"{engine['load_s']:.1f}", _experts(engine)))
+    title = f"{TITLES[engines[0]['model']]}, MXFP4 x {engines[0]['activations']}"
+    sizes, versions = file.record["sizes"], file.record["versions"]
+    graphs = str(engines[0]["graphs"]).rpartition(".")[2]
+    note = (
+        f"{title}: tokens per second, median of {sizes['trials']} trials (ours over the best peer); seconds to load "
+        f"the model; µs of GPU time of all experts in a step of one sequence. vLLM {versions['vllm']}, {graphs} graphs, "
+        f"{sizes['compiler']}; {file.record['client']}; {links(file.name)}"
+    )
+    return markdown_table(("", *head, "load", "experts"), rows, note)
+
+
+def _case_name(case: dict[str, int]) -> str:
+    if case["out"] == 1:
+        return f"{case['prompts']} prompts of {case['in']:,}"
+    return f"{case['prompts']} x {case['out']} new"
+
+
+def _rates(engine: Engine) -> list[float]:
+    return [case["tokens_per_s"] for case in (*engine["prefill"], *engine["decode"])]
+
+
+def _experts(engine: Engine) -> str:
+    kernels = engine.get("kernels_of_one_sequence")
+    return "" if kernels is None else f"{kernels['experts_us_per_step']:,.0f}"
+
+
+def _backend_name(engine: Engine) -> str:
+    return "**lancebill**" if _is_ours(engine) else str(engine["backend"]).removesuffix("-fp8")
+
+
+def _answer_table() -> Iterator[str]:
+    """How far answers are from those of one of vLLM's own backends, with the same weights."""
+    compared = {
+        (one["model"], one["backend"]): (file, one)
+        for file in result_files("vllm-serving")
+        for one in file.record.get("answers_compared", ())
+        if one["model"] in TITLES
+    }
+    if not compared:
+        return
+    rows = [
+        (
+            f"{TITLES[one['model']]}, {one['backend']}",
+            one["reference"],
+            f"{one['largest']:.3f}",
+            f"{one['mean']:.4f}",
+            one["bound"],
+            f"{one['same_answers']} of {one['answers']}",
+            f"{max(one['margins_where_answers_part'], default=0):.3f}",
+        )
+        for _, one in compared.values()
+    ]
+    head = ("", "against", "largest", "mean", "bound", "same answers", "largest margin")
+    files = dict.fromkeys(file.name for file, _ in compared.values())
+    note = (
+        "Differences of the log-probabilities of given tokens, and greedy answers. Where an answer parts from the "
+        f"reference's, the margin is how much likelier the reference's token was to it than its second. {links(*files)}"
+    )
+    yield markdown_table(head, rows, note)
