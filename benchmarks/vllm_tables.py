@@ -58,7 +58,7 @@ def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
     graphs = str(engines[0]["graphs"]).rpartition(".")[2]
     note = (
         f"{title}: tokens per second, median of {sizes['trials']} trials (ours over the best peer); seconds to load "
-        f"the model; µs of GPU time of all experts in a step of one sequence. vLLM {versions['vllm']}, {graphs} graphs, "
+        f"the model; µs of GPU time of all experts in a step of one sequence. vLLM {versions['vllm']}, {graphs}, "
         f"{sizes['compiler']}; {file.record['client']}; {links(file.name)}"
     )
     return markdown_table(("", *head, "load", "experts"), rows, note)
