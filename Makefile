@@ -21,13 +21,14 @@ VLLM_TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
-.PHONY: help demo test test-O test-matrix test-native test-vllm test-vllm-all lint format kernels wheel clean
+.PHONY: help demo test test-O test-families test-matrix test-native test-vllm test-vllm-all lint format kernels wheel clean
 
 help:
 	@echo "make help         show this list"
 	@echo "make demo         turn a language model into a quantised mixture of experts, ask it, measure it"
 	@echo "make test         run linters and all tests; creates the virtual environment if it is missing"
 	@echo "make test-O       run tests of errors under python -O: no behaviour may depend on an assert"
+	@echo "make test-families  compare every spelling of every family with transformers"
 	@echo "make test-matrix  run the end-to-end tests with transformers $(MATRIX), each in its own environment"
 	@echo "make test-native  run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-vllm    run a sample of the tests with $(VLLM), in an environment of its own"
@@ -54,6 +55,10 @@ test-O: $(VENV)/.installed-dev
 	@echo "== tests under -O"
 	@OMP_NUM_THREADS=1 $(BIN)/python -O -m pytest -n $(JOBS) $(WITHOUT_ASSERTS) --ignore-glob='*/test_convert*' \
 		--ignore=tests/unit/formats/test_formats.py
+
+test-families: $(VENV)/.installed-dev
+	@echo "== families"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/families --all-spellings
 
 test-matrix: $(addprefix test-transformers-,$(MATRIX))
 

@@ -63,10 +63,19 @@ class Case:
             yield Placement(tp, self.tp, ep, self.ep, self.strategy, self.redundant, self.pad_to)
 
 
+def distinct_rows() -> list[Naming]:
+    """One row for each set of naming forms, without GGUF's. Many families share theirs."""
+    found: list[Naming] = []
+    for row in TABLE:
+        if row.family != "gguf" and all(row.forms != other.forms for other in found):
+            found.append(row)
+    return found
+
+
 def families_and_forms(fmt: Format) -> list[tuple[Naming, list[NameForm]]]:
     """The families that a format is used with, and their possible naming forms."""
     model_types = {e.config.model.get("model_type") for e in fmt.examples()} - {None}
-    rows = [row for row in TABLE if (model_types & set(row.model_types) if model_types else row.family != "gguf")]
+    rows = [row for row in TABLE if model_types & set(row.model_types)] or distinct_rows()
     possible = [
         (row, [f for i, f in enumerate(row.forms) if (fmt.name, row.family, i) not in IMPOSSIBLE]) for row in rows
     ]

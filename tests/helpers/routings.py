@@ -64,7 +64,7 @@ def make_case(number: int) -> Case:
     logits = difficult_logits(experts, g, DTYPES[number % 3], padding=draw.choice((0, 0, 3)))
     bias = torch.randn(experts, generator=g) if draw.random() < 0.4 else None
     correction = None
-    if selection != "after" and draw.random() < 0.6:
+    if draw.random() < 0.6:
         correction = torch.randn(experts, generator=g)
         correction[torch.rand(experts, generator=g) < 0.05] = draw.choice((NAN, -INF, INF, 0.0))
     if selection != "hashed":

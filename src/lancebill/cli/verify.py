@@ -60,6 +60,7 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verify
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
     from lancebill.checkpoint.resolve.missing_layers import missing_layers
+    from lancebill.checkpoint.resolve.router_check import router_problems
 
     report = VerifyReport(str(path))
     try:
@@ -68,7 +69,7 @@ def examine(path: Path, *, values: bool = False, strict: bool = False) -> Verify
             report.problems.extend(checkpoint.problems)
             manifest = manifests.build(checkpoint.config, checkpoint.headers)
             report.layers = len(manifest.layers)
-            report.problems.extend((*manifest.problems, *missing_layers(manifest)))
+            report.problems.extend((*manifest.problems, *missing_layers(manifest), *router_problems(manifest)))
             (report.problems if strict else report.warnings).extend(_unknown_keys(manifest))
             projections = [p for layer in manifest.layers.values() for p in layer.projections.values()]
             report.problems.extend(_wrong_sizes(checkpoint, projections))

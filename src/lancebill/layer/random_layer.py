@@ -65,13 +65,16 @@ def _fill_inputs(recipe: Recipe, packed: Mapping[str, Packed]) -> None:
 
 
 def _random_router(recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """What the routing needs besides logits: no correction and no bias, and a random table."""
+    """What the routing needs besides logits: no correction, no bias, scales of 1, and a random table."""
     routing, layer, device = recipe.routing, recipe.plan.layer, recipe.choice.device.torch
     if routing is None:
         return {}
     roles = recipe.manifest.naming.router.roles
     used = {"bias", "correction"} if routing.correction else {"bias"}
-    router = {role: torch.zeros(layer.experts, device=device) for role in roles if role in used}
+    columns = layer.experts + routing.zero_experts
+    router = {role: torch.zeros(columns, device=device) for role in roles if role in used}
+    if routing.expert_scale:
+        router["scale"] = torch.ones(layer.experts, device=device)
     vocabulary = recipe.manifest.config.model.get("vocab_size")
     if routing.hashed and isinstance(vocabulary, int):
         generator = torch.Generator(device).manual_seed(_mixed(seed, layer.index))

@@ -199,7 +199,7 @@ def _problem(
         plan.w2,
         experts=len(plan.experts),
         global_experts=plan.layer.experts + options.placement.redundant,
-        top_k=agreed_top_k(routing, options.top_k, index),
+        top_k=agreed_top_k(routing, options.top_k or manifest.sizes.top_k, index),
         activation=agreed_activation(manifest, index, options.activation),
         input=wide.spec.dtype,
         activations=chosen["w13"],

@@ -39,7 +39,7 @@ from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed
 
 INPUT_SCALES = ("input_scale",)  # engines keep one for all experts, so their load balancing does not move them
-ROUTER_ROLES = ("bias", "correction", "table")
+ROUTER_ROLES = ("bias", "correction", "table", "scale")
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -50,6 +50,7 @@ class RoutedExperts(PackedModule):
     router_bias: Tensor | None
     router_correction: Tensor | None
     router_table: Tensor | None
+    router_scale: Tensor | None
 
     def __init__(self, parts: LayerParts) -> None:
         super().__init__(parts.choice, parts.packed)
@@ -211,7 +212,16 @@ class RoutedExperts(PackedModule):
         return self._scaled(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
 
     def route(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Routed:
-        """The experts and weights of each row, with the router's own bias, correction and table."""
+        """The experts and weights of each row, with the router's own bias, correction, table and scale."""
+        routed = self._routed(x, router_logits, input_ids)
+        if self.routing is None or not self.routing.expert_scale:
+            return routed
+        scale = self._buffers["router_scale"]
+        if scale is None:
+            raise LaunchError("this routing needs a scale for each expert")
+        return replace(routed, weights=routed.weights * scale[routed.ids.long().clamp(min=0)])
+
+    def _routed(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None) -> Routed:
         held, compiling = self._buffers, torch.compiler.is_compiling()  # attributes take ten times as long to find
         router = RouterTensors(held["router_bias"], held["router_correction"], held["router_table"])
         if not compiling and self._executor is not None and (self.refit is None or self.refit.settled):
@@ -249,9 +259,9 @@ class RoutedExperts(PackedModule):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def take_router(self, role: str, tensor: Tensor) -> None:
-        """A copy of the router's bias or correction bias (kept in fp32: rounding would change selections),
-        or of its hash table."""
-        own = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True)
+        """A copy of the router's hash table, or of one number for each expert (kept in fp32: rounding would change
+        selections)."""
+        own = tensor.clone() if role == "table" else tensor.to(torch.float32, copy=True).reshape(-1)
         self.register_buffer(f"router_{role}", own, persistent=False)
 
     def claim(self, name: str) -> Claim | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lancebill.checkpoint.resolve.manifest import Manifest
-from lancebill.checkpoint.resolve.routing_config import activation_for, routing_for
+from lancebill.checkpoint.resolve.routing_config import activation_for, routes_itself, routing_for
 from lancebill.errors import SpecError
 from lancebill.moe.activation import Activation
 from lancebill.moe.routing import Routing
@@ -11,8 +11,9 @@ from lancebill.moe.routing import Routing
 
 def agreed_routing(manifest: Manifest, layer: int, given: Routing | None, top_k: int | None) -> Routing | None:
     """The routing that the caller gave, else the config's; None if neither exists, because the engine routes."""
-    naming = manifest.naming
-    routing = given or (routing_for(manifest.config.model, naming.family, layer) if naming.described else None)
+    model, naming = manifest.config.model, manifest.naming
+    known = naming.described and not routes_itself(model, naming.family)
+    routing = given or (routing_for(model, naming.family, layer) if known else None)
     if top_k is not None and routing is not None and top_k != routing.top_k:
         raise SpecError(
             "the engine routes each token to another number of experts",
@@ -41,7 +42,7 @@ def agreed_activation(manifest: Manifest, layer: int, given: Activation | str | 
         if given is None:
             raise SpecError("the activation is not known", where=f"layer {layer}", hint="pass activation=")
         return Activation(given) if isinstance(given, str) else given
-    stated = activation_for(manifest.config.model, naming.family)
+    stated = activation_for(manifest.config.model, naming.family, layer)
     if given is not None and given != (stated.name if isinstance(given, str) else stated):
         raise SpecError(
             "the engine computes another activation",

@@ -54,9 +54,9 @@ class Method(IntEnum):
 class Routing:
     """How tokens choose experts.
 
-    `after_top_k` selects by raw logits and scores only the selected experts: a softmax over the k
-    (gpt-oss, Granite), or Llama-4's sigmoid, which would produce ties among saturated logits if it
-    came first. `correction` makes the correction bias mandatory; a bias that is passed is always
+    `after_top_k` selects by raw logits (plus a correction) and scores only the selected experts: a
+    softmax over the k (gpt-oss, Granite), or Llama-4's sigmoid, which would produce ties among
+    saturated logits if it came first. `correction` makes the correction bias mandatory; a bias that is passed is always
     used. `n_group` 0 means that the model has no groups. The scaling factor is folded into the
     weights unless `apply_scale_to_output` leaves it to the caller. With `zero_experts` the last
     columns of the logits are experts that return their input.
@@ -74,6 +74,7 @@ class Routing:
     apply_scale_to_output: bool = False
     weight_on_input: bool = False
     zero_experts: int = 0
+    expert_scale: bool = False  # the caller multiplies each weight by a stored factor of its expert
     hashed: bool = False  # experts come from a table indexed by token id, weights from the scores
     custom: Custom | None = None
     simulated: Simulation | None = None
@@ -113,7 +114,7 @@ class Routing:
             return Method.SIMULATED
         if self.custom is not None:
             return Method.CUSTOM
-        if self.zero_experts:
+        if self.zero_experts or self.expert_scale:
             return Method.UNSPECIFIED
         if self.scoring == SQRTSOFTPLUS:
             return Method.DEEPSEEK_V4 if self.renormalize and not self.grouped else Method.UNSPECIFIED
@@ -127,7 +128,7 @@ class Routing:
 
     @property
     def _corrected_method(self) -> Method:
-        if self.scoring != SIGMOID or not self.renormalize or self.hashed:
+        if self.scoring != SIGMOID or not self.renormalize or self.hashed or self.after_top_k:
             return Method.UNSPECIFIED
         if self.n_group:
             return Method.DEEPSEEK_V3
@@ -359,8 +360,6 @@ def check_inputs(
     for name, vector in (("router's bias", bias), ("correction bias", correction_bias)):
         if vector is not None and tuple(vector.shape) != (experts,):
             raise LaunchError(f"wrong shape of the {name}", expected=[experts], got=list(vector.shape))
-    if correction_bias is not None and routing.after_top_k:
-        raise LaunchError("this routing takes no correction bias", hint="it selects by raw logits")
     if correction_bias is None and routing.correction and routing.simulated is None:
         raise LaunchError("this routing needs a correction bias")
     routing.check(experts, biased=correction_bias is not None)

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from inspect import getdoc, getmodule
 
+from lancebill.checkpoint.resolve.family_routing import ROWS
 from lancebill.checkpoint.resolve.naming import TABLE, NameForm, Naming
 from lancebill.errors import CannotEncode
 from lancebill.formats import registry
 from lancebill.formats.base import Format, Module
 from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.numbers.spec import QuantSpec
+from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families
 from lancebill.testing.weights import random_example
 
 PAGE = "docs/formats.md"
@@ -93,10 +95,24 @@ def _parts(fmt: Format) -> str:
 
 
 def _families() -> str:
-    table = ["| family | `model_type` | names of the experts |", "|---|---|---|"]
+    """Families with a row, and those without one."""
+    known = len(families())
+    text = [
+        f"transformers {TRANSFORMERS} has {known} model types with routed experts; {known - len(WITHOUT_ROW)} of them",
+        "are read, in the hub's names and in transformers' own. `make test-families` compares logits and chosen",
+        f"experts with transformers. From published configs, without such a judge: {_listed(REMOTE_CODE)}.\n",
+    ]
+    table = ["| family | `model_type` | routing by | names of the experts |", "|---|---|---|---|"]
     for row in TABLE:
-        table.append(f"| {row.family} | {_listed(row.model_types)} | {_forms(row)} |")
-    return "\n".join(table)
+        table.append(f"| {row.family} | {_listed(row.model_types)} | {_router(row)} | {_forms(row)} |")
+    reasons = ["\n| not read | why |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in WITHOUT_ROW.items())]
+    return "\n".join([*text, *table, *reasons])
+
+
+def _router(row: Naming) -> str:
+    """Who routes: lancebill from the gate's logits, or the model."""
+    own = ROWS[row.family].own_router if row.family in ROWS else None
+    return "lancebill" if own is None else f"the model: {own}"
 
 
 def _forms(row: Naming) -> str:

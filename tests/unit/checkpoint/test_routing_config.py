@@ -179,7 +179,7 @@ def test_published_configs(model: dict[str, Any], routing: Routing, activation: 
 
 def test_every_family_has_a_row() -> None:
     assert {row.family for row in naming.TABLE} == {*ROWS, "gguf"}
-    assert {naming.find_family(model).family for model, _, _ in PUBLISHED} == set(ROWS)
+    assert {naming.find_family(model).family for model, _, _ in PUBLISHED} <= set(ROWS)
 
 
 METHODS = {

@@ -80,7 +80,7 @@ def test_inspect_describes_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_inspect_groups_layers_by_spec(tmp_path: Path) -> None:
-    row = names.TABLE[1]
+    row = names.find_family({"model_type": "qwen3_moe"})
     example = example_of("gptq", "int4-g64:fp16-gptq")
     generated = generate(example, row, row.forms[0], replace(SIZE, layers=3))
     other = generate(example_of("dense", "bf16"), row, row.forms[0], replace(SIZE, layers=3))
@@ -127,7 +127,7 @@ def test_verify_passes_an_intact_checkpoint(model: Path) -> None:
 
 
 def test_verify_lists_all_problems(tmp_path: Path) -> None:
-    row = names.TABLE[1]
+    row = names.find_family({"model_type": "qwen3_moe"})
     generated = generate(example_of("fp8", "block-F32"), row, row.forms[0], SIZE)
     home = "model.layers.1.mlp.experts"
     del generated.tensors[f"{home}.0.up_proj.weight"]

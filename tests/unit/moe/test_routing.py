@@ -347,7 +347,6 @@ def test_impossible_groupings(routing: Routing, experts: int, biased: bool) -> N
         (Routing(2), LOGITS, {"hidden": torch.zeros(2, 8)}),
         (Routing(2), LOGITS, {"correction_bias": torch.zeros(3)}),
         (Routing(2, correction=True), LOGITS, {}),
-        (Routing(2, after_top_k=True), LOGITS, {"correction_bias": torch.zeros(4)}),
         (Routing(2, zero_experts=4), LOGITS, {}),
     ],
 )

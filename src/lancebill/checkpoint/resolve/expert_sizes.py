@@ -15,6 +15,8 @@ from lancebill.errors import BadValue
 
 MAX_EXPERTS = 1 << 14  # of a layer; the most that was ever published is 2,048
 MAX_SIZE = 1 << 31  # of any other number
+# Sections of a config that describe the model with the experts: the text model of a multimodal one, DBRX's experts.
+SECTIONS = ("text_config", "thinker_config", "language_config", "llm_config", "ffn_config")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class ExpertSizes:
     intermediate: int | None
     top_k: int | None
     layers: int | None
+    zero_experts: int = 0  # experts without weights, numbered after the others
 
 
 def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
@@ -34,28 +37,37 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
         experts=_lookup(
             model, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", most=MAX_EXPERTS
         ),
-        hidden=_lookup(model, "hidden_size", "d_model"),
+        hidden=_lookup(model, "moe_latent_size", "hidden_size", "d_model"),
         intermediate=_lookup(
             model, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"
         ),
         top_k=_lookup(
-            model, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "experts_per_token", most=MAX_EXPERTS
+            model, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
+            "experts_per_token", most=MAX_EXPERTS,
         ),
-        layers=_lookup(model, "num_hidden_layers", "n_layers"),
-    )
+        layers=_lookup(model, "num_hidden_layers", "n_layers", "num_layers"),
+        zero_experts=_lookup(model, "zero_expert_num", most=MAX_EXPERTS) or 0,
+    )  # fmt: skip
 
 
 def config_sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config itself, and its nested sections for the text model and the experts."""
-    nested = [model.get(key) for key in ("text_config", "ffn_config")]
-    return [model, *(part for part in nested if isinstance(part, Mapping))]
+    """The config and its nested sections for the text model and the experts, the innermost first."""
+    nested = [part for key in SECTIONS if isinstance(part := model.get(key), Mapping)]
+    return [*(section for part in nested for section in config_sections(part)), model]
 
 
 def _lookup(model: Mapping[str, Any], *keys: str, most: int = MAX_SIZE) -> int | None:
-    """The first of these keys that is set; null and 0 count as absent, as dense models write them."""
+    """The first of these keys that is set; null and 0 count as absent, as dense models write them.
+
+    A list has a value for each layer: its size if all layers have the same, else None.
+    """
     for section in config_sections(model):
         for key in keys:
             value = section.get(key)
+            if isinstance(value, list) and value:
+                if any(entry != value[0] for entry in value):
+                    return None
+                value = value[0]
             if value is None or (type(value) is int and value == 0):
                 continue
             if type(value) is not int or not 0 < value <= most:

@@ -82,7 +82,7 @@ class LayerIndex:
         self.config, self.tensors, self.sizes = config, tensors, expert_sizes(config.model)
         self.naming = naming or names.find_family(config.model)
         self.format = fmt or detect(config)
-        self.form, self._modules = _modules_by_layer(self.naming, tensors)
+        self.form, self._modules = _modules_by_layer(self.naming, tensors, self.sizes)
         self.layers = tuple(sorted(self._modules))
         expert_tensors = _tensor_names(self._modules)
         self._others = {name: stored for name, stored in tensors.items() if name not in expert_tensors}
@@ -117,7 +117,7 @@ class LayerIndex:
 
     def _general_problems(self) -> Iterable[CheckpointError]:
         """Errors that belong to no layer."""
-        yield from _stray_tensors(self.form, self._others)
+        yield from _stray_tensors(self.form, (name for name in self._others if not self.naming.router.claim(name)))
         if not self.layers:
             yield MissingTensor(
                 "no tensor name matches an expert of this family",
@@ -143,23 +143,43 @@ def _too_few_experts(manifest: Manifest) -> Iterable[CheckpointError]:
 _Modules = dict[int, dict[tuple[int | None, str], ModuleTensors]]  # by layer, then by (expert, projection)
 
 
-def _modules_by_layer(row: Naming, tensors: Iterable[str]) -> tuple[NameForm, _Modules]:
-    """The form that matches most tensor names, and the expert modules it finds."""
-    best: tuple[int, NameForm, _Modules] = (-1, row.forms[0], {})
-    for form in row.forms:
-        modules: _Modules = defaultdict(dict)
-        count = 0
-        for name in tensors:
-            parsed = names.parse_name(form, name)
-            if parsed is None:
-                continue
-            count += 1
-            key = parsed.expert, parsed.projection
-            module = modules[parsed.layer].setdefault(key, ModuleTensors(parsed.prefix))
-            module.names.setdefault(parsed.suffix, name)
-        if count > best[0]:
-            best = count, form, dict(modules)
-    return best[1], best[2]
+def _modules_by_layer(row: Naming, tensors: Mapping[str, Stored], sizes: ExpertSizes) -> tuple[NameForm, _Modules]:
+    """The form that matches most tensor names, and the expert modules it finds.
+
+    Forms may differ only in the orientation of stacked matrices; then the shapes decide.
+    """
+    found = [(form, *_modules_of(form, tensors)) for form in row.forms]
+    most = max(count for _, count, _ in found)
+    best = [(form, modules) for form, count, modules in found if count == most]
+    return next((one for one in best if _is_oriented(*one, tensors, sizes)), best[0])
+
+
+def _modules_of(form: NameForm, tensors: Iterable[str]) -> tuple[int, _Modules]:
+    """The number of tensor names that match a form, and the expert modules they belong to."""
+    modules: _Modules = defaultdict(dict)
+    count = 0
+    for name in tensors:
+        parsed = names.parse_name(form, name)
+        if parsed is None:
+            continue
+        count += 1
+        key = parsed.expert, parsed.projection
+        module = modules[parsed.layer].setdefault(key, ModuleTensors(parsed.prefix))
+        module.names.setdefault(parsed.suffix, name)
+    return count, dict(modules)
+
+
+def _is_oriented(form: NameForm, modules: _Modules, tensors: Mapping[str, Stored], sizes: ExpertSizes) -> bool:
+    """Whether no stacked matrix has the other orientation: [K, N] where the form says [N, K], or the reverse."""
+    if not form.stacked or sizes.hidden is None or sizes.intermediate is None:
+        return True
+    for (_, stored), module in next(iter(modules.values()), {}).items():
+        rows = sizes.intermediate * (2 if stored == names.GATE_UP else 1)
+        shape = (sizes.hidden, sizes.intermediate) if stored == names.DOWN else (rows, sizes.hidden)
+        other = shape if stored in form.transposed else shape[::-1]
+        if shape != shape[::-1] and any(tensors[name].shape[1:] == other for name in module.names.values()):
+            return False
+    return True
 
 
 def _tensor_names(modules: _Modules) -> frozenset[str]:

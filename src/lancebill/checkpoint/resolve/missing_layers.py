@@ -35,8 +35,9 @@ def _layers(naming: Naming, tensors: Iterable[str]) -> tuple[set[int], set[int]]
     for name in tensors:
         matches = (pattern.fullmatch(name) for pattern in patterns.values())
         present.update(int(match["layer"]) for match in matches if match is not None)
-        if router := naming.router.weight_pattern.fullmatch(name):
-            routed.add(int(router["layer"]))
+        gated = naming.router.gate_layer(name)
+        if gated is not None:
+            routed.add(gated)
     return present, routed
 
 

@@ -7,330 +7,218 @@ rows and Llama-4's transposed matrices are columns of this table, not branches i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from lancebill.checkpoint.read.tensor_info import quoted
 from lancebill.checkpoint.resolve.expert_sizes import config_sections
+from lancebill.checkpoint.resolve.name_forms import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    UP,
+    Claim,
+    NameForm,
+    Naming,
+    ParsedName,
+    Router,
+    parse_name,
+)
 from lancebill.errors import UnsupportedFormat
 
-GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
-# Prefixes before "layers.": text models, vision-language wrappers, state-space hybrids.
-PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.", "backbone.")
-
-NUMBER = "0|[1-9][0-9]*"  # one spelling for each number: 00 is not 0, nor is a digit of another script
-ANY_DIGITS = r"\d+"
-
-
-@dataclass(frozen=True)
-class NameForm:
-    """One way in which a family names its expert tensors.
-
-    `home` is the module that contains the experts; `names` are the projections below it, with `{expert}` where each
-    expert has its own tensors. In stacked forms the first axis is the expert.
-    """
-
-    home: str
-    names: Mapping[str, str]
-    transposed: tuple[str, ...] = ()  # projections whose matrices and block scales are stored [K, N]
-    interleaved: bool = False  # fused rows alternate gate, up, gate, up
-    flat: bool = False  # experts stacked along the first matrix axis: [E*I, H]
-    exclusive: bool = True  # everything below home belongs to the experts
-    prefixes: tuple[str, ...] = PREFIXES
-
-    @cached_property
-    def stacked(self) -> bool:
-        return all("{expert}" not in name for name in self.names.values())
-
-    @property
-    def fused(self) -> bool:
-        return GATE_UP in self.names
-
-    @property
-    def gated(self) -> bool:
-        return self.fused or UP in self.names
-
-    def module(self, prefix: str, layer: int, expert: int, projection: str) -> str:
-        """The module name of a projection."""
-        return (prefix + self.home + self.names[projection]).format(layer=layer, expert=expert)
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches a tensor name; its groups are prefix, layer, expert, projection and suffix."""
-        alternatives = []
-        for projection, name in sorted(self.names.items(), key=lambda item: -len(item[1])):
-            escaped = re.escape(name).replace(re.escape("{expert}"), f"(?P<{projection}_expert>{NUMBER})")
-            alternatives.append(rf"(?P<{projection}>{escaped})")
-        return re.compile(
-            rf"{_below(self.prefixes, self.home)}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"
-        )
-
-    @cached_property
-    def below_home(self) -> re.Pattern[str]:
-        """Matches every name below `home`, also of layers whose number is spelled otherwise."""
-        return re.compile(rf"{_below(self.prefixes, self.home, ANY_DIGITS)}\..*")
-
-    @cached_property
-    def in_layer(self) -> re.Pattern[str]:
-        """Matches the name of every tensor of a layer, an expert's or not."""
-        blocks = self.home[: self.home.index("{layer}")] + "{layer}"
-        return re.compile(rf"{_below(self.prefixes, blocks)}\..*")
-
-
-def _below(prefixes: Iterable[str], template: str, number: str = NUMBER) -> str:
-    """A pattern for `template` below any of the prefixes; its groups are prefix and layer."""
-    listed = "|".join(re.escape(p) for p in sorted(prefixes, key=len, reverse=True))
-    return rf"(?P<prefix>{listed})" + re.escape(template).replace(re.escape("{layer}"), f"(?P<layer>{number})")
-
-
-@dataclass(frozen=True)
-class ParsedName:
-    """The parts of an expert tensor's name."""
-
-    prefix: str
-    layer: int
-    expert: int | None  # None for stacked tensors
-    projection: str
-    suffix: str
-
-
-def parse_name(form: NameForm, name: str) -> ParsedName | None:
-    """Parse a tensor name under this form; None if it is not an expert tensor."""
-    match = form.pattern.fullmatch(name)
-    if match is None:
-        return None
-    projection = next(p for p in form.names if match[p] is not None)
-    expert = None if form.stacked else int(match[f"{projection}_expert"])
-    return ParsedName(match["prefix"], int(match["layer"]), expert, projection, match["suffix"])
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a tensor is, by its name alone: a part of the routed experts of `layer`, or of their router."""
-
-    layer: int
-    expert: int | None = None  # None: all experts, or the router
-    router: str | None = None  # bias, correction or table; None: the tensor is the experts'
-
-
-@dataclass(frozen=True)
-class Router:
-    """Names of the router's tensors, below the prefix."""
-
-    weight: str = "layers.{layer}.mlp.gate.weight"
-    bias: str | None = None
-    correction: str | None = None  # added to the scores for expert selection only
-    table: str | None = None  # token id -> expert ids
-    prefixes: tuple[str, ...] = (*PREFIXES, "transformer.")
-
-    @property
-    def roles(self) -> dict[str, str]:
-        """{role: template} of the tensors that a layer keeps: all but the gate matrix."""
-        templates = {"bias": self.bias, "correction": self.correction, "table": self.table}
-        return {role: template for role, template in templates.items() if template is not None}
-
-    def names(self, layer: int) -> dict[str, str]:
-        """{tensor name under any prefix: role} for the router tensors that a layer keeps."""
-        return {
-            prefix + template.format(layer=layer): role
-            for role, template in self.roles.items()
-            for prefix in self.prefixes
-        }
-
-    def claim(self, name: str) -> Claim | None:
-        """The router tensor with this name; None if a layer keeps no such tensor."""
-        for role, pattern in self._patterns.items():
-            match = pattern.fullmatch(name)
-            if match is not None:
-                return Claim(int(match["layer"]), router=role)
-        return None
-
-    @cached_property
-    def weight_pattern(self) -> re.Pattern[str]:
-        """Matches the name of a layer's gate matrix."""
-        return re.compile(_below(self.prefixes, self.weight))
-
-    @cached_property
-    def _patterns(self) -> dict[str, re.Pattern[str]]:
-        return {role: re.compile(_below(self.prefixes, template)) for role, template in self.roles.items()}
-
-
-@dataclass(frozen=True)
-class Naming:
-    """A model family: its `model_type`s and the naming forms of its experts."""
-
-    family: str
-    model_types: tuple[str, ...]
-    forms: tuple[NameForm, ...]
-    router: Router = field(default_factory=Router)
-    uneven: bool = False  # tensor-parallel shards keep blocks whole and may differ in size
-    biased: bool = False  # every projection has a bias
-    described: bool = True  # the config states the routing and the activation
-
-    def claim(self, name: str) -> Claim | None:
-        """What the tensor with this name is; None if it is neither an expert's nor their router's."""
-        for form in self.forms:
-            parsed = parse_name(form, name)
-            if parsed is not None:
-                return Claim(parsed.layer, parsed.expert)
-        return self.router.claim(name)
-
+__all__ = [
+    "DOWN", "GATE", "GATE_UP", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName", "Router", "find_family",
+    "parse_name",
+]  # fmt: skip
 
 _LLAMA_NAMES = {GATE: ".{expert}.gate_proj", UP: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}
 _MIXTRAL_NAMES = {GATE: ".{expert}.w1", UP: ".{expert}.w3", DOWN: ".{expert}.w2"}
 _FUSED_NAMES = {GATE_UP: ".gate_up_proj", DOWN: ".down_proj"}
 _FUSED_EACH = {GATE_UP: ".{expert}.gate_up_proj", DOWN: ".{expert}.down_proj"}
-_BOTH = (GATE_UP, DOWN)
+_LINEAR_NAMES = {GATE_UP: ".input_linear", DOWN: ".output_linear"}
 _W13_EACH = {GATE_UP: ".{expert}.w13", DOWN: ".{expert}.w2"}
+_BOTH = (GATE_UP, DOWN)
 
-_MLP = "layers.{layer}.mlp.experts"
-_BLOCK = "layers.{layer}.block_sparse_moe.experts"
-_FEED = "layers.{layer}.feed_forward.experts"
-_CORRECTED = Router(correction="layers.{layer}.mlp.gate.e_score_correction_bias")
+_LAYER = "layers.{layer}"
+_MLP, _BLOCK, _FEED = (f"{_LAYER}.{block}.experts" for block in ("mlp", "block_sparse_moe", "feed_forward"))
+_MIXER = f"{_LAYER}.mixer.experts"
 
-# The forms of families with gate_proj, up_proj and down_proj below mlp.
-_STANDARD = (NameForm(_MLP, _LLAMA_NAMES), NameForm(_MLP, _FUSED_NAMES), NameForm(_MLP, _FUSED_EACH))
+
+def _in_layer(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_LAYER}.{name}" for name in names)
+
+
+# Shared forms. What a family stores on the hub comes first; transformers' own stacked form is in every row.
+_MLP_STACKED = NameForm(_MLP, _FUSED_NAMES)
+_STANDARD = (NameForm(_MLP, _LLAMA_NAMES), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH))
+_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED)
+_FEED_STACKED = NameForm(_FEED, _FUSED_NAMES)
+_GEMMA = (NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES))
+_STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)
+
+_MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
+_CORRECTED = Router(correction=_in_layer("mlp.gate.e_score_correction_bias"))
+_BLOCK_CORRECTIONS = ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias")
 
 TABLE: tuple[Naming, ...] = (
-    Naming(
-        "mixtral",
-        ("mixtral",),
-        (
-            NameForm(_BLOCK, _MIXTRAL_NAMES),
-            NameForm(_BLOCK, _W13_EACH),
-            NameForm(_MLP, _FUSED_NAMES),
-            NameForm(_BLOCK, _FUSED_NAMES),
-        ),
-        Router("layers.{layer}.block_sparse_moe.gate.weight"),
-    ),
+    Naming("mixtral", ("mixtral",), (
+        NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES),
+    ), _MIXTRAL_ROUTER),
+    Naming("minimax", ("minimax",), _MIXTRAL, _MIXTRAL_ROUTER),
+    Naming("minimax_m2", ("minimax_m2",), _MIXTRAL, replace(
+        _MIXTRAL_ROUTER, correction=_in_layer(*_BLOCK_CORRECTIONS)
+    )),
+    Naming("minimax_m3", ("minimax_m3_vl", "minimax_m3_vl_text"), _MIXTRAL, replace(
+        _MIXTRAL_ROUTER, correction=_in_layer(_BLOCK_CORRECTIONS[0], "mlp.gate.e_score_correction_bias")
+    )),
+    Naming("kimi_linear", ("kimi_linear",), _MIXTRAL, replace(_MIXTRAL_ROUTER, correction=_in_layer(
+        "block_sparse_moe.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+    ))),
+    Naming("phimoe", ("phimoe",), _MIXTRAL, Router(_in_layer("block_sparse_moe.gate.weight", "mlp.router.weight"))),
+
+    # Families with gate_proj, up_proj and down_proj below mlp: no correction ...
     Naming("qwen2_moe", ("qwen2_moe",), _STANDARD),
     Naming("qwen3_moe", ("qwen3_moe",), _STANDARD),
-    Naming("olmoe", ("olmoe",), _STANDARD),
+    Naming("qwen3_next", ("qwen3_next",), _STANDARD),
+    Naming("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), _STANDARD),
+    Naming("qwen4_exp", ("qwen4_exp", "qwen4_exp_text"), _STANDARD),
+    Naming("qwen3_omni_moe", ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"), _STANDARD),
     Naming(
-        "qwen3_vl_moe",
-        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        (NameForm(_MLP, _LLAMA_NAMES), NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)),
+        "qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), (_STANDARD[0], _STACKED_TRANSPOSED, _MLP_STACKED)
     ),
+    Naming("olmoe", ("olmoe",), _STANDARD),
+    Naming("flex_olmo", ("flex_olmo",), _STANDARD),
+    Naming("mellum", ("mellum",), _STANDARD),
+    Naming("flint", ("flint",), _STANDARD),
+    Naming("cohere2_moe", ("cohere2_moe",), _STANDARD),
+    Naming("mistral4", ("mistral4",), _STANDARD),
+    Naming("hunyuan_v1_moe", ("hunyuan_v1_moe",), _STANDARD, Router(_in_layer("mlp.gate.wg.weight"))),
     Naming("deepseek_v2", ("deepseek_v2",), _STANDARD),
+    Naming("deepseek_ocr", (
+        "deepseek_ocr2", "deepseek_ocr2_text", "unlimited_ocr", "unlimited_ocr_text"
+    ), _STANDARD),
+    # ... and with a correction.
     Naming("deepseek_v3", ("deepseek_v3", "deepseek_v32"), _STANDARD, _CORRECTED),
     Naming("kimi_k2", ("kimi_k2", "kimi_k25"), _STANDARD, _CORRECTED),
-    Naming("glm4_moe", ("glm4_moe",), _STANDARD, _CORRECTED),
+    Naming("glm4_moe", (
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text"
+    ), _STANDARD, _CORRECTED),
+    Naming("glm5_next", ("glm5_next", "glm5_next_text"), _STANDARD, _CORRECTED),
+    Naming("dots1", ("dots1",), _STANDARD, _CORRECTED),
+    Naming("solar_open", ("solar_open",), _STANDARD, _CORRECTED),
+    Naming("mimo_v2_flash", ("mimo_v2_flash",), _STANDARD, _CORRECTED),
+    Naming("axk", ("axk1", "axk2"), _STANDARD, _CORRECTED),
+    Naming("beam", ("beam",), _STANDARD, _CORRECTED),
+    Naming("hy_v4", ("hy_v4",), _STANDARD, _CORRECTED),
+    Naming("bailing_hybrid", ("bailing_hybrid",), _STANDARD, Router(correction=_in_layer(
+        "mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"
+    ))),
+    Naming("exaone_moe", ("exaone_moe",), _STANDARD, Router(correction=_in_layer(
+        "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+    ))),
+    Naming("laguna", ("laguna",), _STANDARD, Router(correction=_in_layer(
+        "mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+    ))),
+    Naming("kolibri1", ("kolibri1",), _STANDARD, Router(correction=_in_layer(
+        "moe.router.expert_bias", "mlp.gate.e_score_correction_bias"
+    ))),
+    Naming("ernie4_5_moe", ("ernie4_5_moe",), _STANDARD, Router(correction=_in_layer(
+        "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
+    ))),
+    Naming("hy_v3", ("hy_v3",), _STANDARD, Router(
+        _in_layer("mlp.router.gate.weight", "mlp.gate.weight"),
+        correction=_in_layer("mlp.expert_bias", "mlp.e_score_correction_bias"),
+    )),
+    Naming("afmoe", ("afmoe",), _STANDARD, Router(
+        _in_layer("mlp.router.gate.weight"), correction=_in_layer("mlp.expert_bias")
+    )),
+    Naming("longcat_flash", ("longcat_flash",), _STANDARD, Router(
+        _in_layer("mlp.router.classifier.weight"), correction=_in_layer("mlp.router.e_score_correction_bias")
+    )),
+    Naming("zaya", ("zaya",), _STANDARD),
+
+    # Families with names of their own.
+    Naming("deepseek_v4", ("deepseek_v4",), (
+        NameForm(f"{_LAYER}.ffn.experts", _MIXTRAL_NAMES), _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES)
+    ), Router(
+        _in_layer("ffn.gate.weight", "mlp.gate.weight"),
+        correction=_in_layer("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
+        table=_in_layer("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
+    )),
+    Naming("mistral_large4", ("mistral_large4", "mistral_large4_text"), (
+        NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES), _MLP_STACKED
+    ), Router(_in_layer("gate.weight", "mlp.gate.weight"))),
+    Naming("gpt_oss", ("gpt_oss",), (
+        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES)
+    ), Router(_in_layer("mlp.router.weight"), bias=_in_layer("mlp.router.bias")), uneven=True, biased=True),
+    Naming("llama4", ("llama4", "llama4_text"), (
+        NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES)
+    ), Router(_in_layer("feed_forward.router.weight"))),
+    Naming("nemotron_h", ("nemotron_h", "nemotron_h_omni", "nemo_speechlm"), (
+        NameForm(_MIXER, {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}),
+        NameForm(_MIXER, {GATE: ".up_proj", DOWN: ".down_proj"}),
+        NameForm(_MIXER, {GATE: ".gate_and_up_projs", DOWN: ".down_projs"}, transposed=(GATE, DOWN)),
+    ), Router(_in_layer("mixer.gate.weight"), correction=_in_layer("mixer.gate.e_score_correction_bias"))),
     Naming(
-        "deepseek_v4",
-        ("deepseek_v4",),
-        (
-            NameForm("layers.{layer}.ffn.experts", _MIXTRAL_NAMES),
-            NameForm(_MLP, _FUSED_NAMES),
-            NameForm(_MLP, _LLAMA_NAMES),
+        "jamba", ("jamba",), (NameForm(_FEED, _LLAMA_NAMES), _FEED_STACKED),
+        Router(_in_layer("feed_forward.router.weight")),
+    ),
+    Naming("lfm2_moe", ("lfm2_moe",), (NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED), Router(
+        _in_layer("feed_forward.gate.weight"), correction=_in_layer("feed_forward.expert_bias")
+    )),
+    Naming("gemma4", ("gemma4", "gemma4_text"), _GEMMA, Router(
+        _in_layer("router.proj.weight"), scale=_in_layer("router.per_expert_scale")
+    )),
+    Naming("aria", ("aria", "aria_text"), (
+        NameForm(_MLP, {GATE_UP: ".fc1", DOWN: ".fc2"}, transposed=_BOTH), _STACKED_TRANSPOSED,
+        NameForm(_MLP, _LLAMA_NAMES),
+    ), Router(_in_layer("mlp.router.weight"))),
+    Naming("step3p7", ("step3p7", "step3p7_text"), (
+        NameForm(f"{_LAYER}.moe", {GATE: ".gate_proj", UP: ".up_proj", DOWN: ".down_proj"}, exclusive=False),
+        _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES),
+    ), Router(
+        _in_layer("moe.gate.weight", "mlp.gate.weight"),
+        correction=_in_layer("moe.router_bias", "mlp.gate.e_score_correction_bias"),
+    )),
+    Naming("inkling", ("inkling_mm_model", "inkling_text"), (
+        NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True),
+        _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES),
+    )),
+    Naming("dbrx", ("dbrx",), (
+        NameForm(
+            "blocks.{layer}.ffn.experts.mlp", {GATE: ".w1", UP: ".v1", DOWN: ".w2"}, flat=True, transposed=(DOWN,),
+            prefixes=("transformer.",),
         ),
-        Router(
-            "layers.{layer}.ffn.gate.weight",
-            correction="layers.{layer}.ffn.gate.bias",
-            table="layers.{layer}.ffn.gate.tid2eid",
+        NameForm("blocks.{layer}.ffn.experts", _LLAMA_NAMES, prefixes=("transformer.",)),
+    ), Router("blocks.{layer}.ffn.router.layer.weight")),
+    Naming("granitemoe", ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa"), (
+        NameForm(f"{_LAYER}.block_sparse_moe", _LINEAR_NAMES, exclusive=False),
+        NameForm(_BLOCK, _FUSED_NAMES), NameForm(_BLOCK, _LLAMA_NAMES),
+    ), Router(_in_layer("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"))),
+    Naming("jetmoe", ("jetmoe",), (
+        NameForm(f"{_LAYER}.mlp", _LINEAR_NAMES, exclusive=False), NameForm(_MLP, _LLAMA_NAMES)
+    ), Router(_in_layer("mlp.router.layer.weight"))),
+    Naming("gguf", ("gguf",), (
+        NameForm(
+            "blk.{layer}", {GATE: ".ffn_gate_exps", UP: ".ffn_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False,
+            prefixes=("",),
         ),
-    ),
-    Naming(
-        "gpt_oss",
-        ("gpt_oss",),
-        (NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES)),
-        Router("layers.{layer}.mlp.router.weight", bias="layers.{layer}.mlp.router.bias"),
-        uneven=True,
-        biased=True,
-    ),
-    Naming(
-        "llama4",
-        ("llama4", "llama4_text"),
-        (NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES)),
-        Router("layers.{layer}.feed_forward.router.weight"),
-    ),
-    Naming(
-        "minimax_m2",
-        ("minimax_m2",),
-        (NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_MLP, _FUSED_NAMES)),
-        Router(
-            "layers.{layer}.block_sparse_moe.gate.weight",
-            correction="layers.{layer}.block_sparse_moe.e_score_correction_bias",
+        NameForm(
+            "blk.{layer}", {GATE_UP: ".ffn_gate_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, prefixes=("",)
         ),
-    ),
-    Naming(
-        "nemotron_h",
-        ("nemotron_h",),
-        (NameForm("layers.{layer}.mixer.experts", {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}),),
-        Router("layers.{layer}.mixer.gate.weight", correction="layers.{layer}.mixer.gate.e_score_correction_bias"),
-    ),
-    Naming(
-        "phimoe",
-        ("phimoe",),
-        (NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_MLP, _FUSED_NAMES)),
-        Router("layers.{layer}.block_sparse_moe.gate.weight"),
-    ),
-    Naming(
-        "jamba",
-        ("jamba",),
-        (NameForm(_FEED, _LLAMA_NAMES), NameForm(_FEED, _FUSED_NAMES)),
-        Router("layers.{layer}.feed_forward.router.weight"),
-    ),
-    Naming(
-        "dbrx",
-        ("dbrx",),
-        (
-            NameForm(
-                "blocks.{layer}.ffn.experts.mlp",
-                {GATE: ".w1", UP: ".v1", DOWN: ".w2"},
-                flat=True,
-                transposed=(DOWN,),
-                prefixes=("transformer.",),
-            ),
-            NameForm("blocks.{layer}.ffn.experts", _LLAMA_NAMES, prefixes=("transformer.",)),
-        ),
-        Router("blocks.{layer}.ffn.router.layer.weight"),
-    ),
-    Naming(
-        "granitemoe",
-        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
-        (
-            NameForm(
-                "layers.{layer}.block_sparse_moe",
-                {GATE_UP: ".input_linear", DOWN: ".output_linear"},
-                exclusive=False,
-            ),
-            NameForm(_BLOCK, _LLAMA_NAMES),
-        ),
-        Router("layers.{layer}.block_sparse_moe.router.layer.weight"),
-    ),
-    Naming(
-        "gguf",
-        ("gguf",),
-        (
-            NameForm(
-                "blk.{layer}",
-                {GATE: ".ffn_gate_exps", UP: ".ffn_up_exps", DOWN: ".ffn_down_exps"},
-                exclusive=False,
-                prefixes=("",),
-            ),
-            NameForm(
-                "blk.{layer}",
-                {GATE_UP: ".ffn_gate_up_exps", DOWN: ".ffn_down_exps"},
-                exclusive=False,
-                prefixes=("",),
-            ),
-        ),
-        Router(
-            "blk.{layer}.ffn_gate_inp.weight",
-            bias="blk.{layer}.ffn_gate_inp.bias",
-            correction="blk.{layer}.exp_probs_b.bias",
-            table="blk.{layer}.ffn_gate_tid2eid.weight",
-        ),
-    ),
+    ), Router(
+        "blk.{layer}.ffn_gate_inp.weight",
+        bias="blk.{layer}.ffn_gate_inp.bias",
+        correction="blk.{layer}.exp_probs_b.bias",
+        table="blk.{layer}.ffn_gate_tid2eid.weight",
+    )),
 )  # fmt: skip
 
 
 def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
     """The row for a config.json, by its `model_type` or that of its text_config."""
-    model_types = [section.get("model_type") for section in config_sections(model)]
+    model_types = [section.get("model_type") for section in config_sections(model)][::-1]
     for naming in table:
         if any(name in naming.model_types for name in model_types):
             return naming

@@ -265,12 +265,14 @@ class LayerBuilder:
             yield (self.experts * shape[0], *shape[1:]), expert
         else:
             yield (self.experts, *shape), expert
+            if self.sizes.zero_experts:  # transformers' LongCat has rows for them that nothing reads
+                yield (self.experts + self.sizes.zero_experts, *shape), expert
             if not axes:
                 yield (), None  # one scalar for all experts
 
     def _check_strays(self, experts: int) -> None:
         for (expert, stored), module in self.modules.items():
-            if expert is not None and expert >= experts:
+            if expert is not None and expert >= experts + self.sizes.zero_experts:
                 self.problems.append(
                     UnexpectedTensor(
                         "the config has no such expert",

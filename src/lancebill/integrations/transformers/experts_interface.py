@@ -18,7 +18,7 @@ from lancebill.backends import oracle
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
-from lancebill.integrations.transformers.packed_experts import forward_only, has_post_expert_norm
+from lancebill.integrations.transformers.packed_experts import forward_only, has_post_expert_norm, uses_interface
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.routed_experts import RoutedExperts
@@ -60,6 +60,10 @@ class ModuleExperts:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleExperts:
+        if not uses_interface(module):
+            raise UnsupportedProblem(
+                "these experts do not use transformers' experts interface", where=type(module).__name__
+            )
         experts: Any = module  # its attributes are set by transformers' decorator, not declared by its class
         parameters = dict(module.named_parameters(recurse=False))
         up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -135,18 +139,18 @@ def _cached_layer(module: nn.Module, source: ModuleExperts, top_k: int) -> Route
 
 
 def _make_layer(source: ModuleExperts, top_k: int) -> RoutedExperts:
-    problem = problem_of(source, top_k)
+    problem = problem_of(source, top_k, None)
     choice = oracle.select(problem, parse_device(str(source.up.device)))
     layout = choice.backend.layout(problem)
     plain = isinstance(layout, PlainLayout) and not source.transposed and not source.interleaved
     return RoutedExperts(LayerParts(choice, _without_copy(source) if plain else pack_matrices(choice, source.weights)))
 
 
-def problem_of(source: ModuleExperts, top_k: int) -> Problem:
-    """The problem that a module's experts compute with their unquantised weights."""
+def problem_of(source: ModuleExperts, top_k: int, layer: int | None) -> Problem:
+    """The problem that a module's experts compute with their unquantised weights; `layer` is None if not known."""
     model = source.config.to_dict()  # type: ignore[attr-defined]
     shapes, wide, experts = source.shapes(), UNQUANTISED[source.up.dtype], int(source.up.shape[0])
-    activation = activation_for(model, names.find_family(model).family)
+    activation = activation_for(model, names.find_family(model).family, layer)
     if activation.gated != source.gated:
         raise UnsupportedProblem("the model's experts contradict its config", got=f"gated: {source.gated}")
     return Problem(

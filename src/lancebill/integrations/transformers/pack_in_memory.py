@@ -14,8 +14,8 @@ from dataclasses import replace
 from torch import nn
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.routing_config import routing_for
+from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
+from lancebill.errors import UnsupportedFormat
 from lancebill.integrations.transformers.experts_interface import ModuleExperts, pack_matrices, problem_of
 from lancebill.integrations.transformers.packed_experts import PackedExperts, expert_modules
 from lancebill.layer.parts import LayerParts
@@ -46,7 +46,10 @@ def _packed(
 ) -> RoutedExperts:
     targets, chosen = weight_targets(weights, index), activation_specs(activations, index)
     model = source.config.to_dict()  # type: ignore[attr-defined]
-    problem = problem_of(source, routing_for(model, names.find_family(model).family, index).top_k)
+    top_k = expert_sizes(model).top_k
+    if top_k is None:
+        raise UnsupportedFormat("the model's config does not state how many experts a token is routed to")
+    problem = problem_of(source, top_k, index)
     assert problem.w2 is not None
     halves = 2 if source.gated else 1
     spec13 = targets.get("w13", problem.w13.spec)

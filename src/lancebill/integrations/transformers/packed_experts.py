@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from lancebill.layer.rules import ActivationRules, activation_specs
 
 # Attributes that transformers' `use_experts_implementation` decorator sets on every experts module.
 _DECORATOR_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+# Experts modules without the decorator (DBRX, LongCat, Step) are called in the same way.
+_ROUTED_ARGUMENTS = {"hidden_states", "top_k_index", "top_k_weights"}
 
 
 class PackedExperts(nn.Module):
@@ -36,8 +39,13 @@ class PackedExperts(nn.Module):
         if self.experts is None:
             raise LaunchError("the experts are not loaded yet", where=f"layer {self.index}")
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        k = top_k_index.shape[-1]
-        out = forward_only(self.experts, rows, top_k_index.reshape(-1, k), top_k_weights.reshape(-1, k))
+        ids, weights = (tensor.reshape(-1, top_k_index.shape[-1]) for tensor in (top_k_index, top_k_weights))
+        if self.experts.routing is not None and self.experts.routing.zero_experts:
+            is_zero = ids >= self.experts.problem.global_experts
+            kept = forward_only(self.experts, rows, ids.masked_fill(is_zero, -1), weights.masked_fill(is_zero, 0))
+            out = kept + rows * weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True)
+        else:
+            out = forward_only(self.experts, rows, ids, weights)
         return out.view(hidden_states.shape)
 
     @property
@@ -77,6 +85,11 @@ def uses_interface(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), bool) for name in _DECORATOR_ATTRIBUTES)
 
 
+def takes_routed_rows(module: nn.Module) -> bool:
+    """Whether this module is called like one of the experts interface: with rows, expert ids and weights."""
+    return uses_interface(module) or set(signature(module.forward).parameters) >= _ROUTED_ARGUMENTS
+
+
 def has_post_expert_norm(module: nn.Module) -> bool:
     """Whether an experts module applies a norm after each expert. Older transformers lack the attribute."""
     return bool(getattr(module, "has_post_expert_norm", False))
@@ -84,7 +97,7 @@ def has_post_expert_norm(module: nn.Module) -> bool:
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
     """All experts modules with their names and layer indices; raises if there are none that we can replace."""
-    modules = [(name, module) for name, module in model.named_modules() if uses_interface(module)]
+    modules = [(name, module) for name, module in model.named_modules() if takes_routed_rows(module)]
     if not modules:
         raise UnsupportedProblem(
             "this model has no experts, or does not use transformers' experts interface, so they cannot be replaced",
@@ -98,10 +111,15 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
 
 
 def replace_experts(model: nn.Module) -> None:
-    """Replace every experts module by an empty `PackedExperts`."""
+    """Replace every experts module by an empty `PackedExperts`.
+
+    transformers initialises some experts from the module around them. It must not look for them there any more.
+    """
     for name, index, _ in list(expert_modules(model)):
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent).register_module(leaf, PackedExperts(index))
+        block: Any = model.get_submodule(parent)
+        block.register_module(leaf, PackedExperts(index))
+        block._is_hf_initialized = True
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.read.files import Checkpoint
@@ -106,7 +114,7 @@ def from_pretrained(
         other_tensors = gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), wide)
     else:
         other_tensors = lazy_tensors(checkpoint, manifest, wide)
-    model, info = packed_class(_class_of(config)).from_pretrained(
+    model, info = packed_class(class_of(config)).from_pretrained(
         None,
         config=config,
         state_dict=other_tensors,
@@ -152,8 +160,12 @@ def packed_class(base: type[PreTrainedModel]) -> Any:
     return type(base.__name__, (PackedModel, base), {"__module__": base.__module__})
 
 
-def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """transformers' language model for a config: with a text config inside, the multimodal one, which holds it."""
+    mappings = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING]
+    if config.get_text_config() is not config:
+        mappings = [*mappings[1:], mappings[0]]
+    classes = next((found for mapping in mappings if (found := mapping.get(type(config), None)) is not None), None)
     if classes is None:
         raise UnsupportedProblem(
             "transformers has no causal language model for this config", got=config.model_type or type(config).__name__
@@ -230,7 +242,7 @@ def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOpti
 def _meta_model(config: PretrainedConfig) -> nn.Module:
     """The model on the meta device, which allocates no memory."""
     with torch.device("meta"):
-        model: nn.Module = packed_class(_class_of(config))(config)
+        model: nn.Module = packed_class(class_of(config))(config)
     return model
 
 

@@ -1,0 +1,193 @@
+"""Types of the naming table: how a family names the tensors of its experts and of their router."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
+# Prefixes before "layers.": text models, multimodal wrappers, state-space hybrids.
+PREFIXES = (
+    "", "model.", "language_model.", "language_model.model.", "model.language_model.", "thinker.model.", "model.llm.",
+    "llm.model.", "backbone.", "language_model.backbone.",
+)  # fmt: skip
+
+NUMBER = "0|[1-9][0-9]*"  # one spelling for each number: 00 is not 0, nor is a digit of another script
+ANY_DIGITS = r"\d+"
+
+
+@dataclass(frozen=True)
+class NameForm:
+    """One way in which a family names its expert tensors.
+
+    `home` is the module that contains the experts; `names` are the projections below it, with `{expert}` where each
+    expert has its own tensors. In stacked forms the first axis is the expert.
+    """
+
+    home: str
+    names: Mapping[str, str]
+    transposed: tuple[str, ...] = ()  # projections whose matrices and block scales are stored [K, N]
+    interleaved: bool = False  # fused rows alternate gate, up, gate, up
+    flat: bool = False  # experts stacked along the first matrix axis: [E*I, H]
+    exclusive: bool = True  # everything below home belongs to the experts
+    prefixes: tuple[str, ...] = PREFIXES
+
+    @cached_property
+    def stacked(self) -> bool:
+        return all("{expert}" not in name for name in self.names.values())
+
+    @property
+    def fused(self) -> bool:
+        return GATE_UP in self.names
+
+    @property
+    def gated(self) -> bool:
+        return self.fused or UP in self.names
+
+    def module(self, prefix: str, layer: int, expert: int, projection: str) -> str:
+        """The module name of a projection."""
+        return (prefix + self.home + self.names[projection]).format(layer=layer, expert=expert)
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches a tensor name; its groups are prefix, layer, expert, projection and suffix."""
+        alternatives = []
+        for projection, name in sorted(self.names.items(), key=lambda item: -len(item[1])):
+            escaped = re.escape(name).replace(re.escape("{expert}"), f"(?P<{projection}_expert>{NUMBER})")
+            alternatives.append(rf"(?P<{projection}>{escaped})")
+        return re.compile(
+            rf"{_below(self.prefixes, self.home)}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"
+        )
+
+    @cached_property
+    def below_home(self) -> re.Pattern[str]:
+        """Matches every name below `home`, also of layers whose number is spelled otherwise."""
+        return re.compile(rf"{_below(self.prefixes, self.home, ANY_DIGITS)}\..*")
+
+    @cached_property
+    def in_layer(self) -> re.Pattern[str]:
+        """Matches the name of every tensor of a layer, an expert's or not."""
+        blocks = self.home[: self.home.index("{layer}")] + "{layer}"
+        return re.compile(rf"{_below(self.prefixes, blocks)}\..*")
+
+
+def _below(prefixes: Iterable[str], template: str, number: str = NUMBER) -> str:
+    """A pattern for `template` below any of the prefixes; its groups are prefix and layer."""
+    listed = "|".join(re.escape(p) for p in sorted(prefixes, key=len, reverse=True))
+    return rf"(?P<prefix>{listed})" + re.escape(template).replace(re.escape("{layer}"), f"(?P<layer>{number})")
+
+
+@dataclass(frozen=True)
+class ParsedName:
+    """The parts of an expert tensor's name."""
+
+    prefix: str
+    layer: int
+    expert: int | None  # None for stacked tensors
+    projection: str
+    suffix: str
+
+
+def parse_name(form: NameForm, name: str) -> ParsedName | None:
+    """Parse a tensor name under this form; None if it is not an expert tensor."""
+    match = form.pattern.fullmatch(name)
+    if match is None:
+        return None
+    projection = next(p for p in form.names if match[p] is not None)
+    expert = None if form.stacked else int(match[f"{projection}_expert"])
+    return ParsedName(match["prefix"], int(match["layer"]), expert, projection, match["suffix"])
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a tensor is, by its name alone: a part of the routed experts of `layer`, or of their router."""
+
+    layer: int
+    expert: int | None = None  # None: all experts, or the router
+    router: str | None = None  # its role: bias, correction, table or scale; None: the tensor is the experts'
+
+
+Names = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Router:
+    """Names of the router's tensors, below the prefix. Where a family spells one in several ways, all are listed."""
+
+    weight: Names = "layers.{layer}.mlp.gate.weight"
+    bias: Names = ()
+    correction: Names = ()  # added to the scores for expert selection only
+    table: Names = ()  # token id -> expert ids
+    scale: Names = ()  # one factor for each expert, on the routing weights
+    prefixes: tuple[str, ...] = (*PREFIXES, "transformer.")
+
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """{role: templates} of the tensors that a layer keeps: all but the gate matrix."""
+        given = {"bias": self.bias, "correction": self.correction, "table": self.table, "scale": self.scale}
+        return {role: _tuple(names) for role, names in given.items() if names}
+
+    def names(self, layer: int) -> dict[str, str]:
+        """{tensor name under any prefix: role} for the router tensors that a layer keeps."""
+        return {
+            prefix + template.format(layer=layer): role
+            for role, templates in self.roles.items()
+            for template in templates
+            for prefix in self.prefixes
+        }
+
+    def gates(self, layer: int) -> tuple[str, ...]:
+        """The names that the gate matrix of a layer may have."""
+        return tuple(prefix + name.format(layer=layer) for name in _tuple(self.weight) for prefix in self.prefixes)
+
+    def claim(self, name: str) -> Claim | None:
+        """The router tensor with this name; None if a layer keeps no such tensor."""
+        for role, pattern in self._patterns:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                return Claim(int(match["layer"]), router=role)
+        return None
+
+    def gate_layer(self, name: str) -> int | None:
+        """The layer whose gate matrix has this name; None if it is none."""
+        matches = (pattern.fullmatch(name) for pattern in self._gate_patterns)
+        return next((int(match["layer"]) for match in matches if match is not None), None)
+
+    @cached_property
+    def _gate_patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(_below(self.prefixes, template)) for template in _tuple(self.weight))
+
+    @cached_property
+    def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
+        return tuple(
+            (role, re.compile(_below(self.prefixes, template)))
+            for role, templates in self.roles.items()
+            for template in templates
+        )
+
+
+def _tuple(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A model family: its `model_type`s and the naming forms of its experts."""
+
+    family: str
+    model_types: tuple[str, ...]
+    forms: tuple[NameForm, ...]
+    router: Router = field(default_factory=Router)
+    uneven: bool = False  # tensor-parallel shards keep blocks whole and may differ in size
+    biased: bool = False  # every projection has a bias
+    described: bool = True  # the config states the routing and the activation
+
+    def claim(self, name: str) -> Claim | None:
+        """What the tensor with this name is; None if it is neither an expert's nor their router's."""
+        for form in self.forms:
+            parsed = parse_name(form, name)
+            if parsed is not None:
+                return Claim(parsed.layer, parsed.expert)
+        return self.router.claim(name)

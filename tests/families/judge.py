@@ -1,0 +1,126 @@
+"""Compares a family's tiny model in transformers with the same checkpoint in lancebill.
+
+Equal logits show that every expert was read and computed as transformers does; equal experts and weights for each
+token show that the routing follows from the config and the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+import lancebill
+from lancebill.cli.verify import examine
+from lancebill.integrations.transformers.packed_experts import packed_experts, takes_routed_rows
+from lancebill.layer.model_experts import ModelExperts
+from lancebill.layer.routed_experts import RoutedExperts
+
+TOKENS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+EXACT = {"backend": "reference", "dtype": torch.float32}
+# Families whose experts cannot be called with ids and weights: the block around them, and what it adds to their output.
+BLOCKS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
+    "llama4": ("feed_forward", lambda block, x: block.shared_expert(x)),
+    "jetmoe": ("mlp", lambda block, x: block.bias),
+}
+
+
+@torch.no_grad()
+def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
+    """Save a tiny model with the hub's names or transformers' own, and compare."""
+    model = tiny_model(model_type)
+    want = model(TOKENS, use_cache=False).logits
+    model.save_pretrained(folder, save_original_format=hub_names)
+    report = examine(folder)
+    assert report.layers and report.ok, [problem.render() for problem in report.problems]
+    if any(takes_routed_rows(module) for module in model.modules()):
+        model = lancebill.from_pretrained(folder, **EXACT)
+        layers = {name: (place.experts, place) for name, place in packed_experts(model)}
+    else:
+        layers = dict(_blocks(model, folder))
+    with recorded(model, layers) as calls:
+        got = model(TOKENS, use_cache=False).logits
+    error = (got - want).norm() / want.norm()
+    assert error < 2e-6, f"logits differ by {error:.1e}"
+    for name, (layer, _) in layers.items():
+        if layer.routing is not None:
+            check_routing(layer, *calls[name])
+
+
+def _blocks(model: nn.Module, folder: Path) -> Iterator[tuple[str, tuple[RoutedExperts, nn.Module]]]:
+    """Let lancebill compute the blocks around the experts."""
+    experts = ModelExperts.from_checkpoint(folder, **EXACT)
+    place, rest = BLOCKS[experts.naming.family]
+    for index in experts.layers:
+        names = [name for name, _ in model.named_modules() if name.endswith(f"layers.{index}.{place}")]
+        layer, block = experts.layer(index), model.get_submodule(names[0])
+        gate = _gate(model, layer)[1]
+
+        def compute(module: nn.Module, given: Any, output: Any, layer: Any = layer, gate: Any = gate) -> Any:
+            x = given[0].reshape(-1, given[0].shape[-1])
+            made = layer.forward_routed(x, F.linear(x, gate.weight)) + rest(module, x)
+            return (made, *output[1:]) if isinstance(output, tuple) else made.view(output.shape)
+
+        block.register_forward_hook(compute)
+        yield names[0], (layer, block)
+
+
+Call = tuple[Tensor, Any]  # the logits, and what the experts were called with
+
+
+@contextmanager
+def recorded(model: nn.Module, layers: dict[str, tuple[RoutedExperts, nn.Module]]) -> Iterator[dict[str, Call]]:
+    """The router's logits and the experts' arguments of one forward pass, by layer."""
+    calls: dict[str, Call] = {}
+    hooks = []
+    for name, (layer, place) in layers.items():
+        if layer.routing is None:
+            continue
+        seen: dict[str, Tensor] = {}
+        path, gate = _gate(model, layer)
+        for above in (path.rpartition(".")[0], path):  # LongCat reads the gate's weight without calling it
+            hooks.append(model.get_submodule(above).register_forward_pre_hook(_keep(seen)))
+
+        def record(module: nn.Module, given: Any, _: Any, name: str = name, seen: Any = seen, gate: Any = gate) -> None:
+            x = seen["x"].reshape(-1, seen["x"].shape[-1])
+            calls[name] = F.linear(x, gate.weight), given
+
+        hooks.append(place.register_forward_hook(record))
+    yield calls
+    for hook in hooks:
+        hook.remove()
+
+
+def _keep(seen: dict[str, Tensor]) -> Callable[[nn.Module, Any], None]:
+    def keep(module: nn.Module, given: Any) -> None:
+        seen["x"] = given[0]
+
+    return keep
+
+
+def _gate(model: nn.Module, layer: RoutedExperts) -> tuple[str, Any]:
+    """The module of a layer's gate matrix, by its name in the naming table."""
+    assert layer.refit is not None
+    recipe = layer.refit.recipe
+    gates = recipe.manifest.naming.router.gates(recipe.plan.layer.index)
+    return next((name, module) for name, module in model.named_modules() if f"{name}.weight" in gates)
+
+
+def check_routing(layer: RoutedExperts, logits: Tensor, given: Any) -> None:
+    """The same experts for each token, with the same weights; the order of slots may differ."""
+    routed = layer.route(given[0].reshape(len(logits), -1), logits, TOKENS)
+    if len(given) < 3:
+        return  # the block routes by itself: equal logits compare its routing too
+    ids, weights = (tensor.reshape(len(logits), -1) for tensor in given[1:3])
+    real = ids < layer.problem.global_experts
+    ours, theirs = (torch.zeros(logits.shape) for _ in range(2))
+    ours.scatter_add_(1, routed.ids.long().clamp(min=0), routed.weights)
+    theirs.scatter_add_(1, torch.where(real, ids, 0), torch.where(real, weights, 0.0))
+    assert torch.equal(ours != 0, theirs != 0), "other experts were chosen"
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)

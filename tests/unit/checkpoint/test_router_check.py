@@ -1,0 +1,52 @@
+"""What a layer needs to route is part of `verify`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.checkpoint.resolve.router_check import router_problems
+from lancebill.errors import MissingTensor, UnsupportedFormat, WrongShape
+from lancebill.formats import registry
+from lancebill.formats.stored import Stored
+from lancebill.testing.checkpoints import Geometry, generate
+
+SIZE = Geometry(experts=4, hidden=32, intermediate=48, layers=1)
+
+
+def problems(family: str, router: dict[str, tuple[int, ...]], form: int = 0, **config: object) -> list[type]:
+    row = next(row for row in names.TABLE if row.family == family)
+    made = generate(next(iter(registry()["dense"].examples())), row, row.forms[form], SIZE)
+    headers = made.headers | {name: Stored("F32", shape) for name, shape in router.items()}
+    found = manifests.build(replace(made.config, model={**made.config.model, **config}), headers, row)
+    assert not found.problems
+    return [type(problem) for problem in router_problems(found)]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "form"),
+    [
+        ("minimax_m2", "model.layers.0.block_sparse_moe.e_score_correction_bias", 0),
+        ("minimax_m2", "model.layers.0.mlp.e_score_correction_bias", 1),
+        ("gemma4", "model.layers.0.router.per_expert_scale", 0),
+        ("laguna", "model.layers.0.mlp.experts.e_score_correction_bias", 0),
+    ],
+)
+def test_missing_and_misshapen_router_tensors(family: str, name: str, form: int) -> None:
+    assert problems(family, {}, form) == [MissingTensor]
+    assert problems(family, {name: (3,)}, form) == [WrongShape]
+    assert problems(family, {name: (4,)}, form) == []
+
+
+def test_hash_tables_zero_experts_and_routers_of_their_own() -> None:
+    table = {"layers.0.ffn.gate.tid2eid": (16, 2)}
+    assert problems("deepseek_v4", {}, num_hash_layers=1) == [MissingTensor]
+    assert problems("deepseek_v4", table, num_hash_layers=1) == []
+    correction = "model.layers.0.mlp.router.e_score_correction_bias"
+    assert problems("longcat_flash", {correction: (4,)}, zero_expert_num=2) == [WrongShape]
+    assert problems("longcat_flash", {correction: (6,)}, zero_expert_num=2) == []
+    assert problems("inkling", {}) == []
+    assert problems("mixtral", {}, norm_topk_prob=False) == [UnsupportedFormat]
