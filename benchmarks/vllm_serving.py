@@ -234,7 +234,7 @@ def summary(found: dict[str, Any]) -> str:
     kernels = found.get("kernels_of_one_sequence")
     if kernels is not None:
         words.append(
-            f"\n  one sequence: experts {kernels['experts_us_per_step']} of {kernels['us_per_step']} us GPU time"
+            f"\n  one sequence: experts {kernels['experts_busy_us_per_step']} of {kernels['us_per_step']} us GPU time"
         )
     if "failure" in found:
         words.append(f"\n  FAILED {found['failure']}")

@@ -58,7 +58,8 @@ def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
     graphs = str(engines[0]["graphs"]).rpartition(".")[2]
     note = (
         f"{title}: tokens per second, median of {sizes['trials']} trials (ours over the best peer); seconds to load "
-        f"the model; µs of GPU time of all experts in a step of one sequence. vLLM {versions['vllm']}, {graphs}, "
+        f"the model; µs during which kernels of experts run in a step of one sequence (sum: of their durations, in which "
+        f"our two launches of a layer, which overlap, count twice). vLLM {versions['vllm']}, {graphs}, "
         f"{sizes['compiler']}; {file.record['client']}; {links(file.name)}"
     )
     return markdown_table(("", *head, "load", "experts"), rows, note)
@@ -76,7 +77,10 @@ def _rates(engine: Engine) -> list[float]:
 
 def _experts(engine: Engine) -> str:
     kernels = engine.get("kernels_of_one_sequence")
-    return "" if kernels is None else f"{kernels['experts_us_per_step']:,.0f}"
+    if kernels is None:
+        return ""
+    busy = kernels.get("experts_busy_us_per_step")
+    return f"{busy:,.0f}" if busy is not None else f"{kernels['experts_us_per_step']:,.0f} (sum)"
 
 
 def _backend_name(engine: Engine) -> str:
