@@ -29,6 +29,7 @@ from lancebill.backends.hopper.layout import HopperLayout
 from lancebill.backends.hopper.plan import HopperPlan, make_plan, scratch
 from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step
 from lancebill.backends.hopper.steps import steps
+from lancebill.backends.hopper.tuning.policy import Rule
 from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from lancebill.moe.layout import Packed, as_integer
@@ -269,12 +270,12 @@ def test_rows_by_ids(
 ) -> None:
     if launches == 3:
         monkeypatch.setattr(rowwise, "SMALL", 8)
-    problem, tokens = make_problem(spec, activations, options), 9
+    problem, tokens = make_problem(spec, activations, options), 12
     x = torch.randn(tokens, problem.hidden).bfloat16()
     routed = routing(problem, tokens, 3, "cpu", "holes")
     routed = replace(routed, weights=routed.weights.bfloat16().float())
     out = torch.full_like(x, float("nan"))
-    plan = make_plan(problem, tokens, decode=False)
+    plan = make_plan(problem, tokens)
     assert (
         sum(step.source.kernel in ("dispatch_small", "count_ids", "place_ids", "send_rows") for step in steps(plan))
         == launches
@@ -288,13 +289,16 @@ def test_rows_by_ids(
 @pytest.mark.parametrize("launches", [1, 3])
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_a_smaller_batch_after_a_larger_one(activations: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plan and its scratch memory serve all batches of a bucket; leftovers of a larger batch are ignored."""
+    """One plan and its scratch memory serve all batches of a bucket; leftovers of a larger batch are ignored.
+
+    With tiles of 8 rows, the expert that all tokens choose has a full tile and a remainder.
+    """
     if launches == 3:
         monkeypatch.setattr(rowwise, "SMALL", 8)
     problem = make_problem("mxfp4", activations, {})
-    plan = make_plan(problem, 12)
+    plan = make_plan(problem, 15, Rule.parse("8", overlap=False), decode=False)
     machine = Machine(plan, packed(problem, "hopper"), {})
-    for tokens, kind in ((12, "uniform"), (11, "holes"), (1, "one")):
+    for tokens, kind in ((15, "one"), (11, "holes"), (1, "uniform")):
         x, routed = torch.randn(tokens, problem.hidden).bfloat16(), routing(problem, tokens, tokens, "cpu", kind)
         out = torch.full_like(x, float("nan"))
         machine.tensors[CALL] = {"x": x, "out": out, "ids": routed.ids, "weights": routed.weights}

@@ -1,7 +1,7 @@
 """Humming's slot grouping and row sums, and the bandwidth kernel of the benchmarks, in Triton's interpreter.
 
-Not collected by pytest: `test_humming.py` runs it in a separate process, where TRITON_INTERPRET is set before Triton is
-imported.
+Not collected by pytest: `test_hopper_dispatch.py` runs it in a separate process, where TRITON_INTERPRET is set before
+Triton is imported.
 """
 
 from __future__ import annotations
