@@ -58,8 +58,8 @@ def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
     graphs = str(engines[0]["graphs"]).rpartition(".")[2]
     note = (
         f"{title}: tokens per second, median of {sizes['trials']} trials (ours over the best peer); seconds to load "
-        f"the model; µs during which kernels of experts run in a step of one sequence (sum: of their durations, in which "
-        f"our two launches of a layer, which overlap, count twice). vLLM {versions['vllm']}, {graphs}, "
+        f"the model; µs during which kernels of experts run in a step of one sequence (sum: of their durations, so "
+        f"that our two launches of a layer, which overlap, count twice). vLLM {versions['vllm']}, {graphs}, "
         f"{sizes['compiler']}; {file.record['client']}; {links(file.name)}"
     )
     return markdown_table(("", *head, "load", "experts"), rows, note)
