@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +59,11 @@ def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
         cleanup_dist_env_and_memory()
 
 
-def ask(llm: Any) -> Answers:
+def ask(llm: Any, chosen: Sequence[Sequence[int]] = PROMPTS) -> Answers:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in chosen]
     outputs = [request.outputs[0] for request in llm.generate(prompts, sampling, use_tqdm=False)]
     logprobs = [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs]
     return Answers([list(output.token_ids) for output in outputs], logprobs)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,33 +19,128 @@ import engine
 import models
 
 MINUTES = 60
-PARALLEL = {
-    "tp2": {"tensor_parallel_size": 2},
-    "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-}
+BOUND = 1e-5  # of log-probabilities, in fp32: ranks sum experts in another order
+HERE = Path(__file__).parent
+# Cells of `two_ranks`. Two processes run all of them, one after another.
+SAMPLE = ("ep2", "dp2-ep2", "balanced", "elastic", "dispatch-batches")
+CELLS = (*SAMPLE, "dp2", "dispatch-tokens", "dispatch-grouped")
 SCRIPT = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import engine
 if __name__ == "__main__":
     engine.set_environment()
-    with engine.engine(sys.argv[2], {"mode": "require"}, **json.loads(sys.argv[3])) as llm:
+    with engine.engine(sys.argv[2], {"mode": "require"}, tensor_parallel_size=2) as llm:
         made = engine.ask(llm)
     print("ANSWERS", json.dumps([made.tokens, made.logprobs]))
 """
+Results = list[dict[str, Any]]  # of one cell, by rank
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_two_ranks(kind: str, folder: Path, tmp_path: Path) -> None:
-    model = models.converted("qwen3_moe", "ct-int4", folder)
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cells(folder: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    """The results of all cells."""
+    chosen = CELLS if request.config.getoption("--vllm-all") else SAMPLE
+    out = tmp_path_factory.mktemp("ranks")
+    model, other = (str(models.converted("qwen3_moe", "ct-int4", folder, seed)) for seed in (7, 8))
+    job = {"model": model, "other": other, "out": str(out), "cells": dict(zip(chosen, free_ports(len(chosen))))}
+    (out / "job.json").write_text(json.dumps(job))
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(HERE / "two_ranks.py"), str(out / "job.json")]
+    logs = [(out / f"{rank}.log").open("w+") for rank in range(2)]
+    processes = [
+        subprocess.Popen(words, stdout=log, stderr=log, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, log in enumerate(logs)
+    ]
+    wait_for_all(processes, 15 * MINUTES)
+    for process, log in zip(processes, logs):
+        log.seek(0)
+        assert process.returncode == 0, log.read()[-3000:]
+    return {name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in chosen}
+
+
+def wait_for_all(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """If one fails, the others wait for it without end: they are stopped."""
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > end or any(process.poll() not in (None, 0) for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def want(folder: Path) -> engine.Answers:
+    """What one rank answers: transformers with our experts."""
+    return engine.reference(models.converted("qwen3_moe", "ct-int4", folder))
+
+
+def results_of(cells: dict[str, Results], name: str) -> Results:
+    if name not in cells:
+        pytest.skip("only with --vllm-all")
+    return cells[name]
+
+
+def check(answers: Any, want: engine.Answers, first: int = 0) -> None:
+    """`first` is the first prompt that was asked."""
+    got, part = engine.Answers(*answers), engine.Answers(want.tokens[first:], want.logprobs[first:])
+    assert got.tokens == part.tokens and got.distance(part) <= BOUND
+
+
+def test_tensor_parallel_workers_of_vllm(folder: Path, want: engine.Answers, tmp_path: Path) -> None:
+    """vLLM starts the processes itself; the plugin must be in each of them."""
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    words = [sys.executable, str(script), str(Path(__file__).parent), str(model), json.dumps(PARALLEL[kind])]
+    words = [sys.executable, str(script), str(HERE), str(models.converted("qwen3_moe", "ct-int4", folder))]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=5 * MINUTES, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "lancebill's" in done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS"))
-    got = engine.Answers(*json.loads(line.removeprefix("ANSWERS")))
-    want = engine.reference(model)
-    assert got.tokens == want.tokens and got.distance(want) <= 1e-5
+    check(json.loads(line.removeprefix("ANSWERS")), want)
+
+
+@pytest.mark.parametrize("name", ["ep2", "dp2", "dp2-ep2"])
+def test_parallel_ranks(cells: dict[str, Results], want: engine.Answers, name: str) -> None:
+    """Data-parallel ranks have prompts of their own, and the second one fewer."""
+    for rank, result in enumerate(results_of(cells, name)):
+        check(result["answers"], want, first=rank if name.startswith("dp") else 0)
+
+
+@pytest.mark.parametrize("way", ["tokens", "grouped", "batches"])
+def test_all_to_all_backends(cells: dict[str, Results], want: engine.Answers, way: str) -> None:
+    """`dispatch` stands in for DeepEP, and brings rows in each of the ways that vLLM's backends do."""
+    for rank, result in enumerate(results_of(cells, f"dispatch-{way}")):
+        check(result["answers"], want, first=rank)
+        assert len(result["calls"]) == 2 and min(result["calls"]) > 0  # each layer was dispatched to
+
+
+def test_load_balancing(cells: dict[str, Results], want: engine.Answers, folder: Path) -> None:
+    """vLLM rearranges the experts by the load that it measured: bytes are where its map says, answers stay."""
+    other = engine.reference(models.converted("qwen3_moe", "ct-int4", folder, 8))
+    for result in results_of(cells, "balanced"):
+        assert result["wrong"] == []
+        before, after = result["maps"][:2]
+        assert all(sorted(set(row)) == list(range(8)) for row in after)
+        ranks = [[{frozenset(row[:5]), frozenset(row[5:])} for row in held] for held in (before, after)]
+        assert ranks[0] != ranks[1]  # experts went to another rank
+        for answers, expected in zip(result["answers"], (want, want, other, want), strict=True):
+            check(answers, expected)
+
+
+def test_another_number_of_ranks(cells: dict[str, Results], want: engine.Answers) -> None:
+    for result in results_of(cells, "elastic"):
+        assert result["wrong"] == []
+        for answers in result["answers"]:
+            check(answers, want)
+    assert results_of(cells, "elastic")[0]["distance"] == 0

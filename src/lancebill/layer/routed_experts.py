@@ -312,6 +312,11 @@ class RoutedExperts(PackedModule):
         ]
         return [tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])) for tensor in chosen]
 
+    @property
+    def held_experts(self) -> tuple[int, ...]:
+        """The logical expert in each slot."""
+        return self._require_refit().recipe.plan.experts
+
     def hold(self, experts: Sequence[int]) -> None:
         """Record which logical experts the slots hold after weights were moved, for later pushes."""
         if self.refit is not None:

@@ -35,6 +35,7 @@ HOOKS = (
     Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.create_weights", ("layer",)),
     Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.process_weights_after_loading", ("layer",)),
     Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.maybe_roundup_sizes", ("hidden_size",)),
+    Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.skip_forward_padding"),
     Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.supports_eplb"),
     Hook(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.topk_indices_dtype"),
     Hook(
@@ -45,7 +46,7 @@ HOOKS = (
     Hook(
         f"{_MOE}.config",
         "FusedMoEParallelConfig",
-        ("tp_rank", "tp_size", "ep_rank", "ep_size", "use_ep", "all2all_backend"),
+        ("tp_rank", "tp_size", "ep_rank", "ep_size", "dp_size", "use_ep", "all2all_backend", "enable_eplb"),
     ),
     Hook(
         f"{_MOE}.config",
@@ -62,6 +63,43 @@ HOOKS = (
         ),
     ),
     Hook(f"{_MOE}.runner.moe_runner", "get_layer_from_name", ("layer_name",)),
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts._expert_routing_tables"),
+    Hook(
+        f"{_MOE}.all2all_utils",
+        "maybe_make_prepare_finalize",
+        ("moe", "quant_config", "routing_tables", "allow_new_interface"),
+    ),
+    Hook(
+        f"{_MOE}.modular_kernel",
+        "FusedMoEExpertsModular.__init__",
+        ("moe_config", "quant_config", "max_num_tokens", "num_dispatchers"),
+    ),
+    Hook(
+        f"{_MOE}.modular_kernel",
+        "FusedMoEExpertsModular.apply",
+        (
+            "output",
+            "hidden_states",
+            "w1",
+            "w2",
+            "topk_weights",
+            "topk_ids",
+            "activation",
+            "global_num_experts",
+            "expert_map",
+            "a1q_scale",
+            "a2_scale",
+            "workspace13",
+            "workspace2",
+            "expert_tokens_meta",
+            "apply_router_weight_on_input",
+        ),
+    ),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.workspace_shapes", ("M", "N", "K")),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.moe_problem_size", ("a1", "w1", "w2", "topk_ids")),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEKernel.__init__", ("prepare_finalize", "fused_experts")),
+    Hook(f"{_MOE}.modular_kernel", "FusedMoEKernel.apply", ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")),
+    Hook(f"{_MOE}.modular_kernel", "ExpertTokensMetadata", ("expert_num_tokens",)),
     Hook("vllm.model_executor.models.registry", "_BaseRegisteredModel.load_model_cls"),
     Hook("vllm.model_executor.models.registry", "_BaseRegisteredModel.inspect_model_cls"),
     Hook(
@@ -81,6 +119,27 @@ HOOKS = (
     Hook("vllm.model_executor.model_loader.base_loader", "BaseModelLoader.load_weights", ("model", "model_config")),
     Hook("vllm.utils.torch_utils", "direct_register_custom_op", ("op_name", "op_func", "fake_impl")),
 )
+
+
+# What load balancing and elastic expert parallelism need besides. Without one of these only they are refused.
+BALANCING_HOOKS = (
+    Hook(f"{_MOE}.runner.moe_runner", "MoERunner.eplb_state"),
+    Hook(f"{_MOE}.routed_experts", "RoutedExperts.update_expert_map"),
+    Hook(
+        "vllm.distributed.eplb.eplb_state",
+        "EplbLayerState",
+        ("logical_to_physical_map", "logical_replica_count"),
+    ),
+)
+
+
+def missing_hook(hooks: tuple[Hook, ...]) -> str | None:
+    """What is wrong with the first hook that is missing or takes other arguments; None if all are there."""
+    try:
+        check_hooks(hooks)
+    except UnsupportedProblem as error:
+        return error.render()
+    return None
 
 
 def check_hooks(hooks: tuple[Hook, ...] = HOOKS) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm import ModelRegistry
 from vllm.model_executor.models.registry import _BaseRegisteredModel
 
+from lancebill.integrations.vllm.balancing import follow_moves
 from lancebill.integrations.vllm.building import building, is_building
 from lancebill.integrations.vllm.experts import adopt_layer_classes
 from lancebill.integrations.vllm.takeover import Takeover
@@ -59,6 +60,7 @@ def diverting_class(base: Any) -> type[nn.Module]:
             takeover = self.lancebill_takeover
             if takeover is None:
                 return super().load_weights(weights, *args, **kwargs)
+            follow_moves(self, takeover)
             loaded = super().load_weights(takeover.divert(weights), *args, **kwargs)
             takeover.end_stream()
             return loaded

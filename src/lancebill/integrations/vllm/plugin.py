@@ -28,11 +28,13 @@ def _register() -> None:
         return  # registered before in this process
     check_version()
     check_hooks()
+    from lancebill.integrations.vllm.cpu_collectives import add_cpu_collectives
     from lancebill.integrations.vllm.dense_config import register_dense_config
     from lancebill.integrations.vllm.experts import adopt_layer_classes, register_operator
     from lancebill.integrations.vllm.gguf import register_gguf
     from lancebill.integrations.vllm.models import divert_models
 
+    add_cpu_collectives()
     register_dense_config()
     register_operator()
     adopt_layer_classes()

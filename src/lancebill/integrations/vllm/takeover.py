@@ -6,7 +6,7 @@ The layers live here, outside vLLM's module tree: vLLM's reload moves every para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,6 +23,7 @@ from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.problem import INDEXED
 
 
 @contextmanager
@@ -68,10 +69,13 @@ class Takeover:
         self._experts: ModelExperts | None = None
         self._reserved = False
 
-    def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason]) -> Decision:
-        """Whether to take layer `index`. With `require` everything but a taken layer is an error."""
+    def decide(self, index: int, options: LoadOptions, refusals: Iterable[Reason], form: str = INDEXED) -> Decision:
+        """Whether to take layer `index`. With `require` everything but a taken layer is an error.
+
+        `form` is how vLLM will bring rows to the layer.
+        """
         with torch_defaults():
-            decision = self._decide(index, self._with_settings(options), tuple(refusals))
+            decision = self._decide(index, self._with_settings(options), tuple(refusals), form)
         if self.settings.mode == REQUIRE and not decision.taken:
             raise UnsupportedProblem(decision.text, where=f"{self.source.path}, layer {index}", hint="mode: require")
         self.decisions[index] = decision
@@ -124,6 +128,38 @@ class Takeover:
         self._reserved = True
         return reserve(nn.ModuleList(self.layers.values()), max_tokens)
 
+    def hold(self, index: int, experts: tuple[int, ...]) -> None:
+        """vLLM moved experts: `experts` are in the layer's slots now, for later pushes."""
+        layer = self.layers[index]
+        if layer.held_experts == experts:
+            return
+        if not layer.settled:
+            raise LaunchError("vLLM moved experts of a layer that is being refitted", where=f"layer {index}")
+        layer.hold(experts)
+
+    def place(self, index: int, expert_map: Sequence[int]) -> None:
+        """The number of ranks changed (elastic expert parallelism): `expert_map` has the slot of each physical id."""
+        layer = self.layers[index]
+        with torch_defaults():
+            layer.rehome(layer.packed, layer.held_experts, expert_map)
+            self._maps[index] = torch.tensor(expert_map, dtype=torch.int32)
+        self._reserved = False
+
+    def movable(self, index: int) -> list[Tensor]:
+        """The bytes of each local expert, input scales included, for vLLM's load balancing: [E, -1] views.
+
+        vLLM moves the experts of all layers through the buffers of one, so all layers must be packed alike.
+        """
+        layer, first = self.layers[index], next(iter(self.layers.values()))
+        left = [other for other, decision in self.decisions.items() if not decision.taken]
+        if left or layer.layout_signature() != first.layout_signature():
+            raise UnsupportedProblem(
+                "vLLM's load balancing needs all layers packed alike",
+                where=f"layer {index}",
+                got=f"layers {_ranges(left)} are vLLM's" if left else "other tensors than the first layer's",
+            )
+        return [rows.view(torch.uint8) for rows in (*layer.expert_weights(), *layer.expert_inputs())]
+
     def summary(self) -> str:
         """Who computes what, as one line: layers with the same answer together."""
         groups: dict[str, list[int]] = {}
@@ -143,7 +179,7 @@ class Takeover:
         s = self.settings
         return replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
 
-    def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...]) -> Decision:
+    def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
             return Decision(False, "vLLM (mode: off)")
         if not self.settings.names(index):
@@ -157,6 +193,9 @@ class Takeover:
         choice = recipe.choice
         if not choice.backend.fast and self.settings.backend == AUTO:
             return Decision(False, f"vLLM (no fast backend of lancebill)\n{choice.table()}")
+        unable = list(choice.backend.check(replace(choice.problem, dispatch=form), choice.device))
+        if unable:
+            return Decision(False, f"vLLM ({form} dispatch: " + "; ".join(map(str, unable)) + ")")
         return Decision(True, _described(recipe, choice))
 
     def _recipe(self, index: int, options: LoadOptions) -> Recipe:
