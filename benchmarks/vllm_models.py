@@ -169,12 +169,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": GPT_OSS_120B,
     "qwen3-30b": QWEN3_30B,
     "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
+    "gpt-oss-1-layer": GPT_OSS_120B | {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "tiny-qwen3": QWEN3_30B | TINY | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4},
     "tiny-gpt-oss": GPT_OSS_120B
     | TINY
     | {"num_local_experts": 16, "layer_types": ["sliding_attention", "full_attention"]},
 }
-CHECKPOINTS = ("gpt-oss-120b", "tiny-gpt-oss")  # loaded from a file; the others have random weights by the loader
+CHECKPOINTS = (
+    "gpt-oss-120b",
+    "gpt-oss-1-layer",
+    "tiny-gpt-oss",
+)  # loaded from a file; the others have random weights by the loader
 
 
 def model_folder(name: str, root: Path, device: str) -> Path:

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from result_files import ResultFile, links, markdown_table, result_files
+from vllm_answers import compared as answers_compared
+from vllm_models import CHECKPOINTS
 
 Engine = dict[str, Any]
 TITLES = {
     "qwen3-v4-experts": "Qwen3's attention with the experts of DeepSeek-V4-Flash, 6 layers",
     "gpt-oss-120b": "gpt-oss-120b, 6 layers",
+    "gpt-oss-1-layer": "gpt-oss-120b, 1 layer",
     "qwen3-30b": "Qwen3-30B-A3B, 48 layers",
     "deepseek-v4-flash": "DeepSeek-V4-Flash, 6 layers",
 }
@@ -28,7 +31,7 @@ def _is_ours(engine: Engine) -> bool:
 
 def _whole(engines: list[Engine]) -> list[Engine]:
     """Those of which everything was measured."""
-    return [one for one in engines if one["model"] in TITLES and "decode" in one and "failure" not in one]
+    return [one for one in engines if one["model"] in TITLES and one.get("decode") and "failure" not in one]
 
 
 def _newest_groups() -> dict[tuple[str, str], tuple[ResultFile, list[Engine]]]:
@@ -52,14 +55,14 @@ def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
         cells = [f"{rate:,.0f}" for rate in rates[engine["backend"]]]
         if _is_ours(engine):
             cells = [f"{cell} ({rate / top:.2f}x)" for cell, rate, top in zip(cells, _rates(engine), best, strict=True)]
-        rows.append((_backend_name(engine), *cells, f"{engine['load_s']:.1f}", _experts(engine)))
+        rows.append((_backend_name(engine), *cells, _load(engine), _experts(engine)))
     title = f"{TITLES[engines[0]['model']]}, MXFP4 x {engines[0]['activations']}"
     sizes, versions = file.record["sizes"], file.record["versions"]
     graphs = str(engines[0]["graphs"]).rpartition(".")[2]
     note = (
         f"{title}: tokens per second, median of {sizes['trials']} trials (ours over the best peer); seconds to load "
-        f"the model; µs during which kernels of experts run in a step of one sequence (sum: of their durations, so "
-        f"that our two launches of a layer, which overlap, count twice). vLLM {versions['vllm']}, {graphs}, "
+        f"the checkpoint; µs during which kernels of experts run in a step of one sequence (sum: of their durations, "
+        f"so that our two launches of a layer, which overlap, count twice). vLLM {versions['vllm']}, {graphs}, "
         f"{sizes['compiler']}; {file.record['client']}; {links(file.name)}"
     )
     return markdown_table(("", *head, "load", "experts"), rows, note)
@@ -75,6 +78,11 @@ def _rates(engine: Engine) -> list[float]:
     return [case["tokens_per_s"] for case in (*engine["prefill"], *engine["decode"])]
 
 
+def _load(engine: Engine) -> str:
+    """Without a checkpoint this is the time to make random weights, which backends make differently."""
+    return f"{engine['load_s']:.1f}" if engine["model"] in CHECKPOINTS else ""
+
+
 def _experts(engine: Engine) -> str:
     kernels = engine.get("kernels_of_one_sequence")
     if kernels is None:
@@ -88,11 +96,15 @@ def _backend_name(engine: Engine) -> str:
 
 
 def _answer_table() -> Iterator[str]:
-    """How far answers are from those of one of vLLM's own backends, with the same weights."""
+    """How far answers are from those of one of vLLM's own backends, with the same weights: runs of one commit."""
+    by_commit: dict[str, list[ResultFile]] = {}
+    for file in result_files("vllm-serving"):
+        if any("answers" in engine for engine in file.record["engines"]):
+            by_commit.setdefault(file.record["commit"], []).append(file)
     compared = {
-        (one["model"], one["backend"]): (file, one)
-        for file in result_files("vllm-serving")
-        for one in file.record.get("answers_compared", ())
+        (one["model"], one["backend"]): (files, one)
+        for files in by_commit.values()
+        for one in answers_compared([engine for file in files for engine in file.record["engines"]])
         if one["model"] in TITLES
     }
     if not compared:
@@ -103,16 +115,17 @@ def _answer_table() -> Iterator[str]:
             one["reference"],
             f"{one['largest']:.3f}",
             f"{one['mean']:.4f}",
-            one["bound"],
+            f"{one['bounded']} <= {one['bound']}",
             f"{one['same_answers']} of {one['answers']}",
             f"{max(one['margins_where_answers_part'], default=0):.3f}",
         )
         for _, one in compared.values()
     ]
     head = ("", "against", "largest", "mean", "bound", "same answers", "largest margin")
-    files = dict.fromkeys(file.name for file, _ in compared.values())
+    names = dict.fromkeys(file.name for files, _ in compared.values() for file in files)
     note = (
         "Differences of the log-probabilities of given tokens, and greedy answers. Where an answer parts from the "
-        f"reference's, the margin is how much likelier the reference's token was to it than its second. {links(*files)}"
+        f"reference's, the margin is how much likelier the reference's token was to it than its second. "
+        f"With random weights a rounding in an early layer may select other experts in a later one. {links(*names)}"
     )
     yield markdown_table(head, rows, note)
