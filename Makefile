@@ -75,7 +75,7 @@ test-vllm: $(VLLM_VENV)/.installed
 
 test-vllm-all: $(VLLM_VENV)/.installed
 	@echo "== all tests with $(VLLM)"
-	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/with_vllm --vllm-all
+	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/with_vllm --vllm-all --vllm-record
 
 $(VLLM_VENV)/.installed: $(BUILT_FROM)
 	@echo "== create a virtual environment in $(VLLM_VENV) and install $(VLLM)"

@@ -11,12 +11,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import engine
+import record
 
 engine.set_environment()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm-all", action="store_true", help="every family and format, not a sample of them")
+    parser.addoption("--vllm-record", action="store_true", help="write a file in benchmarks/results/vllm-cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--vllm-record"):
+        config.pluginmanager.register(record.Recorder(), "vllm-record")
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,17 @@ def reference(model: Path, **options: Any) -> Answers:
     """The same from transformers, with lancebill's experts."""
     import lancebill
 
-    loaded = lancebill.from_pretrained(model, dtype=torch.float32, **options)
+    return _generated(lancebill.from_pretrained(model, dtype=torch.float32, **options))
+
+
+def reference_without_lancebill(model: Path) -> Answers:
+    """The same from transformers alone, for unquantised checkpoints."""
+    import transformers
+
+    return _generated(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+
+
+def _generated(loaded: Any) -> Answers:
     tokens, logprobs = [], []
     for prompt in PROMPTS:
         with torch.no_grad():

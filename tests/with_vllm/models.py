@@ -43,6 +43,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": GROUPED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2},
     "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
+    "granitemoeshared": {"num_local_experts": 8, "intermediate_size": 128, "shared_intermediate_size": 128},
+    "granitemoehybrid": {
+        "num_local_experts": 8,
+        "intermediate_size": 128,
+        "shared_intermediate_size": 128,
+        "layer_types": ["attention", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+    },
+    "llama4_text": {
+        "num_local_experts": 8,
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 128,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": False,
+    },
     "deepseek_v2": GROUPED
     | LATENT
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "topk_method": "greedy"},

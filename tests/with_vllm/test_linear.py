@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def linear_methods(llm: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("mode", "kind"), CELLS)
-def test_dense_layers(mode: str, kind: str, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_dense_layers(
+    mode: str, kind: str, folder: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     if (mode, kind) not in SAMPLE and not request.config.getoption("--vllm-all"):
         pytest.skip("only with --vllm-all")
     model = models.quantised_everywhere("glm4_moe", kind, folder)
@@ -36,6 +39,7 @@ def test_dense_layers(mode: str, kind: str, folder: Path, request: pytest.Fixtur
         ours = linear_methods(llm)
         got = engine.ask(llm)
     want = engine.reference(model)
+    record_property("distance", got.distance(want))
     assert got.tokens == want.tokens and got.distance(want) <= BOUND
     taken = {name.rpartition(".")[2] for name in ours}
     assert taken == (set() if mode == "off" else {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"})
