@@ -1,0 +1,130 @@
+"""Decode speed of one model with lancebill's experts in vLLM (compiled) and in transformers' `generate`, in turns.
+
+    python benchmarks/decode_engines.py --model PATH [--tokens 128] [--rounds 5] [--threads 2] [--out FILE]
+
+Both engines are in this process and take turns, so that a change of the machine's speed meets both. The first token is
+timed separately and subtracted: the rate is (tokens - 1) over the seconds after the first token. Batch 1, greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import origin, package_version, result_path, whole_model_machine
+
+PROMPT = list(range(5, 37))
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, of both engines")
+    parser.add_argument("--dtype", default="float32", help="dtype of everything but the experts")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens in each run")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; the median counts")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of both engines")
+    parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")
+    parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/decode-engines")
+    chosen = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
+    engines = {"transformers": transformers_engine(chosen), "vllm": vllm_engine(chosen)}
+    torch.set_num_threads(chosen.threads)
+    for run in engines.values():
+        run(8)  # compiles, allocates
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(chosen.rounds):
+        for name, run in engines.items():
+            rates[name].append(decode_rate(run, chosen.tokens))
+        print({name: round(found[-1], 2) for name, found in rates.items()}, flush=True)
+    save(chosen, rates)
+
+
+def transformers_engine(chosen: argparse.Namespace) -> Callable[[int], None]:
+    """Generates a number of tokens."""
+    import lancebill
+
+    model = lancebill.from_pretrained(chosen.model, device=chosen.device, dtype=chosen.dtype)
+    prompt = torch.tensor([PROMPT], device=chosen.device)
+
+    def run(tokens: int) -> None:
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.no_grad():
+            made = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+        if made.shape[1] != len(PROMPT) + tokens:
+            raise SystemExit("transformers stopped early")
+
+    return run
+
+
+def vllm_engine(chosen: argparse.Namespace) -> Callable[[int], None]:
+    """The same in vLLM."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(chosen.model),
+        dtype=chosen.dtype,
+        enforce_eager=chosen.eager,
+        max_model_len=len(PROMPT) + chosen.tokens + 8,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        additional_config={"lancebill": {"mode": "require"}},
+    )
+
+    def run(tokens: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        made = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+        if len(made[0].outputs[0].token_ids) != tokens:
+            raise SystemExit("vLLM stopped early")
+
+    return run
+
+
+def decode_rate(run: Callable[[int], None], tokens: int) -> float:
+    """Tokens per second after the first."""
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        run(count)
+        return time.perf_counter() - start
+
+    first = seconds(1)
+    return (tokens - 1) / (seconds(tokens) - first)
+
+
+def save(chosen: argparse.Namespace, rates: dict[str, list[float]]) -> None:
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    document = {
+        **origin(Path(__file__).name),
+        "machine": whole_model_machine(chosen.device),
+        "vllm": package_version("vllm") or package_version("vllm-cpu"),
+        "model": chosen.model.name,
+        "dtype": chosen.dtype,
+        "threads": chosen.threads,
+        "compiled": not chosen.eager,
+        "tokens_per_second": {name: [round(rate, 2) for rate in found] for name, found in rates.items()},
+        "medians": {name: round(median, 2) for name, median in medians.items()},
+        "vllm_over_transformers": round(medians["vllm"] / medians["transformers"], 3),
+    }
+    path = chosen.out or result_path("decode-engines", chosen.device)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
