@@ -30,7 +30,7 @@ sys.path.insert(0, sys.argv[1])
 import engine
 if __name__ == "__main__":
     engine.set_environment()
-    with engine.engine(sys.argv[2], {"mode": "require"}, tensor_parallel_size=2) as llm:
+    with engine.engine(sys.argv[2], {"mode": "require", "linear": sys.argv[3]}, tensor_parallel_size=2) as llm:
         made = engine.ask(llm)
     print("ANSWERS", json.dumps([made.tokens, made.logprobs]))
 """
@@ -97,17 +97,23 @@ def check(answers: Any, want: engine.Answers, first: int = 0) -> None:
     assert got.tokens == part.tokens and got.distance(part) <= BOUND
 
 
-def test_tensor_parallel_workers_of_vllm(folder: Path, want: engine.Answers, tmp_path: Path) -> None:
-    """vLLM starts the processes itself; the plugin must be in each of them."""
+@pytest.mark.parametrize("linear", ["offer", "off"])
+def test_tensor_parallel_workers_of_vllm(
+    linear: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """vLLM starts the processes itself; the plugin must be in each of them. All matrices are quantised."""
+    if linear == "off" and not request.config.getoption("--vllm-all"):
+        pytest.skip("only with --vllm-all")
+    model = models.quantised_everywhere("glm4_moe", "fp8-block", folder)
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    words = [sys.executable, str(script), str(HERE), str(models.converted("qwen3_moe", "ct-int4", folder))]
+    words = [sys.executable, str(script), str(HERE), str(model), linear]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=5 * MINUTES, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "lancebill's" in done.stdout + done.stderr
+    assert "lancebill's" in done.stdout + done.stderr and "is dequantised" not in done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS"))
-    check(json.loads(line.removeprefix("ANSWERS")), want)
+    check(json.loads(line.removeprefix("ANSWERS")), engine.reference(model))
 
 
 @pytest.mark.parametrize("name", ["ep2", "dp2", "dp2-ep2"])

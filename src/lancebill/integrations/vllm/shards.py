@@ -74,6 +74,7 @@ def joined(parts: Mapping[RankPart, LogicalWeight | Tensor], rows: int) -> Logic
     weights = [part for part in ordered if isinstance(part, LogicalWeight)]
     if len(weights) != len(ordered) or sum(weight.n for weight in weights) != rows:
         raise UnsupportedProblem("not all of its rows are quantised")
+    weights = _alike(weights)
     first = weights[0]
     if any(weight.spec != first.spec for weight in weights):
         kinds = ", ".join(dict.fromkeys(str(weight.spec) for weight in weights))
@@ -83,6 +84,14 @@ def joined(parts: Mapping[RankPart, LogicalWeight | Tensor], rows: int) -> Logic
         raise UnsupportedProblem("its modules scale their common input differently")
     whole = first if len(weights) == 1 else stack(weights)
     return replace(whole, inputs={} if factors[0] is None else {FACTORS: factors[0]})
+
+
+def _alike(weights: list[LogicalWeight]) -> list[LogicalWeight]:
+    """With blocks of equal height, where ranks cut blocks of large modules less than those of small ones."""
+    if all(weight.spec == weights[0].spec for weight in weights):
+        return weights
+    height = math.gcd(*(level.block[0] for weight in weights for level in weight.spec.levels))
+    return [weight.reblock(weight.spec.map_blocks(0, height)) for weight in weights]
 
 
 def dequantized(parts: Mapping[RankPart, LogicalWeight | Tensor], out: Tensor) -> None:
