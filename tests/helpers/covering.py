@@ -63,21 +63,23 @@ class Case:
             yield Placement(tp, self.tp, ep, self.ep, self.strategy, self.redundant, self.pad_to)
 
 
-def distinct_rows() -> list[Naming]:
-    """One row for each set of naming forms, without GGUF's. Many families share theirs."""
-    found: list[Naming] = []
+def distinct_forms() -> list[tuple[Naming, list[NameForm]]]:
+    """Every naming form once, in the first row that has it, without GGUF's. Many families share theirs."""
+    seen: list[NameForm] = []
+    found = []
     for row in TABLE:
-        if row.family != "gguf" and all(row.forms != other.forms for other in found):
-            found.append(row)
+        own = [form for form in row.forms if form not in seen and row.family != "gguf"]
+        seen += own
+        found += [(row, own)] if own else []
     return found
 
 
 def families_and_forms(fmt: Format) -> list[tuple[Naming, list[NameForm]]]:
     """The families that a format is used with, and their possible naming forms."""
     model_types = {e.config.model.get("model_type") for e in fmt.examples()} - {None}
-    rows = [row for row in TABLE if model_types & set(row.model_types)] or distinct_rows()
+    rows = [(row, list(row.forms)) for row in TABLE if model_types & set(row.model_types)] or distinct_forms()
     possible = [
-        (row, [f for i, f in enumerate(row.forms) if (fmt.name, row.family, i) not in IMPOSSIBLE]) for row in rows
+        (row, [f for f in forms if (fmt.name, row.family, row.forms.index(f)) not in IMPOSSIBLE]) for row, forms in rows
     ]
     return [(row, forms) for row, forms in possible if forms]
 
@@ -141,9 +143,9 @@ def is_down(seed: int) -> bool:
 
 
 def is_tame(weight: LogicalWeight, factor: float) -> bool:
-    """Whether every value is a small multiple of factor / 2."""
+    """Whether every value is a small multiple of factor / 2, and some are negative: else sums are not small."""
     value = dequantize(weight) / factor * 2
-    return bool((value == value.round()).all() and value.abs().max() <= 4)
+    return bool((value == value.round()).all() and value.abs().max() <= 4 and value.min() < 0)
 
 
 def _small_values(weight: LogicalWeight, factor: float, generator: torch.Generator) -> dict[str, object]:

@@ -16,6 +16,7 @@ from lancebill.errors import UnsupportedFormat
 from lancebill.formats import awq, compressed_tensors, gptq
 from lancebill.formats._ct_config import weight_args, write_config
 from lancebill.formats._patterns import Pattern, compile_pattern
+from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
 from lancebill.numbers.dtypes import F16
 from lancebill.numbers.spec import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
@@ -49,15 +50,7 @@ class AutoRound(Format):
         "packing_format", "desc_act", "extra_config", "block_name_to_quantize", "to_quant_block_names",
         "modules_to_not_convert", *UNREADABLE,
     }  # fmt: skip
-    ignored = frozenset(
-        {
-            "autoround_version", "backend", "vllm_backend", "batch_size", "dataset", "iters", "nsamples", "seqlen",
-            "lr", "minmax_lr", "low_gpu_mem_usage", "low_cpu_mem_usage", "enable_quanted_input", "scale_dtype",
-            "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps", "amp", "seed", "sampler",
-            "damp_percent", "true_sequential", "lm_head", "static_kv_dtype", "quant_lm_head", "version",
-            "static_attention_dtype", "provider",
-        }
-    )  # fmt: skip
+    ignored = TUNING_KEYS | {"backend", "vllm_backend", "static_kv_dtype", "static_attention_dtype"}
 
     def matches(self, config: Config) -> bool:
         return config.method in ("auto-round", "auto_round", "intel/auto-round", "inc")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -101,15 +102,13 @@ class Awq(Format):
     used = frozenset(
         {
             "bits", "w_bit", "group_size", "q_group_size", "zero_point", "pack_dtype", "modules_to_not_convert",
-            "dynamic", *ARRANGEMENTS,
+            "dynamic", "data_type", *ARRANGEMENTS,
         }
     )  # fmt: skip
-    ignored = frozenset(
-        {
-            "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "lm_head", "method", "meta", "sym",
-            "desc_act",
-        }
-    )  # fmt: skip
+    ignored = TUNING_KEYS | {
+        "to_quant_block_names", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "method", "meta",
+        "sym", "desc_act",
+    }  # fmt: skip
 
     def matches(self, config: Config) -> bool:
         return config.method == "awq"
@@ -119,6 +118,7 @@ class Awq(Format):
         if merged is None or self._is_unquantized(config, module):
             return dense(module)
         self._check_arrangement(merged)
+        optional(merged, "data_type", str, "int", ("int",))
         checked(_either(merged, "bits", "w_bit"), "bits", int, (BITS,), config.source)
         size = checked(_either(merged, "group_size", "q_group_size"), "group_size", int, (), config.source)
         scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats._act_order import group_order, is_natural, reordered, to_natural_order
 from lancebill.formats._patterns import Pattern, compile_pattern
+from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -146,18 +147,16 @@ class Gptq(Format):
     used = frozenset(
         {
             "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "pack_dtype", "dynamic",
-            "is_marlin_format",
+            "is_marlin_format", "data_type",
         }
     )  # fmt: skip
-    ignored = frozenset(
-        {
-            "lm_head", "meta", "method", "modules_in_block_to_quantize", "static_groups", "damp_percent",
-            "damp_auto_increment", "true_sequential", "quantizer", "version", "dataset", "model_seqlen",
-            "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
-            "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "tokenizer",
-            "use_cuda_fp16", "model_name_or_path", "model_file_base_name", "act_group_aware", "mse", "backend",
-        }
-    )  # fmt: skip
+    ignored = TUNING_KEYS | {
+        "to_quant_block_names", "meta", "method", "modules_in_block_to_quantize", "static_groups",
+        "damp_auto_increment", "quantizer",
+        "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "use_exllama",
+        "max_input_length", "exllama_config", "cache_block_outputs", "tokenizer", "use_cuda_fp16",
+        "model_name_or_path", "model_file_base_name", "act_group_aware", "mse", "backend",
+    }  # fmt: skip
 
     def matches(self, config: Config) -> bool:
         return config.method in ("gptq", "gptq_v2")
@@ -169,6 +168,7 @@ class Gptq(Format):
         bits = require(merged, "bits", int, BITS)
         block = group_block(require(merged, "group_size", int), config.source)
         optional(merged, "pack_dtype", str, "int32", ("int32",))
+        optional(merged, "data_type", str, "int", ("int",))
         scale = FLOAT_TYPES.get(module.dtype(".scales", default="F16"), F16)
         spec = int_spec(bits, block, zero_point=not optional(merged, "sym", bool, True), scale=scale)
         desc_act = optional(merged, "desc_act", bool, False) and block != CHANNEL  # a single group has no order

@@ -19,7 +19,7 @@ from conversion import (
     run_conversion,
     same_matrices,
 )
-from covering import distinct_rows
+from covering import distinct_forms
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
@@ -108,7 +108,7 @@ def test_nvfp4_keeps_its_codes_where_the_global_scale_is_inverted(tmp_path: Path
     assert torch.equal(fitted.codes, weight.codes) and torch.equal(fitted.scales[0], weight.scales[0])
 
 
-FAMILIES = [(row.family, i) for row in distinct_rows() for i in range(len(row.forms))]
+FAMILIES = [(row.family, row.forms.index(form)) for row, forms in distinct_forms() for form in forms]
 
 
 @pytest.mark.parametrize(("family", "form"), FAMILIES)

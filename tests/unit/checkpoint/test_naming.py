@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from covering import distinct_rows
+from covering import distinct_forms
 
 from lancebill.checkpoint.load.load_experts import load_expert, plan_layer
 from lancebill.checkpoint.resolve import manifest as manifests
@@ -23,9 +23,9 @@ from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.conformance import whole_matrices
 
 ROWS = [
-    pytest.param(row, form, id=f"{row.family}-{i}")
-    for row in (*distinct_rows(), names.TABLE[-1])
-    for i, form in enumerate(row.forms)
+    pytest.param(row, form, id=f"{row.family}-{row.forms.index(form)}")
+    for row, forms in (*distinct_forms(), (names.TABLE[-1], names.TABLE[-1].forms))
+    for form in forms
 ]
 SIZE = Geometry(experts=3, hidden=32, intermediate=48, layers=2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lancebill.errors import BadValue, UnsupportedFormat
-from lancebill.formats import detect
+from lancebill.formats import detect, registry
 from lancebill.formats.auto_round import FORMAT
 from lancebill.formats.awq import AwqScheme
 from lancebill.formats.base import Config, Dense, Module, Scheme, Stored
@@ -170,3 +170,15 @@ def test_only_listed_blocks_are_quantised() -> None:
 def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         resolve(**values)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_keys_of_its_exports_as_gptq_and_awq_are_known(method: str) -> None:
+    """What AutoRound writes into the configs of other formats."""
+    own = {"data_type": "int", "enable_quanted_input": True, "provider": "auto-round", "amp": True, "sym": True}
+    own |= {"autoround_version": "0.9.3", "to_quant_block_names": "model.layers", "iters": 200, "seqlen": 2048}
+    quant = {"bits": 4, "group_size": 128, "quant_method": method, **own}
+    fmt = registry()[method]
+    assert fmt.unknown_keys(Config(quant=quant, method=method)) == []
+    with pytest.raises(UnsupportedFormat, match="data_type"):
+        fmt.scheme(Config(quant={**quant, "data_type": "mx_fp"}, method=method), Module("m"))

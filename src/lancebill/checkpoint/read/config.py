@@ -1,6 +1,6 @@
 """Read a checkpoint's configuration: the model's config and its quantisation section.
 
-Exporters put that section in five different places and spell its method differently. This module returns one `Config`
+Exporters put that section in six different places and spell its method differently. This module returns one `Config`
 with a normalised `method`; the formats interpret the section.
 """
 
@@ -28,6 +28,7 @@ TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"w_bit"}), "awq"),
     (frozenset({"zero_point"}), "awq"),
     (frozenset({"config_groups"}), "compressed-tensors"),
+    (frozenset({"bits", "group_size", "mode"}), "mlx"),
 )
 
 
@@ -49,10 +50,14 @@ def config_of_model(model: Mapping[str, Any], source: str = MODEL_CONFIG) -> Con
 
 def _model_sections(model: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], str | None]]:
     text = _section(model, "text_config", where)
+    # mlx-lm writes the same section under two keys, without a method.
+    mlx = _section(model, "quantization", where)
     for key, fallback in (("quantization_config", None), ("compression_config", "compressed-tensors")):
         for holder in (model, text):
             if section := _section(holder, key, where):
-                yield section, fallback
+                yield section, "mlx" if section == mlx else fallback
+    if mlx:
+        yield mlx, "mlx"
 
 
 def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:

@@ -38,6 +38,7 @@ _FUSED_NAMES = {GATE_UP: ".gate_up_proj", DOWN: ".down_proj"}
 _FUSED_EACH = {GATE_UP: ".{expert}.gate_up_proj", DOWN: ".{expert}.down_proj"}
 _LINEAR_NAMES = {GATE_UP: ".input_linear", DOWN: ".output_linear"}
 _W13_EACH = {GATE_UP: ".{expert}.w13", DOWN: ".{expert}.w2"}
+_SEPARATE_NAMES = {GATE: ".gate_proj", UP: ".up_proj", DOWN: ".down_proj"}
 _BOTH = (GATE_UP, DOWN)
 
 _LAYER = "layers.{layer}"
@@ -51,10 +52,18 @@ def _in_layer(*names: str) -> tuple[str, ...]:
 
 # Shared forms. What a family stores on the hub comes first; transformers' own stacked form is in every row.
 _MLP_STACKED = NameForm(_MLP, _FUSED_NAMES)
-_STANDARD = (NameForm(_MLP, _LLAMA_NAMES), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH))
-_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED)
+# mlx-lm stacks experts, gate and up apart: mostly below `switch_mlp`.
+_MLX, _MLX_BLOCK, _MLX_FEED = (
+    NameForm(f"{_LAYER}.{block}.switch_mlp", _SEPARATE_NAMES) for block in ("mlp", "block_sparse_moe", "feed_forward")
+)
+_MLX_EXPERTS = NameForm(_MLP, _SEPARATE_NAMES)
+_STANDARD = (NameForm(_MLP, _LLAMA_NAMES), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH), _MLX)
+_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED, _MLX_BLOCK)
 _FEED_STACKED = NameForm(_FEED, _FUSED_NAMES)
-_GEMMA = (NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES))
+_GEMMA = (
+    NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES),
+    NameForm(f"{_LAYER}.experts.switch_glu", _SEPARATE_NAMES),
+)  # fmt: skip
 _STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)
 
 _MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
@@ -64,6 +73,7 @@ _BLOCK_CORRECTIONS = ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_c
 TABLE: tuple[Naming, ...] = (
     Naming("mixtral", ("mixtral",), (
         NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES),
+        _MLX_BLOCK,
     ), _MIXTRAL_ROUTER),
     Naming("minimax", ("minimax",), _MIXTRAL, _MIXTRAL_ROUTER),
     Naming("minimax_m2", ("minimax_m2",), _MIXTRAL, replace(
@@ -72,7 +82,7 @@ TABLE: tuple[Naming, ...] = (
     Naming("minimax_m3", ("minimax_m3_vl", "minimax_m3_vl_text"), _MIXTRAL, replace(
         _MIXTRAL_ROUTER, correction=_in_layer(_BLOCK_CORRECTIONS[0], "mlp.gate.e_score_correction_bias")
     )),
-    Naming("kimi_linear", ("kimi_linear",), _MIXTRAL, replace(_MIXTRAL_ROUTER, correction=_in_layer(
+    Naming("kimi_linear", ("kimi_linear",), (*_MIXTRAL, _MLX), replace(_MIXTRAL_ROUTER, correction=_in_layer(
         "block_sparse_moe.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
     ))),
     Naming("phimoe", ("phimoe",), _MIXTRAL, Router(_in_layer("block_sparse_moe.gate.weight", "mlp.router.weight"))),
@@ -85,7 +95,7 @@ TABLE: tuple[Naming, ...] = (
     Naming("qwen4_exp", ("qwen4_exp", "qwen4_exp_text"), _STANDARD),
     Naming("qwen3_omni_moe", ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"), _STANDARD),
     Naming(
-        "qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), (_STANDARD[0], _STACKED_TRANSPOSED, _MLP_STACKED)
+        "qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), (_STANDARD[0], _STACKED_TRANSPOSED, _MLP_STACKED, _MLX)
     ),
     Naming("olmoe", ("olmoe",), _STANDARD),
     Naming("flex_olmo", ("flex_olmo",), _STANDARD),
@@ -105,7 +115,7 @@ TABLE: tuple[Naming, ...] = (
         "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text"
     ), _STANDARD, _CORRECTED),
     Naming("glm5_next", ("glm5_next", "glm5_next_text"), _STANDARD, _CORRECTED),
-    Naming("dots1", ("dots1",), _STANDARD, _CORRECTED),
+    Naming("dots1", ("dots1",), (*_STANDARD, _MLX_EXPERTS), _CORRECTED),
     Naming("solar_open", ("solar_open",), _STANDARD, _CORRECTED),
     Naming("mimo_v2_flash", ("mimo_v2_flash",), _STANDARD, _CORRECTED),
     Naming("axk", ("axk1", "axk2"), _STANDARD, _CORRECTED),
@@ -130,7 +140,7 @@ TABLE: tuple[Naming, ...] = (
         _in_layer("mlp.router.gate.weight", "mlp.gate.weight"),
         correction=_in_layer("mlp.expert_bias", "mlp.e_score_correction_bias"),
     )),
-    Naming("afmoe", ("afmoe",), _STANDARD, Router(
+    Naming("afmoe", ("afmoe",), (*_STANDARD, _MLX_EXPERTS), Router(
         _in_layer("mlp.router.gate.weight"), correction=_in_layer("mlp.expert_bias")
     )),
     Naming("longcat_flash", ("longcat_flash",), _STANDARD, Router(
@@ -150,21 +160,23 @@ TABLE: tuple[Naming, ...] = (
         NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES), _MLP_STACKED
     ), Router(_in_layer("gate.weight", "mlp.gate.weight"))),
     Naming("gpt_oss", ("gpt_oss",), (
-        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES)
+        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES), _MLX_EXPERTS
     ), Router(_in_layer("mlp.router.weight"), bias=_in_layer("mlp.router.bias")), uneven=True, biased=True),
     Naming("llama4", ("llama4", "llama4_text"), (
-        NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES)
+        NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES),
+        NameForm(_FEED, _SEPARATE_NAMES),
     ), Router(_in_layer("feed_forward.router.weight"))),
     Naming("nemotron_h", ("nemotron_h", "nemotron_h_omni", "nemo_speechlm"), (
         NameForm(_MIXER, {GATE: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}),
         NameForm(_MIXER, {GATE: ".up_proj", DOWN: ".down_proj"}),
         NameForm(_MIXER, {GATE: ".gate_and_up_projs", DOWN: ".down_projs"}, transposed=(GATE, DOWN)),
+        NameForm(f"{_LAYER}.mixer.switch_mlp", {GATE: ".fc1", DOWN: ".fc2"}),
     ), Router(_in_layer("mixer.gate.weight"), correction=_in_layer("mixer.gate.e_score_correction_bias"))),
     Naming(
-        "jamba", ("jamba",), (NameForm(_FEED, _LLAMA_NAMES), _FEED_STACKED),
+        "jamba", ("jamba",), (NameForm(_FEED, _LLAMA_NAMES), _FEED_STACKED, _MLX_FEED),
         Router(_in_layer("feed_forward.router.weight")),
     ),
-    Naming("lfm2_moe", ("lfm2_moe",), (NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED), Router(
+    Naming("lfm2_moe", ("lfm2_moe",), (NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED, _MLX_FEED), Router(
         _in_layer("feed_forward.gate.weight"), correction=_in_layer("feed_forward.expert_bias")
     )),
     Naming("gemma4", ("gemma4", "gemma4_text"), _GEMMA, Router(
@@ -194,7 +206,7 @@ TABLE: tuple[Naming, ...] = (
     ), Router("blocks.{layer}.ffn.router.layer.weight")),
     Naming("granitemoe", ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa"), (
         NameForm(f"{_LAYER}.block_sparse_moe", _LINEAR_NAMES, exclusive=False),
-        NameForm(_BLOCK, _FUSED_NAMES), NameForm(_BLOCK, _LLAMA_NAMES),
+        NameForm(_BLOCK, _FUSED_NAMES), NameForm(_BLOCK, _LLAMA_NAMES), _MLX_BLOCK,
     ), Router(_in_layer("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"))),
     Naming("jetmoe", ("jetmoe",), (
         NameForm(f"{_LAYER}.mlp", _LINEAR_NAMES, exclusive=False), NameForm(_MLP, _LLAMA_NAMES)
