@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.load.padding import pad
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import build
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
@@ -228,3 +229,11 @@ def test_a_file_of_the_gguf_library_loads_expert_by_expert(tmp_path: Path) -> No
         for (expert, name), projection in manifest.layers[0].projections.items():
             values = dequantize(load_projection(checkpoint.read, projection))
             assert torch.equal(values, expected[name][expert])
+
+
+def test_padding_of_a_type_without_zero_is_zero() -> None:
+    """IQ4 has no code for 0, so padding rows need a scale of 0."""
+    weight = gguf_scheme(BLOCK_TYPES["IQ4_NL"]).decode({"codes": torch.full((4, 2, 18), 60, dtype=torch.uint8)}, 4, 64)
+    padded = dequantize(pad(weight, 6, 96))
+    assert torch.equal(padded[:4, :64], dequantize(weight))
+    assert not padded[4:].any() and not padded[:, 64:].any()

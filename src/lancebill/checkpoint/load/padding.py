@@ -9,12 +9,15 @@ from torch import Tensor
 
 from lancebill.checkpoint.load.input_scales import FACTORS
 from lancebill.errors import ShardError
-from lancebill.numbers.spec import ALL
+from lancebill.numbers.spec import ALL, QuantSpec
 from lancebill.numbers.weight import LogicalWeight
 
 
 def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
-    """Pad with zeros to [n, k]. Padding blocks get scale 1, so that they add nothing to a GEMM."""
+    """Pad with zeros to [n, k]. Padding blocks get scale 1, or 0 where no code is zero (IQ4).
+
+    Without a zero code, padding columns inside a block are not zero. Their inputs are: they come from padding rows.
+    """
     if (weight.n, weight.k) == (n, k):
         return weight
     spec = weight.spec
@@ -31,6 +34,9 @@ def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
         return out
 
     one, nothing = torch.ones(1, device=weight.device), torch.zeros(1, device=weight.device)
+    blank = one if _has_zero(spec) else nothing
+    if blank is nothing and (any(s.block[0] != 1 for s in spec.scales) or not _can_be_zero(spec)):
+        raise ShardError(f"{spec} cannot be padded", expected="a code or a scale of each row that is zero")
     zero = weight.zero
     if spec.zero is not None and zero is not None:
         zero = grow(zero, spec.zero.shape(n, k), nothing.to(zero.dtype))
@@ -40,12 +46,22 @@ def pad(weight: LogicalWeight, n: int, k: int) -> LogicalWeight:
     return replace(
         weight,
         stored=codes,
-        scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(one)) for s, t in zip(spec.scales, weight.scales)),
+        scales=tuple(grow(t, s.shape(n, k), s.dtype.encode(blank)) for s, t in zip(spec.scales, weight.scales)),
         zero=zero,
         minimum=tuple(grow(t, s.shape(n, k), z) for s, t, z in zip(spec.minimum, weight.minimum, zero_minimum)),
         bias=None if weight.bias is None else torch.nn.functional.pad(weight.bias, (0, n - weight.n)),
         inputs={role: _pad_input(role, t, k - weight.k) for role, t in weight.inputs.items()},
     )
+
+
+def _has_zero(spec: QuantSpec) -> bool:
+    return spec.zero is not None or not spec.dtype.table or 0.0 in spec.dtype.table
+
+
+def _can_be_zero(spec: QuantSpec) -> bool:
+    """Whether a level of scales can be zero: e8m0 cannot."""
+    nothing = torch.zeros(1)
+    return any(float(s.dtype.decode(s.dtype.encode(nothing))) == 0 for s in spec.scales)
 
 
 def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
