@@ -43,8 +43,8 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
+    torch.set_num_threads(chosen.threads)  # before vLLM's engine, which keeps it
     engines = {"transformers": transformers_engine(chosen), "vllm": vllm_engine(chosen)}
-    torch.set_num_threads(chosen.threads)
     for run in engines.values():
         run(8)  # compiles, allocates
     rates: dict[str, list[float]] = {name: [] for name in engines}

@@ -113,7 +113,8 @@ def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
     offered = settings.linear == OFFER and load_format != DUMMY and vllm_config.quant_config is not None
     if checkpoint is not None and (offered or isinstance(vllm_config.quant_config, DequantizedConfig)):
         manifest = ModelExperts(source.config, tensors=source.headers).manifest()
-        takeover.others = OtherWeights(manifest, checkpoint, vllm_config.model_config.dtype, keep=offered)
+        options = {"keep": offered, "copies": takeover.copies}
+        takeover.others = OtherWeights(manifest, checkpoint, vllm_config.model_config.dtype, **options)
     return takeover
 
 

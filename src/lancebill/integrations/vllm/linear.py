@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lancebill.backends.oracle import AUTO
 from lancebill.errors import LancebillError, UnsupportedProblem
 from lancebill.integrations.vllm.other_weights import DequantizedTensor
 from lancebill.integrations.vllm.settings import Settings
-from lancebill.integrations.vllm.shards import RankPart, cut, dequantized, find_shard, joined
+from lancebill.integrations.vllm.shards import Load, RankPart, cut, dequantized, find_shard, joined
 from lancebill.integrations.vllm.takeover import torch_defaults
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.weight import LogicalWeight
@@ -35,7 +36,8 @@ class LinearMethod(LinearMethodBase):
         self.settings, self.prefix = settings, prefix
         self.linear: QuantizedLinear | None = None
         self.parts: dict[RankPart, LogicalWeight | Tensor] = {}
-        self._shards: dict[tuple[object, ...], RankPart] = {}
+        self._places: dict[tuple[object, ...], RankPart | None] = {}  # None: in several pieces, as vLLM loads it
+        self._pieces: dict[tuple[object, ...], Callable[[nn.Parameter], None]] = {}
 
     def create_weights(
         self,
@@ -61,13 +63,24 @@ class LinearMethod(LinearMethodBase):
                 vllm_loader(probe, numbers, *shard)
 
             key = (*shard, *loaded_weight.shape)
-            if key not in self._shards:
-                with torch_defaults():
-                    self._shards[key] = find_shard(ask, self.shape, (loaded_weight.shape[0], loaded_weight.shape[1]))
-            self._take(loaded_weight, self._shards[key])
+            if key not in self._places:
+                self._places[key] = self._place(ask, loaded_weight)
+            place = self._places[key]
+            if place is None:
+                self._pieces[key] = lambda weight: vllm_loader(weight, loaded_weight, *shard)
+            else:
+                self._take(loaded_weight, place)
 
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, {**DIMENSIONS, "weight_loader": load, **attributes})
+
+    def _place(self, ask: Load, loaded: Tensor) -> RankPart | None:
+        """Where vLLM puts this module; found once, and the same in a reload."""
+        try:
+            with torch_defaults():
+                return find_shard(ask, self.shape, (loaded.shape[0], loaded.shape[1]))
+        except UnsupportedProblem:
+            return None
 
     def _take(self, loaded: Tensor, shard: RankPart) -> None:
         if isinstance(loaded, DequantizedTensor):
@@ -91,7 +104,8 @@ class LinearMethod(LinearMethodBase):
             except LancebillError as error:
                 if self.linear is not None:
                     raise
-                logger.info("%s is dequantised: %s", self.prefix, error)
+                if any(isinstance(part, LogicalWeight) for part in parts.values()):
+                    logger.info("%s is dequantised: %s", self.prefix, error)
         if self.linear is None:
             self._give_back(layer, parts)
 
@@ -116,6 +130,9 @@ class LinearMethod(LinearMethodBase):
         before = layer.weight
         layer.weight = nn.Parameter(values, requires_grad=False)
         set_weight_attrs(layer.weight, {**DIMENSIONS, "weight_loader": before.weight_loader})
+        for load in self._pieces.values():
+            load(layer.weight)
+        self._pieces.clear()
         layer.quant_method = UnquantizedLinearMethod()
         layer.quant_method.process_weights_after_loading(layer)
 

@@ -39,9 +39,17 @@ class DequantizedTensor(Tensor):
 class OtherWeights:
     """Replaces the tensors of quantised modules in a stream by one matrix for each module."""
 
-    def __init__(self, manifest: Manifest, checkpoint: Checkpoint, dtype: torch.dtype, *, keep: bool = False) -> None:
-        """`keep`: the matrices are `DequantizedTensor`s."""
-        self.dtype, self.keep = dtype, keep
+    def __init__(
+        self,
+        manifest: Manifest,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        *,
+        keep: bool = False,
+        copies: bool = False,
+    ) -> None:
+        """`keep`: the matrices are `DequantizedTensor`s. `copies`: the loader reuses the memory of its tensors."""
+        self.dtype, self.keep, self.copies = dtype, keep, copies
         self.modules = quantized_modules(manifest, checkpoint.headers, checkpoint.read)
         self._owners = {source.tensor: module for module in self.modules for source in module.sources.values()}
 
@@ -54,7 +62,7 @@ class OtherWeights:
                 yield name, tensor
                 continue
             tensors = held.setdefault(module.module, {})
-            tensors[name] = tensor
+            tensors[name] = tensor.clone() if self.copies else tensor
             if len(tensors) == len(module.sources):
                 yield from self._dequantized(module, held.pop(module.module))
 
