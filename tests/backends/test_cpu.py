@@ -203,6 +203,32 @@ def test_linears(level: IsaLevel, activations: str) -> None:
     assert worst_row(results[0], results[1]) <= (2e-3 if tiles else 1e-4)
 
 
+@pytest.mark.parametrize("activations", ["bf16", "int8", "fp8", "fp8-g128"])
+@pytest.mark.parametrize("spec", ["int4-g64-zp", "nvfp4", "int8", "fp8-block"])
+def test_non_finite_and_tiny_rows(spec: str, activations: str) -> None:
+    """A row with NaN or infinity is not finite, and no other row changes; a tiny row is as exact as any."""
+    shape = MatrixShape("w13", 128, 256, parse_spec(spec))
+    activation = parse_activation(activations)
+    problem = Problem(shape, None, 1, 1, 1, activations=activation, dispatch=CONTIGUOUS)
+    weights = Weights(problem, torch.device("cpu"))
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[1, 100], x[2, 255], x[3, 0] = torch.nan, torch.inf, -torch.inf
+    x[4] *= 1e-30
+    x[5] *= 1e-36
+    x[6] = 0
+    offsets = Contiguous(torch.tensor([0, 8]))
+    for backend in (REFERENCE, *map(Cpu, LEVELS)):
+        packed = weights.packed(backend.layout(problem))
+        got = backend.run(backend.plan(problem, 8, CPU), x, offsets, packed, torch.empty(8, 128))
+        if backend is REFERENCE:
+            want = got
+            assert want[4].abs().max() > 1e-31 and want[5].abs().max() > 1e-37
+        assert got.isfinite().all(1).tolist() == [True, False, False, False, True, True, True, True], backend
+        assert not got[1:4].isfinite().any() and torch.equal(got[6], want[6])
+        for row, factor in ((0, 1.0), (4, 1e30), (5, 1e36), (7, 1.0)):
+            assert worst_row(got[row : row + 1] * factor, want[row : row + 1] * factor) <= 6e-3, (backend, row)
+
+
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activations", BOUNDS)
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128", "mxfp4", "nvfp4", "nf4", "int8"])

@@ -213,49 +213,42 @@ def route(
     elif routing.custom is not None:
         ids, weights = _custom(routing, routing.custom, hidden, logits)
     else:
-        values, nan_mask = _without_nan(logits)
+        values = logits.float()
         scores = values if routing.after_top_k else _score(routing.scoring, values)
         if routing.hashed:
             ids = _look_up(routing, table, input_ids, logits)
         else:
-            ids = first_largest(_selection(routing, scores, nan_mask, correction_bias), routing.top_k)
-        weights = _weights(routing, scores, nan_mask, ids)
+            biased = scores if correction_bias is None else scores + correction_bias.float()
+            scores = torch.where(biased.isnan(), torch.nan, scores)
+            ids = first_largest(_selection(routing, biased, correction_bias is not None), routing.top_k)
+        weights = _weights(routing, scores, ids)
     return _finish(routing, ids, weights * routing.folded_scale, experts)
 
 
 def first_largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest values of each row, largest first; equal values in index order.
+    """Indices of the `count` largest values of each row, largest first; equal values in index order, NaN before all.
 
     `torch.topk` does not define the order of equal values. Adding 0.0 turns -0.0 into 0.0.
     """
     return torch.sort(values + 0.0, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _without_nan(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits in fp32 with NaN replaced by -inf, and the mask of NaNs."""
-    values = logits.float()
-    nan_mask = values.isnan()
-    return torch.where(nan_mask, -torch.inf, values), nan_mask
-
-
 def _score(scoring: str, values: Tensor) -> Tensor:
-    """Scores in fp32; NaN becomes 0.
+    """Scores in fp32.
 
     Computed in double and rounded once. On CPUs exp and log differ in the last bit between the vector
     loop and its scalar remainder, so in fp32 a score would depend on its position in the batch.
     """
-    scores = _SCORES[scoring](values.double()).float()
-    return torch.where(scores.isnan(), 0.0, scores)
+    return _SCORES[scoring](values.double()).float()
 
 
-def _selection(routing: Routing, scores: Tensor, nan_mask: Tensor, bias: Tensor | None) -> Tensor:
-    """The values that top-k compares: biased scores, the lowest value for NaN, -inf outside the chosen groups."""
-    biased = scores if bias is None else scores + bias.float()
-    biased = torch.where(nan_mask | biased.isnan(), _LOWEST, biased.clamp(min=_LOWEST))
+def _selection(routing: Routing, biased: Tensor, corrected: bool) -> Tensor:
+    """The values that top-k compares: biased scores, -inf outside the chosen groups."""
+    biased = biased.clamp(min=_LOWEST)
     if not routing.grouped:
         return biased
     by_group = biased.unflatten(1, (routing.n_group, -1))
-    if bias is None:
+    if not corrected:
         strength = by_group.amax(dim=-1)
     else:
         largest = by_group.topk(2, dim=-1).values
@@ -266,19 +259,18 @@ def _selection(routing: Routing, scores: Tensor, nan_mask: Tensor, bias: Tensor 
     return torch.where(chosen.unsqueeze(-1), by_group, -torch.inf).flatten(1)
 
 
-def _weights(routing: Routing, scores: Tensor, nan_mask: Tensor, ids: Tensor) -> Tensor:
-    columns = ids.clamp(min=0)
-    weights = scores.gather(1, columns)
+def _weights(routing: Routing, scores: Tensor, ids: Tensor) -> Tensor:
+    weights = torch.where(ids < 0, -torch.inf, scores.gather(1, ids.clamp(min=0)))
     if routing.after_top_k:
         weights = _score(routing.scoring, weights)
-    weights = torch.where((ids < 0) | nan_mask.gather(1, columns), 0.0, weights)
+    weights = torch.where(ids < 0, 0.0, weights)
     return _normalized(weights, routing.epsilon) if routing.renormalize else weights
 
 
 def _normalized(weights: Tensor, epsilon: float) -> Tensor:
     """`weights` divided by their sum, or by 1 if the sum is not positive."""
     total = _total(weights) + epsilon
-    return weights / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+    return weights / torch.where(total <= 0, 1.0, total).unsqueeze(-1)
 
 
 def _total(weights: Tensor) -> Tensor:
@@ -376,7 +368,7 @@ class SparseMixer:
     jitter: float = 0.01
 
     def __call__(self, hidden: Tensor | None, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        values, _ = _without_nan(logits)
+        values = logits.float()
         remaining, ids, weights = values, [], []
         for _ in range(top_k):
             best = first_largest(remaining, 1)

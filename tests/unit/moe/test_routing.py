@@ -228,25 +228,37 @@ def test_saturated_sigmoids_do_not_tie_when_the_logits_select() -> None:
 
 @pytest.mark.parametrize("scoring", [SOFTMAX, SIGMOID, SQRTSOFTPLUS, NONE])
 @pytest.mark.parametrize("after", [False, True])
-def test_nan_is_chosen_last_with_weight_zero(scoring: str, after: bool) -> None:
+def test_a_nan_is_chosen_first_and_its_weight_is_nan(scoring: str, after: bool) -> None:
     nan = math.nan
-    logits = torch.tensor([[nan, -50.0, nan, 1.0], [nan, nan, nan, nan], [2.0, -torch.inf, nan, 0.0]])
-    routed = route(Routing(4, scoring, after_top_k=after), logits)
-    assert routed.ids.tolist() == [[3, 1, 0, 2], [0, 1, 2, 3], [0, 3, 1, 2]]
-    assert not routed.weights.isnan().any()
-    assert routed.weights[0, 2:].tolist() == [0, 0]
-    assert routed.weights[1].tolist() == [0, 0, 0, 0]
-    clean = route(Routing(2, scoring, after_top_k=after), logits[:1, [1, 3]])
-    whole = route(Routing(2, scoring, after_top_k=after), logits[:1])
-    assert torch.equal(clean.weights, whole.weights)
+    logits = torch.tensor([[1.0, -50.0, -nan, 7.0], [nan, nan, nan, nan], [-torch.inf, 0.0, 2.0, 1.0]])
+    routed = route(Routing(2, scoring, after_top_k=after), logits)
+    assert routed.weights[:2, 0].isnan().all() and routed.weights[2].isfinite().all()
+    assert routed.ids.tolist()[1:] == [[0, 1], [2, 3]]
+    if scoring != SOFTMAX or after:  # a softmax over all of them is all NaN
+        assert routed.ids[0].tolist() == [2, 3]
+    for renormalize in (False, True):
+        whole = Routing(2, SIGMOID, renormalize=renormalize)
+        assert route(whole, logits).weights.isnan().tolist()[0] == [True, renormalize]
 
 
-def test_nan_is_chosen_last_despite_a_bias_and_within_groups() -> None:
-    logits = torch.tensor([[math.nan, 0.0, 0.0, 0.0]])
-    bias = torch.tensor([9.0, 0, 0.5, 0.5])
-    assert route_one(Routing(3, SIGMOID), logits, correction_bias=bias)[0] == [2, 3, 1]
-    grouped = Routing(2, SIGMOID, renormalize=True, n_group=2, topk_group=1)
-    assert route_one(grouped, torch.tensor([[math.nan, 0.0, -5.0, -9.0]])) == ([1, 0], [1.0, 0.0])
+def test_infinite_logits_are_computed_as_they_are() -> None:
+    """A mask of -inf excludes experts; +inf saturates a sigmoid and has no softmax, as in torch."""
+    inf = torch.inf
+    assert route_one(Routing(2), torch.tensor([[-inf, 0.0, -inf, 0.0]])) == ([1, 3], [0.5, 0.5])
+    assert route_one(Routing(2, SIGMOID), torch.tensor([[0.0, inf, -inf, 0.0]])) == ([1, 0], [1.0, 0.5])
+    for row in ([inf, 0.0, 0.0], [-inf, -inf, -inf]):
+        assert route(Routing(2), torch.tensor([row])).weights.isnan().all()
+
+
+def test_a_nan_is_chosen_first_despite_a_bias_and_in_its_group() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, math.nan]])
+    bias = torch.tensor([9.0, 0, 0.5, -9.0])
+    assert route(Routing(3, SIGMOID), logits, correction_bias=bias).ids.tolist() == [[3, 0, 2]]
+    assert route(Routing(1, SIGMOID), logits.new_zeros(1, 4), correction_bias=logits[0]).weights.isnan().all()
+    for corrected in (None, torch.zeros(4)):
+        grouped = Routing(2, SIGMOID, n_group=2, topk_group=1)
+        routed = route(grouped, torch.tensor([[9.0, 9.0, -5.0, math.nan]]), correction_bias=corrected)
+        assert routed.ids.tolist() == [[3, 2]] and routed.weights.isnan().tolist() == [[True, False]]
 
 
 def test_all_experts_and_no_tokens() -> None:

@@ -21,7 +21,8 @@ struct InputGroup {
 };
 
 constexpr float kTop16 = 127 * 256;  // largest 16-bit value: keeps the high plane within 127
-constexpr float kTiny = 1e-30f;      // groups below this are treated as zero: their reciprocals overflow
+constexpr float kTiny = 0x1p-90f;    // groups below this are multiplied by kLift first: their reciprocals overflow
+constexpr float kLift = 0x1p64f;
 
 constexpr int kPlaneRun = 8;  // consecutive columns of one plane before those of the other
 
@@ -179,19 +180,23 @@ inline void write_one_plane(const Packed& p, const float* codes, const float* sc
   }
 }
 
-// With `scales`, the values are e4m3 codes, almost all of which fit 16 bits exactly.
-inline void write_two_planes(const Packed& p, const float* values, const float* scales, int64_t block,
-                             uint8_t* record) {
+// With `scales`, the values are e4m3 codes, almost all of which fit 16 bits exactly. Values of tiny groups are changed.
+inline void write_two_planes(const Packed& p, float* values, const float* scales, int64_t block, uint8_t* record) {
   int8_t* planes = reinterpret_cast<int8_t*>(record);
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
-    const float scale = scales == nullptr ? 1 : scales[first / block], peak = largest(values + first, count);
+    float scale = scales == nullptr ? 1 : scales[first / block], peak = largest(values + first, count);
     int32_t sums[2] = {0, 0};
-    if (!finite(peak) || peak < kTiny) {
+    if (!finite(peak) || peak == 0) {
       std::memset(planes + 2 * first, 0, 2 * count);
-      groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 : __builtin_nanf(""));
+      groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 * scale : __builtin_nanf(""));  // the scale may be NaN
       continue;
+    }
+    if (peak < kTiny) {
+      for (int64_t k = first; k < first + count; k++) values[k] *= kLift;
+      peak *= kLift;
+      scale /= kLift;
     }
     // The smallest power of two that brings the largest value within kTop16. A power of two keeps 16-bit floats near
     // the largest exact.

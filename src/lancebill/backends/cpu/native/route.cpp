@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kTokensPerTask = 32;  // about 100 us; waking a thread for less does not pay
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLowest = std::numeric_limits<float>::lowest();  // for NaN; -inf marks excluded groups
+constexpr float kLowest = std::numeric_limits<float>::lowest();  // for -inf, which marks excluded groups
 
 float load(const void* row, int type, int64_t i) {
   if (type == LANCEBILL_F32) return static_cast<const float*>(row)[i];
@@ -21,9 +21,9 @@ float load(const void* row, int type, int64_t i) {
   return type == LANCEBILL_BF16 ? from_bf16(half) : from_f16(half);
 }
 
-float rounded(double score) { return std::isnan(score) ? 0.0f : static_cast<float>(score); }
+float rounded(double score) { return static_cast<float>(score); }
 
-// `values` has no NaN; may be `scores` itself.
+// `values` may be `scores` itself. A NaN makes its score NaN, in a softmax all scores.
 void score(int scoring, const float* values, int count, float* scores) {
   if (scoring == LANCEBILL_SCORING_SOFTMAX) {
     double largest = -kInfinity, parts[LANCEBILL_MOST_EXPERTS], total = 0;
@@ -42,13 +42,16 @@ void score(int scoring, const float* values, int count, float* scores) {
   }
 }
 
+// The order of top-k: NaN is above every number, as in torch.
+bool above(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
+
 // Indices of the `count` largest values, largest first; of equal values the first comes first.
 void first_largest(const float* values, int total, int count, int32_t* indices) {
   int held = 0;
   for (int i = 0; i < total; i++) {
-    if (held == count && !(values[i] > values[indices[held - 1]])) continue;
+    if (held == count && !above(values[i], values[indices[held - 1]])) continue;
     int place = held < count ? held++ : held - 1;
-    for (; place > 0 && values[i] > values[indices[place - 1]]; place--) indices[place] = indices[place - 1];
+    for (; place > 0 && above(values[i], values[indices[place - 1]]); place--) indices[place] = indices[place - 1];
     indices[place] = i;
   }
 }
@@ -87,13 +90,10 @@ void look_up(const lancebill_routing& r, int64_t token, int32_t* ids) {
 
 void route_token(const lancebill_routing& r, int64_t token) {
   float values[LANCEBILL_MOST_EXPERTS], selection[LANCEBILL_MOST_EXPERTS];
-  bool nan[LANCEBILL_MOST_EXPERTS];
   const int element = r.logits_type == LANCEBILL_F32 ? 4 : 2;
   const char* row = static_cast<const char*>(r.logits) + token * r.stride * element;
   for (int i = 0; i < r.experts; i++) {
-    const float value = load(row, r.logits_type, i) + (r.bias == nullptr ? 0.0f : r.bias[i]);
-    nan[i] = std::isnan(value);
-    values[i] = nan[i] ? -kInfinity : value;
+    values[i] = load(row, r.logits_type, i) + (r.bias == nullptr ? 0.0f : r.bias[i]);
   }
   if (!r.after_top_k) score(r.scoring, values, r.experts, values);
   int32_t* ids = r.ids + token * r.top_k;
@@ -101,8 +101,9 @@ void route_token(const lancebill_routing& r, int64_t token) {
     look_up(r, token, ids);
   } else {
     for (int i = 0; i < r.experts; i++) {
-      const float value = values[i] + (r.correction == nullptr ? 0.0f : r.correction[i]);
-      selection[i] = nan[i] || std::isnan(value) ? kLowest : max_of(value, kLowest);
+      selection[i] = values[i] + (r.correction == nullptr ? 0.0f : r.correction[i]);
+      if (std::isnan(selection[i])) values[i] = selection[i];
+      if (selection[i] < kLowest) selection[i] = kLowest;
     }
     if (r.n_group > 1) exclude_groups(r, selection);
     first_largest(selection, r.experts, r.top_k, ids);
@@ -113,11 +114,11 @@ void route_token(const lancebill_routing& r, int64_t token) {
   for (int slot = 0; slot < r.top_k; slot++) weights[slot] = ids[slot] < 0 ? -kInfinity : values[ids[slot]];
   if (r.after_top_k) score(r.scoring, weights, r.top_k, weights);
   for (int slot = 0; slot < r.top_k; slot++) {
-    if (ids[slot] < 0 || nan[ids[slot]]) weights[slot] = 0;
+    if (ids[slot] < 0) weights[slot] = 0;
     total += weights[slot];
   }
   total += r.epsilon;
-  const float divisor = r.renormalize && total > 0 ? total : 1.0f;
+  const float divisor = r.renormalize && !(total <= 0) ? total : 1.0f;
   for (int slot = 0; slot < r.top_k; slot++) {
     weights[slot] = weights[slot] / divisor * r.scale;
     if (ids[slot] >= r.experts - r.zero_experts) {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import PropagateNan
+
+ALL_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
@@ -33,22 +36,33 @@ def _gelu_tanh(x):
 
 
 @gluon.jit
+def _at_most(x, limit):
+    """The smaller of both. A plain minimum would turn NaN into the limit; this costs the same."""
+    return gl.minimum(x, limit, propagate_nan=ALL_NAN)
+
+
+@gluon.jit
+def _within(x, limit):
+    return _at_most(gl.maximum(x, -limit, propagate_nan=ALL_NAN), limit)
+
+
+@gluon.jit
 def gated_activation(g, u, limit, alpha, beta, NAME: gl.constexpr):
     """The gated activations of `lancebill.moe.activation`, in fp32. An infinite limit means no limit."""
     if NAME == "silu":
-        g = gl.minimum(g, limit)
-        u = gl.minimum(gl.maximum(u, -limit), limit)
+        g = _at_most(g, limit)
+        u = _within(u, limit)
         return g * _sigmoid(g) * u
     elif NAME == "gelu":
         return _gelu(g) * u
     elif NAME == "gelu_tanh":
         return _gelu_tanh(g) * u
     elif NAME == "swigluoai":
-        g = gl.minimum(g, limit)
-        u = gl.minimum(gl.maximum(u, -limit), limit)
+        g = _at_most(g, limit)
+        u = _within(u, limit)
         return g * _sigmoid(g * alpha) * (u + beta)
     elif NAME == "swiglustep":
-        return gl.minimum(g * _sigmoid(g), limit) * gl.minimum(gl.maximum(u, -limit), limit)
+        return _at_most(g * _sigmoid(g), limit) * _within(u, limit)
     elif NAME == "situ":
         return beta * _tanh(g * _reciprocal(beta + 0.0 * g)) * _sigmoid(g) * u
     else:
@@ -61,7 +75,7 @@ def gated_activation(g, u, limit, alpha, beta, NAME: gl.constexpr):
 def ungated_activation(x, NAME: gl.constexpr):
     """The activations without a gate, in fp32."""
     if NAME == "relu2_no_mul":
-        r = gl.maximum(x, 0.0)
+        r = gl.maximum(x, 0.0, propagate_nan=ALL_NAN)
         return r * r
     elif NAME == "silu_no_mul":
         return x * _sigmoid(x)

@@ -24,14 +24,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the most negative finite float: experts with NaN, and -inf
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the most negative finite float, for -inf
+NAN = tl.constexpr(float("nan"))
 NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every float
 NO_INDEX = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def _key(values):
-    """Integers in the order of these floats; equal for 0.0 and -0.0."""
+    """Integers in the order of these floats; equal for 0.0 and -0.0. A NaN without sign is above all."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -101,13 +102,13 @@ def _log(u):
 
 @triton.jit
 def _scores(values, SCORING: tl.constexpr):
-    """Scores of finite or infinite floats, never NaN. Padding is -inf."""
+    """Scores of floats; NaN, if there is one, has no sign. Padding is -inf."""
     x = values.to(tl.float64)
     if SCORING == "softmax":
         largest = _value(tl.max(_key(values)))
         e = _exp(tl.maximum(x - largest.to(tl.float64), -700.0))
         x = e * _reciprocal(tl.sum(e))
-        x = tl.where(tl.abs(largest) < float("inf"), x, 0.0)  # otherwise every score is NaN, which counts as 0
+        x = tl.where(tl.abs(largest) < float("inf"), x, NAN)
     elif SCORING == "sigmoid":
         e = _exp(-tl.minimum(tl.abs(x), 700.0))
         x = tl.where(x < 0, e, 1.0) * _reciprocal(1.0 + e)
@@ -116,14 +117,14 @@ def _scores(values, SCORING: tl.constexpr):
         u = 1.0 + e
         log1p = _log(u) + (e - (u - 1.0)) * _reciprocal(u)  # the second term is what rounding took from u
         x = tl.sqrt(tl.where(x > 20.0, x, log1p))
-    return x.to(tl.float32)
+    return tl.where(values == values, x.to(tl.float32), NAN)  # minimum and maximum return the other number
 
 
 @triton.jit
 def _lists(key, scores, index, slot, rounds, G: tl.constexpr, K: tl.constexpr):
     """The best experts of each group in order, as [G, K]: keys, indices and scores."""
     keys, found = tl.full([G, K], NO_KEY, tl.int32), tl.full([G, K], NO_INDEX, tl.int32)
-    taken = tl.full([G, K], float("nan"), tl.float32)
+    taken = tl.full([G, K], NAN, tl.float32)
     for s in range(rounds):
         largest = tl.max(key, 1, keep_dims=True)
         best = tl.min(tl.where(key == largest, index, NO_INDEX), 1, keep_dims=True)
@@ -180,11 +181,11 @@ def _total(weights, slot, top_k):
 
 @triton.jit
 def _normalized(weights, slot, top_k, renormalize, epsilon):
-    """Weights divided by their sum, or by 1 if it is not positive."""
+    """Weights divided by their sum, or by 1 if it is not above 0."""
     total = tl.zeros([1, 1], tl.float32)
     if renormalize:
         total = _total(weights, slot, top_k) + epsilon
-    return tl.div_rn(weights, tl.where(total > 0, total, 1.0))
+    return tl.div_rn(weights, tl.where(total <= 0, 1.0, total))
 
 
 @triton.jit
@@ -216,18 +217,18 @@ def route_tokens(
         row = tl.load(input_ids + token).to(tl.int64)
         entry = tl.load(table + row * top_k + slot, mask=(slot < top_k) & (row >= 0) & (row < vocabulary), other=-1)
         found = tl.where((entry >= 0) & (entry < experts), entry, -1).to(tl.int32)
-    known = values == values
-    scores = tl.where(known, values, -float("inf"))
+    scores = tl.where(values == values, values, NAN)
     if not AFTER:
         scores = _scores(scores, SCORING)
     selection = scores
     if CORRECTED:
         selection += corrections
-    selection = tl.where(known & (selection == selection), tl.maximum(selection, LOWEST), LOWEST)
+    known = selection == selection
+    selection = tl.where(known, tl.maximum(selection, LOWEST), NAN)
     key = tl.where(inside, _key(selection), NO_KEY)
-    scores = tl.where(known, scores, float("nan"))  # until the weights are taken, which are 0 for them
+    scores = tl.where(known, scores, NAN)
     if HASHED:
-        weight = tl.full([1, K], float("nan"), tl.float32)
+        weight = tl.full([1, K], NAN, tl.float32)
         for s in range(top_k):
             best = tl.sum(tl.where(slot == s, found, 0), 1, keep_dims=True)
             weight = tl.where((slot == s) & (best >= 0), _pick(scores, index == best), weight)
@@ -237,7 +238,7 @@ def route_tokens(
         if G > 1:
             keys = tl.where(_chosen_groups(keys, slot, topk_group, G, CORRECTED), keys, NO_KEY)
             found, weight = _merged(keys, found, weight, slot, C)
-    taken = (weight == weight) & (slot < top_k)
+    taken = (slot < top_k) & (found >= 0)
     if AFTER:
         weight = _scores(tl.where(taken, weight, -float("inf")), SCORING)
     weight = _normalized(tl.where(taken, weight, 0.0), slot, top_k, renormalize, epsilon) * scale
