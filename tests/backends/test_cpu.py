@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -336,6 +338,22 @@ def test_one_layer_from_two_threads_at_once(slow_calls: list[int]) -> None:
     alone = [layer(x, topk_ids=ids, topk_weights=weights) for x in inputs]
     repeat_from_two_threads(lambda which: layer(inputs[which], topk_ids=ids, topk_weights=weights), alone, 40)
     assert slow_calls == [5]
+
+
+def test_a_child_of_a_process_with_threads_computes_with_one() -> None:
+    """OpenMP's threads do not survive a fork: the child would wait for them for ever."""
+    layer_work, threads = work("int4-g32", "bf16", 40), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        want = layer_work.run(BACKEND)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if torch.equal(layer_work.run(BACKEND), want) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(layer_work.run(BACKEND), want)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_ids_out_of_range_contribute_nothing() -> None:

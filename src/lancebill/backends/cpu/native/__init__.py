@@ -153,7 +153,27 @@ def _load(path: Path) -> ctypes.CDLL:
     calls.lancebill_stream.restype = c_uint64
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]
+    _survive_fork(calls)
     return calls
+
+
+def _survive_fork(calls: ctypes.CDLL) -> None:
+    """Let a forked child compute with one thread if its parent had several.
+
+    The child has only the thread that forked, but its OpenMP library would wait for the threads of the parent's pool
+    for ever. Results do not depend on the number of threads.
+    """
+    tasks = Path("/proc/self/task")
+    several = [False]
+
+    def before() -> None:
+        several[0] = not tasks.exists() or len(os.listdir(tasks)) > 1
+
+    def in_child() -> None:
+        if several[0]:
+            calls.lancebill_use_one_thread()
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def _openmp_loaded() -> list[str]:

@@ -20,6 +20,9 @@
 #endif
 
 namespace lancebill {
+
+bool one_thread_only = false;
+
 namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
@@ -126,6 +129,8 @@ const char* lancebill_status_text(int32_t status) {
     default: return "unknown status";
   }
 }
+
+void lancebill_use_one_thread(void) { one_thread_only = true; }
 
 int32_t lancebill_has_openmp(void) {
 #ifdef _OPENMP

@@ -220,6 +220,8 @@ uint32_t lancebill_levels(void);                   /* bit i: level i is built an
 const char *lancebill_level_name(int32_t level);   /* such as "avx512"; NULL for an unknown level */
 const char *lancebill_status_text(int32_t status); /* one sentence */
 int32_t lancebill_has_openmp(void);
+/* From now on calls use one thread, whatever they ask for: the OpenMP threads of a process do not survive a fork. */
+void lancebill_use_one_thread(void);
 
 /* Scratch bytes of this call; negative: minus the status that lancebill_run would return. */
 int64_t lancebill_scratch_bytes(const lancebill_layer *layer, const lancebill_work *work);
