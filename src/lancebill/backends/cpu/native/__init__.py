@@ -167,7 +167,7 @@ def _survive_fork(calls: ctypes.CDLL) -> None:
     several = [False]
 
     def before() -> None:
-        several[0] = not tasks.exists() or len(os.listdir(tasks)) > 1
+        several[0] = not tasks.exists() or sum(1 for _ in tasks.iterdir()) > 1
 
     def in_child() -> None:
         if several[0]:
