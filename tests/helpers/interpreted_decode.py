@@ -15,7 +15,7 @@ import triton.language as tl
 from interpreted import ROUTING, interpreter, routing_argument, scalars
 
 from lancebill.backends.hopper import row_steps as rowwise
-from lancebill.backends.hopper.kernels import decode, decode_row, epilogue, slots
+from lancebill.backends.hopper.kernels import decode, decode_chunks, decode_row, epilogue, slots
 from lancebill.backends.hopper.kernels import dispatch_combine as rows
 from lancebill.testing.layers import worst_row
 
@@ -48,17 +48,22 @@ def count_bits(mask: tl.tensor) -> tl.tensor:
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the helpers of the decode kernel run in the interpreter."""
-    for module in (decode, decode_row):
+    for module in (decode, decode_row, decode_chunks):
         for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
             monkeypatch.setattr(module, name, stand_in, raising=False)
-    for name in ("sum_pieces", "pieces_of", "number_of", "find_local_slots", "segment_at", "chunk_length"):
-        monkeypatch.setattr(decode, name, vars(decode)[name].fn)
-    monkeypatch.setattr(decode, "count_bits", count_bits)
+    monkeypatch.setattr(decode, "sum_pieces", decode.sum_pieces.fn)
+    for name in ("pieces_of", "number_of", "find_local_slots", "segment_at", "chunk_length", "pieces_of_token"):
+        plain = vars(decode_chunks)[name].fn
+        for module in (decode, decode_chunks):
+            monkeypatch.setattr(module, name, plain)
+    for module in (decode, decode_chunks):
+        monkeypatch.setattr(module, "count_bits", count_bits)
     for name in ("load_slices", "row_scale", "quantise_slices", "slices_layout"):
         monkeypatch.setattr(decode_row, name, vars(decode_row)[name].fn)
     monkeypatch.setattr(slots, "tl", tl)
     for name in ("load_experts", "load_weights"):
-        monkeypatch.setattr(decode, name, vars(slots)[name].fn)
+        for module in (decode, decode_chunks):
+            monkeypatch.setattr(module, name, vars(slots)[name].fn, raising=False)
 
 
 def keep_part(
@@ -203,15 +208,15 @@ def keep_segments(
     experts: int, top_k: int, total_slots: int, units: int, blocks: int, least: int, shares: int,
 ) -> None:  # fmt: skip
     """The segments of one block's chunk: tile, slot, expert, first stage, stages. Then the length of a chunk."""
-    local = decode.find_local_slots(
+    local = decode_chunks.find_local_slots(
         (ids, id_words, id_row, id_column, expert_map, mapped, experts), top_k, total_slots, 1
     )
-    total = decode.count_bits(local[0]) * units * blocks
-    each = decode.chunk_length(decode.count_bits(local[0]), units, blocks, least, shares)
+    total = decode_chunks.count_bits(local[0]) * units * blocks
+    each = decode_chunks.chunk_length(decode_chunks.count_bits(local[0]), units, blocks, least, shares)
     at, end, row = 0, total, 0
     while at < end:
         stop = tl.minimum((at // each + 1) * each, end)
-        for i, value in enumerate(decode.segment_at(local, at, stop, units, blocks)):
+        for i, value in enumerate(decode_chunks.segment_at(local, at, stop, units, blocks)):
             tl.store(out + row * 6 + i, value)
         tl.store(out + row * 6 + 5, at // each)
         at += tl.load(out + row * 6 + 4)

@@ -1,11 +1,8 @@
 """The GEMM for a handful of tokens: each slot is a tile, the ids are the tile list, nothing is sorted (Gluon).
 
-There are at most 32 slots, one for each lane of a warp. Padding and slots of other ranks' experts have no tiles. The
-others, the local slots, are numbered in order; slot i has tiles i * units to (i + 1) * units - 1.
-
 The number of tiles rarely fits the number of resident blocks. So all stages of all tiles form one sequence, and each
-block takes a chunk of it. Chunks have equal lengths; one may start and end inside a tile. A block writes its partial
-sums of a tile in fp32. The block that arrives last (an integer counter decides, never a float atomic) adds the pieces
+block takes a chunk of it (`decode_chunks`), which may start and end inside a tile. A block writes its partial sums of a
+tile in fp32. The block that arrives last (an integer counter decides, never a float atomic) adds the pieces
 in a fixed order and applies the epilogue. If chunks are whole tiles, the epilogue runs on the accumulators in
 registers. In the second GEMM the sums are always partial: they are terms of the weighted sum over a token's experts.
 That last reduction is on the critical path, so it issues all its loads before the first addition. A layer is two
@@ -24,6 +21,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lancebill.backends.hopper.kernels import dequant, slots
+from lancebill.backends.hopper.kernels.decode_chunks import (
+    chunk_length,
+    count_bits,
+    find_local_slots,
+    number_of,
+    pieces_of,
+    pieces_of_token,
+    segment_at,
+)
 from lancebill.backends.hopper.kernels.decode_row import T, quantise_part, row_buffer_shape, row_scale
 from lancebill.backends.hopper.kernels.dequant import form_of
 from lancebill.backends.hopper.kernels.epilogue import gated_activation, ungated_activation
@@ -39,53 +45,6 @@ from lancebill.backends.hopper.kernels.mainloop import (
 from lancebill.backends.hopper.kernels.pipeline import Ring, epilogue_config, pipeline_config
 
 load_experts, load_weights = gluon.jit(slots.load_experts.fn), gluon.jit(slots.load_weights.fn)
-
-
-@gluon.jit
-def count_bits(mask):
-    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def find_local_slots(ids, top_k, total_slots, WARPS: gl.constexpr):
-    """(mask of the local slots; by slot: its number among them, or -1; by slot: itself and its expert in one word)."""
-    slot = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    token = slot // top_k
-    e = load_experts(ids, token, slot - token * top_k, slot < total_slots)
-    bit = 1 << slot
-    mask = gl.sum(gl.where(e >= 0, bit, 0), 0)
-    return mask, gl.where(e >= 0, count_bits(mask & (bit - 1)), -1), slot << 24 | gl.maximum(e, 0)
-
-
-@gluon.jit
-def number_of(mask, slot):
-    """The number of a local slot among the local slots."""
-    return count_bits(mask & ((1 << slot) - 1))
-
-
-@gluon.jit
-def chunk_length(local_slots, units, blocks, least, shares):
-    """The stages of a chunk: `least`, or more if the stages of all tiles would not fit in `shares` chunks."""
-    return gl.maximum(least, (local_slots * units * blocks + shares - 1) // shares)
-
-
-@gluon.jit
-def segment_at(local, at, end, units, blocks):
-    """The part of a chunk that belongs to one tile: (tile, slot, expert, first stage of the tile, stages).
-
-    `at` and `end` count the stages of all tiles; the segment ends with the tile or at `end`.
-    """
-    _, numbers, slots_and_experts = local
-    tile = at // blocks
-    first = at - tile * blocks
-    found = gl.max(gl.where(numbers == tile // units, slots_and_experts, 0), 0)
-    return tile, found >> 24, found & 0xFFFFFF, first, gl.minimum(blocks - first, end - at)
-
-
-@gluon.jit
-def pieces_of(tile, blocks, each):
-    """The number of chunks that a tile's stages belong to."""
-    return ((tile + 1) * blocks - 1) // each - tile * blocks // each + 1
 
 
 @gluon.jit
@@ -245,16 +204,6 @@ def finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, unit
     for i in gl.static_range(1, SLOTS):
         total += rows[i]
     gl.store(out + token * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
-
-
-@gluon.jit
-def pieces_of_token(mask, token, unit, units, blocks, each, SLOTS: gl.constexpr):
-    """The number of pieces of one unit over all of a token's local slots."""
-    count = 0
-    for i in gl.static_range(SLOTS):
-        slot = token * SLOTS + i
-        count += pieces_of(number_of(mask, slot) * units + unit, blocks, each) * ((mask >> slot) & 1)
-    return count
 
 
 @gluon.constexpr_function
