@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed import get_ep_group
-from vllm.model_executor.layers.fused_moe import all2all_utils
+from vllm.model_executor.layers.fused_moe import all2all_utils, eep_reconfigure
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -140,13 +140,15 @@ def gloo_dispatch(way: str) -> Iterator[list[GlooDispatch]]:
         return made[-1]
 
     names = ("DeepEPHTPrepareAndFinalize", "DeepEPV2PrepareAndFinalize", "DeepEPLLPrepareAndFinalize")
-    original = dispatched.maybe_make_prepare_finalize
-    dispatched.maybe_make_prepare_finalize = make
+    original, makers = dispatched.maybe_make_prepare_finalize, (dispatched, eep_reconfigure)
+    for module in makers:
+        module.maybe_make_prepare_finalize = make
     for name in names:
         setattr(all2all_utils, name, Widths)
     try:
         yield made
     finally:
-        dispatched.maybe_make_prepare_finalize = original
+        for module in makers:
+            module.maybe_make_prepare_finalize = original
         for name in names:
             delattr(all2all_utils, name)

@@ -54,13 +54,24 @@ def parallel_answers(name: str, job: Any) -> Result:
 
 
 def dispatched(name: str, job: Any) -> Result:
-    """Data parallelism with an all-to-all backend that dispatches rows itself."""
+    """Data parallelism with an all-to-all backend that dispatches rows itself.
+
+    Then again with the kernels that vLLM makes before the number of ranks changes (elastic expert parallelism).
+    """
     import dispatch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.eep_reconfigure import make_eep_staged_quant_method
 
     way = name.removeprefix("dispatch-")
     options = {**PARALLEL["dp2-ep2"], "all2all_backend": dispatch.BACKENDS[way]}
     with dispatch.gloo_dispatch(way) as made, started(job["model"], **options) as llm:
-        return {"answers": answers(llm, engine.PROMPTS[rank() :]), "calls": [each.calls for each in made]}
+        first = answers(llm, engine.PROMPTS[rank() :])
+        with set_current_vllm_config(runner_of(llm).vllm_config):
+            for runner in runners(llm):
+                staged = make_eep_staged_quant_method(runner, runner.moe_config, all2all_manager=None)
+                runner._replace_quant_method(staged)
+        again = answers(llm, engine.PROMPTS[rank() :])
+        return {"answers": [first, again], "calls": [each.calls for each in made]}
 
 
 # vLLM allows load balancing on GPUs only. All of it but one kernel runs on CPUs too, if four things are done for it:
@@ -132,6 +143,11 @@ def balancing(model: str, redundant: int) -> Iterator[Any]:
 
 def runner_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def runners(llm: Any) -> list[Any]:
+    """vLLM's layers of routed experts."""
+    return [module for module in runner_of(llm).model.modules() if hasattr(module, "routed_experts")]
 
 
 def expected_rows(model: str, layer: Any, index: int) -> list[torch.Tensor]:
@@ -232,14 +248,11 @@ def move(llm: Any, old: torch.Tensor, new: torch.Tensor, rank_mapping: dict[int,
 
 def resize(llm: Any, ranks: int) -> None:
     """What vLLM does to a model when the number of ranks changes."""
-    runner = runner_of(llm)
-    for module in runner.model.modules():
-        if hasattr(module, "routed_experts"):
-            moe = module.moe_config
-            parallel = replace(moe.moe_parallel_config, ep_size=ranks)
-            new = replace(moe, num_experts=moe.num_local_experts * ranks, moe_parallel_config=parallel)
-            module._set_moe_config(new)
-    runner.model.update_physical_experts_metadata(8 * ranks, 8)
+    for runner in runners(llm):
+        moe = runner.moe_config
+        parallel = replace(moe.moe_parallel_config, ep_size=ranks)
+        runner._set_moe_config(replace(moe, num_experts=moe.num_local_experts * ranks, moe_parallel_config=parallel))
+    runner_of(llm).model.update_physical_experts_metadata(8 * ranks, 8)
 
 
 def distance_to_whole(llm: Any, model: str) -> float:
