@@ -62,6 +62,7 @@ BELOW = {
     "layer": {"numbers", "moe", "formats", "checkpoint", "backends"},
     "parallel": {"moe", "layer"},
     "evaluate": set[str](),
+    "serving": set[str](),
     "integrations": {"numbers", "moe", "formats", "checkpoint", "backends", "layer"},
     "bench": {"numbers", "moe", "jit", "backends", "layer"},
 }

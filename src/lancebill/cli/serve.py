@@ -14,6 +14,8 @@ from lancebill.cli import models
 from lancebill.cli.engines import Engine, EngineOption, chosen_engine
 from lancebill.errors import SpecError
 
+STOP_SECONDS = 1.0  # for the step under way when the server ends
+
 
 def serve(
     context: typer.Context,
@@ -32,10 +34,16 @@ def serve(
         str | None, typer.Option("--device", help="cpu or cuda[:i]; vLLM selects it itself.", show_default=False)
     ] = None,
     dtype: models.Dtype = "auto",
+    length: Annotated[
+        int | None, typer.Option("--max-model-len", min=1, help="Tokens of a prompt and its answer.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="The key that clients must send.", show_default=False)
+    ] = None,
 ) -> None:
-    """Serve /v1/models, /v1/chat/completions (also streaming) and /health, until interrupted.
+    """Serve /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health, /metrics, and a chat page.
 
-    Options after PATH that are not listed here are vLLM's own: --api-key, --max-model-len, --tensor-parallel-size ...
+    Options after PATH that are not listed here are vLLM's own: --tensor-parallel-size, --max-num-seqs ...
     """
     with ui.reported(as_json=False):
         ui.existing(path, as_json=False)
@@ -46,11 +54,14 @@ def serve(
         model_name = name or path.resolve().name
         if chosen is Engine.vllm:
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
+            words += [] if length is None else ["--max-model-len", str(length)]
+            words += [] if api_key is None else ["--api-key", api_key]
             _serve_with_vllm(path, options, [*words, *context.args])
         elif context.args:
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
-            _serve_with_transformers(path, host, port, model_name, device=device or "cpu", dtype=dtype, **options)
+            options |= {"device": device or "cpu", "dtype": dtype}
+            _serve_with_transformers(path, host, port, model_name, length, api_key, options)
 
 
 def _serve_with_vllm(path: Path, options: dict[str, Any], words: list[str]) -> None:
@@ -61,15 +72,21 @@ def _serve_with_vllm(path: Path, options: dict[str, Any], words: list[str]) -> N
     os.execv(command[0], command)
 
 
-def _serve_with_transformers(path: Path, host: str, port: int, name: str, **options: Any) -> None:
-    from lancebill.integrations.transformers.server import (  # reports missing packages before loading the model
-        bind_addresses,
-        make_server,
-    )
+def _serve_with_transformers(
+    path: Path, host: str, port: int, name: str, length: int | None, api_key: str | None, options: dict[str, Any]
+) -> None:
+    from lancebill.serving.listen import bind_addresses, make_server  # reports missing packages before loading the model
 
     sockets = bind_addresses(host, port)
     model, tokenizer = models.load(path, **options)
     out = ui.console(error=True)
     models.announce(path, model, out)
+    from lancebill.serving.start import start
+
+    app, how = start(name, model, tokenizer, context=length, api_key=api_key)
+    out.print(f"  {how}", soft_wrap=True)
     out.print(f"serving [bold]{escape(name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
-    make_server(name, model, tokenizer).run(sockets)
+    try:
+        make_server(app).run(sockets)
+    finally:
+        app.engine.stop(STOP_SECONDS)

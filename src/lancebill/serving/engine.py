@@ -1,0 +1,214 @@
+"""Continuous batching: one thread that runs the model; answers join and leave between two steps.
+
+Every step continues all running answers: those with a prompt left take a share of `STEP_TOKENS`, the others one token
+each. A prompt is shared out evenly, so that a short one does not wait for a long one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lancebill.errors import LaunchError
+from lancebill.serving.ragged import Runner
+from lancebill.serving.sampling import Sampling, Token, choose
+
+STEP_TOKENS = 1024  # of prompts in one step: bounds how long the other answers wait
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server holds at most."""
+
+    context: int  # tokens of one answer and its prompt
+    running: int = 32  # answers computed together
+    cached_tokens: int = 1 << 17  # of all running answers together, with those still to come
+    waiting: int = 128  # answers in the queue
+
+
+@dataclass(frozen=True)
+class End:
+    """No more tokens: `stop` (the model ended its answer), `length`, or `error`."""
+
+    reason: str
+
+
+Event = Token | End
+Deliver = Callable[[Event], None]
+
+
+class Answer:
+    """One answer under way."""
+
+    def __init__(self, prompt: Sequence[int], most: int, how: Sampling, deliver: Deliver) -> None:
+        self.prompt, self.most, self.how, self.deliver = list(prompt), most, how, deliver
+        self.tokens: list[int] = []
+        self.read = 0  # tokens of the prompt that the model has seen
+        self.state: Any = None
+        self.source = how.generator()
+        self.cancelled = False
+        self.submitted = time.perf_counter()
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that it may come to hold."""
+        return len(self.prompt) + self.most
+
+    def pending(self, share: int) -> Sequence[int]:
+        """The tokens of its next step."""
+        if self.read < len(self.prompt):
+            return self.prompt[self.read : self.read + share]
+        return self.tokens[-1:]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What happened since the start; `first_token_seconds` are those since the last reading."""
+
+    running: int
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+    cancelled: int
+    steps: int
+
+
+class QueueFull(LaunchError):
+    """The queue holds as many answers as it may."""
+
+
+class Engine:
+    """Owns the model. `submit`, `cancel` and `stop` may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        limits: Limits,
+        ends: Iterable[int] = (),
+        on_first_token: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.limits = limits
+        self._runner, self._ends, self._on_first = runner, frozenset(ends), on_first_token
+        self._waiting: deque[Answer] = deque()
+        self._running: list[Answer] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
+        self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
+
+    def start(self) -> Engine:
+        self._thread.start()
+        return self
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Queue answers; all or none."""
+        with self._changed:
+            if len(self._waiting) + len(answers) > self.limits.waiting:
+                raise QueueFull("the queue is full", got=f"{len(self._waiting)} answers waiting")
+            self._waiting.extend(answers)
+            self._changed.notify()
+
+    def cancel(self, answers: Iterable[Answer]) -> None:
+        """Nobody wants these any more: they leave before the next step."""
+        with self._changed:
+            for answer in answers:
+                answer.cancelled = True
+            self._changed.notify()
+
+    def stop(self, patience: float) -> bool:
+        """End after the step under way; whether that was within `patience` seconds."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def counters(self) -> Counters:
+        with self._changed:
+            counts = self._prompt_tokens, self._generated, self._cancelled, self._steps
+            return Counters(len(self._running), len(self._waiting), *counts)
+
+    def _loop(self) -> None:
+        try:
+            while self._admit():
+                self._step()
+        finally:  # also if the model raised something unexpected: nobody may wait for ever
+            with self._changed:
+                self._stopping = True
+                left = [*self._running, *self._waiting]
+                self._running, self._waiting = [], deque()
+            self._end(left, End("error"))
+
+    def _admit(self) -> bool:
+        """Wait for work, drop cancelled answers and start waiting ones; False at the end."""
+        with self._changed:
+            while True:
+                before = len(self._running) + len(self._waiting)
+                self._running = [answer for answer in self._running if not answer.cancelled]
+                self._waiting = deque(answer for answer in self._waiting if not answer.cancelled)
+                self._cancelled += before - len(self._running) - len(self._waiting)
+                while self._waiting and self._fits(self._waiting[0]):
+                    self._running.append(self._waiting.popleft())
+                if self._stopping:
+                    return False
+                if self._running:
+                    return True
+                self._changed.wait()
+
+    def _fits(self, answer: Answer) -> bool:
+        if not self._running:
+            return True
+        reserved = answer.reserved + sum(other.reserved for other in self._running)
+        return len(self._running) < self.limits.running and reserved <= self.limits.cached_tokens
+
+    def _step(self) -> None:
+        answers = list(self._running)
+        reading = sum(answer.read < len(answer.prompt) for answer in answers)
+        share = max(1, STEP_TOKENS // max(1, reading))
+        tokens = [answer.pending(share) for answer in answers]
+        for answer in answers:
+            if answer.state is None:
+                answer.state = self._runner.new_sequence()
+        try:
+            logits = self._runner.step([answer.state for answer in answers], tokens)
+            best = logits.argmax(-1).tolist()
+        except (RuntimeError, MemoryError):  # out of memory, most likely: these answers are lost, later ones are not
+            self._end(answers, End("error"))
+            return
+        self._steps += 1
+        for row, answer in enumerate(answers):
+            if answer.read < len(answer.prompt):
+                answer.read += len(tokens[row])
+                self._prompt_tokens += len(tokens[row])
+                if answer.read < len(answer.prompt):
+                    continue
+            plain = answer.how.plain
+            token = Token(best[row]) if plain else choose(logits[row], answer.how, answer.tokens, answer.source)
+            self._take(answer, token)
+
+    def _take(self, answer: Answer, token: Token) -> None:
+        if not answer.tokens:
+            self._on_first(time.perf_counter() - answer.submitted)
+        self._generated += 1
+        if token.id in self._ends:
+            self._end([answer], End("stop"))
+            return
+        answer.tokens.append(token.id)
+        answer.deliver(token)
+        if len(answer.tokens) == answer.most:
+            self._end([answer], End("length"))
+
+    def _end(self, answers: Sequence[Answer], end: End) -> None:
+        with self._changed:
+            self._running = [answer for answer in self._running if answer not in answers]
+        for answer in answers:
+            answer.state = None
+            answer.deliver(end)

@@ -1,0 +1,89 @@
+"""Runs the answers of one request on the engine, and follows them as text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from lancebill.serving.engine import Answer, Engine, Event, QueueFull
+from lancebill.serving.parameters import ApiError
+from lancebill.serving.requests import Served, Wanted
+from lancebill.serving.sampling import Token
+from lancebill.serving.text import TextStream
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one answer with the tokens it came from; the last piece says why the answer ended."""
+
+    index: int
+    text: str
+    tokens: tuple[Token, ...] = ()
+    finish: str | None = None
+
+
+class Generation:
+    """The answers of one request, from `submit` until `close`."""
+
+    def __init__(self, engine: Engine, served: Served, wanted: Wanted) -> None:
+        self._engine, self.wanted = engine, wanted
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._answers = [
+            Answer(prompt, most, how, lambda event, index=index: self._receive(index, event))  # type: ignore[misc]
+            for index, (prompt, most, how) in enumerate(wanted.answers)
+        ]
+        self._texts = [TextStream(served.tokenizer, wanted.stops) for _ in self._answers]
+        self.prompt_tokens = sum(map(len, wanted.prompts))
+        self.generated_tokens = 0
+
+    def _receive(self, index: int, event: Event) -> None:
+        """Called by the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def submit(self) -> None:
+        try:
+            self._engine.submit(self._answers)
+        except QueueFull:
+            raise ApiError(429, "too many requests are waiting; try again later", None, "queue_full", "overloaded") \
+                from None  # fmt: skip
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """New text of all answers as it arrives, until all have ended."""
+        pending: list[list[Token]] = [[] for _ in self._answers]  # tokens whose text is not complete yet
+        open_answers = set(range(len(self._answers)))
+        while open_answers:
+            index, event = await self._events.get()
+            if index not in open_answers:
+                continue  # generated before the engine knew that the answer had stopped
+            stream, finish = self._texts[index], None
+            if isinstance(event, Token):
+                self.generated_tokens += 1
+                pending[index].append(event)
+                text = stream.add(event.id)
+            else:
+                text, finish = stream.finish(), event.reason
+            if stream.stopped:
+                finish = "stop"
+                self._engine.cancel([self._answers[index]])
+            if finish == "error":
+                raise ApiError(500, "the model failed on this request", None, "server_error", "server_error")
+            if finish:
+                open_answers.discard(index)
+            if text or finish:
+                yield Piece(index, text, tuple(pending[index]), finish)
+                pending[index] = []
+
+    def close(self) -> None:
+        """Stop what is still generating."""
+        self._engine.cancel(self._answers)
+
+
+def usage(generation: Generation) -> dict[str, int]:
+    """OpenAI's counts of tokens."""
+    prompt, generated = generation.prompt_tokens, generation.generated_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+

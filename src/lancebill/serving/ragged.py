@@ -1,0 +1,218 @@
+"""Runs a transformers model on tokens of several sequences at once.
+
+`RaggedModel` lays the new tokens of all sequences in one row, prompts and single tokens alike, so that every matrix is
+read once for all of them and nothing is padded. Only attention must know where a sequence begins: transformers calls
+our function for it, which gives each sequence its own keys and values. A model that this does not fit (recurrent
+layers, attention of its own kind) runs its sequences one after the other (`SeparateModel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+ATTENTION = "lancebill_ragged"
+FIRST_CAPACITY = 64  # tokens; doubled whenever it is used up
+PROBES = ((3, 1, 4, 1, 5), (9, 2, 6))  # token ids of the two sequences that `runner` compares
+KEEP_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer}
+LEAST_COSINE = 0.98  # 16-bit models differ a little between batch sizes; wrong attention differs much more
+
+
+class Runner(Protocol):
+    """A model that continues several sequences in one call."""
+
+    def new_sequence(self) -> Any:
+        """The state of a sequence without tokens."""
+        ...
+
+    def step(self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens to each sequence; the logits after the last token of each, `[sequences, vocabulary]`."""
+        ...
+
+
+class KeysValues:
+    """The keys and values of one sequence, for all layers of a model."""
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens of completed steps
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store those of new tokens, `[1, heads, tokens, dim]`; all of the sequence so far."""
+        end = self.length + keys.shape[2]
+        stored = self._layers.get(layer)
+        if stored is None or stored[0].shape[2] < end:
+            old = (None, None) if stored is None else stored
+            stored = self._grown(old[0], keys, end), self._grown(old[1], values, end)
+            self._layers[layer] = stored
+        stored[0][:, :, self.length : end] = keys
+        stored[1][:, :, self.length : end] = values
+        return stored[0][:, :, :end], stored[1][:, :, :end]
+
+    def _grown(self, old: Tensor | None, new: Tensor, end: int) -> Tensor:
+        capacity = max(FIRST_CAPACITY, 1 << (end - 1).bit_length())
+        larger = new.new_empty(1, new.shape[1], capacity, new.shape[3])
+        if old is not None:
+            larger[:, :, : self.length] = old[:, :, : self.length]
+        return larger
+
+
+class Slices:
+    """Which columns of a step belong to which sequence."""
+
+    def __init__(self, sequences: Sequence[KeysValues], counts: Sequence[int]) -> None:
+        self.sequences, self.counts = sequences, counts
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        """Attention of each sequence to itself: `[1, heads, tokens, dim]`."""
+        parts = zip(
+            self.sequences,
+            query.split(list(self.counts), dim=2),
+            key.split(list(self.counts), dim=2),
+            value.split(list(self.counts), dim=2),
+        )
+        return torch.cat([attention(q, *sequence.append(layer, k, v), **how) for sequence, q, k, v in parts], dim=2)
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of one sequence to all its tokens."""
+    new, total = query.shape[2], keys.shape[2]
+    if window is not None and total > window + new - 1:  # keys that no new token sees
+        keys, values = keys[:, :, total - window - new + 1 :], values[:, :, total - window - new + 1 :]
+        total = keys.shape[2]
+    mask = None
+    if new > 1:
+        mask = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+        if window is not None:
+            mask = mask.triu(total - new - window + 1)
+    if sinks is None and softcap is None:
+        grouped = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scaling, enable_gqa=grouped)
+    repeat = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)
+    scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # a logit of each head that takes probability and gives no value
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], dim=-1)
+    return scores.float().softmax(-1)[..., :total].to(values.dtype) @ values
+
+
+def _attention_of_transformers(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    *,
+    ragged: Slices,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' signature of an attention function; `ragged` is passed through from the model's arguments."""
+    how = {"scaling": scaling, "window": sliding_window, "sinks": s_aux, "softcap": softcap}
+    return ragged.attend(module.layer_idx, query, key, value, **how).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention_of_transformers)
+
+
+class RaggedModel:
+    """All sequences of a step in one call of the model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def new_sequence(self) -> KeysValues:
+        return KeysValues()
+
+    @torch.inference_mode()
+    def step(self, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]) -> Tensor:
+        device, counts = self.model.device, [len(each) for each in tokens]
+        positions = [sequence.length + i for sequence, count in zip(sequences, counts) for i in range(count)]
+        logits = self.model(
+            torch.tensor([[token for each in tokens for token in each]], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(counts, device=device).cumsum(0) - 1,
+            ragged=Slices(sequences, counts),
+        ).logits
+        for sequence, count in zip(sequences, counts):
+            sequence.length += count
+        return logits[0]  # type: ignore[no-any-return]
+
+
+class OwnCache:
+    """The cache that the model made for a sequence."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+
+
+class SeparateModel:
+    """One call of the model for each sequence, with the model's own cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def new_sequence(self) -> OwnCache:
+        return OwnCache()
+
+    @torch.inference_mode()
+    def step(self, sequences: Sequence[OwnCache], tokens: Sequence[Sequence[int]]) -> Tensor:
+        rows = []
+        for sequence, new in zip(sequences, tokens):
+            ids = torch.tensor([list(new)], device=self.model.device)
+            result = self.model(ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1)
+            sequence.cache = result.past_key_values
+            rows.append(result.logits[0, -1])
+        return torch.stack(rows)
+
+
+def runner(model: Any) -> Runner:
+    """The fastest way to run this model that gives its own logits, found by trying it on a few tokens."""
+    separate = SeparateModel(model)
+    expected = _probe(separate)
+    state = separate.new_sequence()
+    separate.step([state], PROBES[:1])
+    if any(type(layer) not in KEEP_KEYS_AND_VALUES for layer in state.cache.layers):
+        return separate  # a state that is more than keys and values: recurrent, compressed
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(ATTENTION)
+        found = _probe(RaggedModel(model))
+        if found.shape == expected.shape and F.cosine_similarity(found, expected, dim=-1).min() >= LEAST_COSINE:
+            return RaggedModel(model)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        pass  # this model's attention does not take our argument
+    model.set_attn_implementation(before)
+    return separate
+
+
+def _probe(candidate: Runner) -> Tensor:
+    """Logits of two sequences in every kind of step: prompts, a piece of a prompt beside a single token."""
+    sequences = [candidate.new_sequence() for _ in PROBES]
+    first = candidate.step(sequences, PROBES)
+    second = candidate.step(sequences, [PROBES[1], PROBES[0][:1]])
+    third = candidate.step(sequences[::-1], [PROBES[0][1:2], PROBES[1][1:2]])
+    return torch.cat([first, second, third]).float()

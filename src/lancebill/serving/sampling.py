@@ -1,0 +1,77 @@
+"""How the next token of a sequence is chosen from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The parameters of one answer; temperature 0 takes the most likely token."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None  # None: no log-probabilities at all
+
+    @property
+    def plain(self) -> bool:
+        """The largest logit is the answer, and nothing else is asked for."""
+        changed = self.presence_penalty or self.frequency_penalty or self.logit_bias
+        return self.temperature == 0 and not changed and self.top_logprobs is None
+
+    def generator(self) -> torch.Generator:
+        """Random numbers of this answer alone, whatever runs beside it."""
+        source = torch.Generator()
+        source.seed() if self.seed is None else source.manual_seed(self.seed)
+        return source
+
+
+@dataclass(frozen=True)
+class Token:
+    """A chosen token; `alternatives` are the most likely ones with their log-probabilities."""
+
+    id: int
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+def choose(logits: Tensor, how: Sampling, earlier: Sequence[int], source: torch.Generator) -> Token:
+    """The next token. `earlier` are the tokens of the answer so far, which the penalties count."""
+    logits = logits.float().cpu()
+    chosen = _pick(_adjusted(logits, how, earlier), how, source)
+    if how.top_logprobs is None:
+        return Token(chosen)
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(how.top_logprobs, logprobs.numel()))
+    return Token(chosen, float(logprobs[chosen]), tuple(zip(best.indices.tolist(), best.values.tolist())))
+
+
+def _adjusted(logits: Tensor, how: Sampling, earlier: Sequence[int]) -> Tensor:
+    if (how.presence_penalty or how.frequency_penalty) and earlier:
+        seen, counts = torch.tensor(earlier).unique(return_counts=True)
+        logits = logits.index_add(0, seen, -(how.presence_penalty + how.frequency_penalty * counts.float()))
+    if how.logit_bias:
+        ids, biases = list(how.logit_bias), list(how.logit_bias.values())
+        logits = logits.index_add(0, torch.tensor(ids), torch.tensor(biases, dtype=torch.float32))
+    return logits
+
+
+def _pick(logits: Tensor, how: Sampling, source: torch.Generator) -> int:
+    if how.temperature == 0:
+        return int(logits.argmax())
+    values, ids = (logits / how.temperature).sort(descending=True)
+    if how.top_k:
+        values, ids = values[: how.top_k], ids[: how.top_k]
+    probabilities = values.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities * (before < how.top_p)  # the most likely one always stays
+    return int(ids[torch.multinomial(probabilities, 1, generator=source)])

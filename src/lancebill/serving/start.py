@@ -1,0 +1,48 @@
+"""Puts a server together for a loaded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lancebill.serving.app import App
+from lancebill.serving.engine import Engine, Limits
+from lancebill.serving.metrics import Metrics
+from lancebill.serving.ragged import RaggedModel, runner
+from lancebill.serving.requests import Served
+from lancebill.serving.sampling import Sampling
+
+LONGEST_CONTEXT = 32768  # by default: keys and values of longer ones may not fit
+
+
+def start(
+    name: str, model: Any, tokenizer: Any, *, context: int | None = None, api_key: str | None = None
+) -> tuple[App, str]:
+    """The application with its engine running, and one line about how it runs."""
+    text_config = model.config.get_text_config()
+    longest = int(text_config.max_position_embeddings)
+    limits = Limits(min(context or LONGEST_CONTEXT, longest))
+    metrics, chosen = Metrics(), runner(model)
+    engine = Engine(chosen, limits, _ends(model, tokenizer), metrics.count_first_token).start()
+    served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))
+    how = "batched" if isinstance(chosen, RaggedModel) else "in turns (this model keeps more than keys and values)"
+    return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {how}"
+
+
+def _ends(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    listed = model.generation_config.eos_token_id
+    ends = set(listed if isinstance(listed, list) else [listed])
+    return {token for token in ends | {tokenizer.eos_token_id} if token is not None}
+
+
+def _defaults(model: Any) -> Sampling:
+    """What the checkpoint recommends; greedy if it recommends nothing."""
+    given = model.generation_config
+    if not given.do_sample:
+        return Sampling()
+    one = 1.0
+    return Sampling(
+        temperature=one if given.temperature is None else float(given.temperature),
+        top_p=one if given.top_p is None else float(given.top_p),
+        top_k=int(given.top_k or 0),
+    )

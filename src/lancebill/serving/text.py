@@ -1,0 +1,59 @@
+"""Turns tokens into text as they arrive: whole characters only, and nothing from a stop string on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
+
+
+class TextStream:
+    """The text of one answer. The pieces it returns, joined, are the whole text."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, tuple(stops)
+        self.stopped = False
+        self._tokens: list[int] = []
+        self._context, self._read = 0, 0  # text of tokens before `_read` is known; those from `_context` precede it
+        self._held = ""  # known text that may be the beginning of a stop string
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; empty while a character or a stop string may go on."""
+        self._tokens.append(token)
+        return self._release(self._decode(final=False), final=False)
+
+    def finish(self) -> str:
+        """What was held back, at the end of the answer."""
+        return "" if self.stopped else self._release(self._decode(final=True), final=True)
+
+    def _decode(self, final: bool) -> str:
+        # A token's text may depend on the one before it (spaces between words), so known tokens are decoded again
+        # before the new ones, but only the last few of them.
+        known = self._text(self._tokens[self._context : self._read])
+        text = self._text(self._tokens[self._context :])
+        if not final and (len(text) <= len(known) or text.endswith(INCOMPLETE)):
+            return ""
+        self._context, self._read = self._read, len(self._tokens)
+        return text[len(known) :]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+
+    def _release(self, new: str, final: bool) -> str:
+        text, self._held = self._held + new, ""
+        found = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        if final:
+            return text
+        longest = max((_overlap(text, stop) for stop in self.stops), default=0)
+        cut = len(text) - longest
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
