@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,6 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
-pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny  # noqa: E402
 
 STARTUP_LIMIT = 120.0  # seconds
+KEY = "a key"
+Served = tuple[str, subprocess.Popen[str]]
 
 
 def free_port() -> int:
@@ -41,7 +45,7 @@ def get(url: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The address of a running server, and its process."""
     folder = tmp_path_factory.mktemp("serve") / "model"
     tiny.save_model_with_tokenizer(transformers, folder)
@@ -56,6 +60,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
         "int4-g32",
         "--name",
         "tiny",
+        "--engine",
+        "transformers",
+        "--api-key",
+        KEY,
     ]
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port)],
@@ -75,11 +83,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
         process.wait()
 
 
+@functools.cache
 def client(url: str) -> Any:
-    return openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0)
+    return openai.OpenAI(base_url=url, api_key=KEY, timeout=60, max_retries=0)
 
 
-def stream_answer(url: str, word: str, tokens: int = 5, on_first: Callable[[], None] = lambda: None) -> str:
+def stream_answer(
+    url: str, word: str, tokens: int = 5, on_first: Callable[[], None] = lambda: None, **more: Any
+) -> str:
     """The concatenated text of a streamed answer; `on_first` is called at its first token."""
     stream = client(url).chat.completions.create(
         model="tiny",
@@ -87,6 +98,7 @@ def stream_answer(url: str, word: str, tokens: int = 5, on_first: Callable[[], N
         max_tokens=tokens,
         stream=True,
         temperature=0,
+        **more,
     )
     pieces = []
     for event in stream:
@@ -99,14 +111,14 @@ def stream_answer(url: str, word: str, tokens: int = 5, on_first: Callable[[], N
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     from lancebill.errors import LaunchError
-    from lancebill.integrations.transformers.server import bind_addresses
+    from lancebill.serving.listen import bind_addresses
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         with pytest.raises(LaunchError, match="in use"):
             bind_addresses("127.0.0.1", taken)
-        command = [sys.executable, "-m", "lancebill.cli.main", "serve", str(tmp_path), "--host", "127.0.0.1"]
-        done = subprocess.run([*command, "--port", str(taken)], capture_output=True, text=True)
+        command = [sys.executable, "-m", "lancebill.cli.main", "serve", str(tmp_path), "--engine", "transformers"]
+        done = subprocess.run([*command, "--host", "127.0.0.1", "--port", str(taken)], capture_output=True, text=True)
         assert done.returncode == 1 and "cannot listen" in done.stderr and "Traceback" not in done.stderr
     with pytest.raises(LaunchError, match="cannot listen"):
         bind_addresses("no.such.host.invalid", 1234)
@@ -114,11 +126,145 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) ->
         bound.close()
 
 
-def test_models(served: tuple[str, subprocess.Popen[str]]) -> None:
+def post(url: str, page: str, body: Any, **headers: str) -> tuple[int, Any]:
+    """Status and JSON of a request; `body` is sent as JSON, or as it is if it is bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    listed = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
+    request = urllib.request.Request(url.removesuffix("/v1") + page, data, listed)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def chat(text: str = "w3 w4", **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 5, "temperature": 0, **more}
+
+
+def metric(url: str, name: str) -> float:
+    lines = get(url.removesuffix("v1") + "metrics").decode().splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(f"lancebill_{name} ")))
+
+
+def test_models(served: Served) -> None:
     assert [model.id for model in client(served[0]).models.list().data] == ["tiny"]
+    assert client(served[0]).models.retrieve("tiny").id == "tiny"
+    assert post(served[0], "/v1/chat/completions", chat())[1]["model"] == "tiny"
 
 
-def test_streamed_answers_equal_whole_answers(served: tuple[str, subprocess.Popen[str]]) -> None:
+def test_what_is_wrong_is_refused_in_openais_form(served: Served) -> None:
+    url, page = served[0], "/v1/chat/completions"
+    cases = [
+        (page, chat(model="other"), 404, "model"),
+        (page, chat(messages=[]), 400, "messages"),
+        (page, chat(max_tokens="abc"), 400, "max_tokens"),
+        (page, chat(max_tokens=1000), 400, "messages"),
+        (page, chat(" ".join(["w1"] * 70)), 400, "messages"),
+        (page, chat(n=0), 400, "n"),
+        (page, chat(top_logprobs=3), 400, "top_logprobs"),
+        (page, chat(stream_options={}), 400, "stream_options"),
+        (page, chat(logit_bias={"5000": 1}), 400, "logit_bias"),
+        (page, chat(tools=[{"type": "function"}]), 400, "tools"),
+        (page, chat(response_format={"type": "json_object"}), 400, "response_format"),
+        (page, chat(reasoning_effort="low"), 400, "reasoning_effort"),
+        (page, chat(no_such_thing=1), 400, "no_such_thing"),
+        (page, {"messages": []}, 400, "messages"),
+        (page, {}, 400, "model"),
+        (page, [1], 400, None),
+        (page, b"{", 400, None),
+        (page, b"\xff\xfe", 400, None),
+        (page, b"[" * 100_000, 400, None),
+        (page, b'{"model": "tiny", "temperature": NaN}', 400, None),
+        (page, b" " * (5 << 20), 413, None),
+        ("/v1/completions", {"model": "tiny", "prompt": [500]}, 400, "prompt"),
+        ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "prompt"),
+        ("/v1/models", {}, 405, None),
+        *((path, {}, 404, None) for path in ("/load_model", "/reset", "/docs", "/openapi.json", "/v1/models/other")),
+    ]
+    for path, body, status, param in cases:
+        try:
+            got, reply = post(url, path, body)
+        except (BrokenPipeError, ConnectionResetError, urllib.error.URLError):
+            assert status == 413, "only a body that is too large is not read to its end"
+            continue
+        assert got == status and set(reply["error"]) == {"message", "type", "param", "code"}, (body, got, reply)
+        assert reply["error"]["param"] == param, (body, reply)
+    assert post(url, page, chat(), Authorization="Bearer wrong")[0] == 401
+    assert post(url, page, chat(), **{"Content-Type": "text/plain"})[0] == 415
+    with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as raw:
+        raw.sendall(b"this is not HTTP\r\n\r\n")
+        assert b"HTTP/1.1 400" in raw.recv(1000)
+
+
+def test_every_parameter_does_something(served: Served) -> None:
+    url, page = served[0], "/v1/chat/completions"
+
+    def text(**more: Any) -> str:
+        status, reply = post(url, page, chat(**more))
+        assert status == 200, reply
+        return str(reply["choices"][0]["message"]["content"])
+
+    plain = text()
+    words = plain.split()
+    assert len(words) == 5 and text(max_tokens=None, max_completion_tokens=3) == " ".join(words[:3])
+    cut = post(url, page, chat(stop=[words[2]]))[1]
+    assert cut["choices"][0]["message"]["content"] == f"{words[0]} {words[1]} "
+    assert cut["choices"][0]["finish_reason"] == "stop" and cut["usage"]["completion_tokens"] == 3
+    assert stream_answer(url, "w3 w4", stop=[words[2]]) == f"{words[0]} {words[1]} "
+    number = int(words[0][1:]) + 1
+    assert text(logit_bias={str(number): -100}) != plain
+    assert text(temperature=2, seed=1) == text(temperature=2, seed=1) != text(temperature=2, seed=2)
+    assert text(temperature=2, top_k=1) == text(temperature=2, top_p=0.001) == plain
+    several = post(url, page, chat(n=3, temperature=2, seed=1))[1]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in several["choices"]}) == 3
+    listed = post(url, page, chat(logprobs=True, top_logprobs=2))[1]["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in listed] == words
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] < 0 for entry in listed)
+
+
+def test_completions_and_responses(served: Served) -> None:
+    asked = client(served[0])
+    expected = stream_answer(served[0], "w3 w4")
+    done = asked.completions.create(model="tiny", prompt=["w3 w4", [4, 5]], max_tokens=5, temperature=0)
+    assert [choice.text for choice in done.choices] == [expected, expected]
+    options: dict[str, Any] = {"model": "tiny", "input": "w3 w4", "max_output_tokens": 5, "temperature": 0}
+    whole = asked.responses.create(**options)
+    assert whole.output_text == expected and whole.status == "incomplete" and whole.usage.output_tokens == 5
+    events = list(asked.responses.create(**options, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    assert events[0].type == "response.created" and events[-1].response.output_text == expected
+
+
+def test_a_client_that_has_gone_stops_generating(served: Served) -> None:
+    """Streamed or not: the answers would be as long as the context allows."""
+    url = served[0]
+    for stream in (True, False):
+        before = metric(url, "answers_cancelled_total")
+        body = json.dumps(chat(max_tokens=None, n=8, stream=stream)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as raw:
+            raw.sendall(head.encode() + body)
+            if stream:
+                raw.recv(100)
+            while metric(url, "answers_running") + metric(url, "answers_waiting") == 0:
+                pass
+        end = time.monotonic() + 10
+        while metric(url, "answers_cancelled_total") == before:
+            assert time.monotonic() < end
+        assert metric(url, "answers_running") == 0
+
+
+def test_the_chat_page(served: Served) -> None:
+    page = get(served[0].removesuffix("v1")).decode()
+    assert "<title>lancebill</title>" in page and "http" not in page.replace("</html>", ""), (
+        "loads nothing from outside"
+    )
+
+
+def test_streamed_answers_equal_whole_answers(served: Served) -> None:
     url = served[0]
     whole = client(url).chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "w3 w4"}], max_tokens=5, temperature=0
@@ -127,7 +273,7 @@ def test_streamed_answers_equal_whole_answers(served: tuple[str, subprocess.Pope
     assert stream_answer(url, "w3 w4") == whole.choices[0].message.content
 
 
-def test_concurrent_clients(served: tuple[str, subprocess.Popen[str]]) -> None:
+def test_concurrent_clients(served: Served) -> None:
     url = served[0]
     words = [f"w{i} w{i + 1}" for i in range(1, 9)]
     alone = [stream_answer(url, word) for word in words]
@@ -136,9 +282,10 @@ def test_concurrent_clients(served: tuple[str, subprocess.Popen[str]]) -> None:
     assert len(set(alone)) > 1
 
 
-def test_sigterm_finishes_open_requests(served: tuple[str, subprocess.Popen[str]]) -> None:
+def test_sigterm_ends_soon_and_lets_short_answers_finish(served: Served) -> None:
     url, process = served
     whole = stream_answer(url, "w5 w6", 40)
     assert stream_answer(url, "w5 w6", 40, on_first=lambda: process.send_signal(signal.SIGTERM)) == whole
-    assert process.wait(timeout=60) in (0, -signal.SIGTERM)
-    assert "int4-g32 x fp32 on" in (process.stderr.read() if process.stderr else "")
+    assert process.wait(timeout=5) in (0, -signal.SIGTERM)
+    shown = process.stderr.read() if process.stderr else ""
+    assert "int4-g32 x fp32 on" in shown and "run batched" in shown and "Traceback" not in shown

@@ -35,7 +35,8 @@ def serve(
     ] = None,
     dtype: models.Dtype = "auto",
     length: Annotated[
-        int | None, typer.Option("--max-model-len", min=1, help="Tokens of a prompt and its answer.", show_default=False)
+        int | None,
+        typer.Option("--max-model-len", min=1, help="Tokens of prompt and answer.", show_default=False),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="The key that clients must send.", show_default=False)
@@ -75,14 +76,14 @@ def _serve_with_vllm(path: Path, options: dict[str, Any], words: list[str]) -> N
 def _serve_with_transformers(
     path: Path, host: str, port: int, name: str, length: int | None, api_key: str | None, options: dict[str, Any]
 ) -> None:
-    from lancebill.serving.listen import bind_addresses, make_server  # reports missing packages before loading the model
+    from lancebill.serving.listen import bind_addresses, make_server
 
-    sockets = bind_addresses(host, port)
+    sockets = bind_addresses(host, port)  # before anything slow
+    from lancebill.serving.start import start
+
     model, tokenizer = models.load(path, **options)
     out = ui.console(error=True)
     models.announce(path, model, out)
-    from lancebill.serving.start import start
-
     app, how = start(name, model, tokenizer, context=length, api_key=api_key)
     out.print(f"  {how}", soft_wrap=True)
     out.print(f"serving [bold]{escape(name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lancebill.serving import parameters
-from lancebill.serving.engine import Engine
+from lancebill.serving.engine import BatchEngine
 from lancebill.serving.generation import Generation
 from lancebill.serving.metrics import CONTENT_TYPE, Metrics
 from lancebill.serving.parameters import ApiError
@@ -89,15 +89,16 @@ class Call:
 class App:
     """Replies to every request; holds what is shared by them."""
 
-    def __init__(self, engine: Engine, served: Served, metrics: Metrics, api_key: str | None = None) -> None:
+    def __init__(self, engine: BatchEngine, served: Served, metrics: Metrics, api_key: str | None = None) -> None:
         self.engine, self.served, self.metrics, self.api_key = engine, served, metrics, api_key
         self._started = int(time.time())
+        self._model_path = f"/v1/models/{served.name}"
         self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[int]]]] = {
             "/": ("GET", self._page),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
-            f"/v1/models/{served.name}": ("GET", self._model),
+            self._model_path: ("GET", self._model),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/responses": ("POST", self._response),
@@ -106,7 +107,6 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         call = Call(scope["method"], scope["path"], headers, receive, send)
-        known = call.path in self.routes
         try:
             status = await self._route(call)
         except ApiError as error:
@@ -119,7 +119,13 @@ class App:
             body = ApiError(500, "internal error", None, "server_error", "server_error").body()
             await call.reply_json(500, body)
             raise
-        self.metrics.count_request(call.path if known else "unknown", status)
+        self.metrics.count_request(self._label(call.path), status)
+
+    def _label(self, path: str) -> str:
+        """A route's name in the metrics: never what a client or a user wrote."""
+        if path == self._model_path:
+            return "/v1/models/{model}"
+        return path if path in self.routes else "unknown"
 
     async def _route(self, call: Call) -> int:
         if call.path not in self.routes:

@@ -81,7 +81,7 @@ class QueueFull(LaunchError):
     """The queue holds as many answers as it may."""
 
 
-class Engine:
+class BatchEngine:
     """Owns the model. `submit`, `cancel` and `stop` may be called from any thread."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
         self._prompt_tokens = self._generated = self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="lancebill-engine", daemon=True)
 
-    def start(self) -> Engine:
+    def start(self) -> BatchEngine:
         self._thread.start()
         return self
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from lancebill.serving.engine import Answer, Engine, Event, QueueFull
+from lancebill.serving.engine import Answer, BatchEngine, Event, QueueFull
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.requests import Served, Wanted
 from lancebill.serving.sampling import Token
@@ -26,7 +26,7 @@ class Piece:
 class Generation:
     """The answers of one request, from `submit` until `close`."""
 
-    def __init__(self, engine: Engine, served: Served, wanted: Wanted) -> None:
+    def __init__(self, engine: BatchEngine, served: Served, wanted: Wanted) -> None:
         self._engine, self.wanted = engine, wanted
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -85,5 +85,3 @@ def usage(generation: Generation) -> dict[str, int]:
     """OpenAI's counts of tokens."""
     prompt, generated = generation.prompt_tokens, generation.generated_tokens
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-
-

@@ -6,10 +6,9 @@ import asyncio
 import errno
 import json
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lancebill.errors import LaunchError, UnsupportedProblem
-from lancebill.serving.app import App
 from lancebill.serving.parameters import ApiError
 
 try:
@@ -20,6 +19,9 @@ except ImportError as error:
     raise UnsupportedProblem(
         "a dependency of the server is not installed", got=str(error), hint="pip install 'lancebill[serve]'"
     ) from None
+
+if TYPE_CHECKING:  # its torch takes seconds to import, and an address in use is reported sooner
+    from lancebill.serving.app import App
 
 MOST_CONNECTIONS = 512
 RECEIVE_SECONDS = 30.0  # for a whole request, from its first byte (or from the connection) to its last
@@ -34,7 +36,7 @@ class BoundedConnection(H11Protocol):
     _receiving: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.write(_TOO_MANY)

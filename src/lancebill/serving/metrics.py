@@ -42,7 +42,10 @@ class Metrics:
         for kind, name, text, value in rows:
             lines += [f"# HELP lancebill_{name} {text}", f"# TYPE lancebill_{name} {kind}", f"lancebill_{name} {value}"]
         with self._lock:
-            lines += ["# HELP lancebill_requests_total Finished HTTP requests.", "# TYPE lancebill_requests_total counter"]
+            lines += [
+                "# HELP lancebill_requests_total Finished HTTP requests.",
+                "# TYPE lancebill_requests_total counter",
+            ]
             for (route, status), count in sorted(self._requests.items()):
                 lines.append(f'lancebill_requests_total{{route="{route}",status="{status}"}} {count}')
             lines += self._histogram("lancebill_time_to_first_token_seconds")

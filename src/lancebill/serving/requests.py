@@ -107,9 +107,7 @@ def _prompts(served: Served, values: Mapping[str, Any]) -> tuple[str, tuple[tupl
     template = served.tokenizer.chat_template
     if "reasoning_effort" in values:
         if "reasoning_effort" not in str(template):
-            raise ApiError(
-                400, "reasoning_effort: this model has none", "reasoning_effort", "unsupported_parameter"
-            )
+            raise ApiError(400, "reasoning_effort: this model has none", "reasoning_effort", "unsupported_parameter")
         variables["reasoning_effort"] = values["reasoning_effort"]
     if template is None:
         return name, (_tokens(served, name, "\n".join(message["content"] for message in messages)),)

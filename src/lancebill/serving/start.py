@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lancebill.serving.app import App
-from lancebill.serving.engine import Engine, Limits
+from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
 from lancebill.serving.ragged import RaggedModel, runner
 from lancebill.serving.requests import Served
@@ -22,7 +22,7 @@ def start(
     longest = int(text_config.max_position_embeddings)
     limits = Limits(min(context or LONGEST_CONTEXT, longest))
     metrics, chosen = Metrics(), runner(model)
-    engine = Engine(chosen, limits, _ends(model, tokenizer), metrics.count_first_token).start()
+    engine = BatchEngine(chosen, limits, _ends(model, tokenizer), metrics.count_first_token).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))
     how = "batched" if isinstance(chosen, RaggedModel) else "in turns (this model keeps more than keys and values)"
     return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {how}"

@@ -1,0 +1,144 @@
+"""The engine with a model that only counts: joining, leaving, limits, failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lancebill.serving import engine as engines
+from lancebill.serving.engine import Answer, BatchEngine, End, Limits, QueueFull
+from lancebill.serving.sampling import Sampling, Token
+
+VOCABULARY = 50
+
+
+class Counting:
+    """Its next token is the sum of all tokens so far; remembers what each step held."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.steps = seconds, list[list[int]]()
+        self.fail_at: int | None = None
+
+    def new_sequence(self) -> list[int]:
+        return []
+
+    def step(self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Tensor:
+        self.steps.append([len(each) for each in tokens])
+        if len(self.steps) == self.fail_at:
+            raise RuntimeError("out of memory")
+        time.sleep(self.seconds)
+        logits = torch.zeros(len(tokens), VOCABULARY)
+        for row, (sequence, new) in enumerate(zip(sequences, tokens)):
+            sequence.extend(new)
+            logits[row, sum(sequence) % VOCABULARY] = 1
+        return logits
+
+
+class Followed(Answer):
+    """An answer that collects its own events."""
+
+    def __init__(self, prompt: Sequence[int], most: int = 5, how: Sampling | None = None) -> None:
+        self.got: list[Token | End] = []
+        self.ended = threading.Event()
+        super().__init__(prompt, most, how or Sampling(), self.collect)
+
+    def collect(self, event: Token | End) -> None:
+        self.got.append(event)
+        if isinstance(event, End):
+            self.ended.set()
+
+    def wait(self) -> tuple[list[int], str]:
+        assert self.ended.wait(10)
+        *tokens, end = self.got
+        assert isinstance(end, End)
+        return [token.id for token in tokens if isinstance(token, Token)], end.reason
+
+
+def alone(prompt: Sequence[int], most: int, ends: Sequence[int] = ()) -> tuple[list[int], str]:
+    total, tokens = sum(prompt), list[int]()
+    while len(tokens) < most:
+        token = total % VOCABULARY
+        if token in ends:
+            return tokens, "stop"
+        tokens.append(token)
+        total += token
+    return tokens, "length"
+
+
+def running(model: Counting, ends: Sequence[int] = (), **limits: int) -> BatchEngine:
+    return BatchEngine(model, Limits(4096, **limits), ends).start()
+
+
+def test_answers_that_join_and_leave_are_those_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "STEP_TOKENS", 8)
+    model = Counting(0.001)
+    engine = running(model, ends=[30], running=4, cached_tokens=100)
+    answers = [Followed(range(1, 2 + i * 3 % 17), 1 + i * 5 % 11) for i in range(20)]
+    for answer in answers:
+        engine.submit([answer])
+    assert [answer.wait() for answer in answers] == [alone(a.prompt, a.most, [30]) for a in answers]
+    assert any(len(step) == 4 for step in model.steps) and all(len(step) <= 4 for step in model.steps)
+    assert {end for _, end in (answer.wait() for answer in answers)} == {"stop", "length"}
+    counted = engine.counters()
+    assert counted.prompt_tokens == sum(len(answer.prompt) for answer in answers) and counted.running == 0
+    assert engine.stop(5)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "STEP_TOKENS", 10)
+    model = Counting()
+    engine = BatchEngine(model, Limits(4096))
+    long, short = Followed([1] * 100, 1), Followed([1] * 8, 2)
+    engine.submit([long, short])
+    engine.start()
+    long.wait()
+    assert model.steps[:4] == [[5, 5], [5, 3], [10, 1], [10]]
+    engine.stop(5)
+
+
+def test_cancelled_answers_leave_and_cost_nothing() -> None:
+    model = Counting(0.002)
+    engine = running(model)
+    gone, kept = Followed([1], 4000), Followed([2], 30)
+    engine.submit([gone, kept])
+    while not gone.got:
+        time.sleep(0.001)
+    engine.cancel([gone])
+    kept.wait()
+    assert len(gone.got) < 4000 and engine.counters().cancelled == 1
+    steps = len(model.steps)
+    time.sleep(0.05)
+    assert len(model.steps) == steps, "an idle engine must not call the model"
+    engine.stop(5)
+
+
+def test_limits() -> None:
+    engine = running(Counting(0.002), waiting=3, running=1)
+    first = Followed([1], 1000)
+    engine.submit([first])
+    while not first.got:
+        time.sleep(0.001)
+    engine.submit([Followed([1]), Followed([1])])
+    with pytest.raises(QueueFull):
+        engine.submit([Followed([1]), Followed([1])])  # all or none
+    assert engine.counters().waiting == 2
+    assert engine.stop(5)
+    assert first.wait()[1] == "error", "nobody waits for a stopped engine"
+
+
+def test_a_step_that_fails_costs_its_answers_only() -> None:
+    model = Counting()
+    model.fail_at = 3
+    engine = running(model)
+    lost, later = Followed([1], 10), Followed([2], 10)
+    engine.submit([lost])
+    assert lost.wait()[1] == "error"
+    engine.submit([later])
+    assert later.wait() == alone([2], 10)
+    engine.stop(5)

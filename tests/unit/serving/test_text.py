@@ -1,0 +1,49 @@
+"""Text from tokens, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lancebill.serving.text import TextStream
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab€😀 ", max_size=30), st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=3))
+def test_pieces_are_the_text_up_to_the_first_stop(text: str, stops: list[str]) -> None:
+    stream, pieces = TextStream(Bytes(), stops), list[str]()
+    for token in text.encode():
+        pieces.append(stream.add(token))
+        if stream.stopped:
+            break
+    else:
+        pieces.append(stream.finish())
+    places = [text.find(stop) for stop in stops if stop in text]
+    # The first stop string that is complete ends the text, and it is cut where the earliest one begins.
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    seen = text[: min(ends)] if ends else text
+    expected = text[: min(seen.find(stop) for stop in stops if stop in seen)] if places else text
+    assert "".join(pieces) == expected
+    assert stream.stopped == bool(places)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_is_not_held_back_longer_than_needed() -> None:
+    stream = TextStream(Bytes(), ["END"])
+    assert [stream.add(byte) for byte in b"aENxE"] == ["a", "", "", "ENx", ""]
+    assert stream.finish() == "E"
+
+
+def test_a_character_that_never_ends_is_shown_at_the_end() -> None:
+    stream = TextStream(Bytes())
+    assert stream.add("€".encode()[0]) == ""
+    assert stream.finish() == "\ufffd"
