@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -109,10 +110,18 @@ def test_tensor_parallel_workers_of_vllm(
     script.write_text(SCRIPT)
     words = [sys.executable, str(script), str(HERE), str(model), linear]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=5 * MINUTES, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "lancebill's" in done.stdout + done.stderr and "is dequantised" not in done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS"))
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            process.wait(15 * MINUTES)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the workers
+            raise
+        log.seek(0)
+        text = log.read()
+    assert process.returncode == 0, text[-3000:]
+    assert "lancebill's" in text and "is dequantised" not in text
+    line = next(line for line in text.splitlines() if line.startswith("ANSWERS"))
     check(json.loads(line.removeprefix("ANSWERS")), engine.reference(model))
 
 
