@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["attention", "attention"],
         "mamba_n_heads": 8,
         "mamba_d_head": 32,
+        "logits_scaling": 8.0,  # as published; without it one rounding of a logit is more than the bound
     },
     "llama4_text": {
         "num_local_experts": 8,
