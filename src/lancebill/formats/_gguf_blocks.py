@@ -56,13 +56,16 @@ class Plane:
     def nibbles(self, blocks: Tensor) -> Nibbles:
         """`pieces` without unpacking them: from two neighbouring bytes, the low nibbles and the high nibbles."""
         used = blocks[..., self.start : self.start + self.size]
-        bytes_ = used.clone(memory_format=torch.contiguous_format).view(torch.int64)
+        low = used.clone(memory_format=torch.contiguous_format).view(torch.int16)
+        high = low >> 4
+        runs = (*used.shape[:-1], -1, self.run // 2)
+        unit = torch.int64 if self.run % 16 == 0 else torch.int32  # copying large units is faster
         lanes = []
-        for shift in (0, 4):
-            nibbles = (bytes_ >> shift).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+        for nibbles in (low, high):
+            nibbles &= 0x0F0F
             nibbles |= nibbles >> 4  # the lower byte of each pair now has both nibbles
-            lanes.append(nibbles.view(torch.int16).to(torch.uint8).unflatten(-1, (-1, self.run // 2)))
-        return Nibbles(torch.stack(lanes, dim=-2).flatten(-3))
+            lanes.append(nibbles.to(torch.uint8).view(runs).view(unit))
+        return Nibbles(torch.stack(lanes, dim=-2).view(torch.uint8).flatten(-3))
 
     def bytes(self, numbers: Tensor) -> Tensor:
         """The inverse of `pieces`: the bits that this plane contributes to its bytes."""

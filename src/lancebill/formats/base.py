@@ -22,6 +22,7 @@ from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.formats.stored import Config as Config
 from lancebill.formats.stored import Stored as Stored
 from lancebill.numbers.dtypes import BF16, F16, F32, ZERO16, DType
+from lancebill.numbers.scan import contains_any
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, ActivationSpec, QuantSpec
 from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight
 
@@ -195,7 +196,7 @@ class Scheme(ABC):
 def _nan_scales(weight: LogicalWeight) -> str | None:
     """How many mini-float scales are NaN, if any. `lancebill verify --values` checks 16- and 32-bit scales."""
     for level, codes in weight.levels():
-        if any(bool((codes == nan).any()) for nan in level.dtype.nan_codes):
+        if contains_any(codes, level.dtype.nan_codes):
             count = sum(int((codes == nan).sum()) for nan in level.dtype.nan_codes)
             return f"{count} of {codes.numel()} {level.dtype} numbers"
     return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word holds column AWQ_ORDER[j]
+_LOW = 0x0F0F0F0F  # the low nibbles of a word's bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,12 +153,15 @@ def turn_awq(words: Tensor, n: int) -> Tensor | Nibbles:
     """AWQ's words [..., K, N / 8] as codes [..., N, K]."""
     if words.shape[-2] % 2:
         return unpack_awq(words)[..., :n].mT.contiguous()
-    pairs = _view_last(words.mT, torch.int64)  # [..., N / 8, K / 2]: the words of two neighbouring columns
-    rows = torch.empty(*pairs.shape[:-1], 8, pairs.shape[-1], dtype=torch.uint8, device=words.device)
-    for nibble, row in enumerate(AWQ_ORDER):
-        codes = (pairs >> (4 * nibble)).bitwise_and_(0x0000000F0000000F)
-        codes |= codes >> 28  # the lowest byte now has both codes
-        rows[..., row, :] = codes.to(torch.uint8)
+    even, odd = words[..., 0::2, :], words[..., 1::2, :]
+    low = (odd & _LOW) << 4
+    low |= even & _LOW  # in each byte, the low nibbles of the same byte of two neighbouring columns
+    high = (even >> 4).bitwise_and_(_LOW)
+    high |= odd & ~_LOW
+    rows = torch.empty(*words.mT.shape[:-1], 8, even.shape[-2], dtype=torch.uint8, device=words.device)
+    for first, half in enumerate((low.mT.contiguous(), high.mT.contiguous())):
+        for byte in range(4):
+            rows[..., AWQ_ORDER[2 * byte + first], :] = half >> 8 * byte  # keeps the lowest byte
     return Nibbles(rows.flatten(-3, -2)[..., :n, :])
 
 

@@ -24,6 +24,7 @@ from lancebill.moe.layout import Layout, MatrixShape, Packed, as_column, as_inte
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.dtypes import E4M3, ZERO16, DType
+from lancebill.numbers.scan import all_finite, contains_any
 from lancebill.numbers.spec import ALL, DIV, Level, Scale
 from lancebill.numbers.weight import LogicalWeight
 
@@ -314,18 +315,14 @@ def _by_group(numbers: Tensor) -> Tensor:
 
 def _require_finite_codes(weight: LogicalWeight) -> None:
     """Rejects NaN and infinite codes, which integer kernels cannot represent."""
-    if any(bool((weight.codes == code).any()) for code in _invalid_codes(weight.spec.dtype)):
+    if contains_any(weight.codes, _invalid_codes(weight.spec.dtype)):
         raise _not_finite(f"{weight.spec.dtype} codes")
 
 
 def _require_finite_levels(weight: LogicalWeight) -> None:
     """Rejects NaN and infinite scales, zero points and minima."""
     for level, stored in weight.levels():
-        if level.dtype.wide is not None:
-            bad = not bool(stored.isfinite().all())
-        else:
-            bad = any(bool((stored == code).any()) for code in _invalid_codes(level.dtype))
-        if bad:
+        if not all_finite(stored) or contains_any(stored, _invalid_codes(level.dtype)):
             raise _not_finite(f"{level.dtype} scales")
 
 

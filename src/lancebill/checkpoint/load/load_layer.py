@@ -18,9 +18,9 @@ from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.moe.layout import Layout, Packed
 from lancebill.numbers.codec import Loss
 
-# Bytes of a slice of experts, one byte per code. Temporary memory is at most a few times that for each thread. On a GPU
-# larger slices mean fewer launches; on a CPU small ones save memory.
-SLICE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+# Bytes of a slice of experts: as packed on a CPU, one byte per code on a GPU. Temporary memory is at most a few times
+# that for each thread. Larger slices mean fewer calls and launches; on a CPU small ones stay in its caches.
+SLICE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
 MOST_GPU_THREADS = 3
 
@@ -67,7 +67,10 @@ def load_layer(
 
 def slot_slices(plan: LayerPlan, device: torch.device, slots: Sequence[int]) -> Iterator[Sequence[int]]:
     """Slots that are loaded together."""
-    step = max(1, SLICE_BYTES[device.type] // max(1, expert_bytes(plan)))
+    each = expert_bytes(plan)
+    if device.type == "cpu":
+        each = each * max(plan.w13.spec.dtype.bits, plan.w2.spec.dtype.bits) // 8
+    step = max(1, SLICE_BYTES[device.type] // max(1, each))
     for first in range(0, len(slots), step):
         yield slots[first : first + step]
 
