@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lancebill.numbers.bit_packing import Nibbles
-from lancebill.numbers.dtypes import E2M1, E4M3, E8M0, F16, IQ4, DType, biased_type, int_type, uint_type
+from lancebill.numbers.dtypes import E2M1, E4M3, E8M0, F16, IQ4, UINT2B1, DType, biased_type, int_type, uint_type
 from lancebill.numbers.spec import QuantSpec, Scale, group
 
 
@@ -245,6 +245,7 @@ BLOCK_TYPES = {
             _codes(biased_type(6), _bits(4, 0, 128, 64), _bits(2, 128, 64, 32, shift=4)),
             (Field(int_type(8), 16, (Plane(192, 16),)), _f16(208, 256)),
         ),
+        BlockType("TQ2_0", 256, 66, _codes(UINT2B1, _bits(2, 0, 64, 32)), (_f16(64, 256),)),
         BlockType("IQ4_NL", 32, 18, _codes(IQ4, _Q4), (_f16(0, 32),)),
         BlockType("IQ4_XS", 256, 136, _codes(IQ4, _bits(4, 8, 128, 16)), (_XS_SCALE, _f16(0, 256))),
         BlockType("MXFP4", 32, 17, _codes(E2M1, _bits(4, 1, 16, 16)), (Field(E8M0, 32, (Plane(0, 1),)),)),

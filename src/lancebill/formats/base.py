@@ -135,6 +135,10 @@ class Scheme(ABC):
         """(n, k) if a stored tensor contains them and the shapes do not; `stored` reads the tensor of a role."""
         return None
 
+    def random_stored(self, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor] | None:
+        """Random tensors, if the scheme cannot store every weight of its spec; None if it can."""
+        return None
+
     def part(self, role: str) -> Part | None:
         return next((p for p in self.parts if p.role == role), None)
 

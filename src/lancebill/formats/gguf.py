@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType
+from lancebill.formats._gguf_grids import GRID_TYPES, TERNARY_TYPE, GridType, TernaryType
 from lancebill.formats.base import (
     BIAS,
     SCALAR,
@@ -37,6 +38,8 @@ from lancebill.numbers.weight import LogicalWeight
 
 DENSE_TYPES = ("F32", "F16", "BF16")
 WITH_TENSOR_SCALE = ("NVFP4",)  # types with per-tensor scales of weight and input outside the blocks
+AnyBlock = BlockType | GridType | TernaryType
+TYPES: dict[str, AnyBlock] = {**BLOCK_TYPES, **GRID_TYPES, TERNARY_TYPE.name: TERNARY_TYPE}
 ANY = "*"  # in `types`: every tensor without an entry
 
 
@@ -46,7 +49,7 @@ class GgufScheme(Scheme):
 
     batched = True
 
-    block: BlockType
+    block: AnyBlock
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         lead = self.lead(stored)
@@ -79,6 +82,14 @@ class GgufScheme(Scheme):
             packed["scale_2"] = weight.scales[inner].reshape(())
         return packed
 
+    def random_stored(self, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor] | None:
+        if not isinstance(self.block, GridType):
+            return None
+        data = torch.randint(256, (n, k // self.block.columns, self.block.size), generator=generator)
+        outer = torch.exp2(torch.rand(data.shape[:-1], generator=generator) * 6 - 5).half().view(torch.int16)
+        parts = self.block.read(data.int())._replace(outer=outer.int().unsqueeze(-1))
+        return {"codes": self.block.write(parts).to(torch.uint8)}
+
     def _negative_scale(self, levels: Sequence[Tensor]) -> str | None:
         """The first negative mini-float scale, if any: e8m0 and GGUF's unsigned e4m3 have no sign."""
         for field, codes in zip(self.block.scales, levels):
@@ -89,7 +100,7 @@ class GgufScheme(Scheme):
         return None
 
 
-def gguf_scheme(block: BlockType) -> GgufScheme:
+def gguf_scheme(block: AnyBlock) -> GgufScheme:
     spec = block.spec
     parts: tuple[Part, ...] = (part("codes", ".weight", "U8", f"n k/{block.columns} {block.size}"), BIAS)
     if block.name in WITH_TENSOR_SCALE:
@@ -115,9 +126,9 @@ class Gguf(Format):
         kind = types.get(tensor, types.get(ANY))
         if kind is None or kind in DENSE_TYPES:
             return dense(module)
-        block = BLOCK_TYPES.get(checked(kind, f"types.{tensor}", str, (), config.source))
+        block = TYPES.get(checked(kind, f"types.{tensor}", str, (), config.source))
         if block is None:
-            legal = ", ".join((*DENSE_TYPES, *BLOCK_TYPES))
+            legal = ", ".join((*DENSE_TYPES, *TYPES))
             raise UnsupportedFormat(
                 "unsupported GGUF type", where=f"{config.source}: {tensor}", expected=legal, got=kind
             )
@@ -126,7 +137,7 @@ class Gguf(Format):
     def examples(self) -> Iterator[Example]:
         for name in DENSE_TYPES:
             yield Example(name, _config(name), dense(Module("", {".weight": Stored(name, ())})))
-        for name, block in BLOCK_TYPES.items():
+        for name, block in TYPES.items():
             n, k = (64, 4 * block.columns) if block.columns > 64 else (128, 256)
             inputs: dict[str, tuple[int, ...]] = {"input_scale": ()} if name in WITH_TENSOR_SCALE else {}
             yield Example(name, _config(name), gguf_scheme(block), n, k, inputs, bias=name == "MXFP4")

@@ -348,6 +348,14 @@ BNB_FP4 = codebook(
     "bnbfp4",
 )
 IQ4 = codebook([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], "iq4")  # GGUF's
+# GGUF's types with a grid: magnitudes (the fourth is never stored) and the same with the other sign. IQ1's values lie
+# an eighth above or below -1, 0 and 1.
+IQ1 = codebook([-0.875, 0.125, 1.125, 1.125, -1.125, -0.125, 0.875, 0.875], "iq1")
+IQ2 = codebook([s * v for s in (1, -1) for v in (1, 3.125, 5.375, 5.375)], "iq2")
+IQ3 = codebook([s * v for s in (1, -1) for v in (1, 3, 5, 7, 9, 11, 13, 15.5)], "iq3")
+IQ3S = codebook([s * v for s in (1, -1) for v in range(1, 16, 2)], "iq3s")
+ODD3, ODD4 = codebook(range(1, 16, 2), "odd3"), codebook(range(1, 32, 2), "odd4")  # their inner scales
+UINT2B1 = DType("uint2b1", 2, INTEGER, (-1.0, 0.0, 1.0, 2.0))  # GGUF's TQ2_0
 # A constant scale: bitsandbytes multiplies int8 rows by their maximum and then by fp32(1/127).
 INV127 = DType("inv127", 1, FLOAT, (torch.tensor(1 / 127, dtype=torch.float32).item(),) * 2)
 # Codes 0, 1, 2 are -1, 0, 1; the fourth code has no meaning.

@@ -54,7 +54,8 @@ _TYPES: dict[str, d.DType] = {
     t.name: t
     for t in (
         d.E2M1, d.E2M3, d.E3M2, d.E3M4, d.E4M3, d.E4M3FNUZ, d.E5M2, d.E8M0, d.UE5M3, d.NF4,
-        d.BNB_FP4, d.IQ4, d.INV127, d.TERNARY, d.F16, d.BF16, d.F32,
+        d.BNB_FP4, d.IQ1, d.IQ2, d.IQ3, d.IQ3S, d.IQ4, d.ODD3, d.ODD4, d.UINT2B1, d.INV127, d.TERNARY, d.F16, d.BF16,
+        d.F32,
     )
 }  # fmt: skip
 _TYPES |= {make(b).name: make(b) for make in (d.int_type, d.uint_type, d.biased_type) for b in range(1, 9)}

@@ -31,6 +31,9 @@ def random_example(example: Example, n: int, k: int, seed: int, order_seed: int 
 
 def random_weight(scheme: Scheme, n: int, k: int, generator: torch.Generator) -> LogicalWeight:
     spec = scheme.spec
+    stored = scheme.random_stored(n, k, generator)
+    if stored is not None:
+        return scheme.unpack(stored, n, k)
     zero = None
     if spec.zero is not None:
         shape = spec.zero.shape(n, k)

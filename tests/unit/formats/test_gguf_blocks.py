@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -17,13 +18,15 @@ from lancebill.checkpoint.resolve.manifest import build
 from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
 from lancebill.formats import detect
 from lancebill.formats._gguf_blocks import BLOCK_TYPES, BlockType
+from lancebill.formats._gguf_grids import GRID_TYPES, TERNARY_TYPE
 from lancebill.formats.base import Config, Module, Stored
-from lancebill.formats.gguf import FORMAT, gguf_scheme
+from lancebill.formats.gguf import FORMAT, TYPES, gguf_scheme
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import E2M1, F16
 from lancebill.numbers.spec import NVFP4
 from lancebill.numbers.weight import same_bits
+from lancebill.testing.weights import random_weight
 
 N, BLOCKS = 32, 16
 NIBBLES = "f0e1d2c3b4a5968778695a4b3c2d1e0f"
@@ -191,8 +194,8 @@ def test_the_type_is_looked_up_by_tensor_name() -> None:
 
 
 def test_the_error_for_an_unsupported_type_lists_the_supported_ones() -> None:
-    config = _config({"m.weight": "IQ2_XXS"})
-    with pytest.raises(UnsupportedFormat, match=r"m\.gguf: m\.weight: .*Q4_K.*got IQ2_XXS"):
+    config = _config({"m.weight": "Q1_0"})
+    with pytest.raises(UnsupportedFormat, match=r"m\.gguf: m\.weight: .*Q4_K.*got Q1_0"):
         FORMAT.scheme(config, Module("m"))
     for types in ({"m.weight": 12}, ["Q4_K"], None):
         with pytest.raises(UnsupportedFormat, match="types"):
@@ -237,3 +240,32 @@ def test_padding_of_a_type_without_zero_is_zero() -> None:
     padded = dequantize(pad(weight, 6, 96))
     assert torch.equal(padded[:4, :64], dequantize(weight))
     assert not padded[4:].any() and not padded[:, 64:].any()
+
+
+@pytest.mark.parametrize("name", [*GRID_TYPES, TERNARY_TYPE.name])
+def test_grids_equal_the_gguf_library(name: str) -> None:
+    block, scheme = TYPES[name], gguf_scheme(TYPES[name])
+    k, generator = 4 * block.columns, torch.Generator().manual_seed(1)
+    weight = random_weight(scheme, 16, k, generator)
+    stored = scheme.encode(weight)
+    values = gguf.quants.dequantize(stored["codes"].flatten(1).numpy(), gguf.GGMLQuantizationType[name])
+    assert same_bits(dequantize(scheme.decode(stored, 16, k)) + 0.0, torch.from_numpy(values) + 0.0)
+    assert scheme.decode(stored, 16, k).equals(weight)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (block.columns, block.size)
+
+
+@pytest.mark.parametrize("name", GRID_TYPES)
+def test_codes_outside_the_grid_are_refused(name: str) -> None:
+    scheme = gguf_scheme(GRID_TYPES[name])
+    weight = random_weight(scheme, 2, 256, torch.Generator().manual_seed(0))
+    flipped = weight.codes.clone()
+    flipped[0, 0] ^= 1 << (scheme.spec.dtype.bits - 1)  # one sign: an odd number of them, or another side of IQ1
+    with_side = replace(weight, stored=flipped)
+    if name in ("IQ2_S", "IQ3_S"):  # every sign is stored
+        assert scheme.decode(scheme.encode(with_side), 2, 256).equals(with_side)
+    else:
+        with pytest.raises(CannotEncode):
+            scheme.encode(with_side)
+    anything = torch.randint(1 << scheme.spec.dtype.bits, weight.codes.shape, dtype=torch.uint8)
+    with pytest.raises(CannotEncode, match="in its grid"):
+        scheme.encode(replace(weight, stored=anything))
