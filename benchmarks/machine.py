@@ -72,7 +72,8 @@ def nvidia_smi(query: str) -> str:
 
 def command(script: str) -> str:
     """The command line, with file names but without this machine's folders."""
-    return " ".join(["python", f"benchmarks/{script}", *(Path(word).name for word in sys.argv[1:])])
+    words = (Path(word).name if Path(word).exists() or Path(word).is_absolute() else word for word in sys.argv[1:])
+    return " ".join(["python", f"benchmarks/{script}", *words])
 
 
 def without_local_paths(text: str) -> str:
