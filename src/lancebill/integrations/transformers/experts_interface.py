@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
+from lancebill.checkpoint.load.load_layer import SLICE_BYTES
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.routing_config import activation_for
 from lancebill.errors import UnsupportedProblem
@@ -25,7 +26,7 @@ from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed, PlainLayout, as_integer
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, DENSE_F32, QuantSpec
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import LogicalWeight, stack_experts
 
 NAME = "lancebill"
 _SPECS = {torch.bfloat16: DENSE_BF16, torch.float16: DENSE_F16, torch.float32: DENSE_F32}
@@ -182,7 +183,12 @@ def pack_matrices(choice: oracle.Choice, weights: Callable[[int], dict[str, Logi
         matrix: layout.allocate(shape, problem.experts, choice.device.torch)
         for matrix, shape in problem.matrices.items()
     }
-    for expert in range(problem.experts):
-        for matrix, weight in weights(expert).items():
-            layout.pack(problem.matrices[matrix], weight, {name: t[expert] for name, t in packed[matrix].items()})
+    codes = sum(shape.n * shape.k for shape in problem.matrices.values())
+    step = max(1, SLICE_BYTES[choice.device.torch.type] // codes)
+    for first in range(0, problem.experts, step):
+        together = slice(first, min(first + step, problem.experts))
+        experts = [weights(expert) for expert in range(together.start, together.stop)]
+        for matrix, shape in problem.matrices.items():
+            rows = {name: tensor[together] for name, tensor in packed[matrix].items()}
+            layout.pack(shape, stack_experts([expert[matrix] for expert in experts]), rows)
     return packed
