@@ -38,16 +38,9 @@ LIBRARY = native.library()
 LEVELS = () if LIBRARY is None else LIBRARY.levels
 
 
-def with_16_bits(case: judge.Case) -> judge.Case:
-    """The exact cases with bf16 inputs: they are small integers, and the kernels reject fp32 inputs."""
-    if case.tier != judge.EXACT:
-        return case
-    return replace(case, problem=replace(case.problem, activations=ACTIVATIONS["bf16"]))
-
-
-CASES = {case.name: with_16_bits(case) for case in judge.cases()}
+CASES = {case.name: case for case in judge.cases()}
 # Largest relative error of a row against the reference, by input type (see docs/numerics.md).
-BOUNDS = {"bf16": 4e-3, "int8": 6e-3}  # a few quantised inputs may round the other way
+BOUNDS = {"bf16": 4e-3, "fp32": 2e-6, "int8": 6e-3}  # a few quantised inputs may round the other way
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native.state().why)
 
 
@@ -106,7 +99,7 @@ def bound(layer_work: Work, level: IsaLevel, activations: str) -> float:
     """Larger for codebooks, which are rounded to 14 bits, and for tiles, which hold weights as bf16."""
     if layer_work.problem.w13.spec.dtype.kind == CODEBOOK and activations == "int8":
         return 1e-2
-    return 6e-3 if level == IsaLevel.AMX else BOUNDS[activations]
+    return 6e-3 if level == IsaLevel.AMX and activations != "fp32" else BOUNDS[activations]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -114,6 +107,8 @@ def bound(layer_work: Work, level: IsaLevel, activations: str) -> float:
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128-zp", "mxfp4", "nvfp4", "nf4", "int8", "fp8-block"])
 def test_worst_row_against_the_reference(spec: str, activations: str, tokens: int) -> None:
     """On every level. With 40 tokens an expert has about 20 rows, enough for tiles."""
+    if (spec, activations) == ("nf4", "fp32"):
+        pytest.skip("refused")
     layer_work = work(spec, activations, tokens)
     want = layer_work.reference()
     for level in LEVELS:
@@ -236,6 +231,8 @@ def test_non_finite_and_tiny_rows(spec: str, activations: str) -> None:
 @pytest.mark.parametrize("spec", ["int4-g16", "int4-g32", "int4-g128", "mxfp4", "nvfp4", "nf4", "int8"])
 def test_largest_sums_do_not_overflow(spec: str, activations: str, level: IsaLevel) -> None:
     """All weights and input bytes at an end of their range, where 16-bit sums are closest to overflow."""
+    if (spec, activations) == ("nf4", "fp32"):
+        pytest.skip("refused")
     shape = MatrixShape("w13", 32, 256, parse_spec(spec))
     problem = Problem(shape, None, 1, 1, 1, activations=ACTIVATIONS[activations], dispatch=CONTIGUOUS)
     weight = quantize(torch.full((32, 256), 6.0), shape.spec)
@@ -422,5 +419,6 @@ def test_oracle_choice_and_rejection_reasons() -> None:
     assert "mxfp4 activations" in reasons(replace(problem, activations=ACTIVATIONS["mxfp4"]))
     dense = layer_problem("bf16", hidden=64, intermediate=64, experts=2, top_k=1)
     assert "not quantised" in reasons(dense)
-    assert "16 of their bits" in reasons(replace(problem, activations=ACTIVATIONS["fp32"]))
+    codebook = layer_problem("nf4", "fp32", hidden=64, intermediate=64, experts=2, top_k=1)
+    assert "rounded to 14 bits" in reasons(codebook)
     assert oracle.select(dense, CPU).backend.name == "torch-cpu"

@@ -14,7 +14,7 @@ from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed
 from lancebill.moe.problem import Device, Problem
-from lancebill.numbers.dtypes import BF16, E8M0, F16, FLOAT, INTEGER, ZERO16, DType
+from lancebill.numbers.dtypes import BF16, E8M0, F16, F32, FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 from lancebill.numbers.weight import LogicalWeight
 
@@ -23,7 +23,7 @@ def layer_problem(
     spec: str, activations: str = "bf16", *, hidden: int, intermediate: int, experts: int, top_k: int,
     activation: Activation | None = None, bias: bool = False, act_order: bool = False, weight_on_input: bool = False,
 ) -> Problem:  # fmt: skip
-    """A layer of routed experts with one spec for all matrices; with fp16 activations the inputs are fp16 too."""
+    """A layer of routed experts with one spec for all matrices; with fp16 or fp32 activations the inputs are too."""
     parsed, activation = parse_spec(spec), activation or Activation()
     rows = intermediate * (2 if activation.gated else 1)
     stacked = parsed.stacked(intermediate) if activation.gated else parsed
@@ -34,7 +34,7 @@ def layer_problem(
         experts,
         top_k,
         activation,
-        F16 if activations == "fp16" else BF16,
+        {"fp16": F16, "fp32": F32}.get(activations, BF16),
         ACTIVATIONS[activations],
         weight_on_input=weight_on_input,
     )

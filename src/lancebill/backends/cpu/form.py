@@ -16,6 +16,7 @@ from lancebill.backends.cpu.native import abi
 from lancebill.moe.layout import MatrixShape
 from lancebill.numbers.dtypes import (
     BF16,
+    CODEBOOK,
     E2M3,
     E3M2,
     E3M4,
@@ -80,8 +81,9 @@ def matrix_form(shape: MatrixShape, activations: ActivationSpec) -> CpuForm:
     kind, input_group = _input_kind(activations)
     spec = shape.spec
     values = _values(spec.dtype)
-    if kind == abi.Input.F32 and values.codes != abi.Codes.FLOAT8:
-        raise NoForm(Reason("activations", "fp32 inputs would lose all but 16 of their bits", "supported: bf16, fp16"))
+    if kind == abi.Input.F32 and spec.dtype.kind == CODEBOOK:
+        why = "fp32 inputs, more accurate than the codebook, which is rounded to 14 bits"
+        raise NoForm(Reason("activations", why, "supported: bf16, fp16"))
     group = _group_size(shape, input_group)
     inner = [level for level in spec.scales if level.block[1] != ALL]
     zero = _zero_kind(spec, values)

@@ -9,7 +9,7 @@
 namespace lancebill {
 namespace {
 
-constexpr int kPlane = 256;  // weight of an input's high plane
+constexpr int kPlane = 256;  // weight of a plane of an input, in units of the next
 
 // The accumulators of one group: `BlocksAtOnce` row blocks, starting at block `First` of a strip, times `Rows` input
 // rows. Where a block has more rows than a vector has lanes, `part` selects the lanes. Each input is loaded once for
@@ -23,7 +23,8 @@ struct GroupSums {
   using I32 = typename V::I32;
   static constexpr int kPartBytes = kUnit * V::lanes / kRows;
   static constexpr int kStepUnits = Code::step_units;  // every group has a multiple of this many units
-  static constexpr int kSums = Code::short_sums ? 1 : InputPlanes;  // widening 16-bit sums also merges the planes
+  // Widening 16-bit sums also merges two planes. Three would not fit 32 bits.
+  static constexpr int kSums = Code::short_sums && InputPlanes < 3 ? 1 : InputPlanes;
   static_assert(kStepUnits * kUnitColumns % kPlaneRun == 0, "a step starts at the start of a plane run");
   static_assert(!Code::whole_bytes || (First == 0 && BlocksAtOnce % 2 == 0), "a whole byte belongs to both blocks");
   I32 sums[BlocksAtOnce][Rows][kSums][Code::planes];
@@ -99,7 +100,8 @@ struct GroupSums {
             typename V::Codes& sum = shorts[b][r][i];
             sum = u == 0 ? more : V::add_shorts(sum, more);
             if (u + 1 == kStepUnits) {
-              sums[b][r][0][0] = V::add_widened(sums[b][r][0][0], sum, i + 1 < InputPlanes ? kPlane : 1);
+              I32& wide = sums[b][r][kSums == 1 ? 0 : i][0];
+              wide = V::add_widened(wide, sum, kSums == 1 && i + 1 < InputPlanes ? kPlane : 1);
             }
           }
     }
@@ -123,8 +125,9 @@ struct GroupSums {
 
   // The sum in units of the input's low plane.
   LANCEBILL_INLINE typename V::F32 value(int b, int r) const {
-    if constexpr (kSums == 1) return V::to_float(sum(b, r, 0));
-    return V::fma(V::to_float(sum(b, r, 0)), V::spread(kPlane), V::to_float(sum(b, r, kSums - 1)));
+    typename V::F32 value = V::to_float(sum(b, r, 0));
+    LANCEBILL_EACH(i, kSums - 1) value = V::fma(value, V::spread(kPlane), V::to_float(sum(b, r, i + 1)));
+    return value;
   }
 };
 

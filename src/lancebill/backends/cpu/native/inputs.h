@@ -1,10 +1,10 @@
 // The input of a GEMM: rounded or quantised as the matrix says, then written in the format of the kernels.
 //
-// Integer kernels (TABLE4, BYTE) read signed bytes. INT8 inputs are one plane of bytes. All others become 16-bit
-// integers relative to the largest value of each group, in two planes: value = scale * (256 * high + low). Runs of
-// eight columns of each plane alternate, so both planes are at fixed offsets. A group's record also holds the start
-// value of its sums, which accounts for centers and zero points: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels read
-// fp32, tiles read bf16.
+// Integer kernels (TABLE4, BYTE) read signed bytes. INT8 inputs are one plane of bytes. All others become integers
+// relative to the largest value of each group: 16-bit floats and e4m3 numbers have two planes, value = scale * (256 *
+// high + low), fp32 numbers have three, with 22 bits and a sign. Runs of eight columns of each plane alternate, so all
+// planes are at fixed offsets. A group's record also holds the start values of its sums, which account for centers and
+// zero points: sum (u - c) x = sum u x - c sum x. FLOAT8 kernels read fp32, tiles read bf16.
 #pragma once
 
 #include "convert.h"
@@ -15,12 +15,13 @@ namespace {
 
 struct InputGroup {
   float scale;
-  int32_t start[2];  // start values of the sums over the high and low plane; with zero points: minus the plane's sum
-  int32_t both;      // likewise for one sum over both planes; used with small table entries only, where it fits
+  int32_t start[3];  // start values of the sums over each plane; with zero points: minus the plane's sum
+  int32_t both;      // likewise for one sum over two planes; used with small table entries only, where it fits
   float sum;         // sum of the group's values, for offsets
 };
 
-constexpr float kTop16 = 127 * 256;  // largest 16-bit value: keeps the high plane within 127
+// The largest value of two planes, which keeps the high plane within 127, and of three, which `to_int` limits.
+constexpr float kTop[4] = {0, 0, 127 * 256, 63 * 65536};
 constexpr float kTiny = 0x1p-90f;    // groups below this are multiplied by kLift first: their reciprocals overflow
 constexpr float kLift = 0x1p64f;
 
@@ -31,7 +32,9 @@ constexpr int plane_offset(int column, int plane, int planes) {
   return (column / kPlaneRun * planes + plane) * kPlaneRun + column % kPlaneRun;
 }
 
-inline int planes_of(const Packed& p) { return p.matrix->input == LANCEBILL_INPUT_INT8 ? 1 : 2; }
+inline int planes_of(const Packed& p) {
+  return p.matrix->input == LANCEBILL_INPUT_INT8 ? 1 : p.matrix->input == LANCEBILL_INPUT_F32 ? 3 : 2;
+}
 
 inline int64_t operand_bytes(const Packed& p) {
   const bool floats = p.matrix->codes == LANCEBILL_FLOAT8;
@@ -136,11 +139,14 @@ inline void unscale(float* values, int64_t count, const float* scales, int64_t b
   }
 }
 
-inline InputGroup finish_group(const Packed& p, const int32_t sums[2], float total, float step) {
+// `total`: the sum of the group's integers; `step`: what their unit is worth.
+inline InputGroup finish_group(const Packed& p, const int32_t sums[3], float total, float step) {
   const int32_t factor = p.matrix->zero == LANCEBILL_ZERO_U8 ? 1 : p.matrix->center;
-  const int32_t high = -factor * sums[0], low = -factor * sums[1];
-  const uint32_t both = 256u * static_cast<uint32_t>(high) + static_cast<uint32_t>(low);  // may wrap
-  return {step * p.unit, {high, low}, static_cast<int32_t>(both), step * total};
+  InputGroup group = {step * p.unit, {}, 0, step * total};
+  for (int i = 0; i < 3; i++) group.start[i] = -factor * sums[i];
+  group.both = static_cast<int32_t>(256u * static_cast<uint32_t>(group.start[0]) +
+                                    static_cast<uint32_t>(group.start[1]));  // may wrap
+  return group;
 }
 
 // Separate functions with __restrict: byte stores may alias anything, which would keep these loops from vectorising.
@@ -154,20 +160,31 @@ inline int32_t to_plane(const float* __restrict codes, int64_t count, int8_t* __
   return sum;
 }
 
+// Planes from the highest to the lowest: each takes the nearest multiple of its unit, the next what is left.
+template <int Planes>
 inline void to_planes(const float* __restrict values, int64_t count, float to_code, int8_t* __restrict planes,
-                      int32_t sums[2]) {
-  int32_t high_sum = 0, low_sum = 0;
+                      int32_t sums[3]) {
+  int32_t high_sum = 0, middle_sum = 0, low_sum = 0;
   for (int64_t first = 0; first < count; first += kPlaneRun) {
+    int8_t* run = planes + Planes * first;
     for (int k = 0; k < kPlaneRun; k++) {
-      const int32_t q = to_int(values[first + k] * to_code), h = (q + 128) >> 8, l = q - 256 * h;
-      planes[2 * first + plane_offset(k, 0, 2)] = static_cast<int8_t>(h);
-      planes[2 * first + plane_offset(k, 1, 2)] = static_cast<int8_t>(l);
-      high_sum += h;
+      int32_t rest = to_int(values[first + k] * to_code);
+      if constexpr (Planes == 3) {
+        const int32_t top = (rest + 32768 + 128) >> 16;
+        rest -= 65536 * top;
+        run[plane_offset(k, 0, 3)] = static_cast<int8_t>(top);
+        high_sum += top;
+      }
+      const int32_t h = (rest + 128) >> 8, l = rest - 256 * h;
+      run[plane_offset(k, Planes - 2, Planes)] = static_cast<int8_t>(h);
+      run[plane_offset(k, Planes - 1, Planes)] = static_cast<int8_t>(l);
+      middle_sum += h;
       low_sum += l;
     }
   }
-  sums[0] = high_sum;
-  sums[1] = low_sum;
+  sums[Planes - 2] = middle_sum;
+  sums[Planes - 1] = low_sum;
+  if constexpr (Planes == 3) sums[0] = high_sum;
 }
 
 inline void write_one_plane(const Packed& p, const float* codes, const float* scales, int64_t block, uint8_t* record) {
@@ -175,21 +192,22 @@ inline void write_one_plane(const Packed& p, const float* codes, const float* sc
   InputGroup* groups = reinterpret_cast<InputGroup*>(record + p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
-    const int32_t sums[2] = {to_plane(codes + first, count, plane + first), 0};
+    const int32_t sums[3] = {to_plane(codes + first, count, plane + first), 0, 0};
     groups[g] = finish_group(p, sums, static_cast<float>(sums[0]), scales[first / block]);
   }
 }
 
 // With `scales`, the values are e4m3 codes, almost all of which fit 16 bits exactly. Values of tiny groups are changed.
-inline void write_two_planes(const Packed& p, float* values, const float* scales, int64_t block, uint8_t* record) {
+template <int Planes>
+inline void write_planes(const Packed& p, float* values, const float* scales, int64_t block, uint8_t* record) {
   int8_t* planes = reinterpret_cast<int8_t*>(record);
-  InputGroup* groups = reinterpret_cast<InputGroup*>(record + 2 * p.columns);
+  InputGroup* groups = reinterpret_cast<InputGroup*>(record + Planes * p.columns);
   const int64_t count = static_cast<uint32_t>(p.matrix->group);
   for (int64_t g = 0, first = 0; g < p.groups; g++, first += count) {
     float scale = scales == nullptr ? 1 : scales[first / block], peak = largest(values + first, count);
-    int32_t sums[2] = {0, 0};
+    int32_t sums[3] = {0, 0, 0};
     if (!finite(peak) || peak == 0) {
-      std::memset(planes + 2 * first, 0, 2 * count);
+      std::memset(planes + Planes * first, 0, Planes * count);
       groups[g] = finish_group(p, sums, 0, finite(peak) ? 0 * scale : __builtin_nanf(""));  // the scale may be NaN
       continue;
     }
@@ -198,12 +216,14 @@ inline void write_two_planes(const Packed& p, float* values, const float* scales
       peak *= kLift;
       scale /= kLift;
     }
-    // The smallest power of two that brings the largest value within kTop16. A power of two keeps 16-bit floats near
-    // the largest exact.
-    const uint32_t power = (bits_as<uint32_t>(peak / kTop16) + 0x7fffffu) & kExponentMask;
+    // The smallest power of two that brings the largest value within kTop. A power of two keeps 16-bit floats near the
+    // largest exact.
+    const uint32_t power = (bits_as<uint32_t>(peak / kTop[Planes]) + 0x7fffffu) & kExponentMask;
     const float step = bits_as<float>(power), to_code = bits_as<float>((254u << 23) - power);
-    to_planes(values + first, count, to_code, planes + 2 * first, sums);
-    groups[g] = finish_group(p, sums, static_cast<float>(256 * sums[0] + sums[1]), step * scale);
+    to_planes<Planes>(values + first, count, to_code, planes + Planes * first, sums);
+    double total = 0;
+    for (int i = 0; i < Planes; i++) total = 256 * total + sums[i];
+    groups[g] = finish_group(p, sums, static_cast<float>(total), step * scale);
   }
 }
 
@@ -244,8 +264,10 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
     write_floats(p, rows.values, inputs.own_record(slot));
   } else if (m.input == LANCEBILL_INPUT_INT8) {
     write_one_plane(p, rows.values, rows.scales, block, inputs.own_record(slot));
+  } else if (m.input == LANCEBILL_INPUT_F32) {
+    write_planes<3>(p, rows.values, nullptr, block, inputs.own_record(slot));
   } else {
-    write_two_planes(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
+    write_planes<2>(p, rows.values, as_codes ? rows.scales : nullptr, block, inputs.own_record(slot));
   }
 }
 

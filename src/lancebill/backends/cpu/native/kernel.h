@@ -215,8 +215,11 @@ __attribute__((noinline)) void float_gemm(const Packed& p, const Streams& s, Rec
 
 template <class V, class Code, int Blocks, int Rows>
 void gemm_of_codes(const Packed& p, const Streams& s, Records<Rows> records, float (*out)[Blocks][kRows]) {
-  planes_of(p) == 1 ? integer_gemm<V, Code, 1, Blocks, Rows>(p, s, records, out)
-                    : integer_gemm<V, Code, 2, Blocks, Rows>(p, s, records, out);
+  switch (planes_of(p)) {
+    case 1: return integer_gemm<V, Code, 1, Blocks, Rows>(p, s, records, out);
+    case 2: return integer_gemm<V, Code, 2, Blocks, Rows>(p, s, records, out);
+    default: return integer_gemm<V, Code, 3, Blocks, Rows>(p, s, records, out);
+  }
 }
 
 // Selects the kernel by the codes of the matrix and the planes of its input. 4-bit codes always have at least two

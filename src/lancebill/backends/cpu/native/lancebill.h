@@ -62,9 +62,10 @@ enum lancebill_scale {
 enum lancebill_zero { LANCEBILL_ZERO_NONE = 0, LANCEBILL_ZERO_U8 = 1, LANCEBILL_ZERO_OFFSET_F32 = 2 };
 
 /* How the input of a GEMM is rounded or quantised (the rules of lancebill.numbers.activations):
- *   BF16, F16, F32  rounded to that type. Integer kernels then keep 16 bits per value, relative to the group's largest.
+ *   BF16, F16, F32  rounded to that type. Integer kernels then keep 16 bits per value, relative to the group's largest;
+ *                   of F32 they keep 23.
  *   INT8            scale = fp32(largest / 127), q = clamp(rint(x / scale), -128, 127); integer products are exact.
- *   E4M3            scale = fp32(largest / 448), x / scale rounded to e4m3fn; then like F32.
+ *   E4M3            scale = fp32(largest / 448), x / scale rounded to e4m3fn; then like F16.
  * Blocks of zeros have a scale of 1. */
 enum lancebill_input_kind {
   LANCEBILL_INPUT_BF16 = 0,
