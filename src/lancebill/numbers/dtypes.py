@@ -223,11 +223,11 @@ def _search_tables(dtype: DType, device: torch.device) -> tuple[Tensor, Tensor |
     edges = []
     for low, high in itertools.pairwise(codes):
         exact = (Fraction(dtype.table[low]) + Fraction(dtype.table[high])) / 2
-        middle = torch.tensor(float(exact), dtype=torch.float32)
+        middle = torch.tensor(float(exact), dtype=torch.float32, device="cpu")  # whatever the default device is
         if Fraction(middle.item()) > exact or (Fraction(middle.item()) == exact and low % 2 == 1 and high % 2 == 0):
-            middle = torch.nextafter(middle, torch.tensor(-math.inf))
+            middle = torch.nextafter(middle, torch.tensor(-math.inf, device="cpu"))
         edges.append(middle.item())
-    boundaries = torch.tensor(edges, dtype=torch.float32)
+    boundaries = torch.tensor(edges, dtype=torch.float32, device="cpu")
     code_of = None if codes == list(range(len(codes))) else torch.tensor(codes, dtype=torch.uint8, device=device)
     cells = _cells(boundaries)
     return boundaries.to(device), code_of, cells and (cells[0].to(device), cells[1].to(device))
@@ -238,14 +238,14 @@ def _cells(boundaries: Tensor) -> tuple[Tensor, Tensor] | None:
 
     None if two boundaries share a cell, which happens only for tables with very close values.
     """
-    top = torch.arange(1 << 16, dtype=torch.int64) << 16
+    top = torch.arange(1 << 16, dtype=torch.int64, device="cpu") << 16
     ends = torch.stack([top, top + 0xFFFF]).to(torch.int32).view(torch.float32)
     ends = torch.where(ends.isfinite().all(0), ends, torch.zeros_like(ends))  # NaN and infinity are never looked up
     ranks = torch.bucketize(ends, boundaries)
     below, above = ranks.amin(0), ranks.amax(0)
     if int((above - below).amax()) > 1:
         return None
-    return below.to(torch.uint8), torch.cat([boundaries, torch.tensor([math.inf])])[below]
+    return below.to(torch.uint8), torch.cat([boundaries, torch.tensor([math.inf], device="cpu")])[below]
 
 
 def minifloat(

@@ -60,8 +60,7 @@ def _has_zero(spec: QuantSpec) -> bool:
 
 def _can_be_zero(spec: QuantSpec) -> bool:
     """Whether a level of scales can be zero: e8m0 cannot."""
-    nothing = torch.zeros(1)
-    return any(float(s.dtype.decode(s.dtype.encode(nothing))) == 0 for s in spec.scales)
+    return any(s.dtype.wide is not None or 0.0 in s.dtype.table for s in spec.scales)
 
 
 def _zero_codes(weight: LogicalWeight, zero: Tensor | None, n: int, k: int) -> Tensor:
