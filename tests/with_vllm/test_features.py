@@ -31,10 +31,7 @@ def test_lora_is_refused(folder: Path) -> None:
 
 
 def test_batch_invariance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM replaces its dense operations by Triton kernels then, which its CPU build lacks: those stay as they are.
-
-    In fp16: torch's kernels, which compute fp32, sum in an order that depends on the batch.
-    """
+    """vLLM replaces its dense operations by Triton kernels then, which its CPU build lacks: those stay as they are."""
     from vllm.model_executor.determinism import batch_invariant
 
     model = models.converted("qwen3_moe", "ct-int4", folder)
