@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lancebill.backends import oracle
 from lancebill.backends.base import Executor, TensorTable
 from lancebill.errors import LaunchError
+from lancebill.layer.check_tensors import FLOATS
 from lancebill.layer.compiled_op import add_layer
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Device, Problem, parse_device
 
 REPACK_BYTES = 16 << 20  # of codes that are converted at once; temporary memory is up to ten times that
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class PackedModule(nn.Module):
@@ -119,7 +119,7 @@ class PackedModule(nn.Module):
 
     def _check_input(self, x: Tensor) -> None:
         shape, hidden = x.shape, self.problem.hidden
-        if len(shape) != 2 or shape[1] != hidden or x.dtype not in INPUT_DTYPES:
+        if len(shape) != 2 or shape[1] != hidden or x.dtype not in FLOATS:
             raise LaunchError(
                 "the input does not fit the layer",
                 expected=f"[tokens, {hidden}] in bf16, fp16 or fp32",

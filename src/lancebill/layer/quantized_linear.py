@@ -13,6 +13,7 @@ from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
 from lancebill.formats import detect
+from lancebill.layer.check_tensors import check_dense, without_gradient
 from lancebill.layer.compiled_op import quantized_linear
 from lancebill.layer.packed_module import PackedModule
 from lancebill.layer.recipe import unquantised_inputs
@@ -96,11 +97,12 @@ class QuantizedLinear(PackedModule):
         if torch.compiler.is_compiling():
             made: Tensor = quantized_linear(x, self.problem.w13.n, self.tag)
             return made
-        rows = x.reshape(-1, x.shape[-1])
+        check_dense(x=x)
+        rows = x.detach().reshape(-1, x.shape[-1])
         self._check_input(rows)
         out = rows.new_empty(rows.shape[0], self.problem.w13.n)
         if rows.shape[0]:
             # [0, rows], made on the device without a copy from the host.
             offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)
             self.executor.run(rows, Contiguous(offsets), out)
-        return out.view(*x.shape[:-1], -1)
+        return without_gradient(out.view(*x.shape[:-1], -1), x)

@@ -23,9 +23,10 @@ from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer import compiled_op
+from lancebill.layer.check_tensors import FLOATS, check_dense, check_output, without_gradient
 from lancebill.layer.collect import ExpertCollector
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
-from lancebill.layer.packed_module import INPUT_DTYPES, PackedModule
+from lancebill.layer.packed_module import PackedModule
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.random_layer import random_parts
@@ -130,11 +131,10 @@ class RoutedExperts(PackedModule):
         they are this rank's own, and `expert_map` has the slot of every global expert. Other options are those of
         `from_checkpoint`; the tensors are not used after the call.
         """
-        defaults = {"device": str(w13.codes.device)}
-        load_options = LoadOptions(**{**defaults, **options, "top_k": top_k, "activation": activation})
-        return cls(
-            parts_from_tensors(w13, w2, spec, rows=rows, layer=layer, expert_map=expert_map, options=load_options)
-        )
+        given = {"device": str(w13.codes.device), **options, "top_k": top_k, "activation": activation}
+        load_options = LoadOptions(**given)
+        parts = parts_from_tensors(w13, w2, spec, rows=rows, layer=layer, expert_map=expert_map, options=load_options)
+        return cls(parts)
 
     @classmethod
     def random(
@@ -163,6 +163,17 @@ class RoutedExperts(PackedModule):
         if torch.compiler.is_compiling():
             made: Tensor = compiled_op.routed_experts(x, topk_ids, topk_weights, self.tag)
             return made if out is None else out.copy_(made)
+        try:
+            if not x.requires_grad and not topk_weights.requires_grad:
+                return self._forward(x, topk_ids, topk_weights, out)
+            with torch.no_grad():
+                result = self._forward(x, topk_ids, topk_weights, out)
+        except (AttributeError, RuntimeError):
+            check_dense(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=x if out is None else out)
+            raise
+        return without_gradient(result, x, topk_weights)
+
+    def _forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         settled = self.refit is None or self.refit.settled
         if settled and self._executor is not None:
             fast_call = self._executor.fast_calls.get(x.numel())
@@ -172,9 +183,8 @@ class RoutedExperts(PackedModule):
                 if fast_call(*given) if places is None else fast_call(*given, places):
                     return result
         self.check(x, topk_ids, topk_weights)
-        if out is not None and (out.shape != x.shape or out.device != x.device):
-            got = f"{list(out.shape)} on {out.device}"
-            raise LaunchError("out does not fit", expected=f"{list(x.shape)} on {x.device}", got=got)
+        if out is not None:
+            check_output(out, x)
         result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
         if self.choice.backend.accepts_any_ids:
             self.executor.prepare_fast_call(x, self._buffers["expert_map"] is not None)
@@ -208,8 +218,13 @@ class RoutedExperts(PackedModule):
 
     def route_and_run(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """`forward_routed` without shared experts."""
-        routed = self.route(x, router_logits, input_ids)
-        return self._scaled(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
+        try:
+            routed = self.route(x, router_logits, input_ids)
+        except (AttributeError, RuntimeError):
+            check_dense(x=x, router_logits=router_logits)
+            raise
+        out = self._scaled(x, self.forward(x, topk_ids=routed.ids, topk_weights=routed.weights), routed)
+        return without_gradient(out, router_logits)
 
     def route(self, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Routed:
         """The experts and weights of each row, with the router's own bias, correction, table and scale."""
@@ -360,6 +375,7 @@ class RoutedExperts(PackedModule):
     def check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         """Raise where the layer is incomplete or arguments of `forward` do not fit it."""
         self._check_ready()
+        check_dense(x=x, topk_ids=topk_ids, topk_weights=topk_weights)
         self._check_input(x)
         self._check_routing(x, topk_ids, topk_weights)
 
@@ -375,7 +391,7 @@ class RoutedExperts(PackedModule):
 
     def _check_routing(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         shape, device = (x.shape[0], self.problem.top_k), x.device
-        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, INPUT_DTYPES)):
+        for name, tensor, dtypes in (("topk_ids", ids, _ID_DTYPES), ("topk_weights", weights, FLOATS)):
             if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
                 raise LaunchError(
                     f"{name} does not fit",

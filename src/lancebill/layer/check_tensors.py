@@ -1,0 +1,57 @@
+"""What a call may be given: dense tensors, outputs whose elements are apart, and no expectation of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.errors import LaunchError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dense(**given: object) -> None:
+    """Raise unless every value is a dense tensor."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise LaunchError(f"{name} is not a tensor", expected="a torch.Tensor", got=type(value).__name__)
+        if value.layout != torch.strided:
+            raise LaunchError(f"{name} is not dense", expected=torch.strided, got=value.layout)
+
+
+def check_output(out: Tensor, x: Tensor) -> None:
+    """Raise unless `out` can hold the result for `x`."""
+    check_dense(out=out)
+    apart = all(stride > 0 for size, stride in zip(out.shape, out.stride()) if size > 1)
+    if out.shape != x.shape or out.device != x.device or out.dtype not in FLOATS or not apart:
+        raise LaunchError(
+            "out does not fit",
+            expected=f"{list(x.shape)} in {' or '.join(map(str, FLOATS))} on {x.device}, no strides of 0",
+            got=f"{list(out.shape)} in {out.dtype} on {out.device}, strides {list(out.stride())}",
+        )
+
+
+class _NoGradient(torch.autograd.Function):
+    """Makes `out` depend on the other arguments, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise LaunchError(
+            "quantised layers compute no gradients",
+            hint="detach their inputs, or compute under torch.no_grad()",
+        )
+
+
+def without_gradient(out: Tensor, *inputs: Tensor) -> Tensor:
+    """`out`; if an input requires a gradient, backward through it raises instead of leaving the gradient out."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+        return out
+    made: Tensor = _NoGradient.apply(out, *inputs)  # type: ignore[no-untyped-call]
+    return made
