@@ -17,7 +17,7 @@ WITHOUT_ROW = {
 }
 TRANSFORMERS = "5.22"  # the version that the lists are of
 # Rows from published configs: their code is on the hub, not in transformers, so no judge checks the routing.
-REMOTE_CODE = ("kimi_k2",)
+REMOTE_CODE = ("bailing_moe", "bailing_moe_v2", "deepseek", "kimi_k2")
 # Types of the text section of a multimodal config, which is no model of its own.
 TEXT_SECTIONS = (
     "deepseek_ocr2_text", "glm4v_moe_text", "glm5_next_text", "mistral_large4_text", "qwen3_omni_moe_text",

@@ -108,6 +108,25 @@ PUBLISHED: list[tuple[dict[str, Any], Routing, Activation]] = [
         Activation(),
     ),
     (
+        {
+            "model_type": "bailing_moe",
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        _V3,
+        Activation(),
+    ),
+    (
+        {"model_type": "deepseek", "num_experts_per_tok": 6, "norm_topk_prob": False, "scoring_func": "softmax"},
+        Routing(6),
+        Activation(),
+    ),
+    (
         {"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
          "routed_scaling_factor": 2.5},
         _ONE_GROUP,

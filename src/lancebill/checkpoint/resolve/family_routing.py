@@ -78,6 +78,11 @@ ONE_GROUP = (Key("n_group", {None: {}, 1: {}}), Key("topk_group", {None: {}, 1: 
 ZERO_EXPERTS = _count("zero_expert_num", "zero_experts")
 ZERO_KIND = Key("zero_expert_type", {"identity": {}})
 SELECTION = Key("expert_selection_fn", {SOFTMAX: {}, SIGMOID: {"scoring": SIGMOID, "renormalize": True}})
+BAILING = (
+    Key("score_function", {name: {"scoring": name} for name in (SOFTMAX, SIGMOID)}),
+    _flag("moe_router_enable_expert_bias", "correction"),
+    Key("moe_router_enable_routed_scaling", {True: {}}),
+)
 LAGUNA_DEFAULTS = (
     Key("moe_router_logit_softcapping", {None: {}, 0: {}}),
     Key("moe_apply_router_weight_on_input", {False: {}}),
@@ -192,6 +197,10 @@ ROWS: dict[str, FamilyRouting] = {
     "glm5_next": replace(_ONE_GROUP_BIASED, activation=Activation("silu", limit=10.0), activation_keys=(LIMIT,)),
     "hy_v4": replace(_ONE_GROUP_BIASED, activation=Activation("silu", limit=10.0), activation_keys=(LIMIT,)),
     "beam": replace(_ONE_GROUP_BIASED, routing={**_ONE_GROUP_BIASED.routing, "apply_scale_to_output": True}),
+    "bailing_moe": FamilyRouting(
+        {"scoring": SOFTMAX, "epsilon": 1e-20},
+        (NORM, SCALE, *GROUPS, *BAILING),
+    ),
     "bailing_hybrid": FamilyRouting(_DEEPSEEK_V3.routing, _LINEAR_ATTENTION_KEYS),
     "kimi_linear": FamilyRouting(
         {**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}, _LINEAR_ATTENTION_KEYS

@@ -104,7 +104,7 @@ TABLE: tuple[Naming, ...] = (
     Naming("cohere2_moe", ("cohere2_moe",), _STANDARD),
     Naming("mistral4", ("mistral4",), _STANDARD),
     Naming("hunyuan_v1_moe", ("hunyuan_v1_moe",), _STANDARD, Router(_in_layer("mlp.gate.wg.weight"))),
-    Naming("deepseek_v2", ("deepseek_v2",), _STANDARD),
+    Naming("deepseek_v2", ("deepseek_v2", "deepseek"), _STANDARD),
     Naming("deepseek_ocr", (
         "deepseek_ocr2", "deepseek_ocr2_text", "unlimited_ocr", "unlimited_ocr_text"
     ), _STANDARD),
@@ -124,6 +124,9 @@ TABLE: tuple[Naming, ...] = (
     Naming("bailing_hybrid", ("bailing_hybrid",), _STANDARD, Router(correction=_in_layer(
         "mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"
     ))),
+    Naming("bailing_moe", ("bailing_moe", "bailing_moe_v2"), _STANDARD, Router(
+        correction=_in_layer("mlp.gate.expert_bias")
+    )),
     Naming("exaone_moe", ("exaone_moe",), _STANDARD, Router(correction=_in_layer(
         "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
     ))),
