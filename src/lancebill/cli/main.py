@@ -8,6 +8,7 @@ import typer
 
 from lancebill.cli.bench import bench
 from lancebill.cli.bench_serve import bench_serve
+from lancebill.cli.chat import chat
 from lancebill.cli.convert import convert
 from lancebill.cli.engines import PASS_THROUGH
 from lancebill.cli.env import env, version_of
@@ -47,6 +48,7 @@ def common(
 for command in (inspect, verify, convert, explain, bench, env):
     app.command()(command)
 app.command()(generate)
+app.command()(chat)
 app.command("eval")(evaluate)
 app.command(context_settings=PASS_THROUGH)(serve)
 app.command("bench-serve", context_settings=PASS_THROUGH)(bench_serve)

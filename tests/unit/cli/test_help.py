@@ -35,7 +35,7 @@ answer(0, "--version")
 answer(2, "no-such-command")
 answer(2, "explain")
 answer(2, "explain", "--shape", "8,64,64,2")
-for command in ("explain", "inspect", "verify", "generate", "serve", "eval"):
+for command in ("explain", "inspect", "verify", "generate", "chat", "serve", "eval"):
     answer(2, command, "no/such/path")
 answer(2, "convert", "no/such/path", "out", "--to", "mxfp4")
 answer(2, "convert", ".", "out", "--to", "mxfp4", "--device", "abacus")

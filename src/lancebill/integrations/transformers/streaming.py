@@ -52,11 +52,12 @@ class TimedStreamer(TextStreamer):
         return GeneratedText("".join(self.pieces), len(times), first_seconds, rate)
 
 
-def chat_prompt(tokenizer: Any, question: str) -> dict[str, Tensor]:
-    """The tokens of a question in the model's chat template, or of the bare question if it has none."""
+def chat_prompt(tokenizer: Any, messages: str | list[dict[str, str]]) -> dict[str, Tensor]:
+    """The tokens of a question or a conversation in the model's chat template; of the bare text if it has none."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if tokenizer.chat_template is None:
-        return dict(tokenizer(question, return_tensors="pt"))
-    messages = [{"role": "user", "content": question}]
+        return dict(tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt"))
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return dict(tokens)
 

@@ -1,0 +1,101 @@
+"""`lancebill chat`: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from lancebill.cli import console as ui
+from lancebill.cli import models
+from lancebill.errors import SpecError
+
+HELP = "Enter sends; Ctrl-C stops an answer; /clear starts again; /quit or Ctrl-D ends."
+
+
+def chat(
+    path: models.Model,
+    system: Annotated[str | None, typer.Option("--system", help="A system message.", show_default=False)] = None,
+    tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum new tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", min=1e-6, max=1, help="Probability mass to sample from.")] = 0.95,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens to sample from; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    weights: models.Weights = None,
+    activations: models.Activations = None,
+    backend: models.Backend = "auto",
+    device: models.Device = "cpu",
+    dtype: models.Dtype = "auto",
+) -> None:
+    """Talk to a model; it sees the whole conversation."""
+    with ui.reported(as_json=False):
+        ui.existing(path, as_json=False)
+        chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
+        model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
+        if tokenizer.chat_template is None:
+            raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")
+        out = ui.console(error=True)
+        models.announce(path, model, out)
+        out.print(f"[dim]{HELP}[/]")
+        sampling: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens}
+        if temperature > 0:
+            sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        import torch
+
+        torch.manual_seed(seed)
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        _talk(model, tokenizer, opening, sampling)
+
+
+def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: dict[str, Any]) -> None:
+    messages = list(opening)
+    for line in _lines():
+        if line == "/quit":
+            return
+        if line == "/clear":
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, sampling)})
+
+
+def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling: dict[str, Any]) -> str:
+    """Print an answer as it is generated; what was printed until Ctrl-C is the answer too."""
+    from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
+
+    pieces: list[str] = []
+
+    def write(text: str) -> None:
+        pieces.append(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        reply = generate_streamed(model, tokenizer, chat_prompt(tokenizer, messages), write=write, **sampling)
+        ending = f"[dim]{reply}[/]"
+    except KeyboardInterrupt:
+        ending = "[dim]stopped[/]"
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    ui.console(error=True).print(ending)
+    return "".join(pieces)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, line by line, with the arrow keys' history in a terminal; or the lines of a pipe."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401  (input() uses it)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+        if line:
+            yield line
