@@ -21,7 +21,7 @@ VLLM_TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-vllm test-vllm-all lint format kernels wheel clean
+.PHONY: help demo test test-O test-families test-matrix test-native test-vllm test-vllm-all fuzz lint format kernels wheel clean
 
 help:
 	@echo "make help         show this list"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-native  run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make test-vllm    run a sample of the tests with $(VLLM), in an environment of its own"
 	@echo "make test-vllm-all  run all tests with $(VLLM)"
+	@echo "make fuzz         resolve mutated configs and headers of every format, ROUNDS=$(ROUNDS) each"
 	@echo "make lint         run the linters"
 	@echo "make format       format the code and apply the linters' fixes"
 	@echo "make kernels      compile the GPU kernels into the user's cache; needs no GPU"
@@ -96,6 +97,11 @@ wheel: $(VENV)/.installed-dev
 	@$(BIN)/lancebill kernels build --jobs $(JOBS) --ship
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@$(BIN)/python -m pytest tests/unit/test_wheel.py
+
+# Rounds for each format; the test itself runs a few.
+ROUNDS ?= 20000
+fuzz: $(VENV)/.installed-dev
+	@FUZZ_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/unit/checkpoint/test_fuzz_resolve.py
 
 test-native: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=2 $(BIN)/python tests/native/sanitize.py
