@@ -63,7 +63,7 @@ COUNTS: dict[str, tuple[dict[str, Any], str]] = {
     "minus one expert": ({"num_experts": -1}, "got -1"),
     "2.5 experts": ({"num_experts": 2.5}, "got 2.5"),
     "experts as text": ({"num_experts": "4"}, "got '4'"),
-    "experts as a list": ({"num_experts": [4]}, "got [4]"),
+    "experts of layers as text": ({"num_experts": ["4", "4"]}, "got '4'"),
     "experts as a bool": ({"num_experts": True}, "got True"),
     "hidden of 2^40": ({"hidden_size": 1 << 40}, "'hidden_size' is not a valid size"),
     "intermediate as text": ({"moe_intermediate_size": "big"}, "'moe_intermediate_size'"),
@@ -140,6 +140,13 @@ def test_verify_reports_a_false_count(tmp_path: Path) -> None:
     metadata = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 10**9}
     write_gguf(tmp_path / "x.gguf", metadata, tensors)
     assert "'num_experts' is not a valid size" in str(examine(tmp_path / "x.gguf").problems[0])
+
+
+def test_sections_in_sections_are_bounded() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(900):
+        nested = {"text_config": nested}
+    assert not _texts(EACH, nested, EACH.headers)
 
 
 def test_a_layer_of_a_config_alone_is_bounded() -> None:

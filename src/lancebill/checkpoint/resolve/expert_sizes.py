@@ -15,6 +15,7 @@ from lancebill.errors import BadValue
 
 MAX_EXPERTS = 1 << 14  # of a layer; the most that was ever published is 2,048
 MAX_SIZE = 1 << 31  # of any other number
+MAX_DEPTH = 4  # of nested sections
 # Sections of a config that describe the model with the experts: the text model of a multimodal one, DBRX's experts.
 SECTIONS = ("text_config", "thinker_config", "language_config", "llm_config", "ffn_config")
 
@@ -50,10 +51,10 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
     )  # fmt: skip
 
 
-def config_sections(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def config_sections(model: Mapping[str, Any], depth: int = MAX_DEPTH) -> list[Mapping[str, Any]]:
     """The config and its nested sections for the text model and the experts, the innermost first."""
-    nested = [part for key in SECTIONS if isinstance(part := model.get(key), Mapping)]
-    return [*(section for part in nested for section in config_sections(part)), model]
+    nested = [part for key in SECTIONS if depth and isinstance(part := model.get(key), Mapping)]
+    return [*(section for part in nested for section in config_sections(part, depth - 1)), model]
 
 
 def _lookup(model: Mapping[str, Any], *keys: str, most: int = MAX_SIZE) -> int | None:
