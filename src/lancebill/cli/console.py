@@ -11,24 +11,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.table import Table
 
 from lancebill.errors import CheckpointError, CheckpointProblems, LancebillError, SpecError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 FINE, PROBLEM, USAGE = 0, 1, 2
 PLAIN_WIDTH = 120  # columns, when the output is not a terminal
@@ -109,11 +102,7 @@ def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Calla
     if not out.is_terminal:
         yield lambda _: None
         return
-    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),)
-    if in_bytes:
-        counts = DownloadColumn(), TransferSpeedColumn()
-    columns = TextColumn("{task.description}"), BarColumn(), *counts, TimeLeft()
-    with Progress(*columns, console=out, transient=True) as bar:
+    with _bar(out, in_bytes) as bar:
         task = bar.add_task(what, total=total)
         yield lambda step: bar.advance(task, step)
 
@@ -125,10 +114,17 @@ def bytes_loaded(what: str) -> Iterator[Callable[[int, int], None]]:
     if not out.is_terminal:
         yield lambda done, total: None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeLeft()
-    with Progress(*columns, console=out, transient=True) as bar:
+    with _bar(out, in_bytes=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar(out: Console, in_bytes: bool) -> Progress:
+    from rich import progress as rich  # slow to import: --help and errors do without it
+
+    counts = (rich.DownloadColumn(), rich.TransferSpeedColumn()) if in_bytes else (rich.MofNCompleteColumn(),)
+    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), *counts, rich.TimeRemainingColumn()
+    return rich.Progress(*columns, console=out, transient=True)
 
 
 def table(*columns: str) -> Table:

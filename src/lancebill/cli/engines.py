@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from enum import Enum
 from importlib.util import find_spec
 from typing import Annotated
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import typer
 
@@ -81,6 +79,9 @@ def running_server(words: Sequence[str]) -> Iterator[str]:
 
 
 def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    from urllib.error import URLError  # slow to import, and only used here
+    from urllib.request import urlopen
+
     end = time.monotonic() + START_LIMIT
     while time.monotonic() < end:
         if process.poll() is not None:
