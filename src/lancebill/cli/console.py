@@ -7,6 +7,7 @@ errors included; progress and messages go to stderr.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,6 +64,20 @@ def reported(as_json: bool, code: int = PROBLEM) -> Iterator[None]:
     except KeyboardInterrupt:
         console(error=True).print("stopped")
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def cleans_up_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that what it wrote so far is removed."""
+
+    def stop(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def fail(error: LancebillError, as_json: bool, code: int) -> NoReturn:

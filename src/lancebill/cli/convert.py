@@ -60,7 +60,7 @@ def convert(
         ui.existing(source, as_json)
         target = target_of(to, format_name)
         _check_device(device.value)
-    with ui.reported(as_json):
+    with ui.reported(as_json), ui.cleans_up_on_sigterm():
         summary = run_conversion(source, destination, target, options)
     if as_json:
         ui.print_json(summary)

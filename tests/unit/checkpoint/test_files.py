@@ -194,6 +194,17 @@ def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
     assert [f.name for f in checkpoint.other_files()] == ["tokenizer.json"]
 
 
+def test_links_to_shards_elsewhere_are_followed(tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    own.mkdir()
+    tensors = sharded(shared)
+    for file in shared.iterdir():
+        (own / file.name).symlink_to(file)
+    checkpoint = Checkpoint.open(own)
+    assert all(same(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+
+
 def test_other_files_excludes_tensors_and_configs(tmp_path: Path) -> None:
     sharded(tmp_path)
     for name in (

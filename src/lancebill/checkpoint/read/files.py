@@ -218,13 +218,18 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _check_inside(file: Path, folder: Path) -> None:
-    """Refuse links that point outside the folder, except in a hub cache: snapshots/<revision>/x -> blobs/y."""
+    """Refuse links that point outside the folder, unless the target is a tensor file by its name or place.
+
+    Hub caches link snapshots/<revision>/x to blobs/y, and people link shards that several checkpoints share. A link to
+    anything else (a device, a private file) comes from whoever made the checkpoint.
+    """
     root = folder.resolve()
     try:
         target = file.resolve()
     except RuntimeError:
         raise MalformedFile("the link points to itself", where=str(file)) from None
-    if not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):
+    same_kind = target.suffix == file.suffix and (target.is_file() or not target.exists())
+    if not same_kind and not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):
         raise MalformedFile("the link points outside the checkpoint folder", where=str(file), got=str(target))
 
 
