@@ -7,6 +7,7 @@ errors included; progress and messages go to stderr.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,9 @@ def print_json(value: Mapping[str, Any]) -> None:
 def existing(path: Path, as_json: bool) -> Path:
     """`path`, if it exists; a missing path is a usage error."""
     if not path.exists():
-        fail(CheckpointError("no such file or folder", where=str(path)), as_json, USAGE)
+        hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+        hint = f"if this is a model on the hub: `hf download {path}` prints the folder to pass" if hub_id else None
+        fail(CheckpointError("no such file or folder", where=str(path), hint=hint), as_json, USAGE)
     return path
 
 

@@ -22,7 +22,6 @@ from lancebill.cli.tune import tune
 from lancebill.cli.verify import verify
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
