@@ -25,7 +25,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the most negative finite float, for -inf
-NAN = tl.constexpr(float("nan"))
 NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every float
 NO_INDEX = tl.constexpr(1 << 30)
 
@@ -108,7 +107,7 @@ def _scores(values, SCORING: tl.constexpr):
         largest = _value(tl.max(_key(values)))
         e = _exp(tl.maximum(x - largest.to(tl.float64), -700.0))
         x = e * _reciprocal(tl.sum(e))
-        x = tl.where(tl.abs(largest) < float("inf"), x, NAN)
+        x = tl.where(tl.abs(largest) < float("inf"), x, float("nan"))
     elif SCORING == "sigmoid":
         e = _exp(-tl.minimum(tl.abs(x), 700.0))
         x = tl.where(x < 0, e, 1.0) * _reciprocal(1.0 + e)
@@ -117,14 +116,14 @@ def _scores(values, SCORING: tl.constexpr):
         u = 1.0 + e
         log1p = _log(u) + (e - (u - 1.0)) * _reciprocal(u)  # the second term is what rounding took from u
         x = tl.sqrt(tl.where(x > 20.0, x, log1p))
-    return tl.where(values == values, x.to(tl.float32), NAN)  # minimum and maximum return the other number
+    return tl.where(values == values, x.to(tl.float32), float("nan"))  # minimum and maximum return the other number
 
 
 @triton.jit
 def _lists(key, scores, index, slot, rounds, G: tl.constexpr, K: tl.constexpr):
     """The best experts of each group in order, as [G, K]: keys, indices and scores."""
     keys, found = tl.full([G, K], NO_KEY, tl.int32), tl.full([G, K], NO_INDEX, tl.int32)
-    taken = tl.full([G, K], NAN, tl.float32)
+    taken = tl.full([G, K], float("nan"), tl.float32)
     for s in range(rounds):
         largest = tl.max(key, 1, keep_dims=True)
         best = tl.min(tl.where(key == largest, index, NO_INDEX), 1, keep_dims=True)
@@ -217,18 +216,18 @@ def route_tokens(
         row = tl.load(input_ids + token).to(tl.int64)
         entry = tl.load(table + row * top_k + slot, mask=(slot < top_k) & (row >= 0) & (row < vocabulary), other=-1)
         found = tl.where((entry >= 0) & (entry < experts), entry, -1).to(tl.int32)
-    scores = tl.where(values == values, values, NAN)
+    scores = tl.where(values == values, values, float("nan"))
     if not AFTER:
         scores = _scores(scores, SCORING)
     selection = scores
     if CORRECTED:
         selection += corrections
     known = selection == selection
-    selection = tl.where(known, tl.maximum(selection, LOWEST), NAN)
+    selection = tl.where(known, tl.maximum(selection, LOWEST), float("nan"))
     key = tl.where(inside, _key(selection), NO_KEY)
-    scores = tl.where(known, scores, NAN)
+    scores = tl.where(known, scores, float("nan"))
     if HASHED:
-        weight = tl.full([1, K], NAN, tl.float32)
+        weight = tl.full([1, K], float("nan"), tl.float32)
         for s in range(top_k):
             best = tl.sum(tl.where(slot == s, found, 0), 1, keep_dims=True)
             weight = tl.where((slot == s) & (best >= 0), _pick(scores, index == best), weight)
