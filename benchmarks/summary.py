@@ -183,6 +183,32 @@ def _convert(file: ResultFile) -> Iterator[Row]:
         }
 
 
+def _vllm_serving(file: ResultFile) -> Iterator[Row]:
+    """Tokens of prompts (one new token each) or new tokens per second inside vLLM."""
+    engines = [engine for engine in file.record["engines"] if "decode" in engine]
+    rates = {
+        (engine["model"], engine["activations"], engine["backend"], case["prompts"], case["in"], case["out"]): case
+        for engine in engines
+        for case in (*engine["prefill"], *engine["decode"])
+    }
+    for (model, activations, backend, *case), found in rates.items():
+        if not backend.startswith("ours"):
+            continue
+        others = {
+            key[2]: other for key, other in rates.items() if key[:2] == (model, activations) and [*key[3:]] == case
+        }
+        yield {
+            "model": model,
+            "weights": "mxfp4",
+            "activations": activations,
+            "prompts": case[0],
+            "tokens_in": case[1],
+            "tokens_out": case[2],
+            "tokens_per_s": found["tokens_per_s"],
+            "peers": {name: other["tokens_per_s"] for name, other in others.items() if name != backend},
+        }
+
+
 TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-layer": _gpu_layer,
     "gpu-shapes": _gpu_shapes,
@@ -195,6 +221,7 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "questions": _questions,
     "memory": _memory,
     "convert": _convert,
+    "vllm-serving": _vllm_serving,
 }
 
 if __name__ == "__main__":

@@ -144,6 +144,10 @@ class LaunchError(LancebillError):
     """The arguments of a call do not fit the layer: shape, dtype, device."""
 
 
+class QueueFull(LaunchError):
+    """A server's queue holds as many answers as it may."""
+
+
 class WrongResult(LancebillError):
     """A result differs from the reference: a bug in a backend or in a peer."""
 

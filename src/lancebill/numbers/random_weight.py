@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lancebill.numbers.dtypes import INTEGER, ZERO16, DType
+from lancebill.numbers.dtypes import CODEBOOK, INTEGER, ZERO16, DType
 from lancebill.numbers.spec import DIV, QuantSpec, Scale, Zero
 from lancebill.numbers.weight import LogicalWeight
 
@@ -41,11 +41,15 @@ def random_weight(
 def _filler(dtype: DType) -> tuple[tuple[int, ...], int]:
     """Codes that do not occur, and the code near the mean that takes their place.
 
-    They are the codes that are not finite, and the lowest of an even number of integers: then the mean is a code.
+    They are the codes that are not finite, repetitions in a codebook, and one end of an even number of integers: then
+    the mean is a code, 0 where there are negative numbers.
     """
     kept = sorted(dtype.valid_codes, key=dtype.table.__getitem__)
+    if dtype.kind == CODEBOOK:
+        kept = list({dtype.table[code]: code for code in kept}.values())
     if dtype.kind == INTEGER and len(kept) >= 4 and len(kept) % 2 == 0:
-        kept = kept[1:]
+        lowest, highest = dtype.table[kept[0]], dtype.table[kept[-1]]
+        kept = kept[:-1] if -highest < lowest < 0 else kept[1:]
     mean = sum(dtype.table[code] for code in kept) / len(kept)
     nearest = min(kept, key=lambda code: abs(dtype.table[code] - mean))
     return tuple(code for code in range(len(dtype.table)) if code not in kept), nearest

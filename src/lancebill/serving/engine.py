@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lancebill.errors import LaunchError
+from lancebill.errors import QueueFull
 from lancebill.serving.ragged import Runner
 from lancebill.serving.sampling import Sampling, Token, choose
 
@@ -75,10 +75,6 @@ class Counters:
     generated_tokens: int
     cancelled: int
     steps: int
-
-
-class QueueFull(LaunchError):
-    """The queue holds as many answers as it may."""
 
 
 class BatchEngine:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from lancebill.serving.engine import Answer, BatchEngine, Event, QueueFull
+from lancebill.errors import QueueFull
+from lancebill.serving.engine import Answer, BatchEngine, Event
 from lancebill.serving.parameters import ApiError
 from lancebill.serving.requests import Served, Wanted
 from lancebill.serving.sampling import Token

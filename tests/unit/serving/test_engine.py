@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lancebill.errors import QueueFull
 from lancebill.serving import engine as engines
-from lancebill.serving.engine import Answer, BatchEngine, End, Limits, QueueFull
+from lancebill.serving.engine import Answer, BatchEngine, End, Limits
 from lancebill.serving.sampling import Sampling, Token
 
 VOCABULARY = 50
