@@ -16,6 +16,7 @@ from lancebill.errors import BadValue
 MAX_EXPERTS = 1 << 14  # of a layer; the most that was ever published is 2,048
 MAX_SIZE = 1 << 31  # of any other number
 MAX_DEPTH = 4  # of nested sections
+LAYER_COUNTS = ("num_hidden_layers", "n_layers", "num_layers")
 # Sections of a config that describe the model with the experts: the text model of a multimodal one, DBRX's experts.
 SECTIONS = ("text_config", "thinker_config", "language_config", "llm_config", "ffn_config")
 
@@ -46,7 +47,7 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
             model, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
             "experts_per_token", most=MAX_EXPERTS,
         ),
-        layers=_lookup(model, "num_hidden_layers", "n_layers", "num_layers"),
+        layers=_lookup(model, *LAYER_COUNTS),
         zero_experts=_lookup(model, "zero_expert_num", most=MAX_EXPERTS) or 0,
     )  # fmt: skip
 
@@ -60,23 +61,24 @@ def config_sections(model: Mapping[str, Any], depth: int = MAX_DEPTH) -> list[Ma
 def _lookup(model: Mapping[str, Any], *keys: str, most: int = MAX_SIZE) -> int | None:
     """The first of these keys that is set; null and 0 count as absent, as dense models write them.
 
-    A list has a value for each layer: its size if all layers have the same, else None.
+    A list has a value for each layer, 0 for dense ones (and perhaps more, for layers that predict further tokens): the
+    size that all other layers have, None if they differ.
     """
     for section in config_sections(model):
+        layers = next((section[key] for key in LAYER_COUNTS if key in section), None)
         for key in keys:
             value = section.get(key)
-            if isinstance(value, list) and value:
-                if any(entry != value[0] for entry in value):
-                    return None
-                value = value[0]
-            if value is None or (type(value) is int and value == 0):
+            by_layer = isinstance(value, list) and type(layers) is int and 0 < layers <= len(value)
+            values = value if isinstance(value, list) and by_layer else [value]
+            if all(each is None or (type(each) is int and each == 0) for each in values):
                 continue
-            if type(value) is not int or not 0 < value <= most:
+            if any(type(each) is not int or not 0 <= each <= most for each in values):
                 raise BadValue(
                     f"'{key}' is not a valid size",
                     where="the model's config",
-                    expected=f"a whole number from 1 to {most}",
+                    expected=f"a whole number from 1 to {most}, or one for each layer",
                     got=quoted(value),
                 )
-            return value
+            sizes = set(values) - {0}
+            return int(sizes.pop()) if len(sizes) == 1 else None
     return None
