@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-class _Choices:
+class _Choices(ABC):
     """What chat and completion replies share: a list of choices, and chunks of them."""
 
     prefix, name, chunk_name = "", "", ""
@@ -64,11 +65,13 @@ class _Choices:
     def _opening(self, index: int) -> list[dict[str, Any]]:
         return []
 
+    @abstractmethod
     def _choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole answer."""
 
+    @abstractmethod
     def _change(self, piece: Piece, generation: Generation) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """What a stream says of a new piece of an answer."""
 
     def _text(self, token: int) -> str:
         return str(self.served.tokenizer.decode([token]))

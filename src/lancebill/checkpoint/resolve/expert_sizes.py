@@ -68,8 +68,9 @@ def _lookup(model: Mapping[str, Any], *keys: str, most: int = MAX_SIZE) -> int |
         layers = next((section[key] for key in LAYER_COUNTS if key in section), None)
         for key in keys:
             value = section.get(key)
-            by_layer = isinstance(value, list) and type(layers) is int and 0 < layers <= len(value)
-            values = value if isinstance(value, list) and by_layer else [value]
+            values: list[Any] = [value]
+            if isinstance(value, list) and type(layers) is int and 0 < layers <= len(value):
+                values = value
             if all(each is None or (type(each) is int and each == 0) for each in values):
                 continue
             if any(type(each) is not int or not 0 <= each <= most for each in values):

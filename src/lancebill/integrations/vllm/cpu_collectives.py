@@ -15,6 +15,8 @@ from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+from lancebill.errors import LaunchError
+
 
 def all_gatherv(
     self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
@@ -49,7 +51,7 @@ def _gathered(communicator: Any, tensor: Tensor, sizes: Sequence[int] | None) ->
 
 def _require_rows(dim: int) -> None:
     if dim != 0:
-        raise NotImplementedError(f"only the first dimension, not {dim}")
+        raise LaunchError("these collectives join and cut rows only", expected="dimension 0", got=dim)
 
 
 def add_cpu_collectives() -> None:

@@ -5,6 +5,7 @@ A backend brings rows in one of three ways, each of them a form of `moe.dispatch
 (`Batched`). Rows are dispatched unquantised: our kernels quantise them.
 """
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -71,6 +72,32 @@ class DispatchedExperts(FusedMoEExpertsModular):
         problem = self.layer.problem
         return problem.experts, a1.shape[-2], problem.w13.n, a1.shape[-1], topk_ids.shape[1]
 
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Any,
+        w2: Any,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Any,
+        a1q_scale: Any,
+        a2_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if apply_router_weight_on_input:  # vLLM has multiplied the rows before it sent them
+            topk_weights = torch.ones_like(topk_weights)
+        self.run(hidden_states, topk_ids, topk_weights, expert_tokens_meta, output)
+
+    @abstractmethod
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, meta: Any, output: Tensor) -> None:
+        """Compute the rows of one format; `meta` has the number of rows of each expert, where the backend counts."""
+
     def run_local(self, x: Tensor, dispatch: Dispatch, output: Tensor) -> None:
         """`RoutedExperts.run_local` on rows that may be wider than the layer: some backends pad them."""
         hidden = self.layer.problem.hidden
@@ -94,30 +121,11 @@ class DispatchedRows(DispatchedExperts):
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceNoOP()
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Any,
-        w2: Any,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Any,
-        a1q_scale: Any,
-        a2_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        if apply_router_weight_on_input:  # vLLM has multiplied the rows before it sent them
-            topk_weights = torch.ones_like(topk_weights)
-        if topk_ids.shape[1] == self.layer.problem.top_k:
-            self._run_tokens(hidden_states, topk_ids, topk_weights, output)
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, meta: Any, output: Tensor) -> None:
+        if ids.shape[1] == self.layer.problem.top_k:
+            self._run_tokens(x, ids, weights, output)
         else:
-            self._run_grouped(hidden_states, topk_weights, expert_tokens_meta, output)
+            self._run_grouped(x, weights, meta, output)
 
     def _run_tokens(self, x: Tensor, ids: Tensor, weights: Tensor, output: Tensor) -> None:
         layer, hidden = self.layer, self.layer.problem.hidden
@@ -153,26 +161,9 @@ class DispatchedBatches(DispatchedExperts):
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceDelegate()
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Any,
-        w2: Any,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Any,
-        a1q_scale: Any,
-        a2_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        counts = expert_tokens_meta.expert_num_tokens[: self.layer.problem.experts]
-        self.run_local(hidden_states, Batched(counts.to(torch.int32)), output)
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, meta: Any, output: Tensor) -> None:
+        counts = meta.expert_num_tokens[: self.layer.problem.experts]
+        self.run_local(x, Batched(counts.to(torch.int32)), output)
 
 
 def make_kernel(moe: Any, config: LayerConfig, routing_tables: Any) -> FusedMoEKernel:
