@@ -59,12 +59,13 @@ BELOW = {
     "formats": {"numbers"},
     "checkpoint": {"numbers", "moe", "formats"},
     "backends": {"numbers", "moe", "jit"},
-    "layer": {"numbers", "moe", "formats", "checkpoint", "backends"},
+    "split": {"numbers", "moe", "jit", "backends"},
+    "layer": {"numbers", "moe", "formats", "checkpoint", "backends", "split"},
     "parallel": {"moe", "layer"},
     "evaluate": set[str](),
     "serving": set[str](),
-    "integrations": {"numbers", "moe", "formats", "checkpoint", "backends", "layer"},
-    "bench": {"numbers", "moe", "jit", "backends", "layer"},
+    "integrations": {"numbers", "moe", "formats", "checkpoint", "backends", "split", "layer"},
+    "bench": {"numbers", "moe", "jit", "backends", "split", "layer"},
 }
 TOP = {"cli", "testing", "demo"}  # may import every room; no other room imports them
 CHECKPOINT_ORDER = ("", "read", "resolve", "load", "write")  # each imports only those before it; "" is checkpoint/*.py

@@ -169,6 +169,7 @@ class Executor:
 
     def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
         self.backend, self.problem, self.device, self.tensors = backend, problem, device, tensors
+        self.accepts_any_ids = backend.accepts_any_ids
         self.fast_calls: dict[int, FastCall] = {}
         self.fast_routes: dict[int, FastRoute] = {}  # likewise, by the number of logits
         self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}

@@ -7,7 +7,7 @@ instead, on the device of the layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +52,12 @@ def reader_of(tensors: Mapping[str, Tensor], device: torch.device) -> Reader:
     return read
 
 
+def raise_missing(missing: Sequence[MissingTensor], layer: int) -> None:
+    """Raise one error that names all of them, if there are any."""
+    if missing:
+        raise CheckpointProblems(missing, where=f"layer {layer}")
+
+
 @dataclass(frozen=True)
 class _Use:
     """What a tensor is for: a role of a projection."""
@@ -88,13 +94,14 @@ class ExpertCollector:
         header = header_of(name, tensor)
         self._check(claim, name, header)
         self._taken.add(name)
-        if claim.expert is not None and claim.expert not in self.recipe.plan.experts:
+        experts = self.recipe.plan.experts
+        if not experts or (claim.expert is not None and claim.expert not in experts):
             return  # another rank's
         if name not in self.recipe.manifest.tensors:
             self._headers[name] = header
         self.pending[name] = tensor
         self._held += tensor.nbytes
-        for expert in self.recipe.plan.experts if claim.expert is None else (claim.expert,):
+        for expert in experts if claim.expert is None else (claim.expert,):
             if self._needs(expert).keys() <= self.pending.keys():
                 self._complete[expert] = None
                 self.incomplete.discard(expert)
@@ -106,8 +113,7 @@ class ExpertCollector:
     def finish(self, packed: Mapping[str, Packed], layout: Layout) -> LoadReport | None:
         """End the load; raises everything that never came (it may still be pushed). None: nothing was written."""
         self._pack(packed, layout)
-        if self.incomplete:
-            raise CheckpointProblems(self.missing(), where=f"layer {self.recipe.plan.layer.index}")
+        raise_missing(self.missing(), self.recipe.plan.layer.index)
         self.pending.clear()  # of experts that were moved away
         self._taken.clear()
         self._held = 0

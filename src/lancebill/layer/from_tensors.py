@@ -164,6 +164,8 @@ def _halves(role: str, tensor: Tensor, rows: str) -> tuple[Tensor, Tensor]:
 
 def _with_map(recipe: Recipe, expert_map: Sequence[int] | Tensor) -> Recipe:
     """The tensors are those of a rank: `expert_map` has the slot of every global expert, or -1."""
+    if recipe.host is not None:
+        raise SpecError("a layer with an expert map cannot be split", hint="give placement=, or no gpu_experts")
     slots = [int(slot) for slot in expert_map]
     local = len(recipe.plan.experts)
     if set(slots) - {-1} != set(range(local)):

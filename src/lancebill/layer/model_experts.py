@@ -29,6 +29,7 @@ from lancebill.layer.push import LOOKAHEAD, PushedLayer
 from lancebill.layer.random_layer import random_parts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.split.split import parse_bytes, share_budget
 
 
 class ModelExperts:
@@ -50,12 +51,16 @@ class ModelExperts:
         """`config` is the model's config.json; `tensors` are names and headers of the checkpoint, if known.
 
         `layers` are those that this rank computes: tensors of other layers are claimed and dropped. By default they
-        are all that the headers, or the pushed names, show. Other arguments are the fields of `LoadOptions`.
+        are all that the headers, or the pushed names, show. Other arguments are the fields of `LoadOptions`;
+        `gpu_memory` is for the experts of all layers together.
         """
         self.config = config if isinstance(config, Config) else config_of_model(config)
         self.options = replace(options or LoadOptions(), **changes)
         self.naming = self.options.naming or names.find_family(self.config.model)
         self.tensors = tensors
+        if tensors is None and self.options.gpu_memory is not None:
+            what = "how many experts fit into gpu_memory is not known without the headers"
+            raise SpecError(what, hint="give tensors=, or gpu_experts= for each layer")
         self._wanted = None if layers is None else frozenset(layers)
         self._checkpoint: Checkpoint | None = None
         self._coming: dict[int, PushedLayer[RoutedExperts]] = {}
@@ -94,8 +99,24 @@ class ModelExperts:
         """What the headers decide about a layer: its problem, the chosen backend, its bytes. Reads no tensor."""
         if layer not in self._recipes:
             index = self._known_index(f"layer {layer}")
-            self._recipes[layer] = Recipe.resolve(index, layer, self.options, where=self._where)
+            self._recipes[layer] = Recipe.resolve(index, layer, self._options_of(layer), where=self._where)
         return self._recipes[layer]
+
+    def _options_of(self, layer: int) -> LoadOptions:
+        """The options of one layer: its share of the memory as a number of experts."""
+        if self.options.gpu_memory is None:
+            return self.options
+        return replace(self.options, gpu_memory=None, gpu_experts=self._gpu_experts.get(layer, 0))
+
+    @cached_property
+    def _gpu_experts(self) -> dict[int, int]:
+        """How many experts of each layer are on the device, where `gpu_memory` limits all layers together."""
+        assert self.options.gpu_memory is not None
+        index, whole = self._known_index("all layers"), replace(self.options, gpu_memory=None)
+        recipes = [Recipe.resolve(index, layer, whole, where=self._where) for layer in self.layers]
+        counts = [len(recipe.plan.experts) for recipe in recipes]
+        sizes = [(count, recipe.bytes // count) for count, recipe in zip(counts, recipes)]
+        return dict(zip(self.layers, share_budget(parse_bytes(self.options.gpu_memory), sizes)))
 
     @cached_property
     def bytes(self) -> int:

@@ -53,9 +53,12 @@ class PackedModule(nn.Module):
     @property
     def executor(self) -> Executor:
         if self._executor is None:
-            table = TensorTable(self._parameters, self._names)
-            self._executor = self.choice.backend.executor(self.problem, self.choice.device, table)
+            self._executor = self._make_executor()
         return self._executor
+
+    def _make_executor(self) -> Executor:
+        table = TensorTable(self._parameters, self._names)
+        return self.choice.backend.executor(self.problem, self.choice.device, table)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._executor = None

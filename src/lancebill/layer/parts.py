@@ -29,10 +29,12 @@ class LayerParts:
     router: Mapping[str, Tensor] = field(default_factory=dict)  # by role: bias, correction, table
     report: LoadReport | None = None
     recipe: Recipe | None = None  # how tensors of the checkpoint become `packed`: needed to refit the layer
+    host: LayerParts | None = None  # the experts in host memory, where the layer is split
 
 
 def pull(recipe: Recipe, read: Reader) -> LayerParts:
     """Load every local expert from files, with the router's tensors."""
+    host = None if recipe.host is None else pull(recipe.host, read)
     start, losses, packed = time.perf_counter(), Losses(), recipe.allocate()
     layout = recipe.layout
     load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance)
@@ -40,21 +42,24 @@ def pull(recipe: Recipe, read: Reader) -> LayerParts:
     roles = manifest.naming.router.names(index)
     router = {role: read(name, ()) for name, role in roles.items() if name in manifest.tensors}
     report = recipe.report(packed, time.perf_counter() - start, losses.held, layout.notes())
-    return assemble(recipe, packed, router, report)
+    return assemble(recipe, packed, router, report, host)
 
 
 def assemble(
-    recipe: Recipe, packed: Mapping[str, Packed], router: Mapping[str, Tensor], report: LoadReport | None
+    recipe: Recipe,
+    packed: Mapping[str, Packed],
+    router: Mapping[str, Tensor],
+    report: LoadReport | None,
+    host: LayerParts | None = None,
 ) -> LayerParts:
     """Packed weights of a recipe with all that follows from its metadata.
 
     The layer keeps the recipe without `progress`: a progress bar cannot be copied or pickled.
     """
-    stored, placement = recipe.plan.layer, recipe.options.placement
-    device = recipe.choice.device.torch
-    expert_map = None
-    if placement.ep_size > 1 or placement.redundant:
-        expert_map = torch.tensor(placement.expert_map(stored.experts), dtype=torch.int32, device=device)
+    device, places = recipe.choice.device.torch, recipe.expert_map
+    if report is not None and host is not None:
+        report = replace(report, host=host.report)
+    expert_map = None if places is None else torch.tensor(places, dtype=torch.int32, device=device)
     return LayerParts(
         recipe.choice,
         packed,
@@ -62,5 +67,6 @@ def assemble(
         expert_map,
         {role: tensor.to(device) for role, tensor in router.items()},
         report,
-        replace(recipe, options=replace(recipe.options, progress=None)),
+        replace(recipe, options=replace(recipe.options, progress=None), host=None),
+        host,
     )

@@ -15,10 +15,10 @@ from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Claim, NameForm, Naming
-from lancebill.errors import DuplicateTensor, LaunchError
+from lancebill.errors import DuplicateTensor, LaunchError, MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.stored import Config, Stored
-from lancebill.layer.collect import ExpertCollector, header_of
+from lancebill.layer.collect import ExpertCollector, header_of, raise_missing
 from lancebill.layer.parts import LayerParts, assemble
 from lancebill.layer.recipe import LoadOptions, Recipe
 
@@ -34,15 +34,18 @@ class _Planned:
         self.packed = recipe.allocate()
         self.collector = ExpertCollector(recipe, recipe.plan.experts)
         self.layout = recipe.layout
+        self.host = None if recipe.host is None else _Planned(recipe.host)  # experts in host memory
 
     waits = False
 
     @property
     def settled(self) -> bool:
-        return self.collector.settled
+        return self.collector.settled and (self.host is None or self.host.settled)
 
     def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned:
         self.collector.push(claim, name, tensor, self.packed, self.layout)
+        if self.host is not None:
+            self.host.push(claim, name, tensor)
         return self
 
     def resume(self) -> _Planned:
@@ -51,9 +54,14 @@ class _Planned:
     def planned(self) -> _Planned:
         return self
 
+    def missing(self) -> list[MissingTensor]:
+        return [*self.collector.missing(), *([] if self.host is None else self.host.missing())]
+
     def finish(self, router: Mapping[str, Tensor]) -> LayerParts:
+        raise_missing(self.missing(), self.collector.recipe.plan.layer.index)
+        host = None if self.host is None else self.host.finish({})
         report = self.collector.finish(self.packed, self.layout)
-        return assemble(self.collector.recipe, self.packed, router, report)
+        return assemble(self.collector.recipe, self.packed, router, report, host)
 
 
 class _Unplanned:

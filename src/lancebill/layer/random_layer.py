@@ -25,6 +25,7 @@ def random_parts(recipe: Recipe, seed: int) -> LayerParts:
 
     An expert's weights depend on the seed, the layer and the expert, so every rank that holds it has the same.
     """
+    host = None if recipe.host is None else random_parts(recipe.host, seed)
     start, packed, layout = time.perf_counter(), recipe.allocate(), recipe.layout
     experts, device = recipe.plan.experts, recipe.choice.device.torch
     for slots in slot_slices(recipe.plan, device, range(len(experts))):
@@ -35,7 +36,7 @@ def random_parts(recipe: Recipe, seed: int) -> LayerParts:
         recipe.advance(len(slots))
     _fill_inputs(recipe, packed)
     report = recipe.report(packed, time.perf_counter() - start, {}, layout.notes())
-    return assemble(recipe, packed, _random_router(recipe, seed), report)
+    return assemble(recipe, packed, _random_router(recipe, seed), report, host)
 
 
 def _random_matrix(recipe: Recipe, shape: MatrixShape, seed: int, expert: int, number: int) -> LogicalWeight:

@@ -7,7 +7,7 @@ share this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,6 +30,7 @@ from lancebill.moe.routing import Routing
 from lancebill.numbers.codec import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.split.split import Split, parse_bytes, part_map
 
 UNQUANTISED = {
     torch.bfloat16: ACTIVATIONS["bf16"],
@@ -44,6 +45,8 @@ class LoadOptions:
 
     `top_k` and `activation` are what the engine computes with; they must be the checkpoint's.
     `progress` is called with the number of bytes packed since its last call.
+    `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") say how much of the layer may be on `device`: the
+    other experts are in host memory, computed by the CPU.
     """
 
     device: str = "cpu"
@@ -58,6 +61,18 @@ class LoadOptions:
     top_k: int | None = None
     activation: Activation | str | None = None
     progress: Callable[[int], None] | None = None
+    gpu_experts: int | None = None
+    gpu_memory: int | str | None = None
+
+    def split(self, slots: int, expert_bytes: int) -> Split | None:
+        """Where the experts of a layer are; None: all on the device."""
+        if self.gpu_experts is not None and self.gpu_memory is not None:
+            raise SpecError("give a number of experts or an amount of memory", got="gpu_experts and gpu_memory")
+        if self.gpu_memory is not None:
+            split = Split.by_bytes(slots, expert_bytes, parse_bytes(self.gpu_memory))
+        else:
+            split = Split.by_number(slots, slots if self.gpu_experts is None else self.gpu_experts)
+        return split if split.host else None
 
 
 class Losses:
@@ -80,12 +95,27 @@ class Recipe:
     options: LoadOptions
     declared: dict[str, ActivationSpec]  # activations that the checkpoint declares, by matrix
     partial: bool = False  # made from the tensors of a few experts: the headers of the others are not known yet
+    slots: tuple[int, ...] | None = None  # of the rank's slots, those that this recipe fills; None: all
+    host: Recipe | None = None  # of the experts in host memory, where the layer is split
 
     @classmethod
     def make(cls, manifest: Manifest, index: int, options: LoadOptions, *, partial: bool = False) -> Recipe:
         plan, declared, problem = plan_problem(manifest, index, options)
         choice = oracle.select(problem, options.device, options.backend)
-        return cls(manifest, plan, choice, options, declared, partial)
+        whole = cls(manifest, plan, choice, options, declared, partial)
+        split = options.split(len(plan.experts), whole.bytes // len(plan.experts))
+        if split is None:
+            return whole
+        host = whole._part(split.host, replace(options, device="cpu", backend=oracle.AUTO))
+        return replace(whole._part(split.device, options), host=host)
+
+    def _part(self, slots: tuple[int, ...], options: LoadOptions) -> Recipe:
+        """The recipe of some of the slots. No backend plans for no experts, so an empty part is planned for one."""
+        problem, plan = self.choice.problem, self.plan
+        choice = oracle.select(replace(problem, experts=max(1, len(slots))), options.device, options.backend)
+        choice = replace(choice, problem=replace(problem, experts=len(slots)))
+        plan = replace(plan, experts=tuple(plan.experts[slot] for slot in slots))
+        return replace(self, plan=plan, choice=choice, options=options, slots=slots)
 
     @classmethod
     def resolve(cls, index: LayerIndex, layer: int, options: LoadOptions, *, where: str) -> Recipe:
@@ -113,8 +143,17 @@ class Recipe:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the packed weights of all local experts."""
-        return self.plan.bytes(self.layout)
+        """Bytes of the packed weights of all local experts, those in host memory too."""
+        return self.plan.bytes(self.layout) + (0 if self.host is None else self.host.bytes)
+
+    @property
+    def expert_map(self) -> tuple[int, ...] | None:
+        """The slot of every physical id, or -1 if it is not in this part; None: all are, in order."""
+        placement = self.options.placement
+        if placement.ep_size == 1 and not placement.redundant and self.slots is None:
+            return None
+        slots = placement.expert_map(self.plan.layer.experts)
+        return slots if self.slots is None else part_map(slots, self.slots)
 
     def allocate(self) -> dict[str, Packed]:
         """Buffers for all local experts, with those for stored input scales."""
@@ -133,7 +172,7 @@ class Recipe:
     def advance(self, experts: int) -> None:
         """Tell the caller that this many experts were packed."""
         if self.options.progress is not None:
-            self.options.progress(experts * self.bytes // len(self.plan.experts))
+            self.options.progress(experts * self.plan.bytes(self.layout) // len(self.plan.experts))
 
     def report(
         self, packed: Mapping[str, Packed], seconds: float, losses: dict[str, Loss], notes: tuple[str, ...]

@@ -26,6 +26,7 @@ class LoadReport:
     losses: dict[str, Loss] = field(default_factory=dict)
     unknown_keys: tuple[str, ...] = ()  # config keys that the format ignores; they may change what the weights mean
     notes: tuple[str, ...] = ()  # what the backend's layout could not store exactly
+    host: LoadReport | None = None  # of the experts in host memory, where the layer is split
 
     def __str__(self) -> str:
         lines = [
@@ -42,4 +43,9 @@ class LoadReport:
         if self.unknown_keys:
             lines.append(f"  config keys {self.format} does not know: {', '.join(self.unknown_keys)}")
         lines += [f"  {note}" for note in self.notes]
-        return "\n".join([*lines, *(f"  {line}" for line in self.choice.table().splitlines())])
+        lines += [f"  {line}" for line in self.choice.table().splitlines()]
+        if self.host is not None:
+            backend = self.host.choice.backend.name
+            size = f"{self.host.bytes / 2**20:.1f} MiB"
+            lines.append(f"  in host memory: {self.host.experts} more experts, {size}, computed by {backend}")
+        return "\n".join(lines)

@@ -6,7 +6,6 @@ tensors and calling `finish` (a refit); until then it refuses to compute.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lancebill.backends import oracle
+from lancebill.backends.base import Executor
 from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import LayerIndex
@@ -24,9 +23,9 @@ from lancebill.errors import LaunchError, MissingTensor
 from lancebill.formats.stored import Config, Stored
 from lancebill.layer import compiled_op
 from lancebill.layer.check_tensors import FLOATS, check_dense, check_output, without_gradient
-from lancebill.layer.collect import ExpertCollector
+from lancebill.layer.collect import ExpertCollector, raise_missing
 from lancebill.layer.from_tensors import GATE_UP, ExpertTensors, parts_from_tensors
-from lancebill.layer.packed_module import PackedModule
+from lancebill.layer.movable_experts import MovableExperts
 from lancebill.layer.parts import LayerParts, pull
 from lancebill.layer.push import PushedLayer, push_claimed
 from lancebill.layer.random_layer import random_parts
@@ -35,19 +34,17 @@ from lancebill.layer.reserve import reserve
 from lancebill.layer.rules import WeightRules
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
-from lancebill.moe.layout import Packed
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed
+from lancebill.split.executor import SplitExecutor
 
-INPUT_SCALES = ("input_scale",)  # engines keep one for all experts, so their load balancing does not move them
 ROUTER_ROLES = ("bias", "correction", "table", "scale")
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
-class RoutedExperts(PackedModule):
-    """The routed experts of one layer on this rank."""
+class RoutedExperts(MovableExperts):
+    """The routed experts of one layer on this rank; those that do not fit the device are in `host_experts`."""
 
-    expert_map: Tensor | None
     router_bias: Tensor | None
     router_correction: Tensor | None
     router_table: Tensor | None
@@ -58,11 +55,17 @@ class RoutedExperts(PackedModule):
         self.routing, self.report = parts.routing, parts.report
         self.refit = None if parts.recipe is None else ExpertCollector(parts.recipe)
         self.shared_experts: nn.Module | None = None
+        self.host_experts: HostExperts | None = None if parts.host is None else HostExperts(parts.host)
+        self.is_split = parts.host is not None
         self.register_buffer("expert_map", parts.expert_map, persistent=False)
         for role in ROUTER_ROLES:
             self.register_buffer(f"router_{role}", None, persistent=False)
         for role, tensor in parts.router.items():
             self.take_router(role, tensor)
+
+    def _make_executor(self) -> Executor:
+        own, host = super()._make_executor(), self.host_experts
+        return own if host is None else SplitExecutor(own, host)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
         """Moves all tensors, but keeps the router's in fp32: rounding them would change which experts are selected."""
@@ -186,7 +189,7 @@ class RoutedExperts(PackedModule):
         if out is not None:
             check_output(out, x)
         result = self.compute(x, topk_ids, topk_weights, torch.empty_like(x) if out is None else out)
-        if self.choice.backend.accepts_any_ids:
+        if self.executor.accepts_any_ids:
             self.executor.prepare_fast_call(x, self._buffers["expert_map"] is not None)
         return result
 
@@ -195,7 +198,7 @@ class RoutedExperts(PackedModule):
         if x.numel() == 0:
             return out
         places = self._buffers["expert_map"]
-        if self.choice.backend.accepts_any_ids:
+        if self.executor.accepts_any_ids:
             return self.executor.run(x, Indexed(topk_ids, topk_weights, places), out)
         ids, weights = localize(topk_ids, places, self.problem.global_experts), topk_weights.float()
         return self.executor.run(x, Indexed(ids.contiguous(), weights.contiguous()), out)
@@ -206,6 +209,7 @@ class RoutedExperts(PackedModule):
 
     def run_local(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """Run rows that the caller has already dispatched, with local ids."""
+        self._refuse_split()
         return self.executor.run(x, dispatch, out)
 
     def forward_routed(self, x: Tensor, router_logits: Tensor, *, input_ids: Tensor | None = None) -> Tensor:
@@ -289,6 +293,8 @@ class RoutedExperts(PackedModule):
         """Take a tensor that `claim` says is this layer's."""
         if claim.router is None:
             self._require_refit().push(claim, name, tensor, self.packed, self.layout)
+            if self.host_experts is not None:
+                self.host_experts.push(claim, name, tensor)
         else:
             self.take_router(claim.router, tensor.to(next(self.parameters()).device))
 
@@ -302,71 +308,26 @@ class RoutedExperts(PackedModule):
 
     def finish(self) -> RoutedExperts:
         """End a refit: everything pushed is packed; raises naming whatever never came."""
-        report = self._require_refit().finish(self.packed, self.layout)
+        refit = self._require_refit()
+        raise_missing(self.missing(), refit.recipe.plan.layer.index)
+        if self.host_experts is not None:
+            self.host_experts.finish()
+        report = refit.finish(self.packed, self.layout)
         if report is not None:  # the recipe's choice is that of the first load: the layer may have moved since
-            self.report = replace(report, choice=self.choice)
+            host = None if self.host_experts is None else self.host_experts.report
+            self.report = replace(report, choice=self.choice, host=host)
         return self
 
-    def expert_weights(self) -> list[Tensor]:
-        """[E_local, -1] views of the tensors of each expert, for engines that move experts between ranks."""
-        return self._rows(input_scales=False)
-
-    def expert_inputs(self) -> list[Tensor]:
-        """[E_local, -1] views of what `expert_weights` leaves out: an expert's input scales.
-
-        Engines keep one input scale for all experts. Here each expert has its own, so it must move with the expert.
-        """
-        return self._rows(input_scales=True)
-
-    def _rows(self, *, input_scales: bool) -> list[Tensor]:
-        chosen = [
-            tensor
-            for tensors in self.packed.values()
-            for name, tensor in tensors.items()
-            if (name in INPUT_SCALES) == input_scales
-        ]
-        return [tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])) for tensor in chosen]
-
-    @property
-    def held_experts(self) -> tuple[int, ...]:
-        """The logical expert in each slot."""
-        return self._require_refit().recipe.plan.experts
-
-    def hold(self, experts: Sequence[int]) -> None:
-        """Record which logical experts the slots hold after weights were moved, for later pushes."""
-        if self.refit is not None:
-            self.refit.hold(tuple(experts))
-
-    def rehome(self, weights: Mapping[str, Packed], experts: Sequence[int], expert_map: Sequence[int]) -> None:
-        """Replace the buffers by others of the same layout, for another number of experts on this rank.
-
-        `experts` are the logical ones by slot, `expert_map` the slot of every physical id. The
-        backend stays: all ranks must keep one layout.
-        """
-        problem = replace(self.problem, experts=len(experts), global_experts=len(expert_map))
-        before = self.choice
-        kept = oracle.select(problem, before.device, before.backend.name)
-        self.adopt(replace(kept, requested=before.requested), weights)
-        self.expert_map = torch.tensor(expert_map, dtype=torch.int32, device=before.device.torch)
-        self.hold(experts)
-
-    def layout_signature(self) -> tuple[object, ...]:
-        """What all ranks must agree on before experts may be moved between them."""
-        shapes = {m: {n: (tuple(t.shape[1:]), str(t.dtype)) for n, t in ts.items()} for m, ts in self.packed.items()}
-        return self.choice.backend.name, tuple((m, tuple(sorted(ts.items()))) for m, ts in sorted(shapes.items()))
+    def missing(self) -> list[MissingTensor]:
+        """Every tensor that a refit still needs."""
+        host = [] if self.host_experts is None else self.host_experts.missing()
+        return [*self._require_refit().missing(), *host]
 
     @property
     def settled(self) -> bool:
         """Whether no refit is under way, so that the layer may compute."""
-        return self.refit is None or self.refit.settled
-
-    def _require_refit(self) -> ExpertCollector:
-        if self.refit is None:
-            raise LaunchError(
-                "this layer was made without a checkpoint's config, so tensors cannot be pushed into it",
-                hint="use from_checkpoint or from_config",
-            )
-        return self.refit
+        own = self.refit is None or self.refit.settled
+        return own and (self.host_experts is None or self.host_experts.settled)
 
     def _check_ready(self) -> None:
         if not self.settled:
@@ -398,3 +359,10 @@ class RoutedExperts(PackedModule):
                     expected=f"{list(shape)} in {' or '.join(map(str, dtypes))} on {device}",
                     got=f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}",
                 )
+
+
+class HostExperts(RoutedExperts):
+    """The experts of a split layer that stay in host memory, wherever the layer is moved."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostExperts:
+        return self

@@ -1,0 +1,81 @@
+"""Runs the calls of a split layer: the device's experts by their own executor, those in host memory by the CPU.
+
+Each part sums its experts of a token in fp32; the two sums are added in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.base import Executor
+from lancebill.errors import LaunchError
+from lancebill.moe.dispatch import Dispatch, Indexed, localize
+from lancebill.moe.router_tensors import RouterTensors
+from lancebill.moe.routing import Routed, Routing
+
+
+class HostPart(Protocol):
+    """The experts in host memory. Their executor is looked up in every call: new parameters bring a new one."""
+
+    expert_map: Tensor | None
+
+    @property
+    def executor(self) -> Executor: ...
+
+
+class SplitExecutor(Executor):
+    """An executor of two: `own` of the experts on the device, and that of the experts in host memory."""
+
+    def __init__(self, own: Executor, host: HostPart) -> None:
+        super().__init__(own.backend, own.problem, own.device, own.tensors)
+        self.own, self.host = own, host
+        self.accepts_any_ids = True
+        self.fast_routes = own.fast_routes
+
+    def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+        if not isinstance(dispatch, Indexed) or dispatch.expert_map is None:
+            raise LaunchError(
+                "a layer that is split between a GPU and host memory routes all rows itself",
+                expected="ids and weights of every row",
+                got=type(dispatch).__name__,
+            )
+        if x.numel() == 0:
+            return out
+        if x.device.type != "cpu":
+            raise LaunchError("split layers run on CPUs only so far", got=x.device)
+        host = run_part(self.host.executor, x, dispatch, self.host.expert_map)
+        return out.copy_(run_part(self.own, x, dispatch, dispatch.expert_map).add_(host))
+
+    def route(
+        self,
+        routing: Routing,
+        logits: Tensor,
+        router: RouterTensors,
+        hidden: Tensor | None = None,
+        input_ids: Tensor | None = None,
+    ) -> Routed:
+        return self.own.route(routing, logits, router, hidden, input_ids)
+
+    @classmethod
+    def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
+        own = [executor.own for executor in executors if isinstance(executor, SplitExecutor)]
+        return type(own[0]).reserve(own, max_tokens)
+
+    def forget(self) -> None:
+        super().forget()
+        self.own.forget()
+
+
+def run_part(part: Executor, x: Tensor, dispatch: Indexed, expert_map: Tensor | None) -> Tensor:
+    """The weighted sum over a part's experts, in fp32."""
+    if part.problem.experts == 0:
+        return torch.zeros_like(x, dtype=torch.float32)
+    given = Indexed(dispatch.ids, dispatch.weights, expert_map)
+    if not part.accepts_any_ids:
+        ids = localize(given.ids, expert_map, part.problem.global_experts).contiguous()
+        given = Indexed(ids, given.weights.float().contiguous())
+    return part.run(x, given, torch.empty_like(x, dtype=torch.float32))

@@ -1,0 +1,43 @@
+"""A split as a value: by number, by bytes, over layers, and the maps of its parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from lancebill.errors import SpecError
+from lancebill.split.split import Split, parse_bytes, part_map, share_budget
+
+
+def test_splits_cover_every_slot_once() -> None:
+    for count in range(7):
+        split = Split.by_number(5, count)
+        assert split.device + split.host == tuple(range(5)) and len(split.device) == min(5, count)
+    assert Split.by_bytes(5, 100, 299) == Split.by_number(5, 2)
+    for device, host in (((0, 1), (1, 2)), ((0,), (2,)), ((-1,), (0,))):
+        with pytest.raises(SpecError, match="exactly one part"):
+            Split(device, host)
+    with pytest.raises(SpecError, match="negative"):
+        Split.by_number(5, -1)
+
+
+def test_an_expert_of_the_other_part_is_like_one_of_another_rank() -> None:
+    rank = (2, -1, 0, 1, -1, 3)  # the slot of every physical id on this rank
+    split = Split((3, 0), (1, 2))
+    device, host = part_map(rank, split.device), part_map(rank, split.host)
+    assert device == (-1, -1, 1, -1, -1, 0) and host == (1, -1, -1, 0, -1, -1)
+    assert all((d >= 0) + (h >= 0) == (slot >= 0) for d, h, slot in zip(device, host, rank))
+
+
+def test_a_budget_is_spent_evenly_and_never_exceeded() -> None:
+    assert share_budget(50, [(8, 10), (8, 10)]) == (3, 2)
+    assert share_budget(10_000, [(8, 10), (4, 10)]) == (8, 4)
+    assert share_budget(65, [(8, 10), (2, 25)]) == (4, 1)
+    assert share_budget(9, [(8, 10)]) == (0,)
+    assert share_budget(5, []) == ()
+
+
+def test_amounts_of_memory() -> None:
+    assert [parse_bytes(given) for given in (7, "7", "2 KB", "1.5GiB", "3 B")] == [7, 7, 2000, 3 << 29, 3]
+    for wrong in ("", "GiB", "-1GiB", "1e9", "1 XB", -5):
+        with pytest.raises(SpecError, match="amount of memory"):
+            parse_bytes(wrong)
