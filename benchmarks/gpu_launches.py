@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lancebill.backends.hopper import workspace
-from lancebill.backends.hopper.executor import HopperExecutor
-from lancebill.backends.hopper.plan import HopperPlan, scratch
-from lancebill.backends.hopper.program import Program
-from lancebill.backends.hopper.steps import steps
+from lancebill.backends.gpu import workspace
+from lancebill.backends.gpu.executor import GpuExecutor
+from lancebill.backends.gpu.plan import GpuPlan, scratch
+from lancebill.backends.gpu.program import Program
 from lancebill.bench.results import BenchCase
 from lancebill.bench.sustained import GEMM_SIZE, Windows
 from lancebill.bench.timing import Call
@@ -24,14 +23,14 @@ def program_of_call(layer: SampleLayer, b: Batch, out: torch.Tensor, windows: Wi
         layer(b.x, Indexed(b.ids, b.weights), out)
         torch.cuda.synchronize()
         executor, plan = layer.executor, layer.executor.plan(b.x, Indexed(b.ids, b.weights))
-        assert isinstance(executor, HopperExecutor) and isinstance(plan, HopperPlan)
+        assert isinstance(executor, GpuExecutor) and isinstance(plan, GpuPlan)
         return executor.program(plan, b.x.device, executor.workspace(plan, b.x.device))
 
 
 def labelled_launches(program: Program) -> list[tuple[str, bool, Launch]]:
     """Label, whether it is a GEMM, and the launch itself."""
     launches = []
-    for step, launch in zip(steps(program.bindings.plan), program.bindings.launches):
+    for step, launch in zip(program.bindings.steps, program.bindings.launches):
         constants = dict(step.source.constants)
         size = constants.get("TOKENS")
         label = f"{step.source.kernel}{size or ''} {constants.get('KIND', '')}".strip()

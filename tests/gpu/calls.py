@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend
+from lancebill.backends.gpu.workspace import WORKSPACES
 from lancebill.backends.hopper.steps import kernels
-from lancebill.backends.hopper.workspace import WORKSPACES
 from lancebill.backends.registry import registry
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.dispatch import Dispatch

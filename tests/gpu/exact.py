@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.plan import HopperPlan
+from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import MatrixShape, Packed
@@ -112,7 +112,7 @@ def exact_weights_of_slots(routed: Indexed, seed: int) -> Indexed:
     return Indexed(routed.ids, torch.exp2(power.float()))
 
 
-def expected_result(layer: ExactLayer, plan: HopperPlan, x: Tensor, routed: Indexed) -> Tensor:
+def expected_result(layer: ExactLayer, plan: GpuPlan, x: Tensor, routed: Indexed) -> Tensor:
     """The expected result, bit for bit."""
     kind, (tokens, top_k) = x.dtype, routed.ids.shape
     y = torch.zeros(tokens * top_k, layer.problem.hidden, device=x.device)

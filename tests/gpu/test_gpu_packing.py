@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lancebill.backends.hopper import layout as hopper
-from lancebill.backends.hopper.layout import HopperLayout
+from lancebill.backends.gpu import layout as hopper
+from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
@@ -32,7 +32,7 @@ EXPERTS = 3
 MIB = 1 << 20
 
 
-def packed_on(device: str, layout: HopperLayout, shape: MatrixShape, weights: LogicalWeight) -> Packed:
+def packed_on(device: str, layout: FragmentLayout, shape: MatrixShape, weights: LogicalWeight) -> Packed:
     out = layout.allocate(shape, EXPERTS, device)
     for tensor in out.values():
         tensor.fill_(85)  # pack must write every byte
@@ -47,7 +47,7 @@ def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, mon
     monkeypatch.setattr(hopper, "pack_on_gpu", lambda *a, **k: launched.append(original(*a, **k)) or launched[-1])
     for hidden, intermediate in ((512, 256), (384, 128)):
         problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=EXPERTS, top_k=1)
-        layout = HopperLayout(problem)
+        layout = FragmentLayout(problem)
         for shape in problem.matrices.values():
             weights = stack_experts([plausible_weight(shape, seed) for seed in range(EXPERTS)])
             want, got = (packed_on(device, layout, shape, weights) for device in ("cpu", "cuda"))

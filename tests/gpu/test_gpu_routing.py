@@ -11,8 +11,8 @@ import pytest
 import torch
 from routings import CASES, Case, check, expected, make_case
 
-from lancebill.backends.hopper.route_program import RoutePrograms
-from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.gpu.route_program import RoutePrograms
+from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.backends.oracle import select
 from lancebill.backends.route_call import RouteCall
 from lancebill.jit.build import build_all

@@ -10,8 +10,8 @@ import torch
 from calls import GPU, call, check_error, packed, poison_scratch
 from torch import Tensor
 
-from lancebill.backends.hopper import workspace
-from lancebill.backends.hopper.plan import HopperPlan, scratch
+from lancebill.backends.gpu import workspace
+from lancebill.backends.gpu.plan import GpuPlan, scratch
 from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
@@ -121,7 +121,7 @@ def test_rows_are_quantised_as_by_division(exponent: int) -> None:
     problem, tokens = linear("mxfp4", "fp8", {}), 3000
     backend, device = registry()["hopper"], torch.device("cuda", 0)
     plan = backend.plan(problem, tokens, GPU)
-    assert isinstance(plan, HopperPlan) and not plan.decode
+    assert isinstance(plan, GpuPlan) and not plan.decode
     x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
     edges = Contiguous(torch.tensor([0, tokens], device="cuda"))
     call(backend, problem, x.cuda(), edges, packed(problem, "hopper"), problem.w13.n)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from lancebill.backends.call_signature import RoutingLayout
-from lancebill.backends.hopper import executor
-from lancebill.backends.hopper import program as bound
-from lancebill.backends.hopper.bindings import Bindings
+from lancebill.backends.gpu import executor
+from lancebill.backends.gpu import program as bound
+from lancebill.backends.gpu.bindings import Bindings
+from lancebill.backends.gpu.step import CALL, Ref
+from lancebill.backends.gpu.workspace import Workspaces
 from lancebill.backends.hopper.plan import make_plan
-from lancebill.backends.hopper.step import CALL, Ref
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as tune
-from lancebill.backends.hopper.workspace import Workspaces
 from lancebill.backends.oracle import Choice, Verdict
 from lancebill.jit import driver, load
 from lancebill.jit.compile import Binary, Desc, KernelSource
@@ -143,7 +143,7 @@ def stored_addresses(program: bound.Program, number: int) -> set[int]:
     """The addresses that launches read for one of the caller's tensors: x, out, ids or edges, weights."""
     names = ({"x"}, {"out"}, {"ids", "edges"}, {"weights"})[number]
     stored = set()
-    for step, launch in zip(steps(program.bindings.plan), program.bindings.launches):
+    for step, launch in zip(program.bindings.steps, program.bindings.launches):
         for argument, value in step.values.items():
             if isinstance(value, Ref) and value.owner == CALL and value.mapped is None and value.name in names:
                 stored.add(read_argument(launch, argument))
@@ -160,7 +160,7 @@ def read_argument(launch: driver.Launch, argument: str) -> int:
 def bind_program(problem: Problem, tokens: int, layer: SampleLayer) -> bound.Program:
     plan, device = make_plan(problem, tokens), torch.device("cpu")
     workspace = executor.WORKSPACES.of_stream(device, 0, plan.workspace_bytes)
-    return bound.Program(Bindings.bind(plan, layer.weights, device, 0, workspace))
+    return bound.Program(Bindings.bind(plan, steps(plan), layer.weights, device, 0, workspace))
 
 
 def small_problem(activations: str = "bf16", dispatch: str = INDEXED) -> Problem:

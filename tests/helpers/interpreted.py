@@ -21,15 +21,16 @@ from torch import Tensor
 from triton.runtime import interpreter as interpreting
 
 from lancebill.backends.call_signature import RoutingLayout
+from lancebill.backends.gpu import row_steps as rowwise
+from lancebill.backends.gpu import workspace
+from lancebill.backends.gpu.kernels import dispatch_combine as rows
+from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.plan import GpuPlan, scratch
+from lancebill.backends.gpu.step import CALL, COUNTERS, SCRATCH, Ref, Step
+from lancebill.backends.gpu.tiles import Rule
 from lancebill.backends.hopper import plan as planning
-from lancebill.backends.hopper import row_steps as rowwise
-from lancebill.backends.hopper import workspace
-from lancebill.backends.hopper.kernels import dispatch_combine as rows
-from lancebill.backends.hopper.layout import HopperLayout
-from lancebill.backends.hopper.plan import HopperPlan, make_plan, scratch
-from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step
+from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
-from lancebill.backends.hopper.tuning.policy import Rule
 from lancebill.backends.registry import registry
 from lancebill.moe.dispatch import Contiguous, Indexed, to_batched, to_contiguous
 from lancebill.moe.layout import Packed, as_integer
@@ -101,7 +102,7 @@ def routing_argument(name: str, call: Mapping[str, Tensor]) -> Tensor | int:
 class Machine:
     """Runs the steps of a plan one after another."""
 
-    def __init__(self, plan: HopperPlan, weights: Mapping[str, Packed], call: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: GpuPlan, weights: Mapping[str, Packed], call: Mapping[str, Tensor]) -> None:
         self.plan = plan
         memory = torch.full((workspace.pieces(scratch(plan))[1],), 0xFF, dtype=torch.uint8)
         zeros = torch.zeros(workspace.COUNTERS, dtype=torch.int32)
@@ -204,7 +205,7 @@ def packed(problem: Problem, backend: str) -> dict[str, Packed]:
 @cache
 def unpacked(problem: Problem, name: str, expert: int) -> tuple[Tensor, Tensor | float]:
     """Our backend's matrix and bias in fp32."""
-    layout, shape = HopperLayout(problem), problem.matrices[name]
+    layout, shape = FragmentLayout(problem), problem.matrices[name]
     held = {role: t[expert] for role, t in packed(problem, "hopper")[name].items() if role in layout.storage(shape)}
     weight = replace(layout.unpack(shape, held), perm=None)  # the kernel permutes the input instead
     return dequantize(weight), 0.0 if weight.bias is None else weight.bias

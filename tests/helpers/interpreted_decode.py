@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from interpreted import ROUTING, interpreter, routing_argument, scalars
 
-from lancebill.backends.hopper import row_steps as rowwise
-from lancebill.backends.hopper.kernels import decode, decode_chunks, decode_row, epilogue, slots
-from lancebill.backends.hopper.kernels import dispatch_combine as rows
+from lancebill.backends.gpu import row_steps as rowwise
+from lancebill.backends.gpu.kernels import decode_chunks, epilogue, slots
+from lancebill.backends.gpu.kernels import dispatch_combine as rows
+from lancebill.backends.hopper.kernels import decode, decode_row
 from lancebill.testing.layers import worst_row
 
 __all__ = ["interpreter"]  # an autouse fixture

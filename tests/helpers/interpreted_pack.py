@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lancebill.backends.hopper.kernels import pack_codes as kernel
-from lancebill.backends.hopper.kernels.weight_form import ROWS
-from lancebill.backends.hopper.layout import HopperLayout
-from lancebill.backends.hopper.pack_on_gpu import source
+from lancebill.backends.gpu.kernels import pack_codes as kernel
+from lancebill.backends.gpu.kernels.weight_form import ROWS
+from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.pack_on_gpu import source
 from lancebill.numbers.bit_packing import pack_bits
 from lancebill.numbers.weight import stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight
@@ -27,7 +27,7 @@ FORMS = [
 def test_kernel_follows_the_definition(spec: str, activations: str) -> None:
     hidden, intermediate = (384, 128) if "g128" in spec else (160, 96)
     problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=2, top_k=1)
-    layout = HopperLayout(problem)
+    layout = FragmentLayout(problem)
     for experts, shape in zip((2, 1), problem.matrices.values()):
         form, (n, k) = layout.form(shape), layout.padded(shape)
         weights = stack_experts([plausible_weight(shape, seed) for seed in range(experts)])

@@ -11,8 +11,8 @@ import torch
 from interpreted import scalars
 from routings import CASES, Case, check
 
-from lancebill.backends.hopper.kernels import route as kernels
-from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.gpu.kernels import route as kernels
+from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.backends.route_call import RouteCall
 from lancebill.moe.routing import Routed
 

@@ -186,7 +186,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "backends/call_signature.py": ({"getattr"}, "TensorGuards is private in torch and may be missing"),
     "jit/graph.py": ({"hasattr"}, "functions that older CUDA drivers lack"),
     "jit/compile.py": ({"getattr"}, "a kernel, by the module and function name of its source"),
-    "backends/hopper/kernels/gluon_names.py": ({"hasattr"}, "names that differ between Triton versions"),
+    "backends/gpu/kernels/gluon_names.py": ({"hasattr"}, "names that differ between Triton versions"),
     "integrations/transformers/experts_interface.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/packed_experts.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/pretrained.py": ({"hasattr", "delattr"}, "removes keys of a transformers config"),
@@ -372,7 +372,7 @@ def test_asserts_check_only_our_own_bugs() -> None:
 
 MUTABLE = {
     "numbers/codec.py:_Meter": "sums over chunks",
-    "backends/hopper/layout.py:Rerounded": "counts over experts",
+    "backends/gpu/layout.py:Rerounded": "counts over experts",
     "checkpoint/write/convert.py:Report": "grows layer by layer",
     "checkpoint/read/gguf.py:_Reader": "a position in a file",
     "checkpoint/resolve/manifest.py:Manifest": "collects layers and problems while it is built",

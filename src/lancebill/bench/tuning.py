@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.layout import HopperLayout
-from lancebill.backends.hopper.plan import HopperPlan, make_plan
+from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.plan import GpuPlan
+from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import search
 from lancebill.backends.hopper.tuning.search import Candidate, Cell
@@ -46,7 +47,7 @@ class TuningLayer:
         return Cell(self.name, kind, tokens, tokens * self.problem.top_k, self.problem.experts)
 
 
-def plan_of(problem: Problem, tokens: int, candidate: Candidate) -> HopperPlan:
+def plan_of(problem: Problem, tokens: int, candidate: Candidate) -> GpuPlan:
     """The backend's plan with the candidate's tiles instead of the policy's."""
     return make_plan(problem, tokens, candidate.rule, decode=candidate.rule is None)
 
@@ -101,7 +102,7 @@ class Search:
             remaining = sum(not self.journal.is_measured(cell, candidate) for cell, candidate in candidates)
             log(f"{layer.name}: {remaining} of {len(candidates)} candidates are not measured yet")
             weights = Weights(layer.problem, self.device, distinct=DISTINCT)
-            packed = weights.packed(HopperLayout(layer.problem))
+            packed = weights.packed(FragmentLayout(layer.problem))
             for tokens in self.tokens:
                 self._tune_cell(layer, tokens, packed, log)
                 advance(1)
@@ -155,9 +156,9 @@ class Search:
 
     def _plans(
         self, layer: TuningLayer, cell: Cell, candidates: Sequence[Candidate]
-    ) -> tuple[dict[str, HopperPlan], dict[str, str]]:
+    ) -> tuple[dict[str, GpuPlan], dict[str, str]]:
         """Plans whose kernels compile (on all cores), and the reason for each candidate that has none."""
-        plans: dict[str, HopperPlan] = {}
+        plans: dict[str, GpuPlan] = {}
         failed: dict[str, str] = {}
         for candidate in candidates:
             try:
@@ -173,5 +174,5 @@ class Search:
         return plans, failed
 
 
-def _run(plan: HopperPlan, packed: Mapping[str, Packed], batch: Batch, out: Tensor) -> Tensor:
+def _run(plan: GpuPlan, packed: Mapping[str, Packed], batch: Batch, out: Tensor) -> Tensor:
     return registry()["hopper"].run(plan, batch.x, Indexed(batch.ids, batch.weights), packed, out)

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from lancebill.backends.base import TensorTable
-from lancebill.backends.hopper.call import check_call, write_back
-from lancebill.backends.hopper.kernel_sources import ID_ARGUMENTS, WEIGHT_ARGUMENTS
-from lancebill.backends.hopper.kernels import triton_version as compat
-from lancebill.backends.hopper.layout import HopperLayout
-from lancebill.backends.hopper.plan import make_plan, scratch
-from lancebill.backends.hopper.step import CALL, SCRATCH, Ref
+from lancebill.backends.gpu.call import check_call, write_back
+from lancebill.backends.gpu.kernels import triton_version as compat
+from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.plan import scratch
+from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS
+from lancebill.backends.gpu.step import CALL, SCRATCH, Ref
+from lancebill.backends.gpu.workspace import SECOND
+from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import kernels, steps
 from lancebill.backends.hopper.tuning import policy as tune
-from lancebill.backends.hopper.workspace import SECOND
 from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError
 from lancebill.moe.activation import Activation
@@ -39,7 +40,7 @@ def problem(spec: str = "mxfp4", activations: str = "bf16", **options) -> Proble
     return layer_problem(spec, activations, **{**sizes, **options})
 
 
-def round_trip(layout: HopperLayout, shape, weight: LogicalWeight) -> LogicalWeight:
+def round_trip(layout: FragmentLayout, shape, weight: LogicalWeight) -> LogicalWeight:
     held = {role: tensor[0].fill_(-1) for role, tensor in layout.allocate(shape, 1).items()}
     layout.pack(shape, weight, held)
     return layout.unpack(shape, held)
@@ -50,7 +51,7 @@ def round_trip(layout: HopperLayout, shape, weight: LogicalWeight) -> LogicalWei
 def test_packing_is_a_bijection(spec: str, activations: str) -> None:
     for options in ({"bias": True}, {"activation": Activation("relu2_no_mul")}):
         layer = problem(spec, activations, **options)
-        layout = HopperLayout(layer)
+        layout = FragmentLayout(layer)
         for shape in layer.matrices.values():
             weight = plausible_weight(shape, 1)
             assert round_trip(layout, shape, weight).equals(weight)
@@ -59,7 +60,7 @@ def test_packing_is_a_bijection(spec: str, activations: str) -> None:
 @pytest.mark.parametrize("spec", ["fp8", "fp8-block", "int4", "int4-g128", "int4-g128:fp16", "int4-g128-zp"])
 def test_packing_for_fp8_inputs_is_a_bijection(spec: str) -> None:
     layer = problem(spec, "fp8", bias=True)
-    layout = HopperLayout(layer)
+    layout = FragmentLayout(layer)
     for shape in layer.matrices.values():
         weight = plausible_weight(shape, 1)
         assert round_trip(layout, shape, weight).equals(weight)
@@ -70,7 +71,7 @@ def test_packing_for_fp8_inputs_is_a_bijection(spec: str) -> None:
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_packing_pads(hidden: int, intermediate: int, activations: str) -> None:
     layer = problem("mxfp4", activations, hidden=hidden, intermediate=intermediate)
-    layout = HopperLayout(layer)
+    layout = FragmentLayout(layer)
     for shape in layer.matrices.values():
         weight = plausible_weight(shape, 1)
         assert round_trip(layout, shape, weight).equals(weight)
@@ -84,13 +85,13 @@ def test_scales_of_any_size_survive_packing(spec: str, activations: str, size: f
     layer = problem(spec, activations)
     weight = plausible_weight(layer.w13, 1)
     grown = replace(weight, scales=((weight.scales[0].float() * size).to(weight.scales[0].dtype),))
-    assert round_trip(HopperLayout(layer), layer.w13, grown).equals(grown)
+    assert round_trip(FragmentLayout(layer), layer.w13, grown).equals(grown)
 
 
 def test_act_order_survives_packing() -> None:
     layer = problem("int4-g128", act_order=True)
     weight = plausible_weight(layer.w13, 1)
-    assert round_trip(HopperLayout(layer), layer.w13, weight).equals(weight)
+    assert round_trip(FragmentLayout(layer), layer.w13, weight).equals(weight)
 
 
 @pytest.mark.parametrize("activations", ["bf16", "fp16", "fp8"])
@@ -99,12 +100,12 @@ def test_large_exponents_move_to_the_row_factor(activations: str) -> None:
     layer = problem("mxfp4", activations)
     weight = plausible_weight(layer.w2, 1)
     weight = replace(weight, scales=((weight.scales[0].int() + 60).to(torch.uint8),))
-    assert round_trip(HopperLayout(layer), layer.w2, weight).equals(weight)
+    assert round_trip(FragmentLayout(layer), layer.w2, weight).equals(weight)
 
 
 def test_exponents_out_of_range_are_rounded_and_counted() -> None:
     layer = problem("mxfp4", "fp8")
-    layout, weight = HopperLayout(layer), plausible_weight(layer.w2, 1)
+    layout, weight = FragmentLayout(layer), plausible_weight(layer.w2, 1)
     scales = weight.scales[0].clone()
     scales[3, 1] = scales[3].max() - 20
     weight = replace(weight, scales=(scales,))

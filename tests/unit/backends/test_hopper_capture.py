@@ -16,11 +16,11 @@ from fake_driver import (
 from torch import Tensor
 
 import lancebill
-from lancebill.backends.hopper import executor as executing
-from lancebill.backends.hopper import workspace as memory
-from lancebill.backends.hopper.executor import HopperExecutor
-from lancebill.backends.hopper.program import Program
-from lancebill.backends.hopper.tuning.policy import buckets
+from lancebill.backends.gpu import executor as executing
+from lancebill.backends.gpu import workspace as memory
+from lancebill.backends.gpu.executor import GpuExecutor
+from lancebill.backends.gpu.program import Program
+from lancebill.backends.gpu.tiles import buckets
 from lancebill.layer.routed_experts import RoutedExperts
 
 
@@ -132,7 +132,7 @@ def test_reserved_memory_is_used_in_captures(gpu: FakeDriver, launched: Launched
     layers = [layer_and_call(1)[0] for _ in range(2)]
     executors = [layer.executor for layer in layers]
     for executor in executors:
-        assert isinstance(executor, HopperExecutor)
+        assert isinstance(executor, GpuExecutor)
     model = torch.nn.ModuleList(layers)
     size = lancebill.reserve(model, max_tokens=100)
     assert size == max(layers[0].executor.plan_for("indexed", tokens).workspace_bytes for tokens in buckets(100))

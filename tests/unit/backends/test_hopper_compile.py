@@ -27,8 +27,8 @@ from lancebill.testing.layers import layer_problem
 
 pytest.importorskip("triton")
 
+from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.backends.hopper.plan import make_plan
-from lancebill.backends.hopper.route_step import RouteStep
 from lancebill.backends.hopper.shipped import shipped
 from lancebill.backends.hopper.steps import Step, steps
 

@@ -14,7 +14,7 @@ from fake_driver import (
     small_problem,
 )
 
-from lancebill.backends.hopper import program as bound
+from lancebill.backends.gpu import program as bound
 from lancebill.errors import ContextError, DriverError
 from lancebill.jit import driver
 from lancebill.moe.problem import CONTIGUOUS

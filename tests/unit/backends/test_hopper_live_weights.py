@@ -16,9 +16,9 @@ from fake_driver import (
     small_problem,
 )
 
-from lancebill.backends.hopper import program as bound
-from lancebill.backends.hopper.executor import HopperExecutor
-from lancebill.backends.hopper.step import Ref
+from lancebill.backends.gpu import program as bound
+from lancebill.backends.gpu.executor import GpuExecutor
+from lancebill.backends.gpu.step import Ref
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.registry import registry
 from lancebill.errors import MissingTensor
@@ -63,7 +63,7 @@ def test_launches_read_replaced_weights(gpu: FakeDriver, name: str, way: str) ->
     layer(x, **call)
     assert gpu.launched > 0
     executor = layer.executor
-    assert isinstance(executor, HopperExecutor)
+    assert isinstance(executor, GpuExecutor)
     for addresses, program in executor.made.values():
         assert addresses[:-2] == layer.executor.tensors.addresses()
         assert value.data_ptr() in addresses

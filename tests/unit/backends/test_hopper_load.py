@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lancebill.backends import oracle
-from lancebill.backends.hopper.kernels import triton_version as compat
+from lancebill.backends.gpu.kernels import triton_version as compat
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.formats import registry

@@ -20,8 +20,8 @@ from fake_driver import (
     stored_addresses,
 )
 
-from lancebill.backends.hopper import program as bound
-from lancebill.backends.hopper.executor import run_program
+from lancebill.backends.gpu import program as bound
+from lancebill.backends.gpu.executor import run_program
 from lancebill.backends.hopper.steps import steps
 from lancebill.errors import LaunchError
 from lancebill.jit import driver, load

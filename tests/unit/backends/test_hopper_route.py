@@ -11,9 +11,9 @@ from fake_driver import (
     read_argument,
 )
 
-from lancebill.backends.hopper.executor import HopperExecutor
-from lancebill.backends.hopper.route_program import RouteProgram
-from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.gpu.executor import GpuExecutor
+from lancebill.backends.gpu.route_program import RouteProgram
+from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.errors import LaunchError
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.routing import SIGMOID, Routed, Routing, SparseMixer, route
@@ -29,7 +29,7 @@ def routed_layer(routing: Routing) -> tuple[RoutedExperts, torch.Tensor, torch.T
 
 
 def program_of(layer: RoutedExperts) -> RouteProgram:
-    assert isinstance(layer.executor, HopperExecutor)
+    assert isinstance(layer.executor, GpuExecutor)
     (program,) = layer.executor.route_programs._programs.values()
     return program
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from lancebill.backends.hopper.kernels import fragment_order as fragments
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, Unpack, code_shift, row_shift
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
-from lancebill.backends.hopper.layout import HopperLayout, _units
+from lancebill.backends.gpu.kernels import fragment_order as fragments
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.unpack_ptx import INT4_MAGIC, Unpack, code_shift, row_shift
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.layout import FragmentLayout, _units
 from lancebill.moe.layout import as_integer
 from lancebill.numbers.codec import dequantize
 from lancebill.testing import ptx as emulator
@@ -180,7 +180,7 @@ def _meta(form: WeightForm, metas: torch.Tensor, number: int, shape: tuple[int, 
 def test_packed_weights_unpack_to_the_weights(spec: str, activations: str, size: float) -> None:
     """Packed, unpacked by the PTX and multiplied by the row's factor: exact or rounded once, for scales of any size."""
     problem = layer_problem(spec, activations, hidden=K, intermediate=N, experts=1, top_k=1)
-    layout, shape = HopperLayout(problem), problem.w13
+    layout, shape = FragmentLayout(problem), problem.w13
     weight = plausible_weight(shape, 1)
     outer = weight.scales[-1]
     if shape.spec.scales[-1].dtype.wide is not None:

@@ -11,8 +11,8 @@ from lancebill.backends.base import NoForm
 from lancebill.backends.cpu import layout as cpu_layout
 from lancebill.backends.cpu.layout import CpuLayout
 from lancebill.backends.cpu.native import library
-from lancebill.backends.hopper.choose_form import kernel_form
-from lancebill.backends.hopper.layout import HopperLayout
+from lancebill.backends.gpu.choose_form import kernel_form
+from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.humming.layout import HummingLayout
 from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
@@ -32,7 +32,7 @@ def layouts(spec: str, activations: str, hidden: int, intermediate: int) -> list
     problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=EXPERTS, top_k=1)
     candidates: list[tuple[Layout, MatrixShape]] = []
     for shape in problem.matrices.values():
-        candidates += [(PlainLayout(), shape), (CpuLayout(problem), shape), (HopperLayout(problem), shape)]
+        candidates += [(PlainLayout(), shape), (CpuLayout(problem), shape), (FragmentLayout(problem), shape)]
         if spec == "mxfp4" and not shape.bias:
             candidates.append((HummingLayout(), shape))
     return [(layout, shape) for layout, shape in candidates if can_store(layout, shape)]
@@ -40,7 +40,7 @@ def layouts(spec: str, activations: str, hidden: int, intermediate: int) -> list
 
 def can_store(layout: Layout, shape: MatrixShape) -> bool:
     try:
-        if isinstance(layout, HopperLayout):
+        if isinstance(layout, FragmentLayout):
             kernel_form(shape, layout.problem.inputs_of(shape.name))
         layout.storage(shape)
     except NoForm:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lancebill.backends.hopper.kernels.weight_form import (
+from lancebill.backends.gpu.kernels.weight_form import (
     BF16,
     E2M1_CODE,
     E4M3,
@@ -20,11 +20,12 @@ from lancebill.backends.hopper.kernels.weight_form import (
     NO_SCALE,
     WeightForm,
 )
-from lancebill.backends.hopper.plan import MOST_SIZES, HopperPlan, make_plan
+from lancebill.backends.gpu.plan import MOST_SIZES, GpuPlan
+from lancebill.backends.gpu.tiles import Rule
+from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as hopper
 from lancebill.backends.hopper.tuning import search
-from lancebill.backends.hopper.tuning.policy import Rule
 from lancebill.backends.hopper.tuning.search import Candidate, Cell
 from lancebill.bench import tuning
 from lancebill.bench.sustained import Steady
@@ -157,7 +158,7 @@ class Stopwatch:
         return (100 + (rule.tiles != "80/64/48/32")) * (0.9 if rule.overlap else 1.0) - rule.paired
 
 
-def wrong_with_48(plan: HopperPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
+def wrong_with_48(plan: GpuPlan, packed: object, batch: Batch, out: Tensor) -> Tensor:
     return torch.ones_like(out) * (1 + (plan.gemm("w13").tiles[0].sizes == (48,)))
 
 

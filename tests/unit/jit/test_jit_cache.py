@@ -26,7 +26,7 @@ from lancebill.jit.ship import MOST_KERNELS, ship_kernels
 
 CODE = Binary(b"\x7fELF code\nwith a newline", "kernel", 1024, 256, 64, ({"swizzle": 3, "block_size": [8, 64]},))
 SOURCE = KernelSource(
-    "lancebill.backends.hopper.kernels.dispatch_combine", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2))
+    "lancebill.backends.gpu.kernels.dispatch_combine", "count_ids", (("ids", "*i32"),), (("CHUNK", 1), ("E", 2))
 )
 KEY = SOURCE.key(compiler_version())
 
@@ -98,7 +98,7 @@ def test_the_key_covers_every_compiler_input() -> None:
     other = [replace(SOURCE, arch=100), replace(SOURCE, constants=()), replace(SOURCE, options=(("num_warps", 8),))]
     keys = {KEY, SOURCE.key("triton 0"), *(source.key(compiler_version()) for source in other)}
     assert len(keys) == 5
-    assert source_digest("lancebill.backends.hopper.kernels.dispatch_combine") != source_digest(
+    assert source_digest("lancebill.backends.gpu.kernels.dispatch_combine") != source_digest(
         "lancebill.backends.hopper.kernels.gemm"
     )
 

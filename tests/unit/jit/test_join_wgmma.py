@@ -88,9 +88,9 @@ def test_copies_of_an_operand_are_recognised() -> None:
 def test_kernels_use_one_wgmma_for_all_tokens_of_a_tile() -> None:
     """The SASS has no wgmma with fewer columns than the tile has tokens."""
     pytest.importorskip("triton")
+    from lancebill.backends.gpu.tiles import Rule
     from lancebill.backends.hopper.plan import make_plan
     from lancebill.backends.hopper.steps import steps
-    from lancebill.backends.hopper.tuning.policy import Rule
     from lancebill.jit.build import get_binary
     from lancebill.testing import sass
     from lancebill.testing.layers import layer_problem

@@ -2,90 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from torch import Tensor
-
-from lancebill.backends.base import Backend, Executor, NoForm, Plan, Reason, TensorTable
-from lancebill.backends.hopper.choose_form import kernel_form
-from lancebill.backends.hopper.executor import HopperExecutor
-from lancebill.backends.hopper.kernels import triton_version
-from lancebill.backends.hopper.kernels.weight_form import E4M3
-from lancebill.backends.hopper.layout import HopperLayout
-from lancebill.backends.hopper.plan import HopperPlan, make_plan
-from lancebill.moe.dispatch import Dispatch
-from lancebill.moe.layout import Layout, MatrixShape, Packed
+from lancebill.backends.base import Plan, Reason
+from lancebill.backends.gpu.backend import GpuBackend, missing_compiler, unsupported
+from lancebill.backends.gpu.plan import GpuPlan
+from lancebill.backends.gpu.step import Step
+from lancebill.backends.hopper.plan import make_plan
+from lancebill.backends.hopper.steps import steps
 from lancebill.moe.problem import Device, Problem
-from lancebill.numbers.dtypes import BF16, F16
-from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, ActivationSpec
-
-_MOST_EXPERTS = 1024
-# The longest row that a block prepares in registers: quantised to fp8, or scaled or reordered for its expert, or both.
-_MOST_COLUMNS, _MOST_COLUMNS_BOTH = 1 << 15, 1 << 14
 
 
-_CAPTURED: list[Tensor] = []  # counters of calls without a layer that were captured: nothing says when a graph ends
-
-
-class Hopper(Backend):
-    """Our Gluon kernels, from ids to the weighted sum of each token's experts."""
+class Hopper(GpuBackend):
+    """wgmma and TMA."""
 
     name = "hopper"
-    accepts_any_ids = True
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch != 90:
             yield Reason("device", f"needs an sm_90 GPU, not {device}")
-        missing = triton_version.problem()
-        if missing:
-            yield Reason("triton", missing, "pip install 'lancebill[gpu]'")
-        yield from _unsupported(problem)
-
-    def layout(self, problem: Problem) -> Layout:
-        return HopperLayout(problem)
+        yield from missing_compiler()
+        yield from unsupported(problem)
 
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
         return make_plan(problem, tokens)
 
-    def run(self, plan: Plan, x: Tensor, dispatch: Dispatch, weights: Mapping[str, Packed], out: Tensor) -> Tensor:
-        assert isinstance(plan, HopperPlan)
-        if x.numel():
-            device = Device("cuda", 90, x.device.index or 0)
-            executor = HopperExecutor(self, plan.problem, device, TensorTable.of(weights))
-            executor.run_plan(plan, x, dispatch, out)
-            _CAPTURED.extend(executor.captures.values())
-        return out
-
-    def executor(self, problem: Problem, device: Device, tensors: TensorTable) -> Executor:
-        return HopperExecutor(self, problem, device, tensors)
-
-
-def _unsupported(problem: Problem) -> Iterator[Reason]:
-    if problem.input not in (BF16, F16):
-        yield Reason("input", f"{problem.input} inputs", "supported: bf16, fp16")
-    if problem.experts > _MOST_EXPERTS:
-        yield Reason("experts", f"{problem.experts} local experts", f"up to {_MOST_EXPERTS}")
-    if problem.w2 is not None and problem.w2.act_order:
-        yield Reason("act-order", "w2's columns are in act-order", "loaders apply that order to w13's rows")
-    for shape, activations in _matrices(problem):
-        dense = {DENSE_BF16: BF16, DENSE_F16: F16}.get(activations.spec)
-        if dense is not None and dense != problem.input:
-            yield Reason("input", f"{activations} activations from {problem.input} inputs")
-        try:
-            form = kernel_form(shape, activations)
-        except NoForm as why:
-            yield why.reason
-            continue
-        by_expert, fp8 = problem.pre_scale or shape.act_order, form.activations == E4M3
-        most = _MOST_COLUMNS_BOTH if by_expert and fp8 else _MOST_COLUMNS
-        if shape.k > most and (by_expert or fp8):
-            yield Reason("sizes", f"rows of {shape.k} columns", f"up to {most} are prepared in one piece")
-
-
-def _matrices(problem: Problem) -> Iterator[tuple[MatrixShape, ActivationSpec]]:
-    yield problem.w13, problem.activations
-    if problem.w2 is not None:
-        yield problem.w2, problem.second_activations
+    def steps(self, plan: GpuPlan) -> tuple[Step, ...]:
+        return steps(plan)
 
 
 BACKEND = Hopper()

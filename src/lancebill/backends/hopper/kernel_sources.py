@@ -1,30 +1,16 @@
-"""Kernel sources: the compile-time values of each kernel, for `lancebill kernels build` and for loading."""
+"""Sources of the Hopper GEMMs: the compile-time values of each kernel, for building and for loading."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from lancebill.backends.hopper.kernels.weight_form import BF16, BOX, E4M3, F16, WeightForm
-from lancebill.backends.hopper.tuning.policy import Tile
+from lancebill.backends.gpu.kernels.weight_form import BF16, BOX, E4M3, F16, WeightForm
+from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
+from lancebill.backends.gpu.tiles import Tile
 from lancebill.jit.compile import Desc, KernelSource
 
-GEMM, DECODE, ROWS_MODULE = (
-    "lancebill.backends.hopper.kernels.gemm",
-    "lancebill.backends.hopper.kernels.decode",
-    "lancebill.backends.hopper.kernels.dispatch_combine",
-)
+GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
 GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what the epilogue writes
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
-_REGISTERS = 65536  # per SM
-# How a kernel reads the caller's ids and weights: see kernels/slots.py. The caller's pointers may have any alignment.
-ID_ARGUMENTS = {
-    "ids": "*i32", "id_words": "i32", "id_row": "i32", "id_column": "i32", "expert_map": "*i32", "mapped": "i32",
-    "experts": "i32",
-}  # fmt: skip
-WEIGHT_ARGUMENTS = {"weights": "*i16", "weight_kind": "i32", "weight_row": "i32", "weight_column": "i32"}
-_ANY_ALIGNMENT = ("edges", "ids", "expert_map", "weights")
 
 
 def grouped_gemm(
@@ -54,31 +40,9 @@ def grouped_gemm(
     return KernelSource(GEMM, "grouped_gemm", tuple(arguments), tuple(constants.items()), aligned, options)
 
 
-def packed_bytes(numbers: Sequence[int]) -> int:
-    """Small numbers in one compile-time integer, a byte each."""
-    return int.from_bytes(bytes(numbers), "little")
-
-
 def _scale_box(form: WeightForm, tile: Tile) -> int:
     """32-bit words in one copy of scales. Forms without scales need a valid descriptor, which is never used."""
     return min(form.stage_scale_words(tile.slices), BOX) or BOX
-
-
-def rows_kernel(
-    name: str, arguments: dict[str, str], constants: Mapping[str, Any], warps: int, blocks: int = 1
-) -> KernelSource:
-    """A kernel of `dispatch_combine`. Row widths are multiples of 16, and most pointers.
-
-    `blocks`: programs per SM that must fit in its registers.
-    """
-    aligned = tuple(
-        name
-        for name, kind in arguments.items()
-        if (kind.startswith("*") and name not in _ANY_ALIGNMENT) or name in ("hidden", "width")
-    )
-    # Without maxnreg the assembler may spill to raise occupancy. With it, the assembler ignores the number of threads.
-    options = (("num_warps", warps), ("maxnreg", min(255, _REGISTERS // (32 * warps * blocks))))
-    return KernelSource(ROWS_MODULE, name, tuple(arguments.items()), tuple(constants.items()), aligned, options)
 
 
 def decode_gemm(

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from lancebill.backends.hopper import pack_on_gpu
-from lancebill.backends.hopper.choose_form import kernel_form
-from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.gpu import pack_on_gpu
+from lancebill.backends.gpu.choose_form import kernel_form
+from lancebill.backends.gpu.route_step import RouteStep
+from lancebill.backends.gpu.tiles import buckets
 from lancebill.backends.hopper.steps import kernels
-from lancebill.backends.hopper.tuning.policy import buckets
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.model_shapes import NAMED
 from lancebill.moe.problem import Problem

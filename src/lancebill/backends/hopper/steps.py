@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from lancebill.backends.gpu import workspace
+from lancebill.backends.gpu.plan import SINGLE, GpuPlan, list_capacity, row_width
+from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS
+from lancebill.backends.gpu.row_steps import combine, dispatch_finished, dispatch_indexed, prepare, routing_values
+from lancebill.backends.gpu.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
 from lancebill.backends.hopper import kernel_sources as src
-from lancebill.backends.hopper import workspace
-from lancebill.backends.hopper.plan import SINGLE, HopperPlan, list_capacity, make_plan, row_width
-from lancebill.backends.hopper.row_steps import combine, dispatch_finished, dispatch_indexed, prepare, routing_values
-from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value, scratch_ref
+from lancebill.backends.hopper.plan import make_plan
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.problem import INDEXED, Problem
 
 
-def steps(plan: HopperPlan) -> tuple[Step, ...]:
+def steps(plan: GpuPlan) -> tuple[Step, ...]:
     """All launches of one call, in order."""
     if plan.decode:
         return _decode_steps(plan)
@@ -49,7 +51,7 @@ def kernels(problem: Problem, tokens: int) -> list[KernelSource]:
     return [step.source for step in steps(make_plan(problem, tokens))]
 
 
-def _grouped_gemms(plan: HopperPlan, name: str, rows: Ref, scales: str, out: Ref, kind: str) -> list[Step]:
+def _grouped_gemms(plan: GpuPlan, name: str, rows: Ref, scales: str, out: Ref, kind: str) -> list[Step]:
     """The launches of a GEMM, each over its own tile list."""
     assert plan.rule is not None
     problem, activation, overlap, gemm = plan.problem, plan.problem.activation, plan.rule.overlap, plan.gemm(name)
@@ -91,13 +93,13 @@ def _constant_grid(blocks: int) -> Callable[[int], tuple[int, int]]:
     return lambda tokens: (blocks, 1)
 
 
-def _activation_name(plan: HopperPlan) -> str:
+def _activation_name(plan: GpuPlan) -> str:
     activation = plan.problem.activation
     limited = activation.name == "situ" and activation.limit is not None
     return "situ_limited" if limited else activation.name
 
 
-def _decode_steps(plan: HopperPlan) -> tuple[Step, ...]:
+def _decode_steps(plan: GpuPlan) -> tuple[Step, ...]:
     """Few slots: both GEMMs read the ids directly; the second sums over a token's experts."""
     if plan.w2 is None:
         return (_decode_gemm(plan, "w13", CALL, "x", Ref(CALL, "out")),)
@@ -110,11 +112,11 @@ def _decode_steps(plan: HopperPlan) -> tuple[Step, ...]:
 def _only_expert() -> dict[str, Value]:
     """Ids and weights of a linear: the id of the only expert is 0, read from an unused counter; no weights."""
     unused = Ref(COUNTERS, "all", 4 * workspace.SECOND)
-    values: dict[str, Value] = dict.fromkeys((*src.ID_ARGUMENTS, *src.WEIGHT_ARGUMENTS), 0)
+    values: dict[str, Value] = dict.fromkeys((*ID_ARGUMENTS, *WEIGHT_ARGUMENTS), 0)
     return {**values, "ids": unused, "expert_map": unused, "weights": unused, "id_words": 1, "experts": 1}
 
 
-def _decode_gemm(plan: HopperPlan, name: str, owner: str, rows: str, out: Ref) -> Step:
+def _decode_gemm(plan: GpuPlan, name: str, owner: str, rows: str, out: Ref) -> Step:
     """One GEMM with one tile per slot."""
     assert plan.rule is not None
     gemm, single = plan.gemm(name), plan.work == SINGLE

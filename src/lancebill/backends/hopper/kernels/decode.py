@@ -20,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lancebill.backends.hopper.kernels import dequant, slots
-from lancebill.backends.hopper.kernels.decode_chunks import (
+from lancebill.backends.gpu.kernels import dequant, slots
+from lancebill.backends.gpu.kernels.decode_chunks import (
     chunk_length,
     count_bits,
     find_local_slots,
@@ -30,11 +30,11 @@ from lancebill.backends.hopper.kernels.decode_chunks import (
     pieces_of_token,
     segment_at,
 )
+from lancebill.backends.gpu.kernels.dequant import form_of
+from lancebill.backends.gpu.kernels.epilogue import gated_activation, ungated_activation
+from lancebill.backends.gpu.kernels.gluon_names import barrier, copy_tile
 from lancebill.backends.hopper.kernels.decode_row import T, quantise_part, row_buffer_shape, row_scale
-from lancebill.backends.hopper.kernels.dequant import form_of
-from lancebill.backends.hopper.kernels.epilogue import gated_activation, ungated_activation
 from lancebill.backends.hopper.kernels.gemm import let_successor_start, wait_for_predecessor
-from lancebill.backends.hopper.kernels.gluon_names import barrier, copy_tile
 from lancebill.backends.hopper.kernels.mainloop import (
     accumulator_layout,
     copy_weights,

@@ -21,11 +21,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lancebill.backends.hopper.kernels import dequant
-from lancebill.backends.hopper.kernels.dequant import form_of
-from lancebill.backends.hopper.kernels.dispatch_combine import largest_size, size_count, size_of
-from lancebill.backends.hopper.kernels.epilogue import load_targets, scale_rows, store_rows
-from lancebill.backends.hopper.kernels.gluon_names import copy_tile
+from lancebill.backends.gpu.kernels import dequant
+from lancebill.backends.gpu.kernels.dequant import form_of
+from lancebill.backends.gpu.kernels.dispatch_combine import largest_size, size_count, size_of
+from lancebill.backends.gpu.kernels.epilogue import load_targets, scale_rows, store_rows
+from lancebill.backends.gpu.kernels.gluon_names import copy_tile
 from lancebill.backends.hopper.kernels.mainloop import (
     copy_weights,
     first_token,

@@ -6,10 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lancebill.backends.hopper.kernels import dequant
-from lancebill.backends.hopper.kernels.dequant import dequantise, load_codes, load_scales
-from lancebill.backends.hopper.kernels.gluon_names import LARGER_VIEWS, copy_tile, view
-from lancebill.backends.hopper.kernels.weight_form import BOX
+from lancebill.backends.gpu.kernels import dequant
+from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
+from lancebill.backends.gpu.kernels.gluon_names import LARGER_VIEWS, copy_tile, view
+from lancebill.backends.gpu.kernels.weight_form import BOX
 
 
 @gluon.constexpr_function

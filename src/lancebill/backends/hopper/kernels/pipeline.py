@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lancebill.backends.hopper.kernels.weight_form import E4M3
-from lancebill.backends.hopper.tuning.policy import Rule
+from lancebill.backends.gpu.kernels.weight_form import E4M3
+from lancebill.backends.gpu.tiles import Rule
 
 SIXTEEN_BIT, EIGHT_BIT = "16-bit", "8-bit"
 # Tile sizes by launch, as in `Rule.tiles`.

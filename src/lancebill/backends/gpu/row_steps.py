@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lancebill.backends.hopper import kernel_sources as src
-from lancebill.backends.hopper.plan import (
+from lancebill.backends.gpu import row_kernels as src
+from lancebill.backends.gpu.plan import (
     SMALL,
     GemmPlan,
-    HopperPlan,
+    GpuPlan,
     chunk,
     chunks,
     experts_padded,
     list_capacity,
     row_width,
 )
-from lancebill.backends.hopper.step import CALL, Grid, Ref, Step, Value, scratch_ref
-from lancebill.backends.hopper.tuning.policy import power_of_two
+from lancebill.backends.gpu.step import CALL, Grid, Ref, Step, Value, scratch_ref
+from lancebill.backends.gpu.tiles import power_of_two
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
 _OWNERS = 1024  # rows whose owners one program writes
 _IDS, _WEIGHTS = " ".join(src.ID_ARGUMENTS), " ".join(src.WEIGHT_ARGUMENTS)
 
 
-def dispatch_indexed(plan: HopperPlan) -> list[Step]:
+def dispatch_indexed(plan: GpuPlan) -> list[Step]:
     """Make tile lists from ids and copy rows to their places: one launch for few tokens, three for many."""
     problem = plan.problem
     top_k, experts = problem.top_k, experts_padded(problem)
@@ -59,7 +59,7 @@ def dispatch_indexed(plan: HopperPlan) -> list[Step]:
     ]  # fmt: skip
 
 
-def dispatch_finished(plan: HopperPlan) -> list[Step]:
+def dispatch_finished(plan: GpuPlan) -> list[Step]:
     """Make tile lists for rows that are grouped by expert already, and convert the rows if necessary."""
     constants = {"P": _OWNERS, "E": experts_padded(plan.problem), "FORM": plan.work, **_sizes(plan)}
     names = "edges owners tiles counts rows each experts capacity"
@@ -73,7 +73,7 @@ def dispatch_finished(plan: HopperPlan) -> list[Step]:
     return launches
 
 
-def _sizes(plan: HopperPlan) -> dict[str, int]:
+def _sizes(plan: GpuPlan) -> dict[str, int]:
     """The full tile, all sizes in decreasing order, and the launch of each."""
     assert plan.rule is not None
     launch_of = {size: number for number, sizes in enumerate(plan.rule.launches) for size in sizes}
@@ -93,7 +93,7 @@ def _conversion(gemm: GemmPlan) -> dict[str, bool]:
 
 
 def _dispatch_step(
-    plan: HopperPlan, kernel: str, names: str, constants: Mapping[str, object], warps: int, grid: Grid, blocks: int = 1
+    plan: GpuPlan, kernel: str, names: str, constants: Mapping[str, object], warps: int, grid: Grid, blocks: int = 1
 ) -> Step:
     """The launch of a dispatch kernel with the named arguments."""
     problem, element = plan.problem, plan.problem.input.name
@@ -125,7 +125,7 @@ def _dispatch_step(
     return Step(source, {name: value for name, (_, value) in chosen.items()}, grid)
 
 
-def routing_values(plan: HopperPlan) -> dict[str, Value]:
+def routing_values(plan: GpuPlan) -> dict[str, Value]:
     """The arguments by which kernels read the caller's ids and weights, and the number of experts."""
     names = (*src.ID_ARGUMENTS, *src.WEIGHT_ARGUMENTS)
     return {**{name: Ref(CALL, name) for name in names}, "experts": plan.problem.experts}
@@ -144,7 +144,7 @@ def _expert_inputs(gemm: GemmPlan, name: str) -> dict[str, tuple[str, Value]]:
     }
 
 
-def prepare(plan: HopperPlan, name: str, rows: Ref, into: tuple[str, str], per_token: int = 1) -> Step:
+def prepare(plan: GpuPlan, name: str, rows: Ref, into: tuple[str, str], per_token: int = 1) -> Step:
     """Convert rows in `rows` to the input of a GEMM; the row order stays."""
     gemm, problem = plan.gemm(name), plan.problem
     width = problem.matrices[name].k
@@ -169,7 +169,7 @@ def _warps(width: int) -> int:
     return max(4, width // 2048)
 
 
-def combine(plan: HopperPlan) -> Step:
+def combine(plan: GpuPlan) -> Step:
     """The weighted sum of each token's rows."""
     problem = plan.problem
     assert problem.w2 is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lancebill.backends.hopper.kernels import slots
+from lancebill.backends.gpu.kernels import slots
 
 load_experts = gluon.jit(slots.load_experts.fn)
 

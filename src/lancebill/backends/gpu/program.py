@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.call_signature import CallSignature
-from lancebill.backends.hopper.bindings import Bindings
-from lancebill.backends.hopper.tuning.policy import graphed
+from lancebill.backends.gpu.bindings import Bindings
 from lancebill.errors import ContextError
 from lancebill.jit.driver import MapSlot, check_launch, launch_function, use_context
 from lancebill.jit.graph import Graph, graphs_available
@@ -30,7 +29,7 @@ class Program:
         self.bindings = bindings
         self.arguments = [launch.arguments for launch in bindings.launches]
         self.go = launch_function()
-        self.use_graph = not captured and graphed(plan.tokens) and graphs_available()
+        self.use_graph = not captured and plan.graphed and graphs_available()
         # Changed by calls:
         self.tokens = -1
         self.caller: tuple[int, ...] = ()  # what the last call gave

@@ -11,7 +11,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.route_step import RouteStep
+from lancebill.backends.gpu.route_step import RouteStep
 from lancebill.backends.route_call import BoundRouting, FastRoute, RouteCall
 from lancebill.errors import ContextError
 from lancebill.jit.driver import check_launch, launch_function, use_context

@@ -17,13 +17,13 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.choose_form import kernel_form, outer_levels
-from lancebill.backends.hopper.kernels import fragment_order as fragments
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
-from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
-from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
-from lancebill.backends.hopper.pack_on_gpu import pack_on_gpu
+from lancebill.backends.gpu.choose_form import kernel_form, outer_levels
+from lancebill.backends.gpu.kernels import fragment_order as fragments
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
+from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
+from lancebill.backends.gpu.kernels.weight_form import HALF, ROWS, WeightForm
+from lancebill.backends.gpu.pack_on_gpu import pack_on_gpu
 from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
@@ -52,7 +52,7 @@ class Rerounded:
 
 
 @dataclass(frozen=True)
-class HopperLayout(Layout):
+class FragmentLayout(Layout):
     """The layout of one problem's matrices."""
 
     problem: Problem

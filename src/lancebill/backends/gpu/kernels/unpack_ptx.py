@@ -22,9 +22,9 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, fp8_statements
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import Bits, fp8_statements
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 
 # Two words hold the codes of the eight bf16 registers of one k5. A mask takes the sign at bit 15 and the exponent and
 # mantissa at bits 8, 7, 6 of each half. Three rotations of each word give six registers; the bits that no rotation

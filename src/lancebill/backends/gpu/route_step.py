@@ -12,7 +12,7 @@ from lancebill.backends.route_call import RouteCall
 from lancebill.jit.compile import KernelSource
 from lancebill.moe.routing import Routing
 
-KERNELS = "lancebill.backends.hopper.kernels.route"
+KERNELS = "lancebill.backends.gpu.kernels.route"
 _LOGITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTEGERS = {torch.int32: "i32", torch.int64: "i64"}
 _MOST_EXPERTS, _MOST_GROUPS, _MOST_SLOTS = 2048, 32, 64  # padded

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.call_signature import ID_WORDS, WEIGHT_KINDS
-from lancebill.backends.hopper.plan import SINGLE, HopperPlan
-from lancebill.backends.hopper.program import ALIGNMENT
+from lancebill.backends.gpu.plan import SINGLE, GpuPlan
+from lancebill.backends.gpu.program import ALIGNMENT
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED
@@ -48,7 +48,7 @@ def write_back(result: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
     return out.copy_(torch.where(owned.unsqueeze(-1), result.to(out.dtype), out))
 
 
-def check_call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> None:
+def check_call(plan: GpuPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> None:
     """Raise where a tensor is not what the kernels assume."""
     problem, stored = plan.problem, plan.problem.input.storage
     columns = problem.w13.n if problem.w2 is None else problem.w2.n
@@ -62,7 +62,7 @@ def check_call(plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> 
             raise LaunchError(f"{name} is on another device", expected=x.device, got=tensor.device)
 
 
-def _dispatched(plan: HopperPlan, x: Tensor, dispatch: Dispatch) -> list[tuple[str, Tensor, Collection[torch.dtype]]]:
+def _dispatched(plan: GpuPlan, x: Tensor, dispatch: Dispatch) -> list[tuple[str, Tensor, Collection[torch.dtype]]]:
     """The tensors that say which expert a row belongs to, and the dtypes each may have."""
     experts = plan.problem.experts
     if isinstance(dispatch, Indexed) and plan.work == INDEXED:

@@ -7,15 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.fragment_order import thread_fields, words_of_thread
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.fragment_order import thread_fields, words_of_thread
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 from lancebill.errors import CompileError
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.driver import use_context
 from lancebill.jit.load import prepare_launch
 
-MODULE = "lancebill.backends.hopper.kernels.pack_codes"
+MODULE = "lancebill.backends.gpu.kernels.pack_codes"
 _THREADS = 256  # fragment threads of a unit
 
 Part = tuple[int, int]  # bits of a byte, as a mask, and their distance to the left

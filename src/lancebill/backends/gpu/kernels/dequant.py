@@ -10,10 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lancebill.backends.hopper.kernels.gluon_names import view
-from lancebill.backends.hopper.kernels.unpack_ptx import Unpack
-from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import ZERO_BITS
-from lancebill.backends.hopper.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, WeightForm
+from lancebill.backends.gpu.kernels.gluon_names import view
+from lancebill.backends.gpu.kernels.unpack_ptx import Unpack
+from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import ZERO_BITS
+from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, WeightForm
 
 
 @gluon.constexpr_function

@@ -1,20 +1,21 @@
-"""What a layer on a Hopper GPU keeps between calls: one program for each plan and stream."""
+"""What a layer on a GPU keeps between calls: one program for each plan and stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTable, call_tensors
-from lancebill.backends.hopper.bindings import Bindings
-from lancebill.backends.hopper.call import check_call, dense, is_dense, readable, write_back
-from lancebill.backends.hopper.plan import HopperPlan
-from lancebill.backends.hopper.program import Program
-from lancebill.backends.hopper.route_program import RouteProgram, RoutePrograms
-from lancebill.backends.hopper.tuning.policy import bucket, buckets
-from lancebill.backends.hopper.workspace import WORKSPACES, Workspace, reserve_workspace
+from lancebill.backends.gpu.bindings import Bindings
+from lancebill.backends.gpu.call import check_call, dense, is_dense, readable, write_back
+from lancebill.backends.gpu.plan import GpuPlan
+from lancebill.backends.gpu.program import Program
+from lancebill.backends.gpu.route_program import RouteProgram, RoutePrograms
+from lancebill.backends.gpu.step import Step
+from lancebill.backends.gpu.tiles import bucket, buckets
+from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, reserve_workspace
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
@@ -23,11 +24,19 @@ from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
 
 
-class HopperExecutor(Executor):
+class GpuExecutor(Executor):
     """Rebinds a program when any address of the weights or of the workspace differs from those it was bound to."""
 
-    def __init__(self, backend: Backend, problem: Problem, device: Device, tensors: TensorTable) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        problem: Problem,
+        device: Device,
+        tensors: TensorTable,
+        steps: Callable[[GpuPlan], tuple[Step, ...]],
+    ) -> None:
         super().__init__(backend, problem, device, tensors)
+        self.steps = steps
         self.captures: dict[int, Tensor] = {}  # counters of graphs that this layer is part of, by address
         self.reserved: Workspace | None = None  # for captured calls
         self.route_programs = RoutePrograms()
@@ -39,10 +48,10 @@ class HopperExecutor(Executor):
         if x.numel() == 0:
             return out
         plan = self.plan(x, dispatch)
-        assert isinstance(plan, HopperPlan)
+        assert isinstance(plan, GpuPlan)
         return self.run_plan(plan, x, dispatch, out)
 
-    def run_plan(self, plan: HopperPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
+    def run_plan(self, plan: GpuPlan, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         """One call on the current stream."""
         index = x.device.index or 0
         if torch._C._cuda_getDevice() != index:  # kernels are loaded for a device and launched with it current
@@ -51,7 +60,7 @@ class HopperExecutor(Executor):
         workspace = self.workspace(plan, x.device)  # alive until the launches are queued
         return run_program(self.program(plan, x.device, workspace), x, dispatch, out)
 
-    def workspace(self, plan: HopperPlan, device: torch.device) -> Workspace:
+    def workspace(self, plan: GpuPlan, device: torch.device) -> Workspace:
         """The memory for a call on the current stream."""
         stream, size = torch._C._cuda_getCurrentRawStream(device.index or 0), plan.workspace_bytes
         if not _capturing():
@@ -80,12 +89,12 @@ class HopperExecutor(Executor):
     def bind_route(self, call: RouteCall) -> RouteProgram | None:
         return self.route_programs.find(call)
 
-    def program(self, plan: HopperPlan, device: torch.device, workspace: Workspace) -> Program:
+    def program(self, plan: GpuPlan, device: torch.device, workspace: Workspace) -> Program:
         """The program of this plan on the current stream, bound to the weights where they are now."""
         stream, captured = torch._C._cuda_getCurrentRawStream(device.index or 0), _capturing()
 
         def bind() -> Program:
-            bindings = Bindings.bind(plan, self.tensors.packed(), device, stream, workspace)
+            bindings = Bindings.bind(plan, self.steps(plan), self.tensors.packed(), device, stream, workspace)
             return Program(bindings, captured=captured)
 
         addresses = [*self.tensors.addresses(), *workspace.addresses]
@@ -96,7 +105,7 @@ class HopperExecutor(Executor):
 
         Returns a function and not an object with `__call__`, which takes the host longer to call.
         """
-        assert isinstance(plan, HopperPlan)
+        assert isinstance(plan, GpuPlan)
         if _capturing():
             return None
         program, tokens, tensors = (
@@ -125,7 +134,7 @@ class HopperExecutor(Executor):
     @classmethod
     def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
         """One workspace for all layers given."""
-        own = [executor for executor in executors if isinstance(executor, HopperExecutor)]
+        own = [executor for executor in executors if isinstance(executor, GpuExecutor)]
         size = max(executor.most_bytes(max_tokens) for executor in own)
         workspace = reserve_workspace(own[0].tensors.device, size)
         for executor in own:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from lancebill.backends.base import NoForm, Reason
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 from lancebill.moe.layout import MatrixShape
 from lancebill.numbers.dtypes import BF16, E2M1, E4M3, E8M0, F16, F32, INTEGER, ZERO16, biased_type, uint_type
 from lancebill.numbers.spec import (

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 
 Bits = tuple[tuple[int, int, int], ...]  # (bit of the code, word, bit of the word)
 

@@ -18,10 +18,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from lancebill.backends.hopper.kernels import weight_form as f
-from lancebill.backends.hopper.kernels.unpack_ptx import places, scale_rotation
-from lancebill.backends.hopper.kernels.unpack_ptx_fp8 import Bits, places_e4m3
-from lancebill.backends.hopper.kernels.weight_form import HALF, ROWS, WeightForm
+from lancebill.backends.gpu.kernels import weight_form as f
+from lancebill.backends.gpu.kernels.unpack_ptx import places, scale_rotation
+from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import Bits, places_e4m3
+from lancebill.backends.gpu.kernels.weight_form import HALF, ROWS, WeightForm
 
 Index = tuple[EllipsisType, int, int, int, int, int]
 

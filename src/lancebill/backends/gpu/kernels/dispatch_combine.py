@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lancebill.backends.hopper.kernels.slots import load_experts, load_weights
+from lancebill.backends.gpu.kernels.slots import load_experts, load_weights
 
 CLASSES = tl.constexpr(8)  # the most tile sizes, and the most launches of a GEMM
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.call_signature import RoutingLayout
-from lancebill.backends.hopper.plan import GemmPlan, HopperPlan, scratch
-from lancebill.backends.hopper.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value
-from lancebill.backends.hopper.steps import steps
-from lancebill.backends.hopper.workspace import Workspace, outside_pools, views
+from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, scratch
+from lancebill.backends.gpu.step import CALL, COUNTERS, SCRATCH, Ref, Step, Value
+from lancebill.backends.gpu.workspace import Workspace, outside_pools, views
 from lancebill.jit.driver import Launch, use_context
 from lancebill.jit.load import MappedMatrix, prepare_launch
 from lancebill.jit.load import Value as Bound
@@ -37,7 +36,8 @@ _PLACES |= {name: 5 + i for i, name in enumerate(RoutingLayout._fields)}
 class Bindings:
     """Launches whose arguments are complete, except for what the caller gives and the number of tokens."""
 
-    plan: HopperPlan
+    plan: GpuPlan
+    steps: tuple[Step, ...]
     device: int
     stream: int
     lock: Lock  # of the workspace
@@ -52,7 +52,8 @@ class Bindings:
     @classmethod
     def bind(
         cls,
-        plan: HopperPlan,
+        plan: GpuPlan,
+        steps: tuple[Step, ...],
         weights: Mapping[str, Packed],
         device: torch.device,
         stream: int,
@@ -69,17 +70,18 @@ class Bindings:
             COUNTERS: {} if workspace.counters is None else {"all": workspace.counters},
             **packed,
         }
-        planned, binder = steps(plan), _Binder(plan, device, stream, tensors)
+        binder = _Binder(plan, device, stream, tensors)
         return cls(
             plan,
+            steps,
             index,
             stream,
             workspace.lock,
-            tuple(binder.bind(step) for step in planned),
+            tuple(binder.bind(step) for step in steps),
             binder.caller,
             tuple(binder.mapped),
             tuple(binder.resizers),
-            frozenset(i for i, step in enumerate(planned) if any(map(_is_from_caller, step.values.values()))),
+            frozenset(i for i, step in enumerate(steps) if any(map(_is_from_caller, step.values.values()))),
             workspace if workspace.owned else None,
             tuple(own["pre_scale"] for name, own in packed.items() if own is not weights[name]),
         )
@@ -89,7 +91,7 @@ class _Binder:
     """Binds steps one by one and collects what they share: the caller's values, tensor maps, resize functions."""
 
     def __init__(
-        self, plan: HopperPlan, device: torch.device, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]
+        self, plan: GpuPlan, device: torch.device, stream: int, tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         assert plan.rule is not None
         self.device, self.stream, self.tensors, self.overlap = device.index or 0, stream, tensors, plan.rule.overlap

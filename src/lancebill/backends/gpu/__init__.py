@@ -1,0 +1,1 @@
+"""What the GPU backends share: packed weights, dispatch, routing, workspaces, launches. The GEMMs are their own."""

@@ -1,0 +1,149 @@
+"""Plans of the GPU backends: what one call launches, and the scratch memory it needs. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lancebill.backends.base import Plan
+from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, WeightForm
+from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
+from lancebill.moe.problem import INDEXED, Problem
+
+SINGLE = "single"
+MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispatch_combine.py
+SMALL = 256  # most tokens that a single launch dispatches
+_CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
+_MOST_COUNTED = 1024
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """The GEMM of one matrix: its form, sizes, tiles, and the conversion of its input rows."""
+
+    form: WeightForm
+    units: int
+    slices: int
+    scale_blocks: int
+    tiles: tuple[Tile, ...]
+    each: int = 0  # stages of a chunk, when decoding; more if there would be more than `shares` chunks
+    shares: int = 0
+    pieces: int = 1  # the most chunks that share a tile, when decoding
+    ordered: bool = False  # permute input columns per expert (act-order)
+    scaled: bool = False  # multiply the input by a vector per expert
+    static: bool = False  # quantise the input with a scale per expert
+    promote: bool = False  # add sums to fp32 totals after every slice
+
+    @property
+    def fp8(self) -> bool:
+        return self.form.activations == E4M3
+
+    @property
+    def converts_rows(self) -> bool:
+        """Whether input rows must be converted before the GEMM."""
+        return self.fp8 or self.ordered or self.scaled
+
+
+@dataclass(frozen=True)
+class GpuPlan(Plan):
+    """What one call launches. `tokens` is the bucket: the plan serves every batch up to this size."""
+
+    rule: Rule | None = None
+    w13: GemmPlan | None = None
+    w2: GemmPlan | None = None
+    decode: bool = False  # each slot is a tile
+    arch: int = 90  # compute capability of the GPU
+    graphed: bool = False  # submit the launches as one CUDA graph
+
+    @property
+    def work(self) -> str:
+        """The problem's dispatch, or "single" if all rows belong to the only expert."""
+        return SINGLE if self.problem.w2 is None and self.problem.experts == 1 else self.problem.dispatch
+
+    @property
+    def slots(self) -> int:
+        """Rows of the GEMMs."""
+        return self.tokens * (self.problem.top_k if self.work == INDEXED else 1)
+
+    @property
+    def expected_slots(self) -> int:
+        """The rows of this rank's experts, if a router chooses all experts equally often."""
+        problem = self.problem
+        everywhere = problem.global_experts if self.work == INDEXED else problem.experts
+        return min(self.slots, -(-self.slots * problem.experts // everywhere))
+
+    @property
+    def first_gemm(self) -> GemmPlan:
+        assert self.w13 is not None
+        return self.w13
+
+    def gemm(self, name: str) -> GemmPlan:
+        gemm = {"w13": self.w13, "w2": self.w2}[name]
+        assert gemm is not None
+        return gemm
+
+    @property
+    def needs_owners(self) -> bool:
+        """Whether a kernel needs each row's expert (the `owners` tensor)."""
+        if self.work == SINGLE:
+            return False
+        if self.work == INDEXED:
+            return True
+        return self.first_gemm.converts_rows or (self.w2 is not None and self.w2.converts_rows)
+
+
+def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every intermediate tensor."""
+    problem, slots, first = plan.problem, plan.slots, plan.first_gemm
+    element = {True: torch.float8_e4m3fn, False: problem.input.storage}
+    experts = experts_padded(problem)
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "x_scales": ((slots,), torch.float32),
+        "tiles": ((MOST_SIZES * list_capacity(plan), 4), torch.int32),
+        "counts": ((4 * MOST_SIZES,), torch.int32),
+    }
+    if plan.work == INDEXED or first.converts_rows:
+        tensors["x"] = (slots, row_width(first, problem.hidden)), element[first.fp8]
+    if plan.work == INDEXED:
+        tensors["y"] = (slots, problem.w2.n if problem.w2 else 0), problem.input.storage
+        tensors["slots"] = tensors["places"] = (slots,), torch.int32
+        tensors["counted"] = (chunks(plan, slots), experts), torch.int32
+    if plan.needs_owners:
+        tensors["owners"] = (slots,), torch.int32
+    if plan.decode:
+        for name, gemm in (("parts13", plan.w13), ("parts2", plan.w2)):
+            if gemm is not None:
+                whole = name == "parts13" and plan.w2 is not None and gemm.pieces == 1
+                tensors[name] = (0 if whole else slots * gemm.units * gemm.pieces, ROWS), torch.float32
+    if plan.w2 is not None:
+        tensors["h"] = (slots, problem.intermediate), problem.input.storage
+    if plan.w2 is not None and plan.w2.fp8:
+        tensors["h8"] = (slots, row_width(plan.w2, problem.intermediate)), torch.float8_e4m3fn
+        tensors["h_scales"] = (slots,), torch.float32
+    return tensors
+
+
+def row_width(gemm: GemmPlan, columns: int) -> int:
+    """Columns of an input row in memory: fp8 rows are padded to whole slices."""
+    side = gemm.form.slice_columns
+    return -(-columns // side) * side if gemm.fp8 else columns
+
+
+def experts_padded(problem: Problem) -> int:
+    """Experts rounded up to a power of two, at least 256: Triton's scan traps with fewer elements than threads."""
+    return max(256, power_of_two(problem.experts))
+
+
+def list_capacity(plan: GpuPlan) -> int:
+    """The most tiles of a launch: all full tiles, and one partial tile per expert."""
+    assert plan.rule is not None
+    return -(-plan.slots // plan.rule.full_tile) + experts_padded(plan.problem)
+
+
+def chunk(plan: GpuPlan) -> int:
+    return next((slots for tokens, slots in _CHUNKS.items() if plan.tokens <= tokens), _MOST_COUNTED)
+
+
+def chunks(plan: GpuPlan, slots: int) -> int:
+    return -(-slots // chunk(plan))
