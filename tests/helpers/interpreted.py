@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.runtime import interpreter as interpreting
 
 from lancebill.backends.call_signature import RoutingLayout
+from lancebill.backends.gpu import plan as planning
 from lancebill.backends.gpu import row_steps as rowwise
 from lancebill.backends.gpu import workspace
 from lancebill.backends.gpu.kernels import dispatch_combine as rows
@@ -28,7 +29,6 @@ from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GpuPlan, scratch
 from lancebill.backends.gpu.step import CALL, COUNTERS, SCRATCH, Ref, Step
 from lancebill.backends.gpu.tiles import Rule
-from lancebill.backends.hopper import plan as planning
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.registry import registry

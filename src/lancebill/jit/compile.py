@@ -24,6 +24,7 @@ from lancebill.jit.join_wgmma import join_wgmma
 
 # Warnings of ptxas about serialised wgmma and ignored register limits. Such a kernel is too slow to use.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
+HOPPER = 90  # the first with wgmma and programmatic dependent launch
 SCRATCH_POINTERS = 2  # unused parameters that Triton appends to ours
 _OPTIONS = {"enable_fp_fusion": True}  # the default up to Triton 3.9, but not later
 _INSTALL = "pip install 'lancebill[gpu]'"
@@ -96,8 +97,8 @@ def _own_digest() -> str:
 
 @cache
 def source_digest(module: str) -> str:
-    """A hash of the kernel's file and all files of its package that it imports, directly or not."""
-    package = module.rpartition(".")[0]
+    """A hash of the kernel's file and all files below the same top-level package that it imports, directly or not."""
+    package = module.partition(".")[0]
     digest, seen, pending = hashlib.sha256(), set[str](), [module]
     while pending:
         name = pending.pop()
@@ -112,13 +113,13 @@ def source_digest(module: str) -> str:
 
 
 def _imported(tree: ast.AST, package: str) -> set[str]:
-    """Modules of `package` that a file imports; may include names that are not modules."""
+    """Modules below `package` that a file imports; may include names that are not modules."""
     modules: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == package:
-            modules |= {f"{package}.{name.name}" for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            modules.add(node.module or "")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
+            found = importlib.util.find_spec(node.module or "")
+            is_package = found is not None and found.submodule_search_locations is not None
+            modules |= {f"{node.module}.{name.name}" for name in node.names} if is_package else {node.module or ""}
         elif isinstance(node, ast.Import):
             modules |= {name.name for name in node.names if name.name.startswith(f"{package}.")}
     return modules
@@ -195,21 +196,26 @@ def _triton_settings() -> Iterator[None]:
     with knobs.compilation.scope(), knobs.nvidia.scope(), knobs.runtime.scope():
         knobs.compilation.always_compile, knobs.compilation.disable_line_info = True, True
         knobs.nvidia.dump_ptxas_log = True
-        knobs.runtime.add_stages_inspection_hook = _add_wgmma_pass
+        knobs.runtime.add_stages_inspection_hook = _add_ptx_pass
         yield
 
 
-def _add_wgmma_pass(*arguments: Any) -> tuple[str, str] | None:
-    """Triton's hook for compiler stages: run `join_wgmma` on the PTX before ptxas.
+def _add_ptx_pass(*arguments: Any) -> tuple[str, str] | None:
+    """Triton's hook for compiler stages: edit the PTX before ptxas.
 
     Newer versions also call the hook without arguments, to get a name and a hash for their cache key.
     """
     if not arguments:
-        return "join", _own_digest()
-    _, stages, *_ = arguments
-    make_ptx = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: join_wgmma(make_ptx(source, metadata))
+        return "edit", _own_digest()
+    _, stages, _, _, capability = arguments
+    make_ptx, edit = stages["ptx"], join_wgmma if capability >= HOPPER else without_dependent_launch
+    stages["ptx"] = lambda source, metadata: edit(make_ptx(source, metadata))
     return None
+
+
+def without_dependent_launch(ptx: str) -> str:
+    """The PTX without waits for a dependent launch, which older GPUs do not have: their kernels run one by one."""
+    return re.sub(r"griddepcontrol\.\w+;", "", ptx)
 
 
 def _ast(source: KernelSource) -> Any:

@@ -14,6 +14,7 @@ from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import scratch
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS
 from lancebill.backends.gpu.step import CALL, SCRATCH, Ref
+from lancebill.backends.gpu.tiles import bucket, buckets
 from lancebill.backends.gpu.workspace import SECOND
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import kernels, steps
@@ -212,7 +213,7 @@ def test_batch_invariant_plans_never_split_k() -> None:
 def test_batch_invariant_order_is_free_except_when_decoding(activations: str) -> None:
     """Above the decode limit it launches the same kernels as the fast order."""
     layer = problem(activations=activations)
-    for tokens in tune.buckets(8192):
+    for tokens in buckets(8192):
         fast, invariant = (kernels(order, tokens) for order in (layer, replace(layer, order=BATCH_INVARIANT)))
         assert (fast == invariant) == (not make_plan(layer, tokens).decode)
 
@@ -267,8 +268,8 @@ def test_rows_into_another_dtype() -> None:
 
 def test_buckets_are_at_most_a_quarter_larger() -> None:
     for tokens in range(1, 3000):
-        bucket = tune.bucket(tokens)
-        assert tokens <= bucket <= max(tokens + 1, tokens * 1.25) and tune.bucket(bucket) == bucket
+        rounded = bucket(tokens)
+        assert tokens <= rounded <= max(tokens + 1, tokens * 1.25) and bucket(rounded) == rounded
 
 
 def test_stages_fit_in_shared_memory() -> None:
