@@ -21,7 +21,7 @@ from lancebill.backends.gpu.kernels.weight_form import (
     WeightForm,
 )
 from lancebill.backends.gpu.plan import MOST_SIZES, GpuPlan
-from lancebill.backends.gpu.tiles import Rule
+from lancebill.backends.gpu.tiles import Rule, bucket, buckets
 from lancebill.backends.hopper.plan import make_plan
 from lancebill.backends.hopper.steps import steps
 from lancebill.backends.hopper.tuning import policy as hopper
@@ -224,7 +224,7 @@ def test_decode_rows_and_stages_fit_in_shared_memory(slices: int) -> None:
 
 
 def test_buckets_lists_every_bucket() -> None:
-    assert hopper.buckets(5000) == tuple(sorted({hopper.bucket(n) for n in range(1, 4097)} | {5120}))
+    assert buckets(5000) == tuple(sorted({bucket(n) for n in range(1, 4097)} | {5120}))
 
 
 def test_journals_drop_candidates_with_unknown_flags(tmp_path: Path) -> None:
