@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -337,11 +340,8 @@ def test_one_layer_from_two_threads_at_once(slow_calls: list[int]) -> None:
     assert slow_calls == [5]
 
 
-def test_a_child_of_a_process_with_threads_computes_with_one() -> None:
-    """OpenMP's threads do not survive a fork: the child would wait for them for ever, as in torch's own operations.
-
-    The batch is too small for threads in those.
-    """
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    """Threads do not survive a fork. (torch's own operations wait for theirs for ever; this batch is too small.)"""
     layer_work, threads = work("int4-g32", "bf16", 5), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -349,11 +349,31 @@ def test_a_child_of_a_process_with_threads_computes_with_one() -> None:
         child = os.fork()
         if child == 0:
             signal.alarm(60)
-            os._exit(0 if torch.equal(layer_work.run(BACKEND), want) else 1)
+            before = len(list(Path("/proc/self/task").iterdir()))
+            same = torch.equal(layer_work.run(BACKEND), want)
+            os._exit(0 if same and len(list(Path("/proc/self/task").iterdir())) == before + 1 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert torch.equal(layer_work.run(BACKEND), want)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_idle_threads_sleep_and_an_interrupt_reaches_the_caller() -> None:
+    """Threads spin for microseconds after a call, then use no CPU time; signals are not delivered to them."""
+    layer_work, threads = work("int4-g32", "bf16", 5), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        want = layer_work.run(BACKEND)
+        time.sleep(0.02)
+        start = time.process_time()
+        time.sleep(0.1)
+        assert time.process_time() - start < 0.05
+        assert torch.equal(layer_work.run(BACKEND), want), "they wake"
+    finally:
+        torch.set_num_threads(threads)
+    tasks = [task.read_text() for task in Path("/proc/self/task").glob("*/status")]
+    blocked = [int(mask, 16) for text in tasks for mask in re.findall(r"SigBlk:\s*(\w+)", text)]
+    assert sum(bool(mask >> (signal.SIGINT - 1) & 1) for mask in blocked) >= 2
 
 
 def test_ids_out_of_range_contribute_nothing() -> None:

@@ -27,6 +27,7 @@ STRUCTS = {
     "lancebill_matrix": abi.MatrixStruct,
     "lancebill_layer": abi.LayerStruct,
     "lancebill_work": abi.WorkStruct,
+    "lancebill_call": abi.CallStruct,
     "lancebill_routing": abi.RoutingStruct,
 }
 

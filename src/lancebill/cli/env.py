@@ -97,7 +97,6 @@ def _native() -> dict[str, Any]:
     return {
         "level": None if library is None else str(library.best),
         "levels": [] if library is None else [str(level) for level in library.levels],
-        "openmp": library is not None and library.openmp,
         "why": state.why,
         "hint": state.hint,
     }
@@ -108,8 +107,7 @@ def _kernels_line(native: dict[str, Any]) -> str:
         how = f" ({escape(native['hint'])})" if native["hint"] else ""
         return f"[dim]{escape(native['why'])}: torch is used instead{how}[/]"
     lower = [level for level in native["levels"] if level != native["level"]]
-    threads = "" if native["openmp"] else ", one thread: built without OpenMP"
-    return f"{native['level']}{threads}" + (f" [dim](also {', '.join(lower)})[/]" if lower else "")
+    return str(native["level"]) + (f" [dim](also {', '.join(lower)})[/]" if lower else "")
 
 
 def _cuda() -> dict[str, Any]:

@@ -111,6 +111,18 @@ def own_stream(device: int) -> int:
     return stream.value
 
 
+def copy_async(target: int, source: int, size: int, stream: int) -> None:
+    """Copy bytes between host and device memory, in the order of the stream."""
+    check(
+        library().cuMemcpyAsync(by_value(target), by_value(source), ctypes.c_size_t(size), by_value(stream)), "copying"
+    )
+
+
+def launch_host_function(stream: int, function: int, argument: int) -> None:
+    """Let the stream call a C function with this argument, on a thread of the driver's."""
+    check(library().cuLaunchHostFunc(by_value(stream), by_value(function), by_value(argument)), "queueing a host call")
+
+
 def load_function(cubin: bytes, name: str, shared: int) -> int:
     """A function handle in the current context, with `shared` bytes of dynamic shared memory permitted."""
     cuda = library()

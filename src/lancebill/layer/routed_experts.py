@@ -37,6 +37,7 @@ from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed
 from lancebill.split.executor import SplitExecutor
+from lancebill.split.host_calls import HostCalls
 
 ROUTER_ROLES = ("bias", "correction", "table", "scale")
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -363,6 +364,14 @@ class RoutedExperts(MovableExperts):
 
 class HostExperts(RoutedExperts):
     """The experts of a split layer that stay in host memory, wherever the layer is moved."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        super().__init__(parts)
+        self.calls = HostCalls()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the calls, which hold addresses of this object's weights."""
+        return {**super().__getstate__(), "calls": HostCalls()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostExperts:
         return self

@@ -1,6 +1,6 @@
 """Runs the calls of a split layer: the device's experts by their own executor, those in host memory by the CPU.
 
-Each part sums its experts of a token in fp32; the two sums are added in fp32 and rounded once.
+Each part sums its experts of a token in fp32; the two sums are added in fp32 and rounded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Dispatch, Indexed, localize
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
+from lancebill.split.host_calls import HostCalls
+from lancebill.split.side_stream import SideStream
 
 
 class HostPart(Protocol):
     """The experts in host memory. Their executor is looked up in every call: new parameters bring a new one."""
 
     expert_map: Tensor | None
+    calls: HostCalls  # those that a GPU makes; kept by the layer, because graphs outlive executors
 
     @property
     def executor(self) -> Executor: ...
@@ -45,10 +48,23 @@ class SplitExecutor(Executor):
             )
         if x.numel() == 0:
             return out
-        if x.device.type != "cpu":
-            raise LaunchError("split layers run on CPUs only so far", got=x.device)
+        if x.device.type == "cuda":
+            return self._run_on_gpu(x, dispatch, out)
         host = run_part(self.host.executor, x, dispatch, self.host.expert_map)
         return out.copy_(run_part(self.own, x, dispatch, dispatch.expert_map).add_(host))
+
+    def _run_on_gpu(self, x: Tensor, dispatch: Indexed, out: Tensor) -> Tensor:
+        """Both parts at once. The GPU's kernels round their sum to the dtype of x, before both sums are added."""
+        assert self.host.expert_map is not None
+        x, sums = x.contiguous(), torch.empty_like(x, dtype=torch.float32)
+        dense = Indexed(dispatch.ids.contiguous(), dispatch.weights.contiguous(), dispatch.expert_map)
+        side = SideStream(x.device)
+        try:
+            self.host.calls.queue(side, self.host.executor, self.host.expert_map, x, dense, sums)
+            own = self.own.run(x, dense, torch.empty_like(x)) if self.own.problem.experts else None
+        finally:
+            side.join()
+        return out.copy_(sums) if own is None else torch.add(own, sums, out=out)
 
     def route(
         self,

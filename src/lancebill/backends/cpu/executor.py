@@ -13,12 +13,13 @@ from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTab
 from lancebill.backends.call_signature import CallSignature
 from lancebill.backends.cpu import call
 from lancebill.backends.cpu.call import FLOAT, LayerStructs
+from lancebill.backends.cpu.host_call import Allocate, HostCall, HostShape
 from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
 from lancebill.backends.cpu.route import CpuRouting
 from lancebill.backends.route_call import RouteCall
 from lancebill.moe.dispatch import Dispatch
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import INDEXED, Device, Problem
 
 
 class CpuExecutor(Executor):
@@ -50,6 +51,14 @@ class CpuExecutor(Executor):
             return None
         addresses = self.tensors.addresses()
         return _fast_call(self.native, plan, self._structs(plan, addresses), addresses, self.tensors, x, mapped)
+
+    def host_call(self, shape: HostShape, expert_map: Tensor, allocate: Allocate) -> HostCall:
+        """A call that CUDA makes, of the weights where they are now."""
+        plan, addresses = self.plan_for(INDEXED, shape.tokens), self.tensors.addresses()
+        assert isinstance(plan, CpuPlan)
+        packed = self.tensors.packed()
+        keep = tuple(tensor for held in packed.values() for tensor in held.values())
+        return HostCall(self.native, plan, self._structs(plan, addresses), shape, expert_map, allocate, keep)
 
     def forget(self) -> None:
         super().forget()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import threading
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,16 +54,11 @@ class Library:
     levels: tuple[IsaLevel, ...]  # built, and supported by this machine
     best: IsaLevel
 
-    @property
-    def openmp(self) -> bool:
-        """Whether the kernels are multithreaded."""
-        return bool(self.calls.lancebill_has_openmp())
-
     def scratch_bytes(self, layer: abi.LayerStruct, work: abi.WorkStruct) -> int:
         """Scratch bytes of a call. They depend on the layer, the number of rows and the threads only."""
         size: int = self.calls.lancebill_scratch_bytes(ctypes.byref(layer), ctypes.byref(work))
         if size < 0:
-            self._raise_status(-size)
+            self.raise_status(-size)
         return size
 
     def run(self, layer: abi.LayerStruct, work: abi.WorkStruct, scratch_bytes: int) -> None:
@@ -72,18 +67,29 @@ class Library:
         work.scratch = scratch.data_ptr()
         status = self.calls.lancebill_run(ctypes.byref(layer), ctypes.byref(work))
         if status:
-            self._raise_status(status)
+            self.raise_status(status)
 
     def route(self, routing: abi.RoutingStruct) -> bool:
         """Choose experts; False if a token id is outside the hash table."""
         status = self.calls.lancebill_route(ctypes.byref(routing))
         if status and status != abi.BAD_TOKEN:
-            self._raise_status(status)
+            self.raise_status(status)
         return not status
 
-    def _raise_status(self, status: int) -> NoReturn:
+    def raise_status(self, status: int) -> NoReturn:
         text: bytes = self.calls.lancebill_status_text(status)
         raise LaunchError(f"CPU kernel call failed: {text.decode()}")
+
+    def place_threads(self, cpus: Sequence[int], spin_us: int) -> None:
+        """Run worker threads on these CPUs (none: anywhere); without a task they spin this long before they sleep."""
+        self.calls.lancebill_place_threads((c_int32 * len(cpus))(*cpus), len(cpus), spin_us)
+
+    @property
+    def host_function(self) -> int:
+        """The address of `lancebill_host_call`."""
+        address = ctypes.cast(self.calls.lancebill_host_call, c_void_p).value
+        assert address is not None
+        return address
 
     def read(self, memory: Tensor, threads: int) -> None:
         """Read a buffer in the way the kernels read weights: measures bandwidth, flushes caches."""
@@ -142,9 +148,6 @@ def _how_to_build() -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the library. Makes torch's OpenMP library visible first, since ours resolves its OpenMP symbols there."""
-    for openmp in _openmp_loaded():
-        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     calls = ctypes.CDLL(str(path))
     calls.lancebill_sources.restype = c_char_p
     calls.lancebill_levels.restype = c_uint32
@@ -153,33 +156,7 @@ def _load(path: Path) -> ctypes.CDLL:
     calls.lancebill_stream.restype = c_uint64
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]
-    _survive_fork(calls)
+    calls.lancebill_place_threads.argtypes = [c_void_p, c_int32, c_int32]
+    calls.lancebill_host_call.argtypes = [c_void_p]
+    calls.lancebill_host_call.restype = None
     return calls
-
-
-def _survive_fork(calls: ctypes.CDLL) -> None:
-    """Let a forked child compute with one thread if its parent had several.
-
-    The child has only the thread that forked, but its OpenMP library would wait for the threads of the parent's pool
-    for ever. Results do not depend on the number of threads.
-    """
-    tasks = Path("/proc/self/task")
-    several = [False]
-
-    def before() -> None:
-        several[0] = not tasks.exists() or sum(1 for _ in tasks.iterdir()) > 1
-
-    def in_child() -> None:
-        if several[0]:
-            calls.lancebill_use_one_thread()
-
-    os.register_at_fork(before=before, after_in_child=in_child)
-
-
-def _openmp_loaded() -> list[str]:
-    """OpenMP libraries in this process: only torch's own if it ships one."""
-    maps = Path("/proc/self/maps")
-    text = maps.read_text() if maps.exists() else ""
-    paths = sorted(set(re.findall(r"(/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*)", text)))
-    torch_folder = str(Path(torch.__file__).parent)
-    return [path for path in paths if path.startswith(torch_folder)] or paths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_void_p
 from enum import IntEnum
 
-ABI = 4
+ABI = 5
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -164,6 +164,17 @@ class WorkStruct(Structure):
         ("level", c_int32),
         ("tile_rows", c_int32),
         ("scratch", c_void_p),
+    ]
+
+
+class CallStruct(Structure):
+    """A call that CUDA makes."""
+
+    _fields_ = [
+        ("layer", c_void_p),
+        ("work", c_void_p),
+        ("status", c_int32),
+        ("count", c_int64),
     ]
 
 

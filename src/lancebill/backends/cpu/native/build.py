@@ -3,8 +3,6 @@
 One shared library holds the kernels of every ISA level. Each level has its own source file with its own compiler
 flags, and the library selects a level at run time. Nothing is built at import or during a run. This file imports
 only the standard library, because setup.py runs it without torch or lancebill installed.
-
-The kernels use OpenMP but do not link it: they use the copy that torch loaded, so there is one thread pool.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ HERE = Path(__file__).parent
 LIBRARY = "liblancebill.so"
 COMMAND = "python -m lancebill.backends.cpu.native"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-fno-math-errno", "-Wall", "-Wextra")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 _FINGERPRINT_SOURCE = """extern "C" __attribute__((visibility("default")))
 const char *lancebill_sources(void) {{ return "{}"; }}
@@ -88,7 +86,7 @@ def build(target: Path, extra: Sequence[str] = (), cxx: str | None = None, machi
     with tempfile.TemporaryDirectory(prefix="lancebill-build-") as folder:
         objects = _compile_all(cxx, machine, Path(folder), extra)
         library = Path(folder) / LIBRARY
-        _run_compiler([cxx, "-shared", *extra, *map(str, objects), "-o", str(library)])
+        _run_compiler([cxx, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(library)])
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copyfile(library, partial)
@@ -100,13 +98,12 @@ def _compile_all(cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> 
     """Compile all sources in parallel. Skips levels whose flags the compiler does not accept."""
     stamp = folder / "fingerprint.cpp"
     stamp.write_text(_FINGERPRINT_SOURCE.format(fingerprint()))
-    openmp = ("-fopenmp",) if _accepts(cxx, ("-fopenmp",), folder) else ()
     candidates = [replace(source, flags=_usable_flags(cxx, source.flags, folder)) for source in sources(machine)]
     buildable = [source for source in candidates if _accepts(cxx, source.flags, folder)]
 
     def compile_one(source: CppSource) -> Path:
         compiled = folder / f"{source.path.stem}.o"
-        _run_compiler([cxx, *FLAGS, *openmp, *source.flags, *extra, "-c", str(source.path), "-o", str(compiled)])
+        _run_compiler([cxx, *FLAGS, *source.flags, *extra, "-c", str(source.path), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -3,8 +3,10 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 
 #include "convert.h"
@@ -20,8 +22,6 @@
 #endif
 
 namespace lancebill {
-
-bool one_thread_only = false;
 
 namespace {
 
@@ -130,16 +130,6 @@ const char* lancebill_status_text(int32_t status) {
   }
 }
 
-void lancebill_use_one_thread(void) { one_thread_only = true; }
-
-int32_t lancebill_has_openmp(void) {
-#ifdef _OPENMP
-  return 1;
-#else
-  return 0;
-#endif
-}
-
 int64_t lancebill_scratch_bytes(const lancebill_layer* layer, const lancebill_work* work) {
   Call call;
   const Level* level = nullptr;
@@ -163,6 +153,17 @@ int32_t lancebill_run(const lancebill_layer* layer, const lancebill_work* work) 
   if (const int32_t status = sort_slots(call)) return status;
   level->run(call);
   return LANCEBILL_OK;
+}
+
+void lancebill_host_call(void* given) {
+  auto& call = *static_cast<lancebill_call*>(given);
+  call.count++;
+  const int32_t status = lancebill_run(call.layer, call.work);
+  if (status == LANCEBILL_OK) return;
+  if (call.status == LANCEBILL_OK) call.status = status;
+  if (call.work == nullptr || call.layer == nullptr || call.layer->w2 == nullptr) return;
+  float* out = static_cast<float*>(call.work->out);
+  std::fill_n(out, int64_t{call.work->tokens} * call.layer->w2->rows, std::numeric_limits<float>::quiet_NaN());
 }
 
 void lancebill_packed_bytes(const lancebill_matrix* matrix, int32_t gated, int64_t bytes[3]) {

@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 4
+#define LANCEBILL_ABI 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -149,11 +149,21 @@ typedef struct lancebill_work {
   const int64_t *offsets;        /* grouped: [experts + 1]; expert e has list entries offsets[e] .. offsets[e + 1] */
   const int64_t *rows;           /* grouped: [offsets[experts]], row of x and out of each entry; NULL: its index */
 
-  int32_t threads;               /* >= 1; without OpenMP one thread runs everything */
+  int32_t threads;               /* >= 1 */
   int32_t level;                 /* enum lancebill_level; negative: the best of this machine */
   int32_t tile_rows;             /* use AMX tiles from this many rows per expert; 0: the default; negative: never */
   void *scratch;                 /* 64-byte aligned, lancebill_scratch_bytes long; NULL: allocated in the call */
 } lancebill_work;
+
+/* A call that CUDA makes: lancebill_host_call is a host function (CUhostFn), `call` its argument. It takes no lock of
+ * Python. All that `work` points to must stay where it is as long as the call can be made. If the call fails, `out` is
+ * filled with NaN and `status` is set; it keeps the first failure until the owner resets it. */
+typedef struct lancebill_call {
+  const lancebill_layer *layer;
+  const lancebill_work *work; /* indexed, with scratch; out is dense fp32 */
+  int32_t status;             /* enum lancebill_status */
+  int64_t count;              /* calls so far */
+} lancebill_call;
 
 /* The scoring functions of lancebill.moe.routing. */
 enum lancebill_scoring {
@@ -220,13 +230,16 @@ int32_t lancebill_abi(void);                       /* LANCEBILL_ABI of the libra
 uint32_t lancebill_levels(void);                   /* bit i: level i is built and this machine can run it */
 const char *lancebill_level_name(int32_t level);   /* such as "avx512"; NULL for an unknown level */
 const char *lancebill_status_text(int32_t status); /* one sentence */
-int32_t lancebill_has_openmp(void);
-/* From now on calls use one thread, whatever they ask for: the OpenMP threads of a process do not survive a fork. */
-void lancebill_use_one_thread(void);
+
+/* From now on worker i of every team runs on cpus[i % count] (count 0: anywhere), and threads without a task spin this
+ * many microseconds before they sleep (negative: the default). A caller stays where it is. */
+void lancebill_place_threads(const int32_t *cpus, int32_t count, int32_t spin_us);
 
 /* Scratch bytes of this call; negative: minus the status that lancebill_run would return. */
 int64_t lancebill_scratch_bytes(const lancebill_layer *layer, const lancebill_work *work);
 int32_t lancebill_run(const lancebill_layer *layer, const lancebill_work *work);
+
+void lancebill_host_call(void *call); /* a lancebill_call */
 
 /* Routes all tokens. Nothing is written unless it returns LANCEBILL_OK. */
 int32_t lancebill_route(const lancebill_routing *routing);

@@ -1,29 +1,25 @@
-// The thread pool: OpenMP with dynamic scheduling, one task at a time, in order.
+// Parallel loops: independent tasks, given out one at a time, in order, to the threads of a team (see parallel.cpp).
 #pragma once
 
 #include <cstdint>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace lancebill {
 
-extern bool one_thread_only;  // see lancebill_use_one_thread
+using TaskFunction = void (*)(const void* task, int64_t index, int thread);
+
+// Runs call(task, i, thread) for i in [0, count), with thread in [0, threads). The caller is thread 0.
+void run_tasks(int threads, int64_t count, TaskFunction call, const void* task);
 
 namespace {
 
-// Runs task(i, thread) for i in [0, count). Tasks are independent, and results must not depend on the thread.
+// Runs task(i, thread) for i in [0, count). Results must not depend on the thread.
 template <class Task>
-void parallel(int threads, int64_t count, Task task) {
-#ifdef _OPENMP
-  if (threads > 1 && count > 1 && !one_thread_only) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < count; i++) task(i, omp_get_thread_num());
+void parallel(int threads, int64_t count, const Task& task) {
+  if (threads > 1 && count > 1) {
+    run_tasks(threads, count,
+              [](const void* given, int64_t i, int thread) { (*static_cast<const Task*>(given))(i, thread); }, &task);
     return;
   }
-#endif
-  (void)threads;
   for (int64_t i = 0; i < count; i++) task(i, 0);
 }
 

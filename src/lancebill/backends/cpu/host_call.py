@@ -1,0 +1,101 @@
+"""A call of a layer in host memory that CUDA makes: buffers at fixed addresses, and the structs that point to them.
+
+The host function takes no lock of Python and may be captured in a graph. Everything it reads belongs to the `HostCall`,
+which must live as long as the call can still be made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.call_signature import RoutingLayout
+from lancebill.backends.cpu.call import FLOAT, LayerStructs, indexed_work, with_layout
+from lancebill.backends.cpu.native import Library, abi
+from lancebill.backends.cpu.plan import CpuPlan
+
+_ALIGN = 256
+Allocate = Callable[[int], Tensor]  # bytes to a uint8 tensor of at least as many
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """What decides the size of a host call's buffers."""
+
+    tokens: int
+    x: torch.dtype
+    ids: torch.dtype
+    weights: torch.dtype
+    threads: int
+
+
+class HostCall:
+    """The rows of one call: write `x`, `ids` and `weights`, let CUDA make the call, read `out` (fp32)."""
+
+    def __init__(
+        self,
+        native: Library,
+        plan: CpuPlan,
+        structs: LayerStructs,
+        shape: HostShape,
+        expert_map: Tensor,
+        allocate: Allocate,
+        keep: tuple[Tensor, ...],
+    ) -> None:
+        """`keep` are the tensors that `structs` point to."""
+        self.native, self.structs, self.expert_map, self.keep = native, structs, expert_map, keep
+        work = indexed_work(plan, shape.tokens, shape.x)
+        work.threads, work.out_type = shape.threads, FLOAT[torch.float32]
+        work.expert_map = expert_map.data_ptr()
+        rows, routed = (shape.tokens, plan.problem.hidden), (shape.tokens, plan.problem.top_k)
+        empty = torch.empty(routed, dtype=shape.ids), torch.empty(routed, dtype=shape.weights)
+        work = with_layout(work, RoutingLayout.of(*empty, expert_map.numel()))
+        pieces: list[tuple[tuple[int, ...], torch.dtype]]
+        pieces = [(rows, shape.x), (routed, shape.ids), (routed, shape.weights), (rows, torch.float32)]
+        pieces.append(((self._scratch_bytes(work),), torch.uint8))
+        sizes = [_round_up(math.prod(size) * dtype.itemsize) for size, dtype in pieces]
+        self.memory = allocate(sum(sizes) + _ALIGN)
+        start = -self.memory.data_ptr() % _ALIGN
+        views = []
+        for (size, dtype), used in zip(pieces, sizes):
+            views.append(self.memory[start : start + math.prod(size) * dtype.itemsize].view(dtype).view(size))
+            start += used
+        self.x, self.ids, self.weights, self.out, scratch = views
+        work.x, work.out, work.scratch = self.x.data_ptr(), self.out.data_ptr(), scratch.data_ptr()
+        work.ids, work.weights = self.ids.data_ptr(), self.weights.data_ptr()
+        self.work = work
+        self.call = abi.CallStruct(ctypes.addressof(structs.layer), ctypes.addressof(work))
+
+    def _scratch_bytes(self, work: abi.WorkStruct) -> int:
+        """Scratch bytes; they do not depend on the rows, but the library checks that there are some."""
+        probe = abi.WorkStruct.from_buffer_copy(work)
+        probe.x = probe.out = probe.ids = ctypes.addressof(probe)
+        return self.native.scratch_bytes(self.structs.layer, probe)
+
+    @property
+    def function(self) -> int:
+        """The address of the host function."""
+        return self.native.host_function
+
+    @property
+    def argument(self) -> int:
+        return ctypes.addressof(self.call)
+
+    def run(self) -> None:
+        """Make the call now, as CUDA would."""
+        self.native.calls.lancebill_host_call(self.argument)
+
+    def check(self) -> None:
+        """Raise if a call has failed since the last check."""
+        status, self.call.status = self.call.status, 0
+        if status:
+            self.native.raise_status(status)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

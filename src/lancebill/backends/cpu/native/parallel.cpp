@@ -1,0 +1,240 @@
+// Teams of threads. A call ends when its tasks have ended, not when every thread has come: beside other load a thread
+// that the system does not run delays nobody, because the others take its tasks.
+//
+// A thread without a task spins for a short time, because a layer is several loops with little in between. Then it
+// sleeps: an idle process uses no CPU time. It does not yield while it spins: beside other load, a thread that yielded
+// got its core back too late to take a task, but one that slept got it at once.
+#include "parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <vector>
+
+#include "lancebill.h"
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+namespace lancebill {
+namespace {
+
+constexpr int kMostThreads = 1024, kMostCpus = 1024;
+constexpr int32_t kSpinMicroseconds = 50;
+
+// Where threads run and how long they spin. Replaced as a whole, and never freed: threads read it at any time.
+struct Setting {
+  int32_t spin_us = kSpinMicroseconds;
+  std::vector<int32_t> cpus;  // worker i runs on cpus[i % size]; empty: anywhere
+};
+
+std::atomic<const Setting*> setting{new Setting};
+
+void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+// Sleeps while `word` is `value`; may wake for no reason.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+#ifdef __linux__
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+#else
+  if (word.load() == value) usleep(100);
+#endif
+}
+
+void wake(std::atomic<uint32_t>& word, int threads) {
+#ifdef __linux__
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
+#else
+  (void)word, (void)threads;
+#endif
+}
+
+// Spins until is_over() or until it has taken too long; returns whether it is over.
+template <class Condition>
+bool spin(const Condition& is_over) {
+  const auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    for (int i = 0; i < 32; i++) {
+      if (is_over()) return true;
+      pause_core();
+    }
+    const std::chrono::microseconds limit(setting.load(std::memory_order_relaxed)->spin_us);
+    if (std::chrono::steady_clock::now() - start > limit) return false;
+  }
+}
+
+void move_thread(const Setting& to, int thread) {
+#ifdef __linux__
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (!to.cpus.empty()) CPU_SET(to.cpus[thread % to.cpus.size()], &allowed);
+  for (int cpu = 0; to.cpus.empty() && cpu < CPU_SETSIZE; cpu++) CPU_SET(cpu, &allowed);
+  pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);  // it runs elsewhere if the system refuses
+#else
+  (void)to, (void)thread;
+#endif
+}
+
+// The threads that work for one caller at a time.
+class Team {
+ public:
+  void run(int threads, int64_t count, TaskFunction call, const void* task) {
+    add_workers(threads - 1);
+    call_ = call;
+    task_ = task;
+    count_ = count;
+    left_.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
+    tickets_.store(uint64_t(threads) << 32 | uint64_t(count), std::memory_order_release);
+    // Both sides write before they read, so either the sleeper sees the new round or we see the sleeper.
+    round_.fetch_add(1);
+    if (sleepers_.load() > 0) wake(round_, threads - 1);
+    work(0);
+    while (!spin([&] { return left_.load(std::memory_order_acquire) == 0; })) wait_for_the_last();
+  }
+
+ private:
+  // Takes tasks until none is left. A ticket holds the number of threads and of tasks that nobody has taken; taking one
+  // succeeds only while its call lasts, so what belongs to the call is read afterwards.
+  void work(int thread) {
+    uint32_t done = 0;
+    uint64_t ticket = tickets_.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(ticket) > 0 && thread < static_cast<int>(ticket >> 32)) {
+      if (!tickets_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
+      call_(task_, count_ - static_cast<uint32_t>(ticket), thread);
+      done++;
+      ticket = tickets_.load(std::memory_order_acquire);
+    }
+    if (done > 0 && left_.fetch_sub(done) == done && caller_sleeps_.load()) wake(left_, 1);
+  }
+
+  void wait_for_the_last() {
+    caller_sleeps_.store(true);
+    const uint32_t left = left_.load();
+    if (left > 0) sleep_while(left_, left);
+    caller_sleeps_.store(false);
+  }
+
+  void serve(int thread) {
+    const Setting* followed = nullptr;
+    for (uint32_t round = 0;;) {
+      const Setting* now = setting.load();
+      if (now != followed && (followed != nullptr || !now->cpus.empty())) move_thread(*now, thread);
+      followed = now;
+      const auto is_new = [&] { return round_.load(std::memory_order_acquire) != round; };
+      while (!spin(is_new)) {
+        sleepers_.fetch_add(1);
+        sleep_while(round_, round);
+        sleepers_.fetch_sub(1);
+      }
+      round = round_.load(std::memory_order_acquire);
+      work(thread);
+    }
+  }
+
+  struct Start {
+    Team* team;
+    int thread;
+  };
+
+  // If the system gives no more threads, those that exist do the work.
+  void add_workers(int wanted) {
+    while (static_cast<int>(workers_.size()) < wanted) {
+      auto* start = new Start{this, static_cast<int>(workers_.size()) + 1};
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals such as Ctrl-C are the other threads' business
+      pthread_t worker;
+      const int failed = pthread_create(
+          &worker, nullptr,
+          [](void* given) -> void* {
+            const Start start = *static_cast<Start*>(given);
+            delete static_cast<Start*>(given);
+            start.team->serve(start.thread);
+            return nullptr;
+          },
+          start);
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      if (failed) {
+        delete start;
+        return;
+      }
+      pthread_detach(worker);
+      workers_.push_back(worker);
+    }
+  }
+
+  std::vector<pthread_t> workers_;
+  TaskFunction call_ = nullptr;
+  const void* task_ = nullptr;
+  int64_t count_ = 0;
+  alignas(64) std::atomic<uint64_t> tickets_{0};
+  alignas(64) std::atomic<uint32_t> left_{0};  // tasks that have not ended
+  std::atomic<bool> caller_sleeps_{false};
+  alignas(64) std::atomic<uint32_t> round_{0};
+  std::atomic<int> sleepers_{0};
+};
+
+// Teams without a caller. Several threads may call at once: each takes a team, the one that worked last first.
+class Teams {
+ public:
+  Team* take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) return new Team;
+    Team* team = idle_.back();
+    idle_.pop_back();
+    return team;
+  }
+
+  void give_back(Team* team) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(team);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Team*> idle_;
+};
+
+// Never destroyed: threads may use it until the process ends. A forked child has none of the threads, so it starts
+// with no teams.
+std::atomic<Teams*>& all_teams() {
+  static std::atomic<Teams*> teams{[] {
+    pthread_atfork(nullptr, nullptr, [] { all_teams().store(new Teams); });
+    return new Teams;
+  }()};
+  return teams;
+}
+
+}  // namespace
+
+void run_tasks(int threads, int64_t count, TaskFunction call, const void* task) {
+  Teams* teams = all_teams().load();
+  Team* team = teams->take();
+  team->run(std::min(threads, kMostThreads), count, call, task);
+  teams->give_back(team);
+}
+
+}  // namespace lancebill
+
+void lancebill_place_threads(const int32_t* cpus, int32_t count, int32_t spin_us) {
+  auto* placed = new lancebill::Setting;
+  if (spin_us >= 0) placed->spin_us = spin_us;
+  for (int32_t i = 0; i < count; i++) {
+    if (cpus[i] >= 0 && cpus[i] < lancebill::kMostCpus) placed->cpus.push_back(cpus[i]);
+  }
+  lancebill::setting.store(placed);
+}

@@ -1,0 +1,73 @@
+"""Which CPUs compute the experts in host memory.
+
+By default one thread for each physical core of one socket: a second thread of a core reads memory no faster, and memory
+of another socket is slower. The threads are pinned, and between two layers they spin a little longer than other
+calls' do, because the GPU's work in between takes about as long as waking them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from lancebill.errors import SpecError
+
+TOPOLOGY, QUOTA = Path("/sys/devices/system/cpu"), Path("/sys/fs/cgroup/cpu.max")
+SPIN_US = 200
+
+
+@dataclass(frozen=True)
+class HostThreads:
+    """The number of threads, the CPUs they are pinned to (none: the system decides), and how long they spin."""
+
+    count: int
+    cpus: tuple[int, ...] = ()
+    spin_us: int = SPIN_US
+
+    @classmethod
+    def choose(cls, count: int | None = None, *, pin: bool = True) -> HostThreads:
+        """`count` threads of this machine; by default one for each physical core of a socket."""
+        if count is not None and count < 1:
+            raise SpecError("the CPU's part needs a thread", where="cpu_threads", got=count)
+        cpus = physical_cores(TOPOLOGY, _allowed())
+        most = min(len(cpus), allowed_by_quota(QUOTA) or len(cpus))
+        chosen = most if count is None else count
+        # Pinned threads must not share a core with one another, nor with those of a process that has no quota either.
+        return cls(chosen, cpus[:chosen] if pin and chosen <= most == len(cpus) else ())
+
+
+def physical_cores(topology: Path, allowed: Collection[int]) -> tuple[int, ...]:
+    """One CPU for each physical core of the socket with most of them, among those that this process may use."""
+    sockets: dict[int, dict[int, int]] = defaultdict(dict)
+    for cpu in sorted(allowed):
+        folder = topology / f"cpu{cpu}" / "topology"
+        socket, core = _number(folder / "physical_package_id", 0), _number(folder / "core_id", cpu)
+        sockets[socket].setdefault(core, cpu)
+    largest = max(sockets, key=lambda socket: (len(sockets[socket]), -socket))
+    return tuple(sorted(sockets[largest].values()))
+
+
+def allowed_by_quota(path: Path) -> int | None:
+    """Whole CPUs that the control group of this process may use; None: no limit is set."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def _allowed() -> Collection[int]:
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on Linux
+        return range(os.cpu_count() or 1)
+
+
+def _number(path: Path, default: int) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return default

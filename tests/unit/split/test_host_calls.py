@@ -1,0 +1,161 @@
+"""The CPU's part of a call on a GPU: the host function called directly, queued by a stand-in for a CUDA stream."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layer_checkpoints import SIZE, make_checkpoint, make_inputs
+from torch import Tensor
+
+from lancebill.backends.cpu import native
+from lancebill.backends.cpu.executor import CpuExecutor
+from lancebill.backends.cpu.host_call import HostShape
+from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.layer.routed_experts import HostExperts, RoutedExperts
+from lancebill.moe.dispatch import Indexed
+from lancebill.split import host_calls
+from lancebill.split.host_threads import HostThreads, allowed_by_quota, physical_cores
+from lancebill.testing.checkpoints import save
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+
+
+class DelayedQueue:
+    """Runs its steps when it is told to, as a stream does; with `capturing`, as often as it is told to."""
+
+    number = 0
+
+    def __init__(self, capturing: bool = False) -> None:
+        self.capturing, self.steps, self.allocated = capturing, [], 0  # type: ignore[var-annotated]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert source.is_contiguous() and target.nbytes == source.nbytes
+        self.steps.append((ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes))
+
+    def call(self, function: int, argument: int) -> None:
+        self.steps.append((ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), argument))
+
+    def allocate(self, size: int) -> Tensor:
+        self.allocated += 1
+        return torch.full((size,), 0xFF, dtype=torch.uint8)
+
+    def run(self) -> None:
+        for step, *arguments in self.steps:
+            step(*arguments)
+
+    def wait(self) -> None:
+        self.run()
+        self.steps.clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers and threads of this test alone."""
+    monkeypatch.setattr(host_calls, "_BUFFERS", {})
+    monkeypatch.setattr(host_calls, "_THREADS", [HostThreads(2)])
+
+
+def _host_part(folder: Path, **options: Any) -> HostExperts:
+    layer = RoutedExperts.from_checkpoint(save(make_checkpoint(), folder / "m"), 0, gpu_experts=1, **options)
+    assert layer.host_experts is not None
+    return layer.host_experts
+
+
+def _queue(queue: DelayedQueue, host: HostExperts, tokens: int, seed: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Where the result will be, the expected one, and what must be kept until it is there."""
+    x, ids, weights = make_inputs(tokens, seed)
+    sums = torch.full(x.shape, torch.nan)
+    assert host.expert_map is not None
+    host.calls.queue(queue, host.executor, host.expert_map, x, Indexed(ids, weights), sums)
+    want = host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape))
+    return sums, want, (x, ids, weights)
+
+
+def test_queued_calls_give_what_a_direct_call_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_calls, "MOST_ROWS", 4)
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    made = [_queue(queue, host, tokens, seed) for seed, tokens in enumerate((3, 9, 3, 1, 9))]
+    assert all(sums.isnan().all() for sums, _, _ in made), "nothing runs before the stream does"
+    queue.wait()
+    for sums, want, _ in made:
+        assert torch.equal(sums, want)
+    assert len(host.calls.eager) == 3 and queue.allocated <= 2, "3, 4 and 1 rows share buffers"
+    copied = copy.deepcopy(host)
+    assert not copied.calls.eager
+    sums, want, _ = _queue(queue, copied, 3, 9)
+    queue.wait()
+    assert torch.equal(sums, want)
+
+
+def test_a_captured_call_is_replayed_with_new_rows(tmp_path: Path) -> None:
+    host, queue = _host_part(tmp_path), DelayedQueue(capturing=True)
+    sums, want, (x, ids, weights) = _queue(queue, host, 3, 0)
+    other = DelayedQueue(capturing=True)
+    _queue(other, host, 3, 1)
+    assert len(host.calls.captured) == 2, "graphs that may run at the same time share nothing"
+    for seed in (0, 5):
+        for held, new in zip((x, ids, weights), make_inputs(3, seed)):
+            held.copy_(new)
+        queue.run()
+        want = host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape))
+        assert torch.equal(sums, want)
+
+
+def test_a_failed_call_gives_nan_and_an_error_at_the_next(tmp_path: Path) -> None:
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    sums, _, kept = _queue(queue, host, 3, 0)
+    (_, call) = next(iter(host.calls.eager.values()))
+    call.work.threads = 0
+    queue.wait()
+    assert sums.isnan().all() and call.call.count == 1 and kept
+    with pytest.raises(LaunchError, match=r"earlier call.*number of threads"):
+        _queue(queue, host, 3, 0)
+    call.work.threads = 1
+    sums, want, kept = _queue(queue, host, 3, 0)
+    queue.wait()
+    assert torch.equal(sums, want) and kept, "the error is told once"
+
+
+def test_replaced_weights_are_used_and_other_backends_refused(tmp_path: Path) -> None:
+    host, queue = _host_part(tmp_path), DelayedQueue()
+    first, _, kept = _queue(queue, host, 3, 0)
+    host.w13_codes.data = host.w13_codes.data.flip(0).contiguous()
+    second, want, more = _queue(queue, host, 3, 0)
+    queue.wait()
+    assert torch.equal(second, want) and not torch.equal(first, second) and kept and more
+    with pytest.raises(UnsupportedProblem, match="CPU kernels"):
+        plain = _host_part(tmp_path / "plain")
+        plain.choice = RoutedExperts.from_checkpoint(tmp_path / "m", 0, backend="reference").choice
+        _queue(queue, plain, 3, 0)
+
+
+def test_buffers_do_not_overlap(tmp_path: Path) -> None:
+    host = _host_part(tmp_path)
+    assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    shape = HostShape(5, torch.bfloat16, torch.int64, torch.float32, 2)
+    call = host.executor.host_call(shape, host.expert_map, lambda size: torch.zeros(size, dtype=torch.uint8))
+    views = sorted((call.x, call.ids, call.weights, call.out), key=lambda view: view.data_ptr())
+    assert all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in pairwise(views))
+    assert call.x.shape == call.out.shape == (5, SIZE.hidden) and not any(v.data_ptr() % 64 for v in views)
+
+
+def test_threads_run_on_the_physical_cores_of_one_socket(tmp_path: Path) -> None:
+    for cpu in range(12):  # two sockets of three cores with two threads each
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{cpu // 3 % 2}\n")
+        (folder / "core_id").write_text(f"{cpu % 3}\n")
+    assert physical_cores(tmp_path, range(12)) == (0, 1, 2)
+    assert physical_cores(tmp_path, {1, 3, 4, 9, 10}) == (3, 4), "only what the process may use"
+    assert physical_cores(tmp_path / "nothing", {2, 5}) == (2, 5)
+    quota = tmp_path / "cpu.max"
+    for text, want in (("250000 100000", 2), ("max 100000", None), ("50000 100000", 1), ("", None)):
+        quota.write_text(text)
+        assert allowed_by_quota(quota) == want
+    assert HostThreads.choose(1).count == 1 and not HostThreads.choose(3, pin=False).cpus
