@@ -85,15 +85,26 @@ def check_equal(ours: Any, reference: Any) -> None:
     assert torch.equal(*generated)
 
 
+def attention_of(model: Any) -> set[str]:
+    linears = {name for name, module in model.named_modules() if type(module).forward is torch.nn.Linear.forward}
+    return {name for name in linears if ".self_attn." in name}
+
+
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_families_quantised(model_of: Any, family: str, tmp_path: Path) -> None:
     spec, name = ("mxfp4", "mxfp4") if family == "gpt_oss" else ("int4-g32", "compressed-tensors")
     packed = convert(model_of(family), tmp_path / "packed", spec, name)
     plain = theirs(convert(packed, tmp_path / "plain", "fp32"))
-    for backend in ("auto", "torch-cpu"):
-        ours = lancebill.from_pretrained(packed, backend=backend)
-        check_equal(ours, plain)
-        assert {r.kept["w2"] for r in ours.lancebill_reports()} == {spec}
+    ours = lancebill.from_pretrained(packed, backend="torch-cpu")
+    check_equal(ours, plain)
+    ours = lancebill.from_pretrained(packed, weights={"rest": "int8"})
+    assert {r.kept["w2"] for r in ours.lancebill_reports()} == {spec}
+    rest = ours.lancebill_rest
+    assert {"lm_head", *attention_of(plain)} <= set(rest.packed) and not rest.dequantized
+    with torch.no_grad():  # quantised while loading: the reference gets the same numbers
+        for name in rest.packed:
+            plain.get_submodule(name).weight.copy_(ours.get_submodule(name).weight)
+    check_equal(ours, plain)
 
 
 @pytest.mark.parametrize(("spec", "name"), FORMATS, ids=lambda value: value)
@@ -122,7 +133,10 @@ def test_other_modules_quantised_too(model_of: Any, name: str, everything: bool,
         ignore = {"modules_to_not_convert": skipped}
     source = model_of("qwen3_moe")
     tiny.quantized_copy(source, packed, plain, {**example.config.quant, **ignore}, example.scheme, is_quantised)
-    check_equal(lancebill.from_pretrained(packed), theirs(plain))
+    ours = lancebill.from_pretrained(packed)
+    check_equal(ours, theirs(plain))
+    kept = {name.rpartition(".")[2] for name in ours.lancebill_rest.packed}
+    assert kept == ({"q_proj", "k_proj", "v_proj", "o_proj"} if everything else set())
 
 
 def test_quantised_while_loading_equals_quantised_on_disk(model_of: Any, tmp_path: Path) -> None:
@@ -207,6 +221,12 @@ def test_a_changed_model_is_not_saved(model_of: Any, tmp_path: Path) -> None:
     mixed = lancebill.from_pretrained(model_of("qwen3_moe"), weights={"w13": "int4-g32"})
     with pytest.raises(CannotEncode, match="one spec"):
         mixed.save_pretrained(tmp_path / "out")
+    rest = lancebill.from_pretrained(model_of("qwen3_moe"), weights={"rest": {"*.self_attn.?_proj": "int8"}})
+    assert len(rest.lancebill_rest.packed) == 8
+    with pytest.raises(CannotEncode, match=r"self_attn\.q_proj: other modules"):
+        rest.save_pretrained(tmp_path / "out")
+    with pytest.raises(SpecError, match="w13"):
+        lancebill.from_pretrained(model_of("qwen3_moe"), weights={"rest": "int8", "w13": "int8"})
 
 
 def test_models_without_the_interface_are_refused(tmp_path: Path) -> None:

@@ -150,6 +150,9 @@ def call_tensors(x: Tensor, dispatch: Indexed, out: Tensor) -> tuple[Tensor, ...
     return given if dispatch.expert_map is None else (*given, dispatch.expert_map)
 
 
+# x [..., K] times the one matrix of a layer: [..., N]; None if the function was not made for an x like this.
+LinearCall = Callable[[Tensor], Tensor | None]
+
 Made = TypeVar("Made")
 _DISPATCH: dict[type[Dispatch], str] = {Indexed: INDEXED, Contiguous: CONTIGUOUS, Batched: BATCHED}
 MOST_MADE = 256  # things made for addresses, likewise
@@ -172,6 +175,7 @@ class Executor:
         self.accepts_any_ids = backend.accepts_any_ids
         self.fast_calls: dict[int, FastCall] = {}
         self.fast_routes: dict[int, FastRoute] = {}  # likewise, by the number of logits
+        self.fast_linears: dict[int, LinearCall] = {}  # likewise, for layers of one matrix, by the elements of x
         self._problems = {form: replace(problem, dispatch=form) for form in _DISPATCH.values()}
         self._plans: dict[tuple[str, int], Plan] = {}
         self.made: dict[Hashable, tuple[list[int], Any]] = {}  # what `remade` keeps, and for which addresses
@@ -247,6 +251,19 @@ class Executor:
                 self.fast_calls.clear()
             self.fast_calls[x.numel()] = call
 
+    def linear_call(self, x: Tensor, plan: Plan) -> LinearCall | None:
+        """A function for further calls with an x like this one, of a layer with one matrix; None if there is none."""
+        return None
+
+    def prepare_linear_call(self, x: Tensor) -> None:
+        """After a `run` of a layer with one matrix: make the fast call for further calls like it."""
+        plan = self._plans.get((CONTIGUOUS, self.plan_key(x.shape[:-1].numel())))
+        call = None if plan is None else self.linear_call(x, plan)
+        if call is not None:
+            if len(self.fast_linears) >= MOST_PLANS:
+                self.fast_linears.clear()
+            self.fast_linears[x.numel()] = call
+
     def plan_key(self, tokens: int) -> int:
         """Numbers of tokens with the same key share a plan."""
         return tokens
@@ -257,3 +274,4 @@ class Executor:
         self.made.clear()
         self.fast_calls.clear()
         self.fast_routes.clear()
+        self.fast_linears.clear()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.load.input_scales import FACTORS, allocate_inputs, combine_input_scales
+from lancebill.checkpoint.load.input_scales import FACTORS, PRE_SCALE, allocate_inputs, combine_input_scales
 from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.other_modules import find_module
@@ -21,7 +21,7 @@ from lancebill.layer.rules import activation_specs, weight_targets
 from lancebill.moe.dispatch import Contiguous
 from lancebill.moe.layout import W13, MatrixShape
 from lancebill.moe.problem import FAST, Problem
-from lancebill.numbers.codec import requantize
+from lancebill.numbers.codec import dequantize, requantize
 from lancebill.numbers.spec import ActivationSpec, QuantSpec
 from lancebill.numbers.weight import LogicalWeight
 
@@ -97,6 +97,11 @@ class QuantizedLinear(PackedModule):
         if torch.compiler.is_compiling():
             made: Tensor = quantized_linear(x, self.problem.w13.n, self.tag)
             return made
+        if self._executor is not None and isinstance(x, Tensor) and not x.requires_grad:
+            call = self._executor.fast_linears.get(x.numel())
+            result = None if call is None else call(x)
+            if result is not None:
+                return result
         check_dense(x=x)
         rows = x.detach().reshape(-1, x.shape[-1])
         self._check_input(rows)
@@ -105,4 +110,33 @@ class QuantizedLinear(PackedModule):
             # [0, rows], made on the device without a copy from the host.
             offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)
             self.executor.run(rows, Contiguous(offsets), out)
+            self.executor.prepare_linear_call(x.detach())
         return without_gradient(out.view(*x.shape[:-1], -1), x)
+
+    # What code that was written for `nn.Linear` may ask for.
+
+    @property
+    def in_features(self) -> int:
+        return self.problem.w13.k
+
+    @property
+    def out_features(self) -> int:
+        return self.problem.w13.n
+
+    @property
+    def stored(self) -> LogicalWeight:
+        """The matrix in canonical form, unpacked."""
+        rows = {name: tensor[0] for name, tensor in self.packed[W13].items()}
+        return self.layout.unpack(self.problem.w13, rows)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix, dequantised anew in every access."""
+        values, factors = dequantize(self.stored), self.packed[W13].get(PRE_SCALE)
+        values = values if factors is None else values * factors.view(torch.float32)
+        return values.to(self.problem.input.wide)
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self.stored.bias
+        return None if bias is None else bias.to(self.problem.input.wide)

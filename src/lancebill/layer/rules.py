@@ -2,12 +2,17 @@
 
 One spec for everything; `{"w13": ..., "w2": ...}`; or ordered (layer pattern, spec) pairs of which the first match
 applies. A pattern is a layer number, a range `3-17`, or `*`.
+
+For whole models also `{"experts": ..., "rest": ...}`: `experts` is one of the above, `rest` one spec for all other
+matrices or a mapping of module patterns (`*.self_attn.*`) to specs, of which the first match applies.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 from lancebill.errors import SpecError
 from lancebill.moe.layout import W2, W13
@@ -16,9 +21,38 @@ from lancebill.numbers.spec_names import parse_activation, parse_spec
 
 MATRICES = (W13, W2)
 CHECKPOINT = "checkpoint"  # activations as the checkpoint declares them
+EXPERTS, REST = "experts", "rest"
 
 WeightRules = str | QuantSpec | Mapping[str, object] | Sequence[tuple[str, object]] | None
 ActivationRules = str | ActivationSpec | Mapping[str, object] | Sequence[tuple[str, object]] | None
+
+
+def split_rest(rules: Any) -> tuple[Any, Any]:
+    """The rules of the experts and those of all other modules."""
+    if not isinstance(rules, Mapping) or not {EXPERTS, REST} & set(rules):
+        return rules, None
+    unknown = sorted(set(rules) - {EXPERTS, REST})
+    if unknown:
+        raise SpecError(f"'{unknown[0]}' beside rules for whole models", expected=f"{EXPERTS} or {REST}")
+    return rules.get(EXPERTS), rules.get(REST)
+
+
+def rest_weight(rules: object, module: str) -> QuantSpec | None:
+    """The spec that a module outside the experts is quantised to; None if it stays as stored."""
+    value = _for_module(rules, module)
+    return None if value is None else _weight(value)
+
+
+def rest_activation(rules: object, module: str) -> ActivationSpec | None:
+    """The inputs of a module outside the experts; None if they are not quantised."""
+    value = _for_module(rules, module)
+    return None if value is None else _activation(value)
+
+
+def _for_module(rules: object, module: str) -> object:
+    if not isinstance(rules, Mapping):
+        return rules
+    return next((value for pattern, value in rules.items() if fnmatchcase(module, str(pattern))), None)
 
 
 def weight_targets(rules: WeightRules, layer: int) -> dict[str, QuantSpec]:

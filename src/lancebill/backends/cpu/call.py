@@ -82,6 +82,17 @@ def indexed_work(plan: CpuPlan, tokens: int, dtype: torch.dtype) -> abi.WorkStru
     )  # fmt: skip
 
 
+def linear_work(plan: CpuPlan, dtype: torch.dtype, offsets: Tensor) -> abi.WorkStruct:
+    """The struct of a call with one matrix, without the addresses and the number of threads."""
+    problem, kind = plan.problem, FLOAT[dtype]
+    work = abi.WorkStruct(
+        0, 0, problem.hidden, problem.w13.n, kind, kind, threads=1, level=int(plan.level),
+        tile_rows=0 if plan.tiles else -1,
+    )  # fmt: skip
+    work.offsets = offsets.data_ptr()
+    return work
+
+
 def with_layout(work: abi.WorkStruct, layout: RoutingLayout) -> abi.WorkStruct:
     """A copy that says how the library reads ids and weights."""
     work = abi.WorkStruct.from_buffer_copy(work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTable
+from lancebill.backends.base import Backend, Executor, FastCall, LinearCall, Plan, TensorTable
 from lancebill.backends.call_signature import CallSignature
 from lancebill.backends.cpu import call
 from lancebill.backends.cpu.call import FLOAT, LayerStructs
@@ -60,6 +60,13 @@ class CpuExecutor(Executor):
         keep = tuple(tensor for held in packed.values() for tensor in held.values())
         return HostCall(self.native, plan, self._structs(plan, addresses), shape, expert_map, allocate, keep)
 
+    def linear_call(self, x: Tensor, plan: Plan) -> LinearCall | None:
+        assert isinstance(plan, CpuPlan)
+        if x.numel() == 0 or x.dtype not in FLOAT:
+            return None
+        addresses = self.tensors.addresses()
+        return _linear_call(self.native, plan, self._structs(plan, addresses), addresses, self.tensors, x)
+
     def forget(self) -> None:
         super().forget()
         self._routing = None
@@ -104,3 +111,29 @@ def _fast_call(
         return True
 
     return fast_call
+
+
+def _linear_call(
+    native: Library, plan: CpuPlan, structs: LayerStructs, addresses: list[int], tensors: TensorTable, x: Tensor
+) -> LinearCall:
+    """Further calls with an x of the same shape and dtype, as long as the weights have not moved."""
+    shape, dtype, device = x.shape, x.dtype, x.device
+    result = (*shape[:-1], plan.problem.w13.n)
+    offsets = torch.tensor([0, shape[:-1].numel()])  # kept by the function below: the library reads it
+    template = call.linear_work(plan, dtype, offsets)
+    scratch: dict[int, int] = {}  # bytes, by number of threads
+
+    def linear_call(x: Tensor) -> Tensor | None:
+        fits = x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous()
+        if not fits or tensors.addresses() != addresses:
+            return None
+        out = torch.empty(result, dtype=dtype)
+        work, threads = abi.WorkStruct.from_buffer_copy(template), torch.get_num_threads()
+        work.x, work.out, work.threads, work.offsets = x.data_ptr(), out.data_ptr(), threads, offsets.data_ptr()
+        size = scratch.get(threads)
+        if size is None:
+            size = scratch[threads] = native.scratch_bytes(structs.layer, work)
+        native.run(structs.layer, work, size)
+        return out
+
+    return linear_call

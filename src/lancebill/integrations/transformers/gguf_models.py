@@ -18,7 +18,9 @@ from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
 from lancebill.formats import detect
 from lancebill.formats.base import Module
 from lancebill.integrations.transformers.other_tensors import LazyTensor
+from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 from lancebill.numbers.codec import dequantize
+from lancebill.numbers.weight import LogicalWeight
 
 ARCHITECTURES = ("qwen2moe", "qwen3moe")
 SUFFIX = ".gguf"
@@ -72,22 +74,31 @@ def lazy_tensors(
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    """A tensor in the shape that transformers expects."""
-    tensor = read_dequantized(checkpoint, name, dtype)
+    """A tensor in the shape that transformers expects; quantised matrices keep their blocks."""
+    stored = _read_blocks(checkpoint, name)
+    if isinstance(stored, LogicalWeight):
+        return StoredMatrix(stored, dtype)
+    tensor = stored.to(dtype)
     return tensor.unsqueeze(0) if name.endswith(_GATE_OF_SHARED) and tensor.ndim == 1 else tensor
 
 
 def read_dequantized(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
     """A tensor of a GGUF file in `dtype`; our own decoder dequantises its blocks."""
+    stored = _read_blocks(checkpoint, name)
+    return (dequantize(stored) if isinstance(stored, LogicalWeight) else stored).to(dtype)
+
+
+def _read_blocks(checkpoint: Checkpoint, name: str) -> LogicalWeight | Tensor:
+    """A tensor as it is stored: a matrix of blocks in canonical form, or plain floats."""
     stored = checkpoint.tensors[name].stored
     tensor = checkpoint.read(name)
     if stored.dtype != "U8":
-        return tensor.to(dtype)
+        return tensor
     kind = TYPES[TYPE_IDS[checkpoint.config.quant["types"][name]]]
     n, k = stored.shape[0], stored.shape[1] * kind.elements
     module = Module(name.removesuffix(".weight"), {".weight": stored})
     scheme = detect(checkpoint.config).scheme(checkpoint.config, module)
-    return dequantize(scheme.decode({"codes": tensor}, n, k)).to(dtype)
+    return scheme.decode({"codes": tensor}, n, k)
 
 
 def check_savable(checkpoint: Checkpoint) -> None:

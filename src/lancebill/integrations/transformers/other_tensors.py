@@ -1,21 +1,22 @@
 """All tensors of a checkpoint that belong to no expert, read lazily.
 
-Quantised modules are dequantised, so transformers sees ordinary matrices and needs no support for the format.
+Quantised modules look like ordinary matrices (`StoredMatrix`), so transformers needs no support for the format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.load.dequantized import dequantized_module
+from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules
+from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 
 WEIGHT, BIAS = ".weight", ".bias"
 
@@ -31,7 +32,7 @@ class LazyTensor:
 
 
 def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Tensors by their names in the checkpoint; quantised modules are dequantised to `dtype`."""
+    """Tensors by their names in the checkpoint; quantised modules are matrices that look like ones of `dtype`."""
     modules = quantized_modules(manifest, checkpoint.headers, checkpoint.read)
     parts = {source.tensor for module in modules for source in module.sources.values()}
     tensors = {
@@ -40,12 +41,12 @@ def lazy_tensors(checkpoint: Checkpoint, manifest: Manifest, dtype: torch.dtype)
         if name not in manifest.expert_tensors and name not in parts
     }
     for module in modules:
-        tensors[module.module + WEIGHT] = _lazily_dequantized(checkpoint, module, dtype)
+        tensors[module.module + WEIGHT] = _lazily_read(checkpoint, module, dtype)
         bias = module.sources.get("bias")
         if bias is not None:
             tensors[module.module + BIAS] = LazyTensor(lambda bias=bias: checkpoint.read(bias.tensor))  # type: ignore[misc]
     return tensors
 
 
-def _lazily_dequantized(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(lambda: dequantized_module(checkpoint.read, module, dtype))
+def _lazily_read(checkpoint: Checkpoint, module: OtherModule, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(lambda: StoredMatrix(replace(load_projection(checkpoint.read, module), bias=None), dtype))

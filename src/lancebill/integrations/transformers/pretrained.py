@@ -3,8 +3,8 @@
     model = lancebill.from_pretrained("path/to/checkpoint")
     model.generate(...)
 
-The model is an instance of transformers' own class with its experts modules replaced. transformers handles everything
-else (names, tied weights, buffers, generation). It gets the other tensors of the checkpoint, dequantised if needed.
+The model is an instance of transformers' own class with its experts modules replaced, and every other module whose
+matrix is quantised. transformers handles everything else (names, tied weights, buffers, generation).
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from lancebill.integrations.transformers import gguf_models as gguf
 from lancebill.integrations.transformers.experts_interface import register
 from lancebill.integrations.transformers.other_tensors import lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
+from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import UNQUANTISED, LoadOptions
 from lancebill.layer.report import LoadReport
-from lancebill.layer.rules import ActivationRules, WeightRules
+from lancebill.layer.rules import ActivationRules, WeightRules, split_rest
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
 
@@ -70,12 +71,14 @@ class PackedModel:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         assert isinstance(self, nn.Module)
         self.lancebill_origin: Origin | None = None
+        self.lancebill_rest = RestReport()
         replace_experts(self)
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write a standard checkpoint in the experts' format; see `save_pretrained.save_packed`."""
         assert isinstance(self, PreTrainedModel)
-        save_packed(self, self.lancebill_origin, Path(save_directory), **options)
+        requantized = self.lancebill_rest.requantized
+        save_packed(self, self.lancebill_origin, Path(save_directory), requantized=requantized, **options)
 
     def lancebill_reports(self) -> list[LoadReport]:
         """The load report of each layer: specs, bytes, the backend and why it was chosen."""
@@ -97,9 +100,10 @@ def from_pretrained(
 ) -> Any:
     """The causal language model stored at `path` (a folder or a .gguf file), with its experts packed as stored.
 
-    `weights` and `activations` take a spec or rules as in `RoutedExperts.from_checkpoint`. `dtype` is the type of
-    everything but the experts ("auto": the config's). `progress` is called with the bytes of experts packed so far and
-    in all. Other keywords are passed to transformers' `from_pretrained` (attn_implementation, ...).
+    Other matrices that are stored quantised stay packed too. `weights` and `activations` take a spec or rules for the
+    experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
+    the type of what is not quantised ("auto": the config's). `progress` is called with the bytes of experts packed so
+    far and in all. Other keywords are passed to transformers' `from_pretrained` (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -107,7 +111,9 @@ def from_pretrained(
     target = parse_device(device).torch
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
-    options = LoadOptions(device, Placement(), backend, weights, activations, wide, order)
+    (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
+    options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
+    rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
     manifest = experts.manifest()
     if folder.is_file():
@@ -123,6 +129,7 @@ def from_pretrained(
         **kwargs,
     )
     _check_loaded(info, folder)
+    model.lancebill_rest = pack_rest(model, options, rest)
     model = model.to(target)
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():

@@ -7,6 +7,7 @@ whose parameters changed since loading cannot be saved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,13 @@ def save_packed(
     *,
     format: str | None = None,
     overwrite: bool = False,
+    requantized: Sequence[str] = (),
     is_main_process: bool = True,
     **keywords: Any,
 ) -> None:
     """Write the checkpoint; `format` names the checkpoint format if the experts were requantised.
+
+    `requantized` are the modules outside the experts that were quantised while loading.
 
     Other keywords of transformers' `save_pretrained` raise, unless they are false or in `_IGNORED`.
     """
@@ -93,6 +97,12 @@ def save_packed(
         return
     if origin is None:
         raise CannotEncode("this model was not loaded by lancebill.from_pretrained")
+    if requantized:
+        raise CannotEncode(
+            "other modules than the experts were quantised while loading, and cannot be saved",
+            where=requantized[0],
+            hint="load the model without rules for the rest",
+        )
     check_savable(origin.checkpoint)
     origin.check_unchanged(model)
     spec = origin.target()

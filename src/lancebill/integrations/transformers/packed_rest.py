@@ -1,0 +1,143 @@
+"""Everything outside the experts that is quantised stays packed: attention, shared experts, `lm_head`, embeddings.
+
+transformers has put a `StoredMatrix` into each module whose matrix is stored quantised. Linear modules become
+`QuantizedLinear`, embeddings `PackedEmbedding`; anything else, and what no fast backend computes, is dequantised.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from lancebill.backends import oracle
+from lancebill.errors import LancebillError, UnsupportedProblem
+from lancebill.integrations.transformers.packed_embedding import PackedEmbedding
+from lancebill.integrations.transformers.packed_experts import packed_experts
+from lancebill.integrations.transformers.stored_matrix import StoredMatrix
+from lancebill.layer.quantized_linear import QuantizedLinear
+from lancebill.layer.recipe import LoadOptions
+from lancebill.layer.rules import rest_activation, rest_weight
+from lancebill.numbers.codec import quantize, requantize
+from lancebill.numbers.spec import QuantSpec
+from lancebill.numbers.weight import LogicalWeight
+
+_REPLACED = (nn.Linear.forward, nn.Embedding.forward)  # a subclass with a forward of its own computes something else
+
+
+@dataclass(frozen=True)
+class RestRules:
+    """What `weights=` and `activations=` say about modules outside the experts."""
+
+    weights: object = None
+    activations: object = None
+
+
+@dataclass(frozen=True)
+class RestReport:
+    """The modules outside the experts: what stays packed, and what was dequantised and why."""
+
+    packed: dict[str, str] = field(default_factory=dict)  # spec and backend, by module
+    dequantized: dict[str, str] = field(default_factory=dict)  # the reason, by module
+    bytes: int = 0  # of what stays packed
+    requantized: tuple[str, ...] = ()  # modules with other numbers than the checkpoint's
+
+    def __str__(self) -> str:
+        lines = [f"other modules: {self.bytes / 2**20:.1f} MiB packed"]
+        lines += [f"  {count} x {kind}" for kind, count in Counter(self.packed.values()).items()]
+        lines += [f"  {count} dequantised: {why}" for why, count in Counter(self.dequantized.values()).items()]
+        return "\n".join(lines)
+
+
+def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestReport:
+    """Replace every module whose matrix is stored quantised, or is to be quantised by a rule."""
+    report = RestReport()
+    routers = _routers(model)
+    made: list[nn.Module] = []
+    requantized: list[str] = []
+    for name, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if weight is None or type(module).forward not in _REPLACED:
+            continue
+        target = None if name in routers or isinstance(module, nn.Embedding) else rest_weight(rules.weights, name)
+        if target is None and not isinstance(weight, StoredMatrix):
+            continue
+        try:
+            packed: nn.Module
+            if isinstance(module, nn.Embedding):
+                assert isinstance(weight, StoredMatrix)
+                packed = PackedEmbedding(weight.stored, weight.dtype)
+                report.packed[name] = f"{weight.stored.spec}, rows looked up"
+            else:
+                assert isinstance(module, nn.Linear)
+                packed = _linear(name, module, _quantized(weight, target), options, rules)
+                report.packed[name] = f"{packed.problem.w13.spec} on {packed.choice.backend.name}"
+        except LancebillError as error:
+            report.dequantized[name] = error.what.splitlines()[0]
+            continue
+        made.append(packed)
+        requantized += [] if target is None else [name]
+        _replace(model, name, packed)
+    _dequantize_left(model)
+    size = sum(t.nbytes for module in made for t in module.parameters())
+    return replace(report, bytes=size, requantized=tuple(requantized))
+
+
+def _linear(
+    name: str, module: nn.Linear, weight: LogicalWeight, options: LoadOptions, rules: RestRules
+) -> QuantizedLinear:
+    bias = None if module.bias is None else module.bias.detach()
+    made = QuantizedLinear.from_weight(
+        replace(weight, bias=bias),
+        device=options.device,
+        backend=options.backend,
+        activations=rest_activation(rules.activations, name),
+        dtype=options.dtype,
+        order=options.order,
+        where=name,
+    )
+    if not made.choice.backend.fast and options.backend == oracle.AUTO:
+        raise UnsupportedProblem(f"no fast backend for {weight.spec}")
+    return made
+
+
+def _quantized(weight: Tensor, target: QuantSpec | None) -> LogicalWeight:
+    if not isinstance(weight, StoredMatrix):
+        assert target is not None
+        return quantize(weight.detach().float(), target)
+    return weight.stored if target is None else requantize(weight.stored, target)[0]
+
+
+def _routers(model: nn.Module) -> set[str]:
+    """Linear modules beside the experts: routers and gates of shared experts, which choose and are not quantised."""
+    blocks = {name.rpartition(".")[0] for name, _ in packed_experts(model)}
+    return {
+        f"{block}.{name}"
+        for block in blocks
+        for name, module in model.get_submodule(block).named_children()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    model.get_submodule(parent).register_module(leaf, module)
+
+
+def _dequantize_left(model: nn.Module) -> None:
+    """Make plain parameters of the matrices that no packed module took; tied ones stay tied."""
+    plain: dict[int, nn.Parameter] = {}
+    for module, name, parameter in _parameters(model):
+        if isinstance(parameter, StoredMatrix):
+            if id(parameter) not in plain:
+                plain[id(parameter)] = nn.Parameter(parameter.plain(), requires_grad=False)
+            module._parameters[name] = plain[id(parameter)]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module, name, parameter
