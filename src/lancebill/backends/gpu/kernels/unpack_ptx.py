@@ -33,9 +33,7 @@ _E2M1_MASK = 0x81C081C0
 _E2M1_BITS = ((3, 15), (2, 8), (1, 7), (0, 6))
 _ROTATIONS, _MERGED_ROTATIONS, _MERGED_FROM_0 = (0, 4, 10), (6, 12), 0x06030603
 
-MULTIPLY = {f.BF16: "mul.rn.bf16x2", f.F16: "mul.rn.f16x2"}
-MULTIPLY_ADD = {f.BF16: "fma.rn.bf16x2", f.F16: "fma.rn.f16x2"}
-SUBTRACT = {f.BF16: "sub.rn.bf16x2", f.F16: "sub.rn.f16x2"}
+_PAIR_TYPE = {f.BF16: "bf16x2", f.F16: "f16x2"}
 INT4_MAGIC = {f.BF16: 0x4300, f.F16: 0x6400}  # 128 and 1024: OR-ing a small integer into the mantissa adds it
 # Subnormal 16-bit numbers, and normal ones of the lowest exponent, are integers in units of 2**-133 (bf16) or
 # 2**-24 (fp16): a masked nibble in the low byte already is a number. One fused multiply-add with a scale that includes
@@ -208,7 +206,7 @@ def _factors(
     for number, (pair, statements, low, high) in enumerate(_factor_pairs(form, metas, k5s)):
         lines += statements + _spread(pair, _name(low), _name(high))
         if form.subnormal:
-            lines.append(f"{MULTIPLY[form.activations]} e{number}, {pair}, {_MINUS_EIGHT};")
+            lines.append(f"mul.rn.{_PAIR_TYPE[form.activations]} e{number}, {pair}, {_MINUS_EIGHT};")
         if form.subnormal or form.two_part_scale:
             lines += _spread(f"e{number}", _companion(_name(low)), _companion(_name(high)))
     for n3, k4, k5 in itertools.product(range(2), range(2), k5s):
@@ -295,14 +293,12 @@ def _group_factors(form: WeightForm, metas: list[str], part: int) -> tuple[str, 
     else:
         lines += [f"cvt.rn.f16x2.f32 {pair}, y, x;", f"mov.b32 {{h0, h1}}, {pair};"]
         lines += ["cvt.f32.f16 v, h0;", "cvt.f32.f16 w, h1;"]
-    to = "bf16x2" if form.activations == f.BF16 else "f16x2"
-    return pair, [*lines, "sub.rn.f32 x, x, v;", "sub.rn.f32 y, y, w;", f"cvt.rn.{to}.f32 {remainder}, y, x;"]
+    rounded = f"cvt.rn.{_PAIR_TYPE[form.activations]}.f32 {remainder}, y, x;"
+    return pair, [*lines, "sub.rn.f32 x, x, v;", "sub.rn.f32 y, y, w;", rounded]
 
 
 def code_shift(form: WeightForm) -> int:
     """The power of two by which unpacked codes are too small."""
-    if form.activations == f.E4M3:
-        return 0
     shifts = {f.E2M1_CODE: {f.BF16: 126, f.F16: 14}, f.E4M3_CODE: {f.BF16: 120, f.F16: 8}}
     return shifts.get(form.code, {}).get(form.activations, 0)
 
@@ -339,13 +335,19 @@ def _statements(form: WeightForm) -> tuple[str, int, int]:
             lines += _nibbles(words[2 * k5 : 2 * k5 + 2], out, form)
         for (n3, _, k4), register in out.items():
             lines += _finish(form, register, zero.get((n3, k5)), factor.get((n3, k4, k5)))
-    lines, constants = _name_constants(lines)
+    lines, constants = _name_constants([_fused(line) for line in lines])
     registers = {*factor.values(), *zero.values(), *(f"{kind}{i}" for kind in "pe" for i in range(4))}
     if form.subnormal or form.two_part_scale:
         registers |= {_companion(m) for m in factor.values()}
     named = ["t", "u", *sorted(registers), *constants]
     head = f"{{\n.reg .b32 {', '.join(named)}; .reg .f32 x, y, v, w; .reg .b16 h0, h1;\n"
     return head + "\n".join(lines) + "\n}", outputs, form.scale_words
+
+
+def _fused(line: str) -> str:
+    """x * y as x * y + -0 and x - y as y * -1 + x: before sm_90, bf16x2 has only fused multiply-add. The same bits."""
+    line = re.sub(r"mul(\.rn\.bf16x2 .*);", r"fma\1, 0x80008000;", line)
+    return re.sub(r"sub(\.rn\.bf16x2 \S+) (\S+), (\S+);", r"fma\1 \3, 0xbf80bf80, \2;", line)
 
 
 def _name_constants(lines: list[str]) -> tuple[list[str], list[str]]:
@@ -381,17 +383,17 @@ def _zeros(form: WeightForm, metas: list[str], k5s: tuple[int, ...]) -> tuple[li
 
 def _finish(form: WeightForm, register: str, zero: str | None, factor: str | None) -> list[str]:
     """Subtract the zero point and multiply by the factor, if the form has them."""
-    act = form.activations
+    act, to = form.activations, _PAIR_TYPE[form.activations]
     lines = []
     if form.subnormal and factor is not None:
-        return [f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, {_companion(factor)};"]
+        return [f"fma.rn.{to} {register}, {register}, {factor}, {_companion(factor)};"]
     if form.code == f.INT4_CODE:
-        lines.append(f"{SUBTRACT[act]} {register}, {register}, {zero or _pair(INT4_MAGIC[act] + 8)};")
+        lines.append(f"sub.rn.{to} {register}, {register}, {zero or _pair(INT4_MAGIC[act] + 8)};")
     if factor is not None and form.two_part_scale:
-        lines.append(f"{MULTIPLY[act]} t, {register}, {_companion(factor)};")
-        lines.append(f"{MULTIPLY_ADD[act]} {register}, {register}, {factor}, t;")
+        lines.append(f"mul.rn.{to} t, {register}, {_companion(factor)};")
+        lines.append(f"fma.rn.{to} {register}, {register}, {factor}, t;")
     elif factor is not None:
-        lines.append(f"{MULTIPLY[act]} {register}, {register}, {factor};")
+        lines.append(f"mul.rn.{to} {register}, {register}, {factor};")
     elif code_shift(form):
-        lines.append(f"{MULTIPLY[act]} {register}, {register}, {power(code_shift(form), act)};")
+        lines.append(f"mul.rn.{to} {register}, {register}, {power(code_shift(form), act)};")
     return lines
