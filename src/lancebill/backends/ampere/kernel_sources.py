@@ -1,0 +1,42 @@
+"""Kernel sources: the compile-time values of the GEMM kernels, for `lancebill kernels build` and for loading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lancebill.backends.ampere.tiles import Tile
+from lancebill.backends.hopper.kernels.weight_form import BF16, E4M3, F16, WeightForm
+from lancebill.jit.compile import KernelSource
+
+GEMM, DECODE = "lancebill.backends.ampere.kernels.gemm", "lancebill.backends.ampere.kernels.decode"
+ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
+
+
+def grouped_gemm(
+    form: WeightForm, tile: Tile, out: str, kind: str, activation: str, *, bias: bool, arch: int
+) -> KernelSource:
+    """One GEMM over one list of tiles."""
+    pointers = {
+        "x": ELEMENT[form.activations], "w": "i32", "s": "i32", "out": out, "slots": "i32", "factors": "fp32",
+        "bias": "fp32", "token_scales": "fp32", "tiles": "i32", "tile_count": "i32", "taken": "i32",
+    }  # fmt: skip
+    arguments = {
+        **{name: f"*{element}" for name, element in pointers.items()},
+        **dict.fromkeys(("units", "slices", "scale_blocks", "width", "columns"), "i32"),
+        **dict.fromkeys(("limit", "alpha", "beta"), "fp32"),
+    }
+    constants = {
+        **_form_constants(form), "SIZES": _packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices,
+        "KIND": kind, "ACTIVATION": activation, "BIAS": bias,
+    }  # fmt: skip
+    aligned = (*(name for name in pointers if name != "taken"), "width", "columns")
+    options = (("num_warps", 4), ("maxnreg", tile.registers))
+    return KernelSource(GEMM, "grouped_gemm", tuple(arguments.items()), tuple(constants.items()), aligned, options, arch)
+
+
+def _form_constants(form: WeightForm) -> dict[str, str | int | bool]:
+    return {"CODE": form.code, "SCALE": form.scale, "GROUP": form.group, "ACT": form.activations, "ZERO": form.zero}
+
+
+def _packed_bytes(numbers: Sequence[int]) -> int:
+    return int.from_bytes(bytes(numbers), "little")

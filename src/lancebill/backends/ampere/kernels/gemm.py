@@ -1,0 +1,162 @@
+"""The grouped GEMM of every weight form with mma.sync: one pipeline, one scheduler (Gluon).
+
+    out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
+
+A tile is one unit (128 features) by up to 128 tokens. A block has four warps, which copy and multiply; several blocks
+share an SM and hide each other's latencies. The grid is persistent: block p starts with tile p of a list made on the
+device (`dispatch_combine`), further tiles come from a global counter, since some SMs are slower than others. A tile's
+result does not depend on the block. The copies of a tile's first stages start before the previous tile ends.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from lancebill.backends.hopper.kernels import dequant
+from lancebill.backends.hopper.kernels.dispatch_combine import largest_size, size_count, size_of
+from lancebill.backends.hopper.kernels.epilogue import load_targets, scale_rows, store_rows
+from lancebill.backends.ampere.kernels.mainloop import chunk_count, chunk_of, multiply_stage, zero_sums
+from lancebill.backends.ampere.kernels.pipeline import (
+    allocate_ring,
+    copy_rows,
+    copy_weights,
+    pipeline_config,
+    power_of_two,
+    with_tokens,
+)
+
+
+@gluon.jit
+def tile_at(tiles, index, count, units):
+    """Tile index to (expert, unit, first row, rows, size of the tile); no rows if there is no such tile.
+
+    Consecutive tiles share an expert, so its weights stay in L2.
+    """
+    record = tiles + index // units * 4
+    exists = index < count
+    e = gl.load(record, mask=exists, other=0)
+    row = gl.load(record + 1, mask=exists, other=0)
+    rows = gl.load(record + 2, mask=exists, other=0)
+    return e, index % units, row, rows, gl.load(record + 3, mask=exists, other=0)
+
+
+@gluon.jit
+def request_tile(taken):
+    """Ask the counter for the block's next tile. Only the first thread's number is valid; nobody waits for it here."""
+    LANES: gl.constexpr = dequant.lane_layout()
+    thread = gl.arange(0, 128, LANES)
+    return gl.atomic_add(taken + thread * 0, 1, mask=thread == 0, sem="relaxed")
+
+
+@gluon.jit
+def receive_tile(ticket, mailbox):
+    """The index of the requested tile, for all threads."""
+    mailbox.store(ticket)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.num_programs(0) + gl.max(mailbox.slice(0, 1, 0).load(ONE), 0)
+
+
+@gluon.jit
+def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, width, config: gl.constexpr):
+    """Start all copies of one stage of a tile. A tile without rows gets zeros and reads nothing."""
+    x, w, s = arrays
+    e, unit, row, rows, _ = tile
+    there = gl.where(rows > 0, slices, 0)
+    copy_weights(w, s, ring, stage, e * units + unit, block, there, scale_blocks, config)
+    copy_rows(x, ring, stage, block, row, rows, width, config)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, tile, step, units, slices, scale_blocks, width,
+                  config: gl.constexpr, largest: gl.constexpr):  # fmt: skip
+    """The sums of one tile; also starts the copies of the next one, and returns that tile and its index.
+
+    Copies are AHEAD stages ahead of the multiplication, so those of the next tile start AHEAD stages before the end.
+    """
+    STAGES: gl.constexpr = config.stages
+    AHEAD: gl.constexpr = STAGES - 1
+    blocks = (slices + config.slices - 1) // config.slices
+    sums = zero_sums(config)
+    following = tile
+    index = 0
+    block = AHEAD
+    end = blocks
+    for part in range(2):
+        if part == 1:
+            index = receive_tile(ticket, mailbox)
+            following = tile_at(tiles, index, count, units)
+            ticket = request_tile(taken)
+            block = 0
+            end = AHEAD
+        while block < end:
+            async_copy.wait_group(AHEAD - 1)
+            copy_stage(arrays, ring, (step + AHEAD) % STAGES, following, block, units, slices, scale_blocks, width,
+                       largest)  # fmt: skip
+            sums = multiply_stage(ring, step % STAGES, sums, config)
+            step += 1
+            block += 1
+    return sums, following, index, ticket, step
+
+
+@gluon.jit
+def finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha, beta,
+                config: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """Epilogue of one tile: accumulators to rows of `out`."""
+    e, unit, row, rows, _ = tile
+    CHUNK: gl.constexpr = chunk_of(config)
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    QUANTISED: gl.constexpr = dequant.fp8_inputs(config.form)
+    factors += (e * units + unit) * 128
+    bias += (e * units + unit) * 128
+    for i in gl.static_range(chunk_count(config)):
+        first, more = row + i * CHUNK, rows - i * CHUNK
+        targets = load_targets(slots, first, more, CHUNK, CHUNK, KIND)
+        top = scale_rows(sums[2 * i], factors, bias, token_scales, first, more, BIAS, QUANTISED)
+        bottom = scale_rows(sums[2 * i + 1], factors + 64, bias + 64, token_scales, first, more, BIAS, QUANTISED)
+        store_rows(out, targets, staging.slice(0, CHUNK, 0), top, bottom, more, unit * WIDTH, columns, limit, alpha,
+                   beta, CHUNK, KIND, ACTIVATION)  # fmt: skip
+
+
+@gluon.jit
+def grouped_gemm(
+    x, w, s, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices, scale_blocks, width,
+    columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
+    ZERO: gl.constexpr, SIZES: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, KIND: gl.constexpr,
+    ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """One GEMM of the layer over one tile list, with tiles of these sizes (a byte each).
+
+    `width`: columns of a row of x. A matrix must have at least STAGES - 1 stages.
+    """
+    form: gl.constexpr = dequant.form_of(CODE, SCALE, GROUP, ACT, ZERO)
+    largest: gl.constexpr = pipeline_config(form, largest_size(SIZES), STAGES, SLICES)
+    ring = allocate_ring(x.dtype.element_ty, largest)
+    mailbox = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    CHUNK: gl.constexpr = min(power_of_two(largest_size(SIZES)), 32)
+    WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    STAGING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], out.dtype.element_ty)
+    staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
+    arrays = (x, w, s)
+    count = gl.load(tile_count) * units
+    index = gl.program_id(0)
+    tile = tile_at(tiles, index, count, units)
+    ticket = request_tile(taken)
+    for i in gl.static_range(STAGES - 1):
+        copy_stage(arrays, ring, i, tile, i, units, slices, scale_blocks, width, largest)
+    step = 0
+    while index < count:
+        following = tile
+        next_index = index
+        for i in gl.static_range(size_count(SIZES)):
+            if size_count(SIZES) == 1 or tile[4] == size_of(SIZES, i):
+                config: gl.constexpr = with_tokens(largest, size_of(SIZES, i))
+                sums, following, next_index, ticket, step = multiply_tile(
+                    arrays, ring, mailbox, tiles, taken, count, ticket, tile, step, units, slices, scale_blocks, width,
+                    config, largest)  # fmt: skip
+                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha,
+                            beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip
+        tile = following
+        index = next_index

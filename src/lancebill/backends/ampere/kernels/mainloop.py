@@ -1,0 +1,68 @@
+"""The multiplication of one stage: weights dequantised in registers times tokens in shared memory (Gluon).
+
+Weights are mma's A operand. A warp has 16 rows of each half of a unit, so every weight is dequantised once, and one
+B fragment of tokens serves both halves. The packed words are in the order of wgmma's A operand from registers, which
+is mma's: see `unpack_ptx`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from lancebill.backends.hopper.kernels import dequant
+from lancebill.backends.hopper.kernels.dequant import dequantise, load_codes, load_scales
+from lancebill.backends.ampere.kernels.pipeline import scale_block_of
+
+
+@gluon.constexpr_function
+def accumulator_layout():
+    return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+
+
+@gluon.constexpr_function
+def chunk_of(config):
+    return config.chunk
+
+
+@gluon.constexpr_function
+def chunk_count(config):
+    return config.chunks
+
+
+@gluon.jit
+def zero_sums(config: gl.constexpr):
+    """Zero accumulators [64 features, tokens of a chunk]: both halves of each chunk."""
+    sums = ()
+    for _ in gl.static_range(2 * chunk_count(config)):
+        sums += (gl.zeros([64, chunk_of(config)], gl.float32, accumulator_layout()),)
+    return sums
+
+
+@gluon.jit
+def weights_of(ring, stage, slice: gl.constexpr, half: gl.constexpr, config: gl.constexpr):
+    """A half of a slice as mma's A operand."""
+    form: gl.constexpr = config.form
+    codes = load_codes(ring.codes.index(stage), slice, half, form)
+    scales = codes
+    if dequant.scale_words(form) > 0:
+        scales = load_scales(ring.scales, stage, scale_block_of(config, slice), half, form)
+    return dequantise(codes, scales, accumulator_layout(), form)
+
+
+@gluon.jit
+def multiply_stage(ring, stage, sums, config: gl.constexpr):
+    """Add the products of one stage to the sums."""
+    SLICES: gl.constexpr = config.slices
+    CHUNK: gl.constexpr = chunk_of(config)
+    TOKENS: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(), 2)
+    for j in gl.static_range(SLICES):
+        top = weights_of(ring, stage, j, 0, config)
+        bottom = weights_of(ring, stage, j, 1, config)
+        x = ring.x.index(stage * SLICES + j)
+        for i in gl.static_range(chunk_count(config)):
+            tokens = x.slice(i * CHUNK, CHUNK, 0).permute((1, 0)).load(TOKENS)
+            pair = (mma_v2(top, tokens, sums[2 * i]), mma_v2(bottom, tokens, sums[2 * i + 1]))
+            sums = sums[: 2 * i] + pair + sums[2 * i + 2 :]
+    return sums

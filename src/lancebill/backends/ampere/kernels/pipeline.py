@@ -1,0 +1,171 @@
+"""A ring of stages in shared memory, filled with cp.async by the threads that also multiply (Gluon).
+
+A stage has SLICES slices of K: rows of tokens, packed codes and scales of one unit (128 features). While one stage is
+multiplied, the copies of the next STAGES - 1 are in flight. They may belong to the next tile: the ring does not drain
+between tiles.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of an aggregate as types.
+
+from dataclasses import dataclass, replace
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.core import _aggregate as aggregate
+
+from lancebill.backends.hopper.kernels import dequant
+from lancebill.backends.hopper.kernels.weight_form import WeightForm
+
+_MOST_CHUNK = 32
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The shape of a tile and of its pipeline."""
+
+    form: WeightForm
+    tokens: int  # per tile
+    stages: int
+    slices: int  # of K, per stage
+
+    def with_tokens(self, tokens: int) -> "PipelineConfig":
+        """The same pipeline for a smaller tile."""
+        return replace(self, tokens=tokens)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are multiplied together: a power of two that divides the tile."""
+        return min(self.tokens & -self.tokens, _MOST_CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.chunk
+
+
+@gluon.constexpr_function
+def pipeline_config(form, TOKENS, STAGES, SLICES):
+    return PipelineConfig(form, TOKENS, STAGES, SLICES)
+
+
+@gluon.constexpr_function
+def with_tokens(config, TOKENS):
+    return config.with_tokens(TOKENS)
+
+
+@gluon.constexpr_function
+def power_of_two(n):
+    return 1 << (n - 1).bit_length()
+
+
+@gluon.constexpr_function
+def stage_scale_words(config):
+    return config.form.stage_scale_words(config.slices)
+
+
+@gluon.constexpr_function
+def stages_per_block(config):
+    """Consecutive stages that read the same block of scales (0: all stages)."""
+    form = config.form
+    return 0 if form.block_columns == 0 else max(1, form.block_columns // (config.slices * form.slice_columns))
+
+
+@gluon.constexpr_function
+def stage_blocks(config):
+    return config.form.stage_blocks(config.slices)
+
+
+@gluon.constexpr_function
+def scale_block_of(config, slice):
+    """The block of scales of a slice within its stage."""
+    form = config.form
+    if form.block_columns == 0:
+        return 0
+    return min(slice * form.slice_columns // form.block_columns, form.stage_blocks(config.slices) - 1)
+
+
+@aggregate
+class Ring:
+    """Shared memory of all stages: rows of tokens, packed codes, words of scales."""
+
+    x: gl.shared_memory_descriptor
+    codes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, x, codes, scales):
+        self.x = x
+        self.codes = codes
+        self.scales = scales
+
+
+@gluon.jit
+def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
+    """The ring for the largest tile of a launch."""
+    form: gl.constexpr = config.form
+    STAGES: gl.constexpr = config.stages
+    SLICES: gl.constexpr = config.slices
+    COLUMNS: gl.constexpr = dequant.slice_columns(form)
+    ROWS: gl.constexpr = SLICES * dequant.slice_rows(form)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [2, 1, 0])  # 16-byte vectors of 128-byte rows
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    x = gl.allocate_shared_memory(ELEMENT, [STAGES * SLICES, power_of_two(config.tokens), COLUMNS], SWIZZLED)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], PLAIN)
+    if dequant.scale_words(form) > 0:
+        scales = gl.allocate_shared_memory(
+            gl.int32, [STAGES, stage_scale_words(config)], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )
+    else:
+        scales = codes
+    return Ring(x, codes, scales)
+
+
+@gluon.jit
+def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: gl.constexpr):
+    """Start the copies of a unit's codes and scales for a stage; `unit` counts over all experts.
+
+    `block` counts the unit's stages. Slices from `slices` on are filled with zeros.
+    """
+    form: gl.constexpr = config.form
+    SLICES: gl.constexpr = config.slices
+    SLICE_ROWS: gl.constexpr = dequant.slice_rows(form)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, SLICES * SLICE_ROWS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    c = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    first = w + (unit.to(gl.int64) * slices + block * SLICES) * (SLICE_ROWS * 32)
+    inside = r < (slices - block * SLICES) * SLICE_ROWS
+    async_copy.async_copy_global_to_shared(
+        ring.codes.index(stage), first + (r * 32 + c), mask=inside & (c >= 0), cache_modifier=".cg"
+    )
+    if dequant.scale_words(form) > 0:
+        WORDS: gl.constexpr = 64 * dequant.scale_words(form)
+        SHARED: gl.constexpr = stages_per_block(config)
+        i = gl.arange(0, stage_scale_words(config), gl.BlockedLayout([4], [32], [4], [0]))
+        start = block * 0
+        if SHARED == 1:
+            start = block * stage_blocks(config)
+        elif SHARED > 1:
+            start = block // SHARED
+        async_copy.async_copy_global_to_shared(
+            ring.scales.index(stage),
+            s + (unit.to(gl.int64) * scale_blocks + start) * WORDS + i,
+            mask=(i < (scale_blocks - start) * WORDS) & (block * SLICES < slices),
+            cache_modifier=".cg",
+        )
+
+
+@gluon.jit
+def copy_rows(x, ring, stage, block, row, rows, width, config: gl.constexpr):
+    """Start the copies of a stage's columns of rows `row` to `row + rows`; zeros where a row or the matrix ends."""
+    SLICES: gl.constexpr = config.slices
+    COLUMNS: gl.constexpr = ring.x.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 8], [4, 8], [4, 1], [1, 0])
+    t = gl.arange(0, ring.x.shape[1], gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    first = x + row.to(gl.int64) * width
+    for j in gl.static_range(SLICES):
+        k = (block * SLICES + j) * COLUMNS + c
+        async_copy.async_copy_global_to_shared(
+            ring.x.index(stage * SLICES + j), first + (t * width + k), mask=(t < rows) & (k < width),
+            cache_modifier=".cg",
+        )  # fmt: skip
