@@ -30,16 +30,16 @@ from lancebill.backends.ampere.kernels.pipeline import (
 
 @gluon.jit
 def tile_at(tiles, index, count, units):
-    """Tile index to (expert, unit, first row, rows, size of the tile); no rows if there is no such tile.
+    """Tile index to (expert, unit, first row, rows); no rows if there is no such tile.
 
-    Consecutive tiles share an expert, so its weights stay in L2.
+    Consecutive tiles share an expert, so its weights stay in L2. A tile is read twice, before its copies and before its
+    epilogue: its numbers would take registers from the multiplication.
     """
     record = tiles + index // units * 4
     exists = index < count
     e = gl.load(record, mask=exists, other=0)
     row = gl.load(record + 1, mask=exists, other=0)
-    rows = gl.load(record + 2, mask=exists, other=0)
-    return e, index % units, row, rows, gl.load(record + 3, mask=exists, other=0)
+    return e, index % units, row, gl.load(record + 2, mask=exists, other=0)
 
 
 @gluon.jit
@@ -47,7 +47,7 @@ def request_tile(taken):
     """Ask the counter for the block's next tile. Only the first thread's number is valid; nobody waits for it here."""
     LANES: gl.constexpr = dequant.lane_layout()
     thread = gl.arange(0, 128, LANES)
-    return gl.atomic_add(taken + thread * 0, 1, mask=thread == 0, sem="relaxed")
+    return gl.atomic_add(taken + thread * 0, thread * 0 + 1, mask=thread == 0, sem="relaxed")
 
 
 @gluon.jit
@@ -62,7 +62,7 @@ def receive_tile(ticket, mailbox):
 def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, width, config: gl.constexpr):
     """Start all copies of one stage of a tile. A tile without rows gets zeros and reads nothing."""
     x, w, s = arrays
-    e, unit, row, rows, _ = tile
+    e, unit, row, rows = tile
     there = gl.where(rows > 0, slices, 0)
     copy_weights(w, s, ring, stage, e * units + unit, block, there, scale_blocks, config)
     copy_rows(x, ring, stage, block, row, rows, width, config)
@@ -70,42 +70,41 @@ def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, wi
 
 
 @gluon.jit
-def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, tile, step, units, slices, scale_blocks, width,
+def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, copied, step, units, slices, scale_blocks, width,
                   config: gl.constexpr, largest: gl.constexpr):  # fmt: skip
-    """The sums of one tile; also starts the copies of the next one, and returns that tile and its index.
+    """The sums of one tile, whose first AHEAD stages are `copied`. Also starts the copies of the next tile.
 
-    Copies are AHEAD stages ahead of the multiplication, so those of the next tile start AHEAD stages before the end.
+    Copies stay AHEAD stages ahead of the multiplication. Returns the next tile, its index, and the ticket of the tile
+    after it.
     """
     STAGES: gl.constexpr = config.stages
     AHEAD: gl.constexpr = STAGES - 1
-    blocks = (slices + config.slices - 1) // config.slices
     sums = zero_sums(config)
-    following = tile
     index = 0
     block = AHEAD
-    end = blocks
+    end = (slices + config.slices - 1) // config.slices
     for part in range(2):
         if part == 1:
             index = receive_tile(ticket, mailbox)
-            following = tile_at(tiles, index, count, units)
+            copied = tile_at(tiles, index, count, units)
             ticket = request_tile(taken)
             block = 0
             end = AHEAD
         while block < end:
             async_copy.wait_group(AHEAD - 1)
-            copy_stage(arrays, ring, (step + AHEAD) % STAGES, following, block, units, slices, scale_blocks, width,
+            copy_stage(arrays, ring, (step + AHEAD) % STAGES, copied, block, units, slices, scale_blocks, width,
                        largest)  # fmt: skip
             sums = multiply_stage(ring, step % STAGES, sums, config)
             step += 1
             block += 1
-    return sums, following, index, ticket, step
+    return sums, copied, index, ticket, step
 
 
 @gluon.jit
 def finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha, beta,
                 config: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     """Epilogue of one tile: accumulators to rows of `out`."""
-    e, unit, row, rows, _ = tile
+    e, unit, row, rows = tile
     CHUNK: gl.constexpr = chunk_of(config)
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     QUANTISED: gl.constexpr = dequant.fp8_inputs(config.form)
@@ -142,21 +141,20 @@ def grouped_gemm(
     arrays = (x, w, s)
     count = gl.load(tile_count) * units
     index = gl.program_id(0)
-    tile = tile_at(tiles, index, count, units)
+    copied = tile_at(tiles, index, count, units)
     ticket = request_tile(taken)
     for i in gl.static_range(STAGES - 1):
-        copy_stage(arrays, ring, i, tile, i, units, slices, scale_blocks, width, largest)
+        copy_stage(arrays, ring, i, copied, i, units, slices, scale_blocks, width, largest)
     step = 0
     while index < count:
-        following = tile
-        next_index = index
+        size = gl.load(tiles + index // units * 4 + 3)
+        following = index
         for i in gl.static_range(size_count(SIZES)):
-            if size_count(SIZES) == 1 or tile[4] == size_of(SIZES, i):
+            if size_count(SIZES) == 1 or size == size_of(SIZES, i):
                 config: gl.constexpr = with_tokens(largest, size_of(SIZES, i))
-                sums, following, next_index, ticket, step = multiply_tile(
-                    arrays, ring, mailbox, tiles, taken, count, ticket, tile, step, units, slices, scale_blocks, width,
-                    config, largest)  # fmt: skip
-                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha,
-                            beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip
-        tile = following
-        index = next_index
+                sums, copied, following, ticket, step = multiply_tile(
+                    arrays, ring, mailbox, tiles, taken, count, ticket, copied, step, units, slices, scale_blocks,
+                    width, config, largest)  # fmt: skip
+                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile_at(tiles, index, count, units),
+                            units, columns, limit, alpha, beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip
+        index = following

@@ -107,13 +107,13 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
     SLICES: gl.constexpr = config.slices
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     ROWS: gl.constexpr = SLICES * dequant.slice_rows(form)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [2, 1, 0])  # 16-byte vectors of 128-byte rows
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    x = gl.allocate_shared_memory(ELEMENT, [STAGES * SLICES, power_of_two(config.tokens), COLUMNS], SWIZZLED)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [1, 0])  # 16-byte vectors of 128-byte rows
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x = gl.allocate_shared_memory(ELEMENT, [STAGES, SLICES * power_of_two(config.tokens), COLUMNS], SWIZZLED)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], PLAIN)
     if dequant.scale_words(form) > 0:
         scales = gl.allocate_shared_memory(
-            gl.int32, [STAGES, stage_scale_words(config)], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            gl.int32, [STAGES, stage_scale_words(config)], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
     else:
         scales = codes
@@ -157,15 +157,16 @@ def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: g
 @gluon.jit
 def copy_rows(x, ring, stage, block, row, rows, width, config: gl.constexpr):
     """Start the copies of a stage's columns of rows `row` to `row + rows`; zeros where a row or the matrix ends."""
-    SLICES: gl.constexpr = config.slices
+    T: gl.constexpr = power_of_two(config.tokens)
     COLUMNS: gl.constexpr = ring.x.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 8], [4, 8], [4, 1], [1, 0])
-    t = gl.arange(0, ring.x.shape[1], gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    r = gl.arange(0, ring.x.shape[1], gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    t = r % T
+    j = r // T
+    # A thread's rows are 16 apart. Their distance is the same for all threads, so only one offset takes a register.
+    near = (t % 16) * width + c
+    far = t // 16 * (16 * width) + (block * config.slices + j) * COLUMNS
+    inside = (t % 16 < rows - t // 16 * 16) & (c < width - (block * config.slices + j) * COLUMNS)
     first = x + row.to(gl.int64) * width
-    for j in gl.static_range(SLICES):
-        k = (block * SLICES + j) * COLUMNS + c
-        async_copy.async_copy_global_to_shared(
-            ring.x.index(stage * SLICES + j), first + (t * width + k), mask=(t < rows) & (k < width),
-            cache_modifier=".cg",
-        )  # fmt: skip
+    async_copy.async_copy_global_to_shared(ring.x.index(stage), first + (near + far), mask=inside, cache_modifier=".cg")
