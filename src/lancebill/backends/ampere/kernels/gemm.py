@@ -65,7 +65,7 @@ def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, wi
     e, unit, row, rows = tile
     there = gl.where(rows > 0, slices, 0)
     copy_weights(w, s, ring, stage, e * units + unit, block, there, scale_blocks, config)
-    copy_rows(x, ring, stage, block, row, rows, width, config)
+    copy_rows(x, ring, stage, block, row, rows, width, ring.x.shape[1])
     async_copy.commit_group()
 
 

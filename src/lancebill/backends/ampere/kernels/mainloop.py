@@ -56,14 +56,15 @@ def multiply_stage(ring, stage, sums, config: gl.constexpr):
     """Add the products of one stage to the sums."""
     SLICES: gl.constexpr = config.slices
     CHUNK: gl.constexpr = chunk_of(config)
-    PITCH: gl.constexpr = ring.x.shape[1] // SLICES
+    COLUMNS: gl.constexpr = dequant.slice_columns(config.form)
     TOKENS: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(), 2)
+    x = ring.x.index(stage)
     for j in gl.static_range(SLICES):
         top = weights_of(ring, stage, j, 0, config)
         bottom = weights_of(ring, stage, j, 1, config)
-        x = ring.x.index(stage)
+        columns = x.slice(j * COLUMNS, COLUMNS, 1)
         for i in gl.static_range(chunk_count(config)):
-            tokens = x.slice(j * PITCH + i * CHUNK, CHUNK, 0).permute((1, 0)).load(TOKENS)
+            tokens = columns.slice(i * CHUNK, CHUNK, 0).permute((1, 0)).load(TOKENS)
             pair = (mma_v2(top, tokens, sums[2 * i]), mma_v2(bottom, tokens, sums[2 * i + 1]))
             sums = sums[: 2 * i] + pair + sums[2 * i + 2 :]
     return sums

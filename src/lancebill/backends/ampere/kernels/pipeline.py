@@ -107,9 +107,9 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
     SLICES: gl.constexpr = config.slices
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
     ROWS: gl.constexpr = SLICES * dequant.slice_rows(form)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [1, 0])  # 16-byte vectors of 128-byte rows
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [1, 0])  # vectors of 16 bytes
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = gl.allocate_shared_memory(ELEMENT, [STAGES, SLICES * power_of_two(config.tokens), COLUMNS], SWIZZLED)
+    x = gl.allocate_shared_memory(ELEMENT, [STAGES, power_of_two(config.tokens), SLICES * COLUMNS], SWIZZLED)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], PLAIN)
     if dequant.scale_words(form) > 0:
         scales = gl.allocate_shared_memory(
@@ -155,18 +155,24 @@ def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: g
 
 
 @gluon.jit
-def copy_rows(x, ring, stage, block, row, rows, width, config: gl.constexpr):
-    """Start the copies of a stage's columns of rows `row` to `row + rows`; zeros where a row or the matrix ends."""
-    T: gl.constexpr = power_of_two(config.tokens)
+def copy_rows(x, ring, stage, block, row, rows, width, COUNT: gl.constexpr):
+    """Start the copies of a stage's columns of `rows` rows from `row` on, at most COUNT.
+
+    Columns after the end of a row and rows up to COUNT are filled with zeros. Rows after COUNT keep what they have: a
+    token's sums do not depend on other tokens.
+    """
     COLUMNS: gl.constexpr = ring.x.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 8], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, ring.x.shape[1], gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    VECTOR: gl.constexpr = 128 // ring.x.dtype.primitive_bitwidth
+    LANES: gl.constexpr = min(COLUMNS // VECTOR, 32)  # for one row
+    APART: gl.constexpr = 128 // LANES
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
+    t = gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    t = r % T
-    j = r // T
-    # A thread's rows are 16 apart. Their distance is the same for all threads, so only one offset takes a register.
-    near = (t % 16) * width + c
-    far = t // 16 * (16 * width) + (block * config.slices + j) * COLUMNS
-    inside = (t % 16 < rows - t // 16 * 16) & (c < width - (block * config.slices + j) * COLUMNS)
-    first = x + row.to(gl.int64) * width
-    async_copy.async_copy_global_to_shared(ring.x.index(stage), first + (near + far), mask=inside, cache_modifier=".cg")
+    # A thread's rows are APART rows apart. That distance is the same for all threads: only one offset needs a register.
+    near = t % APART * width + c
+    far = t // APART * (APART * width) + block * COLUMNS
+    inside = (t % APART < rows - t // APART * APART) & (c < width - block * COLUMNS)
+    async_copy.async_copy_global_to_shared(
+        ring.x.index(stage).slice(0, COUNT, 0), x + row.to(gl.int64) * width + (near + far), mask=inside,
+        cache_modifier=".cg",
+    )  # fmt: skip
