@@ -14,9 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from lancebill.backends.hopper.kernels import dequant
-from lancebill.backends.hopper.kernels.dispatch_combine import largest_size, size_count, size_of
-from lancebill.backends.hopper.kernels.epilogue import load_targets, scale_rows, store_rows
 from lancebill.backends.ampere.kernels.mainloop import chunk_count, chunk_of, multiply_stage, zero_sums
 from lancebill.backends.ampere.kernels.pipeline import (
     allocate_ring,
@@ -26,6 +23,9 @@ from lancebill.backends.ampere.kernels.pipeline import (
     power_of_two,
     with_tokens,
 )
+from lancebill.backends.gpu.kernels import dequant
+from lancebill.backends.gpu.kernels.dispatch_combine import largest_size, size_count, size_of
+from lancebill.backends.gpu.kernels.epilogue import load_targets, scale_rows, store_rows
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, wi
     e, unit, row, rows = tile
     there = gl.where(rows > 0, slices, 0)
     copy_weights(w, s, ring, stage, e * units + unit, block, there, scale_blocks, config)
-    copy_rows(x, ring, stage, block, row, rows, width, ring.x.shape[1])
+    copy_rows(x, ring, stage, block, row, rows, width)
     async_copy.commit_group()
 
 

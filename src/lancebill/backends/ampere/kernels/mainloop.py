@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from lancebill.backends.hopper.kernels import dequant
-from lancebill.backends.hopper.kernels.dequant import dequantise, load_codes, load_scales
-from lancebill.backends.ampere.kernels.pipeline import scale_block_of
+from lancebill.backends.gpu.kernels import dequant
+from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
+from lancebill.backends.gpu.kernels.stage import scale_block_of
 
 
 @gluon.constexpr_function
@@ -47,24 +47,35 @@ def weights_of(ring, stage, slice: gl.constexpr, half: gl.constexpr, config: gl.
     codes = load_codes(ring.codes.index(stage), slice, half, form)
     scales = codes
     if dequant.scale_words(form) > 0:
-        scales = load_scales(ring.scales, stage, scale_block_of(config, slice), half, form)
+        scales = load_scales(ring.scales, stage, scale_block_of(form, config.slices, slice), half, form)
     return dequantise(codes, scales, accumulator_layout(), form)
+
+
+@gluon.jit
+def tokens_of(x, slice: gl.constexpr, chunk: gl.constexpr, config: gl.constexpr):
+    """One slice of a chunk of tokens as mma's B operand. A single token is replicated: mma takes eight."""
+    COLUMNS: gl.constexpr = dequant.slice_columns(config.form)
+    CHUNK: gl.constexpr = chunk_of(config)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(), 2)
+    columns = x.slice(slice * COLUMNS, COLUMNS, 1)
+    if config.tokens == 1:
+        one = columns.permute((1, 0)).load(LAYOUT)
+        one, _ = gl.broadcast(one, gl.zeros([COLUMNS, CHUNK], x.dtype, LAYOUT))
+        return one
+    else:
+        return columns.slice(chunk * CHUNK, CHUNK, 0).permute((1, 0)).load(LAYOUT)
 
 
 @gluon.jit
 def multiply_stage(ring, stage, sums, config: gl.constexpr):
     """Add the products of one stage to the sums."""
     SLICES: gl.constexpr = config.slices
-    CHUNK: gl.constexpr = chunk_of(config)
-    COLUMNS: gl.constexpr = dequant.slice_columns(config.form)
-    TOKENS: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(), 2)
     x = ring.x.index(stage)
     for j in gl.static_range(SLICES):
         top = weights_of(ring, stage, j, 0, config)
         bottom = weights_of(ring, stage, j, 1, config)
-        columns = x.slice(j * COLUMNS, COLUMNS, 1)
         for i in gl.static_range(chunk_count(config)):
-            tokens = columns.slice(i * CHUNK, CHUNK, 0).permute((1, 0)).load(TOKENS)
+            tokens = tokens_of(x, j, i, config)
             pair = (mma_v2(top, tokens, sums[2 * i]), mma_v2(bottom, tokens, sums[2 * i + 1]))
             sums = sums[: 2 * i] + pair + sums[2 * i + 2 :]
     return sums

@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import _aggregate as aggregate
 
-from lancebill.backends.hopper.kernels import dequant
-from lancebill.backends.hopper.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels import dequant
+from lancebill.backends.gpu.kernels.stage import stage_blocks, stage_scale_words, stages_per_block
+from lancebill.backends.gpu.kernels.weight_form import WeightForm
 
 _MOST_CHUNK = 32
 
@@ -25,7 +26,7 @@ class PipelineConfig:
     """The shape of a tile and of its pipeline."""
 
     form: WeightForm
-    tokens: int  # per tile
+    tokens: int  # per tile: 1, or a multiple of 8
     stages: int
     slices: int  # of K, per stage
 
@@ -35,12 +36,12 @@ class PipelineConfig:
 
     @property
     def chunk(self) -> int:
-        """Tokens that are multiplied together: a power of two that divides the tile."""
-        return min(self.tokens & -self.tokens, _MOST_CHUNK)
+        """Tokens that are multiplied together: a power of two that divides the tile. mma takes at least 8."""
+        return min(max(self.tokens & -self.tokens, 8), _MOST_CHUNK)
 
     @property
     def chunks(self) -> int:
-        return self.tokens // self.chunk
+        return -(-self.tokens // self.chunk)
 
 
 @gluon.constexpr_function
@@ -56,32 +57,6 @@ def with_tokens(config, TOKENS):
 @gluon.constexpr_function
 def power_of_two(n):
     return 1 << (n - 1).bit_length()
-
-
-@gluon.constexpr_function
-def stage_scale_words(config):
-    return config.form.stage_scale_words(config.slices)
-
-
-@gluon.constexpr_function
-def stages_per_block(config):
-    """Consecutive stages that read the same block of scales (0: all stages)."""
-    form = config.form
-    return 0 if form.block_columns == 0 else max(1, form.block_columns // (config.slices * form.slice_columns))
-
-
-@gluon.constexpr_function
-def stage_blocks(config):
-    return config.form.stage_blocks(config.slices)
-
-
-@gluon.constexpr_function
-def scale_block_of(config, slice):
-    """The block of scales of a slice within its stage."""
-    form = config.form
-    if form.block_columns == 0:
-        return 0
-    return min(slice * form.slice_columns // form.block_columns, form.stage_blocks(config.slices) - 1)
 
 
 @aggregate
@@ -113,7 +88,7 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], PLAIN)
     if dequant.scale_words(form) > 0:
         scales = gl.allocate_shared_memory(
-            gl.int32, [STAGES, stage_scale_words(config)], gl.SwizzledSharedLayout(1, 1, 1, [0])
+            gl.int32, [STAGES, stage_scale_words(form, SLICES)], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
     else:
         scales = codes
@@ -139,11 +114,11 @@ def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: g
     )
     if dequant.scale_words(form) > 0:
         WORDS: gl.constexpr = 64 * dequant.scale_words(form)
-        SHARED: gl.constexpr = stages_per_block(config)
-        i = gl.arange(0, stage_scale_words(config), gl.BlockedLayout([4], [32], [4], [0]))
+        SHARED: gl.constexpr = stages_per_block(form, SLICES)
+        i = gl.arange(0, stage_scale_words(form, SLICES), gl.BlockedLayout([4], [32], [4], [0]))
         start = block * 0
         if SHARED == 1:
-            start = block * stage_blocks(config)
+            start = block * stage_blocks(form, SLICES)
         elif SHARED > 1:
             start = block // SHARED
         async_copy.async_copy_global_to_shared(
@@ -155,12 +130,9 @@ def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: g
 
 
 @gluon.jit
-def copy_rows(x, ring, stage, block, row, rows, width, COUNT: gl.constexpr):
-    """Start the copies of a stage's columns of `rows` rows from `row` on, at most COUNT.
-
-    Columns after the end of a row and rows up to COUNT are filled with zeros. Rows after COUNT keep what they have: a
-    token's sums do not depend on other tokens.
-    """
+def copy_rows(x, ring, stage, block, row, rows, width):
+    """Start the copies of a stage's columns of `rows` rows from `row` on; zeros where a row or the rows end."""
+    COUNT: gl.constexpr = ring.x.shape[1]
     COLUMNS: gl.constexpr = ring.x.shape[2]
     VECTOR: gl.constexpr = 128 // ring.x.dtype.primitive_bitwidth
     LANES: gl.constexpr = min(COLUMNS // VECTOR, 32)  # for one row
@@ -173,6 +145,6 @@ def copy_rows(x, ring, stage, block, row, rows, width, COUNT: gl.constexpr):
     far = t // APART * (APART * width) + block * COLUMNS
     inside = (t % APART < rows - t // APART * APART) & (c < width - block * COLUMNS)
     async_copy.async_copy_global_to_shared(
-        ring.x.index(stage).slice(0, COUNT, 0), x + row.to(gl.int64) * width + (near + far), mask=inside,
+        ring.x.index(stage), x + row.to(gl.int64) * width + (near + far), mask=inside,
         cache_modifier=".cg",
     )  # fmt: skip

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
 ALL_NAN = gl.constexpr(PropagateNan.ALL)
+
+
+@dataclass(frozen=True)
+class EpilogueConfig:
+    """What happens to the sums of a tile."""
+
+    kind: str  # "gated", "ungated", "rows" or "kept"
+    activation: str
+    bias: bool
+    weighted: bool = False  # multiply by the routing weight
+
+
+@gluon.constexpr_function
+def epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED=False):
+    return EpilogueConfig(KIND, ACTIVATION, BIAS, WEIGHTED)
 
 
 @gluon.jit

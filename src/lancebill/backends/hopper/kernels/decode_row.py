@@ -7,10 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from lancebill.backends.gpu.kernels import dispatch_combine as rows
+from lancebill.backends.gpu.kernels.decode_finish import T
 from lancebill.backends.gpu.kernels.gluon_names import LARGER_VIEWS, barrier, view
 
 column_at = gluon.jit(rows.column_at.fn)
-T = gl.constexpr(8)  # the smallest N of wgmma; seven of its eight columns are padding
 
 
 @gluon.constexpr_function

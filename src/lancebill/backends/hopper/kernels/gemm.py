@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import form_of
 from lancebill.backends.gpu.kernels.dispatch_combine import largest_size, size_count, size_of
-from lancebill.backends.gpu.kernels.epilogue import load_targets, scale_rows, store_rows
+from lancebill.backends.gpu.kernels.epilogue import epilogue_config, load_targets, scale_rows, store_rows
 from lancebill.backends.gpu.kernels.gluon_names import copy_tile
 from lancebill.backends.hopper.kernels.mainloop import (
     copy_weights,
@@ -35,7 +35,7 @@ from lancebill.backends.hopper.kernels.mainloop import (
     width_at,
     width_count,
 )
-from lancebill.backends.hopper.kernels.pipeline import Ring, epilogue_config, pipeline_config
+from lancebill.backends.hopper.kernels.pipeline import Ring, pipeline_config
 
 # DEPEND: when a kernel waits for its predecessor (programmatic dependent launch). 0: never, a plain launch. 1: before
 # it reads. 2: only at its end, for the later tile classes of a GEMM, since their inputs are older than the predecessor.

@@ -9,31 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
 from lancebill.backends.gpu.kernels.gluon_names import LARGER_VIEWS, copy_tile, view
+from lancebill.backends.gpu.kernels.stage import scale_block_of, stage_blocks, stages_per_block
 from lancebill.backends.gpu.kernels.weight_form import BOX
-
-
-@gluon.constexpr_function
-def stage_blocks(form, SLICES):
-    return form.stage_blocks(SLICES)
-
-
-@gluon.constexpr_function
-def scale_block_of(form, SLICES, slice):
-    """The scale block of a slice within its stage."""
-    if form.block_columns == 0:
-        return 0
-    return min(slice * form.slice_columns // form.block_columns, form.stage_blocks(SLICES) - 1)
-
-
-@gluon.constexpr_function
-def stages_per_block(form, SLICES):
-    """Consecutive stages that read the same scale block (0: all stages)."""
-    return 0 if form.block_columns == 0 else max(1, form.block_columns // (SLICES * form.slice_columns))
-
-
-@gluon.constexpr_function
-def stage_scale_words(form, SLICES):
-    return form.stage_scale_words(SLICES)
 
 
 @gluon.constexpr_function

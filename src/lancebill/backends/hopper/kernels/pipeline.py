@@ -37,24 +37,9 @@ class PipelineConfig:
         return slices * self.tokens * 128 + self.units * weights
 
 
-@dataclass(frozen=True)
-class EpilogueConfig:
-    """What happens to the sums of a tile."""
-
-    kind: str  # "gated", "ungated", "rows" or "kept"
-    activation: str
-    bias: bool
-    weighted: bool = False  # multiply by the routing weight
-
-
 @gluon.constexpr_function
 def pipeline_config(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES=0, BOX=8, PITCH=8):
     return PipelineConfig(form, TOKENS, STAGES, SLICES, UNITS, PROMOTE, ROW_SLICES, BOX, PITCH)
-
-
-@gluon.constexpr_function
-def epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED=False):
-    return EpilogueConfig(KIND, ACTIVATION, BIAS, WEIGHTED)
 
 
 @aggregate
