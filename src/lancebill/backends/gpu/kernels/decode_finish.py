@@ -1,4 +1,4 @@
-"""The end of a decoded segment: partial sums, and the epilogue of a tile or token by the block that arrives last (Gluon).
+"""The end of a decoded segment: partial sums, and the epilogue by the block that arrives last (Gluon).
 
 A block writes its partial sums of a tile in fp32. The block that arrives last (an integer counter decides, never a
 float atomic) adds the pieces in a fixed order and applies the epilogue. If chunks are whole tiles, the epilogue runs on
@@ -174,8 +174,8 @@ def finish_segment(out, scales, parts, counters, bias, ids, mask, top_k, weights
             finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, units, blocks, each, columns,
                          PIECES, SLOTS, BIAS, FP8, WEIGHTED)  # fmt: skip
     elif WHOLE:
-        finish_sums(out, sums[0], sums[1], factors[0], factors[1], bias, scale, slot, e, unit, units, columns, limit, alpha,
-                    beta, KIND, ACTIVATION, BIAS)  # fmt: skip
+        finish_sums(out, sums[0], sums[1], factors[0], factors[1], bias, scale, slot, e, unit, units, columns, limit,
+                    alpha, beta, KIND, ACTIVATION, BIAS)  # fmt: skip
     else:
         counter = counters + tile
         all_pieces = pieces_of(tile, blocks, each)
