@@ -1,0 +1,1 @@
+"""Kernels for GPUs from sm_80 on."""

@@ -70,6 +70,5 @@ def _fitting(
             break
     # The copies run at most one tile ahead.
     stages = min(stages, _MOST_STAGES, 1 + -(-slices // stage_slices))
-    assert stages >= 2, (form, tokens)
     most = min(255, _REGISTERS // (_THREADS * each) // 8 * 8)
     return Tile(sizes, stages, stage_slices, each, min(registers, most))

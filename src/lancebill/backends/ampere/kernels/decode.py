@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from lancebill.backends.ampere.kernels.mainloop import accumulator_layout, multiply_stage, zero_sums
-from lancebill.backends.ampere.kernels.pipeline import allocate_ring, copy_rows, copy_weights, pipeline_config
+from lancebill.backends.ampere.kernels.pipeline import allocate_ring, copy_rows, copy_weights, tile_config
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.decode_chunks import chunk_length, count_bits, find_local_slots, segment_at
 from lancebill.backends.gpu.kernels.decode_finish import clear_tokens, finish_segment, load_factors
@@ -98,7 +98,7 @@ def decode_gemm(
     PIECES = 1 if chunks are whole tiles.
     """
     form: gl.constexpr = dequant.form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    config: gl.constexpr = pipeline_config(form, 1, STAGES, SLICES)
+    config: gl.constexpr = tile_config(form, 1, STAGES, SLICES)
     epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED)
     ring = allocate_ring(x.dtype.element_ty, config)
     ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)

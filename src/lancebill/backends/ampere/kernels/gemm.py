@@ -19,7 +19,7 @@ from lancebill.backends.ampere.kernels.pipeline import (
     allocate_ring,
     copy_rows,
     copy_weights,
-    pipeline_config,
+    tile_config,
     power_of_two,
     with_tokens,
 )
@@ -131,7 +131,7 @@ def grouped_gemm(
     `width`: columns of a row of x. A matrix must have at least STAGES - 1 stages.
     """
     form: gl.constexpr = dequant.form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    largest: gl.constexpr = pipeline_config(form, largest_size(SIZES), STAGES, SLICES)
+    largest: gl.constexpr = tile_config(form, largest_size(SIZES), STAGES, SLICES)
     ring = allocate_ring(x.dtype.element_ty, largest)
     mailbox = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     CHUNK: gl.constexpr = min(power_of_two(largest_size(SIZES)), 32)

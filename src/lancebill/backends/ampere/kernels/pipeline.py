@@ -22,7 +22,7 @@ _MOST_CHUNK = 32
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
+class TileConfig:
     """The shape of a tile and of its pipeline."""
 
     form: WeightForm
@@ -30,7 +30,7 @@ class PipelineConfig:
     stages: int
     slices: int  # of K, per stage
 
-    def with_tokens(self, tokens: int) -> "PipelineConfig":
+    def with_tokens(self, tokens: int) -> "TileConfig":
         """The same pipeline for a smaller tile."""
         return replace(self, tokens=tokens)
 
@@ -45,8 +45,8 @@ class PipelineConfig:
 
 
 @gluon.constexpr_function
-def pipeline_config(form, TOKENS, STAGES, SLICES):
-    return PipelineConfig(form, TOKENS, STAGES, SLICES)
+def tile_config(form, TOKENS, STAGES, SLICES):
+    return TileConfig(form, TOKENS, STAGES, SLICES)
 
 
 @gluon.constexpr_function
@@ -60,7 +60,7 @@ def power_of_two(n):
 
 
 @aggregate
-class Ring:
+class StageRing:
     """Shared memory of all stages: rows of tokens, packed codes, words of scales."""
 
     x: gl.shared_memory_descriptor
@@ -92,7 +92,7 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
         )
     else:
         scales = codes
-    return Ring(x, codes, scales)
+    return StageRing(x, codes, scales)
 
 
 @gluon.jit
