@@ -19,8 +19,8 @@ from lancebill.backends.ampere.kernels.pipeline import (
     allocate_ring,
     copy_rows,
     copy_weights,
-    tile_config,
     power_of_two,
+    tile_config,
     with_tokens,
 )
 from lancebill.backends.gpu.kernels import dequant
