@@ -15,9 +15,9 @@ import triton.language as tl
 from interpreted import ROUTING, interpreter, routing_argument, scalars
 
 from lancebill.backends.gpu import row_steps as rowwise
-from lancebill.backends.gpu.kernels import decode_chunks, epilogue, slots
+from lancebill.backends.gpu.kernels import decode_chunks, decode_finish, epilogue, slots
 from lancebill.backends.gpu.kernels import dispatch_combine as rows
-from lancebill.backends.hopper.kernels import decode, decode_row
+from lancebill.backends.hopper.kernels import decode_row
 from lancebill.testing.layers import worst_row
 
 __all__ = ["interpreter"]  # an autouse fixture
@@ -49,21 +49,21 @@ def count_bits(mask: tl.tensor) -> tl.tensor:
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the helpers of the decode kernel run in the interpreter."""
-    for module in (decode, decode_row, decode_chunks):
+    for module in (decode_finish, decode_row, decode_chunks):
         for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
             monkeypatch.setattr(module, name, stand_in, raising=False)
-    monkeypatch.setattr(decode, "sum_pieces", decode.sum_pieces.fn)
+    monkeypatch.setattr(decode_finish, "sum_pieces", decode_finish.sum_pieces.fn)
     for name in ("pieces_of", "number_of", "find_local_slots", "segment_at", "chunk_length", "pieces_of_token"):
         plain = vars(decode_chunks)[name].fn
-        for module in (decode, decode_chunks):
+        for module in (decode_finish, decode_chunks):
             monkeypatch.setattr(module, name, plain)
-    for module in (decode, decode_chunks):
+    for module in (decode_finish, decode_chunks):
         monkeypatch.setattr(module, "count_bits", count_bits)
     for name in ("load_slices", "row_scale", "quantise_slices", "slices_layout"):
         monkeypatch.setattr(decode_row, name, vars(decode_row)[name].fn)
     monkeypatch.setattr(slots, "tl", tl)
     for name in ("load_experts", "load_weights"):
-        for module in (decode, decode_chunks):
+        for module in (decode_finish, decode_chunks):
             monkeypatch.setattr(module, name, vars(slots)[name].fn, raising=False)
 
 
@@ -122,11 +122,11 @@ def finish(
             halves.append(tl.where(only, sums, float("nan")))
             halves[-1].type.layout = None
         top, bottom = tl.load(factors + n), tl.load(factors + n + 64)
-        decode.finish_sums(out, *halves, top, bottom, bias, 0.7, slot, e, unit, units, columns, *limits, KIND,
-                           ACTIVATION, True)  # fmt: skip
+        decode_finish.finish_sums(out, *halves, top, bottom, bias, 0.7, slot, e, unit, units, columns, *limits, KIND,
+                                  ACTIVATION, True)  # fmt: skip
     else:
-        decode.finish_tile(out, parts, bias, 0.7, slot * units + unit, slot, e, units, 1, columns, *limits, 1, KIND,
-                           ACTIVATION, True)  # fmt: skip
+        decode_finish.finish_tile(out, parts, bias, 0.7, slot * units + unit, slot, e, units, 1, columns, *limits, 1,
+                                  KIND, ACTIVATION, True)  # fmt: skip
 
 
 @pytest.mark.usefixtures("decoding")
@@ -141,7 +141,7 @@ def test_epilogues_of_registers_and_partial_sums_agree(
     for name in ("gated_activation", "ungated_activation", "_gelu"):
         monkeypatch.setattr(epilogue, name, vars(epilogue)[name].fn)
     for name in ("gated_activation", "ungated_activation", "finish_sums", "finish_tile"):
-        monkeypatch.setattr(decode, name, vars(decode)[name].fn)
+        monkeypatch.setattr(decode_finish, name, vars(decode_finish)[name].fn)
     units, slots = 2, 3
     parts, factors, bias = torch.randn(slots, 256), torch.rand(256) + 0.5, torch.randn(5, 256)
     found = []
@@ -165,8 +165,8 @@ def finish_routed(
     """The weighted sum of a token's slots."""
     ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)
     weights = (weights, weight_kind, weight_row, weight_column)
-    decode.finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, units, blocks, each, columns,
-                        PIECES, SLOTS, True, FP8, True)  # fmt: skip
+    decode_finish.finish_token(out, parts, bias, scales, ids, weights, mask, token, unit, units, blocks, each, columns,
+                               PIECES, SLOTS, True, FP8, True)  # fmt: skip
 
 
 @pytest.mark.usefixtures("decoding")
@@ -175,7 +175,7 @@ def test_decode_sums_a_tokens_slots(
     blocks: int, each: int, pieces: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In slot order. Ignores slots without a local expert and pieces that do not exist, even if they hold NaN."""
-    monkeypatch.setattr(decode, "finish_token", decode.finish_token.fn)
+    monkeypatch.setattr(decode_finish, "finish_token", decode_finish.finish_token.fn)
     tokens, top_k, units, columns = 3, 3, 2, 240
     ids = torch.tensor([[4, 0, 2], [-1, 5, 1 << 20], [3, -9, 1]], dtype=torch.int32)
     mine = ((ids >= 0) & (ids < 5)).unsqueeze(-1)
