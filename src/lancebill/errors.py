@@ -170,3 +170,14 @@ class DriverError(LancebillError):
 
 class ContextError(DriverError):
     """The calling thread has no CUDA context yet."""
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Layers or experts in a message: `0-3, 7` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
-from lancebill.errors import SpecError
+from lancebill.errors import SpecError, ranges
 
 if TYPE_CHECKING:
     from lancebill.backends.oracle import Choice, Verdict
@@ -167,7 +167,7 @@ def show(request: ExplainRequest, choice: Choice, tokens: int, out: Console) -> 
     title = request.source if request.layer is None else f"{request.source}, layer {request.layer}"
     out.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
     if request.different:
-        out.print(f"[dim]quantised differently, see --layer: {ui.ranges(list(request.different))}[/]")
+        out.print(f"[dim]quantised differently, see --layer: {ranges(list(request.different))}[/]")
     facts = ui.table("", "")
     facts.show_header = False
     facts.add_row("experts", f"{problem.experts}, top {problem.top_k}, {problem.activation}")

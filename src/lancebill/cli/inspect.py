@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json, Source
+from lancebill.errors import ranges
 
 if TYPE_CHECKING:
     from lancebill.checkpoint.read.files import Checkpoint
@@ -97,7 +98,7 @@ def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
         groups.setdefault(tuple(_matrix(manifest, layer, name)["spec"] for name in ("w13", "w2")), []).append(layer)
     return [
         {
-            "layers": ui.ranges([layer.index for layer in members]),
+            "layers": ranges([layer.index for layer in members]),
             "w13": _matrix(manifest, members[0], "w13"),
             "w2": _matrix(manifest, members[0], "w2"),
         }
@@ -131,7 +132,7 @@ def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
 
     if index not in manifest.layers:
         raise MissingTensor(
-            "no such MoE layer", where=f"layer {index}", expected=ui.ranges(list(manifest.layers)) or "none"
+            "no such MoE layer", where=f"layer {index}", expected=ranges(list(manifest.layers)) or "none"
         )
     layer = manifest.layers[index]
     rows = [

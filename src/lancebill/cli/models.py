@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lancebill.cli import console as ui
-from lancebill.errors import CheckpointError, UnsupportedProblem
+from lancebill.errors import CheckpointError, UnsupportedProblem, ranges
 
 Model = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer, or a .gguf file.")
@@ -62,7 +62,7 @@ def announce(path: Path, model: Any, out: Console) -> None:
     size = sum(report.bytes for report in model.lancebill_reports())
     out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts", soft_wrap=True)
     for kind, layers in kinds.items():
-        out.print(f"  layers {ui.ranges(layers)}: {escape(kind)}", soft_wrap=True)
+        out.print(f"  layers {ranges(layers)}: {escape(kind)}", soft_wrap=True)
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -117,6 +117,19 @@ class DType:
         """Codes with a finite value."""
         return tuple(c for c, v in enumerate(self.table) if math.isfinite(v))
 
+    @cached_property
+    def magnitude_mask(self) -> int:
+        """The bits of a code without its sign bit, for a float or scale type that has one."""
+        return len(self.table) // (2 if self.min < 0 else 1) - 1
+
+    @cached_property
+    def ordered(self) -> bool:
+        """Whether codes without their sign are in the order of the magnitudes, followed by infinity and NaN."""
+        half = self.table[: self.magnitude_mask + 1]
+        finite = [v for v in half if math.isfinite(v)]
+        mirrored = self.min >= 0 or all(a == -b for a, b in zip(half, self.table[len(half) :]) if math.isfinite(a))
+        return self.kind == FLOAT and bool(half) and mirrored and list(half[: len(finite)]) == sorted(map(abs, finite))
+
     def decode(self, codes: Tensor) -> Tensor:
         """Codes to fp32 values."""
         if self.wide is not None:
@@ -142,6 +155,16 @@ class DType:
         else:
             codes = _encode_table(self, values)
         return codes if self.nan_code is None else codes.masked_fill_(values.isnan(), self.nan_code)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """decode(encode(values)) for finite fp32 values, but without codes; zeros may lose their sign."""
+        if self.native is not None:
+            return values.clamp(self.min, self.max).to(self.native).float()
+        if self.kind == INTEGER and self.wide is None:
+            return values.clamp(self.min, self.max).round_()
+        if self.ieee is not None and self.min < 0:
+            return _nearest_minifloat(self, *self.ieee, values)
+        return self.decode(self.encode(values))
 
 
 def _limits(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
@@ -184,6 +207,14 @@ def _encode_minifloat(dtype: DType, mantissa: int, bias: int, values: Tensor) ->
         return code.masked_fill_(values < 0, 0).to(torch.uint8)
     sign = values.view(torch.int32) >> (32 - dtype.bits)
     return code.bitwise_or_(sign.bitwise_and_(1 << (dtype.bits - 1))).to(torch.uint8)
+
+
+def _nearest_minifloat(dtype: DType, mantissa: int, bias: int, values: Tensor) -> Tensor:
+    """As `_encode_minifloat`: subtracting the power of two again leaves the rounded number."""
+    rounded = values.clamp(dtype.min, dtype.max)
+    exponent = (rounded.view(torch.int32) & 0x7F800000).clamp_(min=(128 - bias) << 23).add_((23 - mantissa) << 23)
+    shifter = exponent.view(torch.float32).copysign_(rounded)
+    return rounded.add_(shifter).sub_(shifter)
 
 
 def _encode_table(dtype: DType, values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.cli import console as ui
 from lancebill.cli.main import app
+from lancebill.errors import ranges
 from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.testing.checkpoints import Geometry, generate, save
@@ -203,7 +204,7 @@ def test_convert_reports_format_and_loss(model: Path, tmp_path: Path) -> None:
     assert (summary["spec"], summary["format"]) == ("nvfp4-div", "compressed-tensors")
     assert [row["layer"] for row in summary["loss"]["layers"]] == [0, 1]
     assert 0 < summary["loss"]["total"]["rms_error"] < 0.2
-    assert call("verify", tmp_path / "out", "--values", "--strict").exit_code == FINE
+    assert call("verify", tmp_path / "out", "--values").exit_code == FINE
     back = call("convert", tmp_path / "out", tmp_path / "back", "--to", "bf16")
     assert back.exit_code == FINE
     assert "RMS error" in back.stdout and "all" in back.stdout
@@ -303,7 +304,7 @@ def test_markup_in_error_texts_is_escaped(tmp_path: Path, capsys: pytest.Capture
 
 def test_sizes_and_ranges_as_text() -> None:
     assert [ui.size(n) for n in (0, 999, 1500, 2_000_000_000)] == ["0 B", "999 B", "1.50 kB", "2.00 GB"]
-    assert ui.ranges([3, 1, 2, 7]) == "1-3, 7"
+    assert ranges([3, 1, 2, 7]) == "1-3, 7"
 
 
 def test_a_command_in_its_own_process(model: Path) -> None:

@@ -1,14 +1,19 @@
 """Decode every matrix and find stored values that cannot be right.
 
-Errors: NaN or infinity in codes, scales, minima, zero points or biases; a zero point outside 0 .. 2**bits; an
+Problems: NaN or infinity in codes, scales, minima, zero points or biases; a zero point outside 0 .. 2**bits; an
 act-order that is not a permutation; an activation scale that is not positive; a zero scale over non-zero codes
-(except where scales are small integers, as in GGUF, which writes an empty block that way). A negative scale is only
-a note, and only for float codes: integer formats use the sign to reach one more step of range.
+(except where scales are small integers, as in GGUF, which writes an empty block that way).
+
+Warnings: scales that were not fitted to the weights (all equal, or most of them the largest of their type), and
+activation scales that no calibration gives. A negative scale is only a note, and only for float codes: integer formats
+use the sign to reach one more step of range.
+
+What only a comparison with other experts shows is in `compare_experts`: each matrix leaves a `Profile` for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,18 +23,39 @@ from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.errors import BadValue, LancebillError
-from lancebill.numbers.dtypes import FLOAT, INTEGER, ZERO16, DType
+from lancebill.numbers.bit_packing import Nibbles, as_bytes
+from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, ZERO16, DType
+from lancebill.numbers.scan import Extent, contains_any, extent
+from lancebill.numbers.spec import DIV, TENSOR, Scale
 from lancebill.numbers.weight import LogicalWeight, expand
 
 OUTER_SCALE = "scale_2"  # the role formats give to the second level of scales
+MIN_BLOCKS = 64  # scales that are all equal say nothing if there are few
+WIDE_BLOCK = 1024  # weights: the powers of two that fit blocks of this size are often all equal
+PLAUSIBLE_INPUTS = (1e-12, 1e12)  # activation scales outside come from an expert that saw no token
+_RECALIBRATE = "calibrate with data that reaches every expert, or quantise the weights only"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What other matrices of the checkpoint are compared with: a few numbers that tell matrices apart."""
+
+    projection: Projection
+    digest: tuple[int, ...]  # equal for equal matrices
+    peak: float  # a bound on the largest magnitude; 0: the matrix is zero
+    tensor_scale: float | None  # the product of the scales of the whole matrix, if it has any
+    inputs: Mapping[str, float]  # activation scales of the whole input
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The errors of one projection, and what is unusual but legal."""
+    """The errors of one projection, what is suspicious, and what is unusual but legal."""
 
     problems: tuple[LancebillError, ...] = ()
+    warnings: tuple[BadValue, ...] = ()
     notes: tuple[BadValue, ...] = ()
+    profile: Profile | None = None
 
 
 def check_values(read: Reader, projection: Projection) -> Findings:
@@ -39,7 +65,10 @@ def check_values(read: Reader, projection: Projection) -> Findings:
     except LancebillError as error:
         return Findings((error,))
     checker = _Checker(projection, weight)
-    return Findings(tuple(checker.problems()), tuple(checker.notes()))
+    problems = tuple(checker.problems())
+    if problems:
+        return Findings(problems)
+    return Findings((), tuple(checker.warnings()), tuple(checker.notes()), checker.profile())
 
 
 def check_stored_size(read: Reader, projection: Projection) -> LancebillError | None:
@@ -69,15 +98,36 @@ def check_stored_size(read: Reader, projection: Projection) -> LancebillError | 
 class _Checker:
     def __init__(self, projection: Projection, weight: LogicalWeight) -> None:
         self.projection, self.weight, self.spec = projection, weight, weight.spec
+        self.extents = [extent(level.dtype, codes) for level, codes in zip(weight.spec.scales, weight.scales)]
+        self.codes_extent = self._codes_extent()
+
+    def _codes_extent(self) -> Extent:
+        """Of the codes, as far as it is quick to tell: integers are only told apart from a constant."""
+        dtype, stored = self.spec.dtype, self.weight.stored
+        if isinstance(stored, Nibbles):
+            if dtype.ordered:
+                mask = dtype.magnitude_mask
+                return Extent(0.0, dtype.max if int((stored.data & (mask << 4 | mask)).max()) else 0.0)
+            stored = stored.data
+        elif dtype.wide is not None or dtype.ordered:
+            return extent(dtype, stored)
+        low, high = torch.aminmax(stored)
+        invalid = set(range(len(dtype.table))) - set(dtype.valid_codes)
+        if invalid:
+            return Extent(0.0, dtype.max, not contains_any(stored, invalid))
+        return Extent(0.0, dtype.max if low != high or bool(dequantize(self.weight).any()) else 0.0)
 
     def problems(self) -> Iterator[BadValue]:
         weight, spec = self.weight, self.spec
-        yield from self._finite("codes", "codes", spec.dtype, weight.codes)
-        for i, (level, codes) in enumerate(zip(spec.scales, weight.scales)):
-            yield from self._finite(self._scale_role(i), f"scale {i + 1}", level.dtype, codes)
+        if not self.codes_extent.finite:
+            yield from self._invalid("codes", "codes", spec.dtype, weight.codes)
+        for i, (level, codes, found) in enumerate(zip(spec.scales, weight.scales, self.extents)):
+            if not found.finite:
+                yield from self._invalid(self._scale_role(i), f"scale {i + 1}", level.dtype, codes)
         yield from self._zero_scales()
         for i, (level, codes) in enumerate(zip(spec.minimum, weight.minimum)):
-            yield from self._finite("minimum", f"minimum {i + 1}", level.dtype, codes)
+            if not extent(level.dtype, codes).finite:
+                yield from self._invalid("minimum", f"minimum {i + 1}", level.dtype, codes)
         yield from self._zero_points()
         yield from self._order()
         if weight.bias is not None:
@@ -86,35 +136,70 @@ class _Checker:
             bad = ~tensor.float().isfinite()
             if role != "input_zero_point":
                 bad |= tensor.float() <= 0
-            yield from self._report(role, role, "not a positive number", bad)
+            yield from self._report(role, role, "not a positive number", bad, _RECALIBRATE)
+
+    def warnings(self) -> Iterator[BadValue]:
+        for i, (level, codes, found) in enumerate(zip(self.spec.scales, self.weight.scales, self.extents)):
+            what, role = f"scale {i + 1}", self._scale_role(i)
+            if found.high == level.dtype.max and level.dtype.table and codes.numel() > 1:
+                top = codes == level.dtype.encode(torch.tensor(level.dtype.max))
+                if 2 * int(torch.count_nonzero(top)) > codes.numel():
+                    hint = "the scales were not fitted to these weights: quantise them again"
+                    yield from self._report(role, what, f"saturated at {level.dtype.max:g}", top, hint)
+            elif found.low == found.high and codes.numel() >= MIN_BLOCKS and self._tells_apart(level):
+                got = f"{codes.numel()} scales of {found.high:g}"
+                hint = "the scales were not fitted to these weights: quantise them again"
+                yield BadValue(f"{what}: all blocks have the same", where=self._where(role), got=got, hint=hint)
+        for role, value in _scalars(self.weight.inputs).items():
+            if not PLAUSIBLE_INPUTS[0] <= value <= PLAUSIBLE_INPUTS[1]:
+                what = f"{role}: no calibration gives such a value"
+                yield BadValue(what, where=self._where(role), got=f"{value:g}", hint=_RECALIBRATE)
+
+    def _tells_apart(self, level: Scale) -> bool:
+        """Whether fitted scales of this level differ from block to block."""
+        if self.codes_extent.high == 0:
+            return False
+        rows, columns = (side or size for side, size in zip(level.block, (self.weight.n, self.weight.k)))
+        return level.dtype != E8M0 or rows * columns < WIDE_BLOCK
 
     def notes(self) -> Iterator[BadValue]:
         if self.spec.dtype.kind != FLOAT:
             return
         for i, (level, codes) in enumerate(zip(self.spec.scales, self.weight.scales)):
-            yield from self._report(self._scale_role(i), f"scale {i + 1}", "negative", level.dtype.decode(codes) < 0)
+            if level.dtype.min < 0:
+                negative = level.dtype.decode(codes) < 0
+                yield from self._report(self._scale_role(i), f"scale {i + 1}", "negative", negative)
 
-    def _finite(self, role: str, what: str, dtype: DType, codes: Tensor) -> Iterator[BadValue]:
-        if dtype.wide is not None:
-            bad = ~codes.isfinite() if codes.is_floating_point() else None
-        elif len(dtype.valid_codes) < len(dtype.table):
-            valid = torch.zeros(len(dtype.table), dtype=torch.bool)
-            valid[list(dtype.valid_codes)] = True
-            bad = ~valid[codes.int()]
-        else:
-            bad = None
-        if bad is not None:
-            yield from self._report(role, what, "NaN or infinite", bad)
+    def profile(self) -> Profile:
+        peak = self.codes_extent.high
+        for level, found in zip(self.spec.scales, self.extents):
+            if level.op == DIV:
+                peak = peak / found.low if found.low else 0.0
+            else:
+                peak *= found.high
+        stored = self.weight.stored
+        tensors = (stored.data if isinstance(stored, Nibbles) else stored, *self.weight.scales)
+        whole = [i for i, level in enumerate(self.spec.scales) if level.block == TENSOR]
+        scale = [1 / self.extents[i].high if self.spec.scales[i].op == DIV else self.extents[i].high for i in whole]
+        return Profile(
+            self.projection,
+            tuple(_digest(tensor) for tensor in tensors),
+            peak,
+            float(torch.tensor(scale, dtype=torch.float64).prod()) if scale else None,
+            _scalars(self.weight.inputs),
+        )
+
+    def _invalid(self, role: str, what: str, dtype: DType, codes: Tensor) -> Iterator[BadValue]:
+        yield from self._report(role, what, "NaN or infinite", ~dtype.decode(codes).isfinite())
 
     def _zero_scales(self) -> Iterator[BadValue]:
         """A zero scale discards its codes, so they must be zero too."""
         weight, spec = self.weight, self.spec
-        if any(level.dtype.kind == INTEGER for level in spec.scales):
-            return
-        for i, (level, codes) in enumerate(zip(spec.scales, weight.scales)):
-            zero = level.dtype.decode(codes) == 0
-            if not bool(zero.any()):
+        blocks_may_be_empty = any(level.dtype.kind == INTEGER for level in spec.scales)
+        for i, (level, codes, found) in enumerate(zip(spec.scales, weight.scales, self.extents)):
+            if found.low > 0 or (blocks_may_be_empty and found.high > 0):
                 continue
+            zero = level.dtype.decode(codes) == 0
             values = spec.dtype.decode(weight.codes)
             if spec.zero is not None and weight.zero is not None:
                 values -= expand(spec.zero.dtype.decode(weight.zero), spec.zero.block, weight.n, weight.k)
@@ -129,20 +214,20 @@ class _Checker:
             highest = 1 << spec.dtype.bits
             bad = (weight.zero < 0) | (weight.zero > highest)
             yield from self._report("zero", "zero points", f"outside 0 to {highest}", bad)
-        else:
-            yield from self._finite("zero", "zero points", spec.zero.dtype, weight.zero)
+        elif not extent(spec.zero.dtype, weight.zero).finite:
+            yield from self._invalid("zero", "zero points", spec.zero.dtype, weight.zero)
 
     def _order(self) -> Iterator[BadValue]:
         perm = self.weight.perm
         if perm is not None and not torch.equal(perm.sort().values, torch.arange(self.weight.k, dtype=perm.dtype)):
             yield BadValue("the act-order is not a permutation", where=self._where("perm"))
 
-    def _report(self, role: str, what: str, how: str, bad: Tensor) -> Iterator[BadValue]:
+    def _report(self, role: str, what: str, how: str, bad: Tensor, hint: str | None = None) -> Iterator[BadValue]:
         count = int(bad.sum())
         if count:
             first = [int(i) for i in bad.nonzero()[0]]
             got = f"{count} of {bad.numel()}, the first at {first}"
-            yield BadValue(f"{what}: {how}", where=self._where(role), got=got)
+            yield BadValue(f"{what}: {how}", where=self._where(role), got=got, hint=hint)
 
     def _scale_role(self, level: int) -> str:
         """The role of the part that stores a level of scales; some formats store all levels in one part."""
@@ -151,3 +236,16 @@ class _Checker:
     def _where(self, role: str) -> str:
         source = self.projection.sources.get(role)
         return f"{self.projection.where} ({source.tensor if source is not None else self.projection.module})"
+
+
+def _scalars(inputs: Mapping[str, Tensor]) -> dict[str, float]:
+    """The activation scales that are one number, other than zero points."""
+    scales = {role: tensor for role, tensor in inputs.items() if role != "input_zero_point"}
+    return {role: float(tensor) for role, tensor in scales.items() if tensor.numel() == 1}
+
+
+def _digest(tensor: Tensor) -> int:
+    """The sum of a tensor's bytes, eight at a time: quick, and different for almost all pairs of matrices."""
+    data = as_bytes(tensor).reshape(-1)
+    whole = len(data) // 8 * 8
+    return int(data[:whole].view(torch.int64).sum()) + (int(data[whole:].sum()) << 64)

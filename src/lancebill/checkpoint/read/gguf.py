@@ -367,4 +367,5 @@ def _model(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     extra = metadata.get(f"{architecture}.nextn_predict_layers")
     if isinstance(extra, int) and isinstance(layers := model.get("num_hidden_layers"), int) and 0 < extra < layers:
         model["num_hidden_layers"] = layers - extra  # config.json counts layers that predict further tokens apart
+        model["num_nextn_predict_layers"] = extra
     return model

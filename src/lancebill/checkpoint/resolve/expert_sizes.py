@@ -31,6 +31,7 @@ class ExpertSizes:
     top_k: int | None
     layers: int | None
     zero_experts: int = 0  # experts without weights, numbered after the others
+    further_layers: int = 0  # layers after the others that predict further tokens
 
 
 def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
@@ -49,6 +50,10 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
         ),
         layers=_lookup(model, *LAYER_COUNTS),
         zero_experts=_lookup(model, "zero_expert_num", most=MAX_EXPERTS) or 0,
+        further_layers=_lookup(
+            model, "num_nextn_predict_layers", "num_mtp_modules", "mtp_num_layers", "mtp_num_hidden_layers",
+            "num_mtp_layers",
+        ) or 0,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Find layers that a whole checkpoint lacks.
+"""Find layers that a whole checkpoint lacks, and layers that its config does not have.
 
 A manifest describes the layers it finds: a rank or a stage of a pipeline has only some of them. `verify` and `inspect`
 look at whole checkpoints, so for them a layer without tensors is an error.
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.naming import Naming
-from lancebill.errors import CheckpointError, MissingTensor
+from lancebill.errors import CheckpointError, MissingTensor, UnexpectedTensor, ranges
 
 
 def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
-    """An error for every gap in the layers, and for every layer with a router but without experts.
+    """An error for every gap in the layers, for layers beyond them, and for a layer with a router but without experts.
 
     The gaps follow from the layers that exist, so a huge number of layers in the config costs nothing.
     """
@@ -24,6 +24,14 @@ def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
         for first, last in _gaps(sorted(index for index in present if index < count), count):
             where = f"layer {first}" if first == last else f"layers {first} to {last}"
             yield MissingTensor("there are no tensors at all", where=where, expected=f"{count} layers")
+        beyond = [index for index in present if index >= count + manifest.sizes.further_layers]
+        if beyond:
+            yield UnexpectedTensor(
+                "the config has no such layers",
+                where=f"layers {ranges(beyond)}",
+                expected=f"{count} layers, and {manifest.sizes.further_layers} that predict further tokens",
+                hint="an engine builds as many layers as the config says and drops or misplaces the others",
+            )
     for index in sorted(routed - set(manifest.layer_indices)):
         yield MissingTensor("the layer has a router but no experts", where=f"layer {index}")
 

@@ -19,7 +19,7 @@ from lancebill.errors import (
     WrongShape,
 )
 from lancebill.formats import axes as ax
-from lancebill.formats.base import Format, Module, Part, Scheme
+from lancebill.formats.base import BIAS, FLOATS, Format, Module, Part, Scheme, dense
 from lancebill.formats.stored import Config, Stored
 
 
@@ -110,12 +110,21 @@ class LayerBuilder:
             name = self._module_name(expert or 0, stored)
             headers = {suffix: self.tensors[tensor] for suffix, tensor in module.names.items()}
             try:
-                scheme = self.format.scheme(self.config, Module(name, headers))
+                scheme = self._plain_stack(name, headers) or self.format.scheme(self.config, Module(name, headers))
             except CheckpointError as error:
                 self.problems.append(error)
                 continue
             schemes[expert, stored] = shared.setdefault(scheme, scheme)
         return schemes
+
+    def _plain_stack(self, name: str, headers: Mapping[str, Stored]) -> Scheme | None:
+        """The scheme of stacked experts without any quantised tensor, as tools leave them that quantise modules only.
+
+        Formats decide this for modules by the suffix `.weight`, which a stacked parameter does not have.
+        """
+        plain = headers.get("")
+        alone = plain is not None and plain.dtype in FLOATS and not set(headers) - {"", *BIAS.suffix}
+        return dense(Module(name, headers)) if self.form.stacked and alone else None
 
     def _geometry(self, schemes: Mapping[tuple[int | None, str], Scheme]) -> tuple[int, int, int] | None:
         """(experts, hidden, intermediate) from the config, else from the tensors."""

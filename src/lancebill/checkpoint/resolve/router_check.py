@@ -37,6 +37,11 @@ def _layer_problems(manifest: Manifest, index: int, experts: int, routing: Routi
             expected=" or ".join(template.format(layer=index) for template in spelled),
         )
     columns = experts + routing.zero_experts
+    for gate in (name for name in manifest.naming.router.gates(index) if name in manifest.tensors):
+        shape = manifest.tensors[gate].shape
+        if columns not in shape:
+            expected = f"{columns} rows, one for each expert"
+            yield WrongShape(f"the router {gate}", where=f"layer {index}, router", expected=expected, got=list(shape))
     for role in stored.keys() & {"bias", "correction", "scale"}:
         shape = manifest.tensors[stored[role]].shape
         if math.prod(shape) != columns:

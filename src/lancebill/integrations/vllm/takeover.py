@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lancebill.backends.base import Reason
 from lancebill.backends.oracle import AUTO, Choice
-from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem
+from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem, ranges
 from lancebill.formats.stored import Config, Stored
 from lancebill.integrations.vllm.other_weights import OtherWeights
 from lancebill.integrations.vllm.settings import REQUIRE, Settings
@@ -156,7 +156,7 @@ class Takeover:
             raise UnsupportedProblem(
                 "vLLM's load balancing needs all layers packed alike",
                 where=f"layer {index}",
-                got=f"layers {_ranges(left)} are vLLM's" if left else "other tensors than the first layer's",
+                got=f"layers {ranges(left)} are vLLM's" if left else "other tensors than the first layer's",
             )
         return [rows.view(torch.uint8) for rows in (*layer.expert_weights(), *layer.expert_inputs())]
 
@@ -165,7 +165,7 @@ class Takeover:
         groups: dict[str, list[int]] = {}
         for index, decision in sorted(self.decisions.items()):
             groups.setdefault(decision.text, []).append(index)
-        return "; ".join(f"layers {_ranges(layers)}: {text}" for text, layers in groups.items())
+        return "; ".join(f"layers {ranges(layers)}: {text}" for text, layers in groups.items())
 
     def _restore_map(self, index: int, layer: RoutedExperts) -> None:
         """vLLM's sleep mode (level 2) drops the memory of everything that was allocated while loading."""
@@ -218,14 +218,3 @@ class Takeover:
 def _described(recipe: Recipe, choice: Choice) -> str:
     problem = choice.problem
     return f"lancebill's {choice.backend.name} ({problem.w13.spec} x {problem.activations})"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """0-3, 5: consecutive numbers as ranges."""
-    spans: list[tuple[int, int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1] = spans[-1][0], number
-        else:
-            spans.append((number, number))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

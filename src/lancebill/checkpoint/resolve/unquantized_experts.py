@@ -1,0 +1,43 @@
+"""Find experts that are stored unquantised although the config says otherwise.
+
+Tools that quantise modules skip experts that are one stacked parameter, and say nothing. Such a checkpoint can be read:
+the tensors are plain floats. But it has none of the size or speed that it was made for, and engines that believe the
+config look for scales that do not exist.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from lancebill.checkpoint.resolve.manifest import Manifest, Projection
+from lancebill.errors import LancebillError, WrongDtype, ranges
+
+
+def unquantized_experts(manifest: Manifest) -> Iterator[WrongDtype]:
+    """One error for all layers with the same difference between config and tensors."""
+    if manifest.config.method is None:
+        return
+    layers = defaultdict(list)
+    for index, layer in manifest.layers.items():
+        sample = next(iter(layer.projections.values()))
+        if not sample.scheme.spec.quantized and (declared := _declared(manifest, sample)) is not None:
+            layers[declared, str(sample.scheme.spec)].append(index)
+    for (declared, stored), indices in layers.items():
+        yield WrongDtype(
+            "the experts are not quantised, but the config says that they are",
+            where=f"layers {ranges(indices)}",
+            expected=declared,
+            got=stored,
+            hint="the tool skipped the experts: quantise them, or list them in the config as not quantised",
+        )
+
+
+def _declared(manifest: Manifest, projection: Projection) -> str | None:
+    """The spec that the config declares for this module, whatever is stored; None if it is not quantised."""
+    module = manifest.format.expert_module(manifest.config, projection.module)
+    try:
+        spec = manifest.format.scheme(manifest.config, module).spec
+    except LancebillError:  # the config alone does not decide it
+        return None
+    return str(spec) if spec.quantized else None
