@@ -1,8 +1,8 @@
 """The storage schemes of compressed-tensors.
 
-Three schemes cover every format name: integers packed into 32-bit words, integers one per byte, and
-mini-floats (`_floats`). All stored integers are signed. Codes and zero points are both shifted by the
-smallest value, so that canonical codes start at 0.
+Three schemes cover every format name: integers packed into 32-bit words, integers one per byte
+(`_integers`), and mini-floats (`_floats`). All stored integers are signed. Codes and zero points are both
+shifted by the smallest value, so that canonical codes start at 0.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lancebill.formats import _floats
 from lancebill.formats._act_order import group_order, is_natural, reordered, to_natural_order
 from lancebill.formats._floats import WEIGHT as WEIGHT
 from lancebill.formats._floats import FloatScheme, from_level, scale_axes, scale_part, to_level
+from lancebill.formats._integers import PlainInts, check_no_zero
 from lancebill.formats.base import BIAS, SCALAR, Module, Part, Scheme, part
 from lancebill.numbers.bit_packing import pack_bits, pack_padded, stream_codes, unpack_bits, unpack_padded
 from lancebill.numbers.spec import TENSOR, Block, QuantSpec, Scale
@@ -60,7 +61,7 @@ class PackedInts(Scheme):
             unpack = unpack_padded if padded else unpack_bits
             zero = unpack(stored["zero"].mT, bits, n).mT.to(torch.int16).contiguous()
         else:
-            _check_no_zero(stored.get("zero"))
+            check_no_zero(stored.get("zero"))
         perm = self._perm(stored["perm"], k) if "perm" in stored else None
         scale = to_level(stored["scale"], self.spec.scales[0], n, k, self.lead(stored))
         return reordered(LogicalWeight(self.spec, codes, (scale,), zero), perm)
@@ -105,46 +106,6 @@ class PackedInts(Scheme):
             return self.words == PADDED
         dense, padded = widths(self.spec.dtype.bits, k)
         return packed.shape[-1] == padded != dense
-
-
-@dataclass(frozen=True)
-class PlainInts(Scheme):
-    """`weight` as int8 for any number of bits; zero points as int8 in the shape of the scales."""
-
-    batched = True
-
-    def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
-        lead = self.lead(stored)
-        codes = self._codes(stored["codes"], "weights").to(torch.uint8)
-        scale = to_level(stored["scale"], self.spec.scales[0], n, k, lead)
-        zero = None
-        if self.spec.zero is not None:
-            zero = to_level(self._codes(stored["zero"], "zero points"), self.spec.zero, n, k, lead)
-        else:
-            _check_no_zero(stored.get("zero"))
-        return LogicalWeight(self.spec, codes, (scale,), zero)
-
-    def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        n, k, half = weight.n, weight.k, 1 << (self.spec.dtype.bits - 1)
-        stored = {
-            "codes": (weight.codes.to(torch.int16) - half).to(torch.int8),
-            "scale": from_level(weight.scales[0], self.part("scale"), n, k),
-        }
-        if weight.zero is not None:
-            stored["zero"] = from_level((weight.zero - half).to(torch.int8), self.part("zero"), n, k)
-        return stored
-
-    def _codes(self, signed: Tensor, what: str) -> Tensor:
-        bits = self.spec.dtype.bits
-        half = 1 << (bits - 1)
-        codes = signed.to(torch.int16) + half
-        if bits < 8 and codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2 * half):
-            raise BadValue(
-                f"{what} outside the range of the config's {bits} bits",
-                expected=f"{-half} to {half - 1}",
-                got=f"{int(signed.min())} to {int(signed.max())}",
-            )
-        return codes
 
 
 def packed_ints(
@@ -222,12 +183,3 @@ def _check_shape(shape: Tensor | None, n: int, k: int) -> None:
     rows, columns = shape.reshape(-1, 2).amin(0).tolist()
     if rows < n or columns < k:
         raise BadValue("weight_shape is smaller than the matrix", expected=[n, k], got=[rows, columns])
-
-
-def _check_no_zero(zero: Tensor | None) -> None:
-    if zero is not None and bool(zero.any()):
-        raise BadValue(
-            "the config says symmetric but some zero points are not 0",
-            got=f"{int(zero.min())} to {int(zero.max())}",
-            hint="set symmetric to false",
-        )

@@ -54,6 +54,7 @@ from lancebill.numbers.spec import (
 
 DEEPSEEK_V4 = "deepseek_v4"  # a model type with its own format: see deepseek_v4.py
 POWER_OF_TWO = "ue8m0"
+BY_ROW = ("fbgemm_fp8", "w8a8_fp8")  # other names of the method, with one scale per row
 
 _SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv")
 _SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale")
@@ -102,7 +103,7 @@ class Fp8(Format):
     ignored = frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "activation_scale_ub"})
 
     def matches(self, config: Config) -> bool:
-        return config.method in ("fp8", "fbgemm_fp8") and config.model.get("model_type") != DEEPSEEK_V4
+        return config.method in ("fp8", *BY_ROW) and config.model.get("model_type") != DEEPSEEK_V4
 
     def scheme(self, config: Config, module: Module) -> Scheme:
         if is_unquantized(config, module, _SCALE):
@@ -132,7 +133,7 @@ class Fp8(Format):
         weight = next((module.stored[s] for s in WEIGHT if module.has(s)), None)
         scale = next((module.stored[s] for s in _SCALE if module.has(s)), None)
         if scale is None:
-            return CHANNEL if config.method == "fbgemm_fp8" else TENSOR
+            return CHANNEL if config.method in BY_ROW else TENSOR
         stacked = len(weight.shape) - 2 if weight else 0  # the first axis of a stacked tensor is the experts
         return TENSOR if math.prod(scale.shape[stacked:]) == 1 else CHANNEL
 
@@ -167,7 +168,8 @@ class Fp8(Format):
             yield Example(f"{name}-dynamic", _config({}), fp8_scheme(fp8_spec(block), "F32"), bias=True)
         static = fp8_scheme(fp8_spec(TENSOR), "F32", static=True)
         yield Example("tensor-static", _config({"activation_scheme": "static"}), static, inputs={"input_scale": (1,)})
-        yield Example("fbgemm", _config({}, "fbgemm_fp8"), fp8_scheme(fp8_spec(CHANNEL), "F32"))
+        for method in BY_ROW:
+            yield Example(method, _config({}, method), fp8_scheme(fp8_spec(CHANNEL), "F32"))
         experts = mxfp4_scheme(WEIGHT, _SCALE, ("U8", "U8"))
         yield Example("mxfp4-experts", _config({**blocks, "store_dtype": "mxfp4"}), experts)
 
