@@ -1,7 +1,7 @@
-"""ModelOpt: FP8, NVFP4 and MXFP8, with one algorithm for all modules or one per module.
+"""ModelOpt: FP8, NVFP4, MX types and integers, with one algorithm for all modules or one per module.
 
 NVFP4 multiplies by `weight_scale_2`; compressed-tensors divides. Exclusions are shell wildcards that
-also exclude everything below a matching module.
+also exclude everything below a matching module. 4-bit integers of two neighbouring rows share a byte.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats._ct_config import FUSED
 from lancebill.formats._floats import WEIGHT, FloatScheme, scale_part, stores_plain_floats
+from lancebill.formats._integers import ROWS, PlainInts, SignedNibbles
 from lancebill.formats.base import (
     BIAS,
     FLOAT_TYPES,
@@ -25,6 +26,7 @@ from lancebill.formats.base import (
     Example,
     Format,
     Module,
+    Part,
     Scheme,
     checked,
     dense,
@@ -36,14 +38,19 @@ from lancebill.numbers.spec import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    MXFP4,
     MXFP8,
     NVFP4,
+    TENSOR,
     ActivationSpec,
     QuantSpec,
-    fp8_spec,
+    group,
+    int_spec,
+    is_integer,
 )
 
 MIXED = "MIXED_PRECISION"
+GROUPS = (16, 32, 64, 128, 256)  # of 4-bit integers
 # Suffixes of the module's name; the second is used for stacked experts.
 SCALE = (".weight_scale", "_weight_scale")
 SCALE_2 = (".weight_scale_2", "_weight_scale_2")
@@ -60,16 +67,35 @@ class Algorithm:
     inputs: ActivationSpec | None = None
     calibrated: bool = False  # `inputs` applies only if an input_scale is stored
     smoothed: bool = False  # inputs may be multiplied by a pre_quant_scale per column
+    grouped: bool = False  # the config has the group size; `spec` has the default
+
+    def with_group(self, size: int | None) -> Algorithm:
+        """The same algorithm with the group size of a config."""
+        if not (self.grouped and size):
+            return self
+        scale = self.spec.scales[0].dtype
+        return replace(self, spec=int_spec(4, group(size), scale=scale), scale_axes=(f"n k/{size}",))
 
 
+STATIC_FP8 = ActivationSpec(FP8_TENSOR, static=True)
+INT4, INT8 = int_spec(4, group(128), scale=F32), int_spec(8, scale=F32)
 ALGORITHMS = {
-    "FP8": Algorithm(FP8_TENSOR, SCALAR, ActivationSpec(FP8_TENSOR, static=True), calibrated=True),
+    "FP8": Algorithm(FP8_TENSOR, SCALAR, STATIC_FP8, calibrated=True),
     "FP8_PER_CHANNEL_PER_TOKEN": Algorithm(FP8_CHANNEL, ("n", "n 1"), ActivationSpec(FP8_CHANNEL)),
     "FP8_PB_WO": Algorithm(FP8_BLOCK, ("n/128 1 k/128 1", "n/128 k/128")),
     "NVFP4": Algorithm(NVFP4, ("n k/16",), ActivationSpec(NVFP4), calibrated=True),
     "NVFP4_AWQ": Algorithm(NVFP4, ("n k/16",), ActivationSpec(NVFP4), calibrated=True, smoothed=True),
     "W4A16_NVFP4": Algorithm(NVFP4, ("n k/16",)),
+    "W4A8_NVFP4_FP8": Algorithm(NVFP4, ("n k/16",), STATIC_FP8, calibrated=True),
     "MXFP8": Algorithm(MXFP8, ("n k/32",), ActivationSpec(MXFP8)),
+    "MXFP4": Algorithm(MXFP4, ("n k/32",), ActivationSpec(MXFP4)),
+    "W4A8_MXFP4_FP8": Algorithm(MXFP4, ("n k/32",), STATIC_FP8, calibrated=True),
+    "W4A16_AWQ": Algorithm(INT4, ("n k/128",), smoothed=True, grouped=True),
+    "W4A8_AWQ": Algorithm(INT4, ("n k/128",), STATIC_FP8, calibrated=True, smoothed=True, grouped=True),
+    "W8A16": Algorithm(INT8, ("n", "n 1")),
+    "W8A8_SQ_PER_CHANNEL": Algorithm(
+        INT8, ("n", "n 1"), ActivationSpec(int_spec(8, TENSOR, scale=F32), static=True), calibrated=True, smoothed=True
+    ),
 }
 
 
@@ -87,16 +113,15 @@ class ModelOpt(Format):
         return config.method in ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        name = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
-        if name is None:
+        algorithm = _algorithm(config, module)
+        if algorithm is None:
             return dense(module)
-        return _build(ALGORITHMS[name], FLOAT_TYPES.get(module.dtype(*SCALE, default="F32"), F32))
+        return _build(algorithm, FLOAT_TYPES.get(module.dtype(*SCALE, default="F32"), F32))
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
-        name = None if stores_plain_floats(module, SCALE) else _algorithm(config, module.name)
-        if name is None:
+        algorithm = _algorithm(config, module)
+        if algorithm is None:
             return None
-        algorithm = ALGORITHMS[name]
         has_input_scale = any(module.has(s) for s in INPUT_SCALE)
         return algorithm.inputs if has_input_scale or not algorithm.calibrated else None
 
@@ -116,7 +141,7 @@ class ModelOpt(Format):
 
     def examples(self) -> Iterator[Example]:
         for name, algorithm in ALGORITHMS.items():
-            n, k = (512, 512) if algorithm.spec == FP8_BLOCK else (128, 256)
+            n, k = (512, 512) if algorithm.spec == FP8_BLOCK or algorithm.grouped else (128, 256)
             inputs: dict[str, tuple[int, ...]] = {"input_scale": ()} if algorithm.calibrated else {}
             inputs |= {"pre_quant_scale": (k,)} if algorithm.smoothed else {}
             config = Config(quant=_config(name), method="modelopt")
@@ -134,42 +159,52 @@ class ModelOpt(Format):
 
 
 @lru_cache(maxsize=64)
-def _build(algorithm: Algorithm, scale: DType) -> FloatScheme:
+def _build(algorithm: Algorithm, scale: DType) -> Scheme:
     """The scheme of an algorithm, with the scale dtype found in the file."""
     spec = algorithm.spec
     if spec.scales[0].dtype in FLOAT_TYPES.values():
-        spec = fp8_spec(spec.scales[0].block, scale=scale)
-    bits = spec.dtype.bits
-    parts = [
-        part("codes", WEIGHT, "F8_E4M3", "n k") if bits == 8 else part("codes", WEIGHT, "U8", "n k^", bits=bits),
-        scale_part("scale", SCALE, spec.scales[0], algorithm.scale_axes),
-    ]
-    if len(spec.scales) == 2:
-        parts.append(scale_part("scale_2", SCALE_2, spec.scales[1], SCALAR))
-    parts.append(part("input_scale", INPUT_SCALE, FLOATS, SCALAR, optional=True))
+        spec = replace(spec, scales=(replace(spec.scales[0], dtype=scale),))
+    first = scale_part("scale", SCALE, spec.scales[0], algorithm.scale_axes)
+    rest = [part("input_scale", INPUT_SCALE, FLOATS, SCALAR, optional=True), BIAS]
     if algorithm.smoothed:
-        parts.append(part("pre_quant_scale", PRE_QUANT_SCALE, FLOATS, "k", optional=True))
-    return FloatScheme(spec, (*parts, BIAS))
+        rest.append(part("pre_quant_scale", PRE_QUANT_SCALE, FLOATS, "k", optional=True))
+    if is_integer(spec):
+        return _integers(spec, first, rest)
+    bits = spec.dtype.bits
+    codes = part("codes", WEIGHT, "F8_E4M3", "n k") if bits == 8 else part("codes", WEIGHT, "U8", "n k^", bits=bits)
+    if len(spec.scales) == 2:
+        rest.append(scale_part("scale_2", SCALE_2, spec.scales[1], SCALAR))
+    return FloatScheme(spec, (codes, first, *rest))
 
 
-def _algorithm(config: Config, name: str) -> str | None:
+def _integers(spec: QuantSpec, scale: Part, rest: Sequence[Part]) -> Scheme:
+    """W4A8 also stores the scale of an fp8 copy of the weights, which does not change them."""
+    if spec.dtype.bits == 8:
+        return PlainInts(spec, (part("codes", WEIGHT, "I8", "n k"), scale, *rest))
+    copy = part("scale_2", SCALE_2, FLOATS, SCALAR, optional=True)
+    return SignedNibbles(spec, (part("codes", WEIGHT, "U8", "n^ k", bits=4), scale, copy, *rest), ROWS)
+
+
+def _algorithm(config: Config, module: Module) -> Algorithm | None:
     """The algorithm of a module, or None if it is unquantised. Both halves of a fused projection must agree."""
-    parent, _, last = name.rpartition(".")
+    if stores_plain_floats(module, SCALE):
+        return None
+    parent, _, last = module.name.rpartition(".")
     halves = [f"{parent}.{half}" for half in FUSED.get(last, ())]
-    named, algorithm = _choose(config, name)
-    if named or not halves:
-        return algorithm
-    algorithms = {_choose(config, half)[1] for half in halves}
-    if len(algorithms) > 1:
-        raise UnsupportedFormat(
-            "the halves of a fused projection have different algorithms",
-            where=f"{config.source}, module {name}",
-            got=", ".join(sorted(str(algo) for algo in algorithms)),
-        )
-    return algorithms.pop()
+    named, algorithm = _choose(config, module.name)
+    if not named and halves:
+        algorithms = {_choose(config, half)[1] for half in halves}
+        if len(algorithms) > 1:
+            raise UnsupportedFormat(
+                "the halves of a fused projection have different algorithms",
+                where=f"{config.source}, module {module.name}",
+                got=", ".join(sorted(str(algo and algo.spec) for algo in algorithms)),
+            )
+        algorithm = algorithms.pop()
+    return algorithm
 
 
-def _choose(config: Config, name: str) -> tuple[bool, str | None]:
+def _choose(config: Config, name: str) -> tuple[bool, Algorithm | None]:
     """Whether the config names this module or a parent, and the module's algorithm."""
     excluded = [*optional(config, "exclude_modules", list, []), *optional(config, "ignore", list, [])]
     if _matches(name, excluded, "exclude_modules", config.source):
@@ -189,15 +224,17 @@ def _choose(config: Config, name: str) -> tuple[bool, str | None]:
     return True, _checked_algorithm(algo, entry.get("group_size"), f"{where}.quant_algo", config.source)
 
 
-def _checked_algorithm(algo: str, group_size: Any, key: str, source: str) -> str:
+def _checked_algorithm(algo: str, group_size: Any, key: str, source: str) -> Algorithm:
     checked(algo, key, str, tuple(ALGORITHMS), source)
-    spec = ALGORITHMS[algo].spec
-    if group_size is not None:
-        checked(group_size, f"group_size with {algo}", int, (spec.group,) if spec.group else (0, -1), source)
-    return algo
+    algorithm = ALGORITHMS[algo]
+    if group_size is None:
+        return algorithm
+    fixed = (algorithm.spec.group,) if algorithm.spec.group else (0, -1)
+    size = checked(group_size, f"group_size with {algo}", int, GROUPS if algorithm.grouped else fixed, source)
+    return algorithm.with_group(size)
 
 
-def _from_groups(config: Config, name: str) -> tuple[bool, str | None]:
+def _from_groups(config: Config, name: str) -> tuple[bool, Algorithm | None]:
     """The newer style: the group whose targets match; names take precedence over the class "Linear"."""
     groups = optional(config, "config_groups", dict, {})
     if not groups:
@@ -215,21 +252,25 @@ def _from_groups(config: Config, name: str) -> tuple[bool, str | None]:
     return False, _group_algorithm(groups[fallback], f"config_groups.{fallback}", config.source)
 
 
-def _group_algorithm(entry: Mapping[str, Any], key: str, source: str) -> str:
+def _group_algorithm(entry: Mapping[str, Any], key: str, source: str) -> Algorithm:
     """The algorithm that matches a group's arguments."""
     weights = checked(entry.get("weights"), f"{key}.weights", dict, (), source)
     size, strategy = weights.get("group_size"), weights.get("strategy")
     kind = (weights.get("type"), weights.get("num_bits"), size or None)
     if kind == ("float", 4, 16):
-        return "W4A16_NVFP4" if entry.get("input_activations") is None else "NVFP4"
+        return ALGORITHMS["W4A16_NVFP4" if entry.get("input_activations") is None else "NVFP4"]
     if kind == ("float", 8, 32):
-        return "MXFP8"
+        return ALGORITHMS["MXFP8"]
     if kind == ("float", 8, None) and strategy == "channel":
-        return "FP8_PER_CHANNEL_PER_TOKEN"
+        return ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"]
     if kind == ("float", 8, None) and strategy in (None, "tensor"):
         inputs = checked(entry.get("input_activations") or {}, f"{key}.input_activations", dict, (), source)
         checked(inputs.get("dynamic", False), f"{key}.input_activations.dynamic with FP8", bool, (False,), source)
-        return "FP8"
+        return ALGORITHMS["FP8"]
+    if kind[:2] == ("int", 4):
+        return _checked_algorithm("W4A16_AWQ", size, f"{key}.weights", source)
+    if kind == ("int", 8, None):
+        return ALGORITHMS["W8A16" if entry.get("input_activations") is None else "W8A8_SQ_PER_CHANNEL"]
     raise UnsupportedFormat(f"no algorithm matches '{key}.weights'", where=source, got=dict(weights))
 
 

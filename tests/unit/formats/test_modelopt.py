@@ -218,7 +218,7 @@ def test_config_groups() -> None:
         "group_2": {**weights(num_bits=8), "targets": ["model.layers.1.mlp.experts"]},
         "group_3": {**weights(num_bits=8, strategy="channel"), "targets": ["model.layers.2.*"]},
         "group_4": {**weights(num_bits=8, group_size=32), "targets": ["model.layers.3.*"]},
-        "group_5": {**weights(num_bits=4, type="int", group_size=128), "targets": ["model.layers.4.*"]},
+        "group_5": {**weights(num_bits=3, type="int", group_size=128), "targets": ["model.layers.4.*"]},
     }
     for algo in (None, "MIXED_PRECISION"):
         config = _config(algo, config_groups=groups)
