@@ -201,7 +201,18 @@ def _algorithm(config: Config, module: Module) -> Algorithm | None:
                 got=", ".join(sorted(str(algo and algo.spec) for algo in algorithms)),
             )
         algorithm = algorithms.pop()
+    if algorithm is not None and config.quant.get("group_size") is None:
+        return algorithm.with_group(_stored_group(module))
     return algorithm
+
+
+def _stored_group(module: Module) -> int | None:
+    """Columns per scale, by the headers: config.json has no `group_size`, hf_quant_config.json has."""
+    codes, scales = (next((module.stored[s] for s in names if module.has(s)), None) for names in (WEIGHT, SCALE))
+    if codes is None or scales is None or not codes.shape or not scales.shape or not scales.shape[-1]:
+        return None
+    size = codes.shape[-1] // scales.shape[-1]
+    return size if size in GROUPS else None
 
 
 def _choose(config: Config, name: str) -> tuple[bool, Algorithm | None]:

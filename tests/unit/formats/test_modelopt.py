@@ -251,8 +251,7 @@ def test_a_checkpoint_with_only_a_quantised_kv_cache_is_dense() -> None:
 @pytest.mark.parametrize(
     ("quant", "match"),
     [
-        ({"quant_algo": "W4A8_AWQ"}, "quant_algo"),
-        ({"quant_algo": "W4A8_NVFP4_FP8"}, "quant_algo"),
+        ({"quant_algo": "NVFP4_SVD"}, "quant_algo"),
         ({"quant_algo": 8}, "quant_algo"),
         ({"quant_algo": "NVFP4", "group_size": 32}, "group_size"),
         ({"quant_algo": "MXFP8", "group_size": 16}, "group_size"),
@@ -260,7 +259,7 @@ def test_a_checkpoint_with_only_a_quantised_kv_cache_is_dense() -> None:
         ({"quant_algo": "FP8", "exclude_modules": "lm_head"}, "exclude_modules"),
         ({"quant_algo": "FP8", "ignore": [None]}, "exclude_modules"),
         ({"quant_algo": "MIXED_PRECISION"}, "quant_algo"),
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {EXPERT: {"quant_algo": "W8A16"}}}, EXPERT),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {EXPERT: {"quant_algo": "NVFP4_SVD"}}}, EXPERT),
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {EXPERT: "FP8"}}, EXPERT),
         ({"quant_algo": None, "config_groups": {"g": {"targets": "Linear"}}}, "targets"),
         ({"quant_algo": None, "config_groups": {"g": {}}}, "weights"),
@@ -298,3 +297,16 @@ def test_export(spec: QuantSpec) -> None:
 def test_export_refuses_other_specs(name: str) -> None:
     with pytest.raises(CannotEncode, match="cannot store"):
         FORMAT.export(parse_spec(name), [])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_rows_of_integers_share_bytes(size: int) -> None:
+    """As ModelOpt's `pack_int4_in_uint8`: rows 2i and 2i+1 in the low and high nibble. The headers have the group."""
+    values = torch.randint(-8, 8, (6, 256), dtype=torch.int8)
+    packed = ((values[0::2] & 15) | (values[1::2] << 4)).view(torch.uint8)
+    scale = torch.rand(6, 256 // size)
+    headers = {".weight": Stored("U8", (3, 256)), ".weight_scale": Stored("F32", (6, 256 // size))}
+    scheme = FORMAT.scheme(_config("W4A16_AWQ"), Module(EXPERT, headers))
+    weight = scheme.decode({"codes": packed, "scale": scale}, 6, 256)
+    assert torch.equal(dequantize(weight), values.float() * scale.repeat_interleave(size, 1))
+    assert torch.equal(scheme.encode(weight)["codes"], packed)
