@@ -56,6 +56,8 @@ class NameForm:
         alternatives = []
         for projection, name in sorted(self.names.items(), key=lambda item: -len(item[1])):
             escaped = re.escape(name).replace(re.escape("{expert}"), f"(?P<{projection}_expert>{NUMBER})")
+            if self.stacked:  # torchao writes `_gate_up_proj_scale` for a part of `gate_up_proj`
+                escaped = escaped.replace(re.escape("."), r"\._?", 1)
             alternatives.append(rf"(?P<{projection}>{escaped})")
         return re.compile(
             rf"{_below(self.prefixes, self.home)}(?:{'|'.join(alternatives)})(?:\.base_layer)?(?P<suffix>(?:[._].*)?)"
