@@ -5,6 +5,8 @@ The tool makes a checkpoint and dequantises it itself. Nothing of lancebill take
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,30 @@ def tiny_qwen3_moe(dtype: torch.dtype = torch.bfloat16) -> Any:
     return Qwen3MoeForCausalLM(config).to(dtype)
 
 
-def halves(fused: Tensor) -> dict[str, Tensor]:
-    """Gate and up of a fused matrix."""
-    gate, up = fused.float().chunk(2)
-    return {"gate": gate, "up": up}
+def linear_experts(dtype: torch.dtype = torch.float32) -> torch.nn.ModuleList:
+    """The experts of one layer as linear modules, which most tools quantise: gate_proj, up_proj and down_proj."""
+    torch.manual_seed(0)
+    sizes = {"gate_proj": (HIDDEN, INTERMEDIATE), "up_proj": (HIDDEN, INTERMEDIATE), "down_proj": (INTERMEDIATE, HIDDEN)}
+
+    def expert() -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({name: torch.nn.Linear(*size, bias=False).to(dtype) for name, size in sizes.items()})
+
+    return torch.nn.ModuleList(expert() for _ in range(EXPERTS))
+
+
+def by_projection(experts: torch.nn.ModuleList) -> Iterator[tuple[tuple[int, str], Any]]:
+    """The modules of `linear_experts`, by expert and projection."""
+    return ((at, experts.get_submodule(f"{at[0]}.{at[1]}_proj")) for at in PROJECTIONS)
+
+
+def write_config(folder: Path, section: Mapping[str, Any]) -> None:
+    """config.json of a model that has these experts, with the tool's quantisation section."""
+    model = {
+        "model_type": "qwen3_moe", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1,
+        "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS,
+        "norm_topk_prob": True, "quantization_config": dict(section),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(model, default=str))
 
 
 def read_experts(folder: Path) -> Matrices:

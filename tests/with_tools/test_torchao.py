@@ -7,9 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from judge import EXPERTS, INTERMEDIATE, Matrices, assert_equal, read_experts, tiny_qwen3_moe
+from judge import (
+    EXPERTS,
+    INTERMEDIATE,
+    Matrices,
+    assert_equal,
+    by_projection,
+    linear_experts,
+    read_experts,
+    tiny_qwen3_moe,
+    write_config,
+)
+from safetensors.torch import save_file
 
 ao = pytest.importorskip("torchao.quantization")
+support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
 transformers = pytest.importorskip("transformers")
 
 STACKED = {
@@ -42,5 +54,18 @@ def test_stacked_experts(name: str, tmp_path: Path) -> None:
     assert_equal(read_experts(tmp_path / "quantised"), want)
 
 
+@pytest.mark.parametrize("name", STACKED | EACH)
+def test_an_expert_at_a_time(name: str, tmp_path: Path) -> None:
+    """Linear modules, quantised and flattened by torchao, as transformers 4 saves them."""
+    config = (STACKED | EACH)[name]()
+    experts = linear_experts()
+    ao.quantize_(experts, config)
+    state = {f"model.layers.0.mlp.experts.{at}": tensor.data for at, tensor in experts.state_dict().items()}
+    tensors, metadata = support.flatten_tensor_state_dict(state)
+    save_file({at: tensor.contiguous() for at, tensor in tensors.items()}, tmp_path / "model.safetensors", metadata)
+    write_config(tmp_path, transformers.TorchAoConfig(quant_type=config).to_dict())
+    assert_equal(read_experts(tmp_path), {at: _exact(linear.weight) for at, linear in by_projection(experts)})
+
+
 def _exact(weight: Any) -> torch.Tensor:
-    return weight.dequantize(torch.float32)
+    return weight.dequantize() if weight.dtype == torch.float32 else weight.dequantize(torch.float32)
