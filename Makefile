@@ -21,7 +21,13 @@ VLLM_TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-vllm test-vllm-all fuzz lint format kernels wheel clean
+# Tools that write checkpoints, for test-tools: an environment each, with the packages below.
+TOOLS ?= torchao hqq modelopt
+TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
+TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
+TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
+
+.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz lint format kernels wheel clean
 
 help:
 	@echo "make help         show this list"
@@ -31,6 +37,7 @@ help:
 	@echo "make test-families  compare every spelling of every family with transformers"
 	@echo "make test-matrix  run the end-to-end tests with transformers $(MATRIX), each in its own environment"
 	@echo "make test-native  run the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make test-tools   read what $(TOOLS) write, each in its own environment; they are the judges"
 	@echo "make test-vllm    run a sample of the tests with $(VLLM), in an environment of its own"
 	@echo "make test-vllm-all  run all tests with $(VLLM)"
 	@echo "make fuzz         resolve mutated configs and headers of every format, ROUNDS=$(ROUNDS) each"
@@ -69,6 +76,18 @@ test-transformers-%:
 	@.venv-transformers-$*/bin/python -m pip --disable-pip-version-check install --quiet --upgrade "transformers$(patsubst %,==%,$(filter-out newest,$*))"
 	@.venv-transformers-$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
 	@OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n $(JOBS) tests/e2e
+
+test-tools: $(addprefix test-tool-,$(TOOLS))
+
+# An environment is removed after its tests: all of them together take several GB. KEEP=1 keeps it.
+test-tool-%:
+	@echo "== $*"
+	@test -x .venv-tool-$*/bin/python || $(PYTHON) -m venv .venv-tool-$*
+	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet $(TOOL_$*) pytest
+	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	@OMP_NUM_THREADS=$(JOBS) .venv-tool-$*/bin/python -m pytest tests/with_tools/test_$*.py -W ignore
+	@test -n "$(KEEP)" || rm -rf .venv-tool-$*
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests with $(VLLM)"
@@ -138,5 +157,5 @@ $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/backends/cpu/native/*.so
+	rm -rf $(VENV) .venv-transformers-* .venv-tool-* $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/backends/cpu/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,7 +40,11 @@ def tiny_qwen3_moe(dtype: torch.dtype = torch.bfloat16) -> Any:
 def linear_experts(dtype: torch.dtype = torch.float32) -> torch.nn.ModuleList:
     """The experts of one layer as linear modules, which most tools quantise: gate_proj, up_proj and down_proj."""
     torch.manual_seed(0)
-    sizes = {"gate_proj": (HIDDEN, INTERMEDIATE), "up_proj": (HIDDEN, INTERMEDIATE), "down_proj": (INTERMEDIATE, HIDDEN)}
+    sizes = {
+        "gate_proj": (HIDDEN, INTERMEDIATE),
+        "up_proj": (HIDDEN, INTERMEDIATE),
+        "down_proj": (INTERMEDIATE, HIDDEN),
+    }
 
     def expert() -> torch.nn.ModuleDict:
         return torch.nn.ModuleDict({name: torch.nn.Linear(*size, bias=False).to(dtype) for name, size in sizes.items()})
