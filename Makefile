@@ -27,7 +27,7 @@ TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz lint format kernels wheel clean
+.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz lint format kernels wheel site clean
 
 help:
 	@echo "make help         show this list"
@@ -45,6 +45,7 @@ help:
 	@echo "make format       format the code and apply the linters' fixes"
 	@echo "make kernels      compile all GPU kernels of the wheel into the user's cache and check them; needs no GPU"
 	@echo "make wheel        build a wheel with compiled GPU kernels into dist"
+	@echo "make site         build the documents as a web site into build/site; every link must work"
 	@echo "make clean        remove virtual environments, build outputs and caches"
 
 demo: $(VENV)/.installed
@@ -117,6 +118,15 @@ wheel: $(VENV)/.installed-dev
 	@$(BIN)/lancebill kernels build --jobs $(JOBS) --ship
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@$(BIN)/python -m pytest tests/unit/test_wheel.py
+
+# In an environment of its own: nothing else needs mkdocs.
+site: .venv-site/.installed
+	@.venv-site/bin/mkdocs build --strict
+
+.venv-site/.installed:
+	@$(PYTHON) -m venv .venv-site
+	@.venv-site/bin/python -m pip --disable-pip-version-check install --quiet "mkdocs>=1.6,<2"
+	@touch $@
 
 # Rounds for each format; the test itself runs a few.
 ROUNDS ?= 20000

@@ -24,6 +24,7 @@ def chat(
     top_p: Annotated[float, typer.Option("--top-p", min=1e-6, max=1, help="Probability mass to sample from.")] = 0.95,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Most likely tokens to sample from; 0 is all.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    revision: ui.Revision = None,
     weights: models.Weights = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
@@ -32,7 +33,7 @@ def chat(
 ) -> None:
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
-        ui.existing(path, as_json=False)
+        path = ui.located(path, revision, as_json=False)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if tokenizer.chat_template is None:

@@ -7,7 +7,6 @@ errors included; progress and messages go to stderr.
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,14 @@ FINE, PROBLEM, USAGE = 0, 1, 2
 PLAIN_WIDTH = 120  # columns, when the output is not a terminal
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Source = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint folder, a .safetensors or a .gguf file.")]
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="A checkpoint folder, a .safetensors or .gguf file, or a model on the hub."),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option("--revision", help="Branch, tag or commit of a model on the hub.", show_default=False),
+]
 
 
 def console(*, error: bool = False) -> Console:
@@ -45,10 +51,24 @@ def print_json(value: Mapping[str, Any]) -> None:
 def existing(path: Path, as_json: bool) -> Path:
     """`path`, if it exists; a missing path is a usage error."""
     if not path.exists():
-        hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
-        hint = f"if this is a model on the hub: `hf download {path}` prints the folder to pass" if hub_id else None
-        fail(CheckpointError("no such file or folder", where=str(path), hint=hint), as_json, USAGE)
+        fail(CheckpointError("no such file or folder", where=str(path)), as_json, USAGE)
     return path
+
+
+def check_path(path: Path, as_json: bool) -> None:
+    """A path that is missing and cannot be the name of a model on the hub is a usage error."""
+    from lancebill.checkpoint.read.hub import is_hub_name
+
+    if not is_hub_name(path):
+        existing(path, as_json)
+
+
+def located(path: Path, revision: str | None, as_json: bool) -> Path:
+    """The local path of a checkpoint; a model on the hub is downloaded if it is not in the hub's cache."""
+    from lancebill.checkpoint.read.hub import local_path
+
+    check_path(path, as_json)
+    return local_path(path, revision)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class MxRule(str, Enum):
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint to read, or a model on the hub.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[str, typer.Option("--to", help="The target spec: mxfp4, nvfp4, int4-g128, fp8-block, bf16 ...")],
     format_name: Annotated[
@@ -44,6 +44,7 @@ def convert(
     mx_rule: Annotated[MxRule, typer.Option("--mx-rule", help="How power-of-two scales are rounded.")] = MxRule.floor,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     experts_only: Annotated[bool, typer.Option("--experts-only", help="Write only the experts.")] = False,
+    revision: ui.Revision = None,
     as_json: Json = False,
 ) -> None:
     """Requantise the experts, copy or re-encode the other tensors, and report the error of each layer.
@@ -57,9 +58,10 @@ def convert(
         "experts_only": experts_only,
     }
     with ui.reported(as_json, ui.USAGE):
-        ui.existing(source, as_json)
+        ui.check_path(source, as_json)
         target = target_of(to, format_name)
         _check_device(device.value)
+        source = ui.located(source, revision, as_json)
     with ui.reported(as_json), ui.cleans_up_on_sigterm():
         summary = run_conversion(source, destination, target, options)
     if as_json:

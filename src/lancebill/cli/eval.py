@@ -48,13 +48,14 @@ def evaluate(
     answers: Annotated[
         Path | None, typer.Option("--answers", help="Write every answer to this file, as a JSON line.")
     ] = None,
+    revision: ui.Revision = None,
     device: models.Device = "cpu",
     dtype: models.Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure perplexity and exact match of variants of a model; test each against the first variant."""
     with ui.reported(as_json):
-        ui.existing(path, as_json)
+        path = ui.located(path, revision, as_json)
         if text is None and questions is None:
             raise SpecError("nothing to evaluate on", hint="give --text, --questions, or both")
         for file in filter(None, (text, questions, examples)):

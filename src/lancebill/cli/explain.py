@@ -38,7 +38,8 @@ SHAPES = (
 
 def explain(
     path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="A checkpoint; or use --shape and --weights instead.")
+        Path | None,
+        typer.Argument(metavar="PATH", help="A checkpoint or hub model; or use --shape and --weights instead."),
     ] = None,
     shape: Annotated[str | None, typer.Option("--shape", help=f"Without a checkpoint: {SHAPES}.")] = None,
     layer: Annotated[
@@ -58,13 +59,14 @@ def explain(
     backend: Annotated[str, typer.Option("--backend", help="Require this backend; auto chooses.")] = "auto",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Batch size for the estimates.")] = 64,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; explains rank 0.")] = 1,
+    revision: ui.Revision = None,
     as_json: Json = False,
 ) -> None:
     """Show every backend's verdict with all its reasons, and which backend is chosen."""
     with ui.reported(as_json, ui.USAGE):
         _check_usage(path, shape, weights, layer)
         if path is not None:
-            ui.existing(path, as_json)
+            path = ui.located(path, revision, as_json)
         _check_backend(backend)
     with ui.reported(as_json):
         from lancebill.backends import oracle

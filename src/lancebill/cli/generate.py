@@ -25,6 +25,7 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    revision: ui.Revision = None,
     weights: models.Weights = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
@@ -34,7 +35,7 @@ def generate(
 ) -> None:
     """Answer a prompt, token by token, and show tokens per second."""
     with ui.reported(as_json):
-        ui.existing(path, as_json)
+        path = ui.located(path, revision, as_json)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if not as_json:

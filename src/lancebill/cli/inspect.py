@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lancebill.cli import console as ui
-from lancebill.cli.console import Json, Source
+from lancebill.cli.console import Json, Revision, Source
 from lancebill.errors import ranges
 
 if TYPE_CHECKING:
@@ -24,11 +24,12 @@ def inspect(
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks.")] = 1,
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="List the tensors of this layer.")] = None,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Show format, family, layers x experts, specs, bits per weight and bytes."""
     with ui.reported(as_json):
-        ui.existing(path, as_json)
+        path = ui.located(path, revision, as_json)
         from lancebill.checkpoint.read.files import Checkpoint
         from lancebill.checkpoint.resolve import manifest as manifests
 

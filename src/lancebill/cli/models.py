@@ -14,7 +14,10 @@ from lancebill.cli import console as ui
 from lancebill.errors import CheckpointError, UnsupportedProblem, ranges
 
 Model = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint folder with config.json and tokenizer, or a .gguf file.")
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A checkpoint folder with config.json and tokenizer, a .gguf file, or a model on the hub."
+    ),
 ]
 Weights = Annotated[str | None, typer.Option("--weights", help="Requantise the experts, for example to mxfp4.")]
 Activations = Annotated[

@@ -26,6 +26,7 @@ def serve(
         str | None, typer.Option("--name", help="Model name for clients; the default is the folder name.")
     ] = None,
     engine: EngineOption = None,
+    revision: ui.Revision = None,
     weights: models.Weights = None,
     activations: models.Activations = None,
     backend: models.Backend = "auto",
@@ -47,12 +48,12 @@ def serve(
     Options after PATH that are not listed here are vLLM's own: --tensor-parallel-size, --max-num-seqs ...
     """
     with ui.reported(as_json=False):
-        ui.existing(path, as_json=False)
+        model_name = name or (path.resolve().name if path.exists() else str(path))
+        path = ui.located(path, revision, as_json=False)
         chosen, line = chosen_engine(engine, device)
         ui.console(error=True).print(line, soft_wrap=True)
         options: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         options |= {} if order is None else {"order": order}
-        model_name = name or path.resolve().name
         if chosen is Engine.vllm:
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lancebill.cli import console as ui
-from lancebill.cli.console import Json, Source
+from lancebill.cli.console import Json, Revision, Source
 from lancebill.errors import CheckpointProblems, LancebillError, UnsupportedFormat
 
 if TYPE_CHECKING:
@@ -45,11 +45,12 @@ def verify(
     path: Source,
     values: Annotated[bool, typer.Option("--values", help="Read every tensor and check its values.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as problems.")] = False,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Check headers, names, shapes, dtypes and config; with --values also every stored value."""
     with ui.reported(as_json):
-        report = examine(ui.existing(path, as_json), values=values, strict=strict)
+        report = examine(ui.located(path, revision, as_json), values=values, strict=strict)
     if as_json:
         ui.print_json(describe(report))
     else:

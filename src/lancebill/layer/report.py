@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lancebill.backends.oracle import Choice
+from lancebill.errors import ranges
 from lancebill.numbers.codec import Loss
 
 
@@ -49,3 +50,33 @@ class LoadReport:
             size = f"{self.host.bytes / 2**20:.1f} MiB"
             lines.append(f"  in host memory: {self.host.experts} more experts, {size}, computed by {backend}")
         return "\n".join(lines)
+
+
+class LoadReports(list[LoadReport]):
+    """The reports of a model's layers; prints as a table, with one row for layers that are alike."""
+
+    def __str__(self) -> str:
+        rows: dict[tuple[str, ...], list[LoadReport]] = {}
+        for report in self:
+            rows.setdefault(_kind(report), []).append(report)
+        table: list[tuple[str, ...]] = [("layers", "experts", "weights", "activations", "backend", "MiB", "seconds")]
+        for kind, alike in rows.items():
+            size, seconds = sum(r.bytes for r in alike) / 2**20, sum(r.seconds for r in alike)
+            table.append((ranges([r.layer for r in alike]), *kind, f"{size:.1f}", f"{seconds:.2f}"))
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+    __repr__ = __str__
+
+
+def _kind(report: LoadReport) -> tuple[str, ...]:
+    weights = [
+        kept if kept == report.stored[name] else f"{report.stored[name]} -> {kept}"
+        for name, kept in report.kept.items()
+    ]
+    inputs = list(report.activations.values())
+    return str(report.experts), _once(weights), _once(inputs), report.choice.backend.name
+
+
+def _once(names: list[str]) -> str:
+    return " / ".join(dict.fromkeys(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -293,6 +294,34 @@ def test_missing_paths_are_usage_errors(words: tuple[str, ...], tmp_path: Path) 
     assert result.exit_code == USAGE
     assert parsed(result)["error"]["what"] == "no such file or folder"
     assert call(words[0]).exit_code == USAGE
+
+
+def test_a_model_on_the_hub(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        if name != "some/model":
+            raise OSError("the network is unreachable")
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["inspect", "some/model", "--revision", "v2", "--json"]).exit_code == 0
+    assert asked == [("some/model", "v2")]
+    offline = CliRunner().invoke(app, ["verify", "other/model"])
+    assert offline.exit_code == 1 and "unreachable" in offline.output and "pass the folder" in offline.output
+    assert CliRunner().invoke(app, ["inspect", str(model), "--revision", "v2"]).exit_code == 2
+
+
+def test_a_missing_config_is_named(model: Path, tmp_path: Path) -> None:
+    lone = tmp_path / "lone"
+    shutil.copytree(model, lone)
+    (lone / "config.json").unlink()
+    done = CliRunner().invoke(app, ["inspect", str(lone)])
+    assert done.exit_code == 1 and "no config.json" in done.output
 
 
 def test_markup_in_error_texts_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,6 @@ answer(2, "explain")
 answer(2, "explain", "--shape", "8,64,64,2")
 for command in ("explain", "inspect", "verify", "generate", "chat", "serve", "eval"):
     answer(2, command, "no/such/path")
-assert "hf download some/model" in answer(2, "inspect", "some/model")
 assert "--install-completion" in answer(0, "--help")
 answer(2, "convert", "no/such/path", "out", "--to", "mxfp4")
 answer(2, "convert", ".", "out", "--to", "mxfp4", "--device", "abacus")

@@ -237,6 +237,10 @@ def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Na
     for naming in table:
         if any(name in naming.model_types for name in model_types):
             return naming
+    if not model:
+        raise UnsupportedFormat(
+            "no config.json, which says what model this is", hint="copy it from the model that these tensors belong to"
+        )
     raise UnsupportedFormat(
         f"no naming row for model_type {quoted(model_types[0])}",
         where="config.json",

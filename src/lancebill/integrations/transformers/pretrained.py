@@ -28,6 +28,7 @@ from transformers import (
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.hub import local_path
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,
@@ -45,7 +46,7 @@ from lancebill.integrations.transformers.packed_rest import RestReport, RestRule
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import UNQUANTISED, LoadOptions
-from lancebill.layer.report import LoadReport
+from lancebill.layer.report import LoadReports
 from lancebill.layer.rules import ActivationRules, WeightRules, split_rest
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
@@ -80,10 +81,10 @@ class PackedModel:
         requantized = self.lancebill_rest.requantized
         save_packed(self, self.lancebill_origin, Path(save_directory), requantized=requantized, **options)
 
-    def lancebill_reports(self) -> list[LoadReport]:
-        """The load report of each layer: specs, bytes, the backend and why it was chosen."""
+    def lancebill_reports(self) -> LoadReports:
+        """The load report of each layer: specs, bytes, the backend and why it was chosen. Prints as a table."""
         assert isinstance(self, nn.Module)
-        return [module.report for _, module in packed_experts(self) if module.report is not None]
+        return LoadReports(module.report for _, module in packed_experts(self) if module.report is not None)
 
 
 def from_pretrained(
@@ -95,10 +96,11 @@ def from_pretrained(
     device: str = "cpu",
     dtype: torch.dtype | str = "auto",
     order: str = FAST,
+    revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The causal language model stored at `path` (a folder or a .gguf file), with its experts packed as stored.
+    """The causal language model at `path` (a folder, a .gguf file, a name on the hub), its experts packed as stored.
 
     Other matrices that are stored quantised stay packed too. `weights` and `activations` take a spec or rules for the
     experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
@@ -107,7 +109,7 @@ def from_pretrained(
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
-    folder = _download(path)
+    folder = local_path(path, revision)
     target = parse_device(device).torch
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
@@ -180,20 +182,6 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     chosen = classes[0] if isinstance(classes, (list, tuple)) else classes
     assert chosen is not None
     return chosen
-
-
-def _download(path: str | Path) -> Path:
-    """A local path as it is; otherwise the path names a model on the Hugging Face hub, which is downloaded."""
-    if Path(path).exists():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the base classes of all errors of huggingface_hub
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise CheckpointError("no such folder, and no such model to download", where=str(path), got=reason) from None
 
 
 def _open(folder: Path) -> Checkpoint:
