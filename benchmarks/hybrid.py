@@ -1,0 +1,190 @@
+"""A layer split between the GPU and host memory, against each part alone.
+
+    python benchmarks/hybrid.py [--shapes qwen3-235b-a22b,deepseek-v4-flash] [--specs mxfp4,int4-g128]
+                                [--shares 0,25,50,75] [--tokens 1,4,16] [--threads N] [--out FILE] [--note WORDS]
+
+`split_us` is a replayed CUDA graph of calls with different routing; `gpu_us` the same graph with the GPU's part alone;
+`cpu_us` the CPU's part alone, called from a loop without a GPU. The bar is max(cpu, gpu) / 0.9 + 20 us. `cpu_gbs` is the
+rate at which the CPU reads its activated experts; `read_gbs` is the measured read rate of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import gpu_machine, origin, result_path
+from torch import Tensor
+
+from lancebill.backends.cpu import native
+from lancebill.backends.cpu.executor import CpuExecutor
+from lancebill.backends.cpu.host_call import HostShape
+from lancebill.backends.oracle import select
+from lancebill.bench.workload import Weights
+from lancebill.cli.env import describe
+from lancebill.layer.parts import LayerParts
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.model_shapes import Shape, parse_shape
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
+from lancebill.split.executor import SplitExecutor
+from lancebill.split.host_calls import use_host_threads
+from lancebill.split.host_threads import HostThreads
+from lancebill.split.split import Split, part_map
+
+CALLS = 12  # in a graph, with different routing
+ROUNDS = 15
+DISTINCT = 8
+
+
+def split_layer(shape: Shape, spec: str, share: int) -> RoutedExperts:
+    """A layer with `share` percent of its experts on the GPU."""
+    from dataclasses import replace
+
+    problem = shape.problem(parse_spec(spec), ACTIVATIONS["bf16"])
+    split = Split.by_number(shape.experts, shape.experts * share // 100)
+
+    def parts(slots: tuple[int, ...], device: str) -> LayerParts:
+        one = replace(problem, experts=max(1, len(slots)))
+        choice = select(one, device)
+        layout, where = choice.backend.layout(problem), torch.device(device)
+        packed = Weights(problem, where, distinct=DISTINCT).packed(layout, slots)
+        places = torch.tensor(part_map(range(shape.experts), slots), dtype=torch.int32, device=where)
+        return LayerParts(replace(choice, problem=replace(one, experts=len(slots))), packed, expert_map=places)
+
+    return RoutedExperts(replace(parts(split.device, "cuda"), host=parts(split.host, "cpu")))
+
+
+def batches(shape: Shape, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    g = torch.Generator("cuda").manual_seed(tokens)
+    made = []
+    for _ in range(CALLS):
+        x = torch.randn(tokens, shape.hidden, generator=g, device="cuda").bfloat16()
+        ids = torch.rand(tokens, shape.experts, generator=g, device="cuda").topk(shape.top_k).indices.int()
+        made.append((x, ids, torch.rand(tokens, shape.top_k, generator=g, device="cuda")))
+    return made
+
+
+def replayed_us(
+    run: Callable[[tuple[Tensor, Tensor, Tensor]], Any], given: list[tuple[Tensor, Tensor, Tensor]]
+) -> float:
+    """The median time of a call in a replayed graph."""
+    run(given[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in given:
+            run(each)
+    graph.replay()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(given))
+    return sorted(times)[ROUNDS // 2]
+
+
+def cpu_us(layer: RoutedExperts, given: list[tuple[Tensor, Tensor, Tensor]], threads: HostThreads) -> float:
+    """The median time of the CPU's part, called back to back from this thread."""
+    host = layer.host_experts
+    assert host is not None and isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    x, ids, weights = given[0]
+    shape = HostShape(len(x), x.dtype, ids.dtype, weights.dtype, threads.count)
+    calls = []
+    for each in given:
+        call = host.executor.host_call(shape, host.expert_map, lambda size: torch.empty(size, dtype=torch.uint8))
+        for target, source in zip((call.x, call.ids, call.weights), each):
+            target.copy_(source)
+        calls.append(call)
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for call in calls:
+            call.run()
+        times.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return sorted(times)[ROUNDS // 2]
+
+
+def measure(layer: RoutedExperts, shape: Shape, tokens: int, threads: HostThreads) -> dict[str, Any]:
+    given, executor = batches(shape, tokens), layer.executor
+    assert isinstance(executor, SplitExecutor) and layer.host_experts is not None
+
+    def own(each: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, ids, weights = each
+        return executor.own.run(x, Indexed(ids, weights, layer.expert_map), torch.empty_like(x))
+
+    gpu = replayed_us(own, given) if layer.problem.experts else 0.0
+    both = replayed_us(lambda each: layer(each[0], topk_ids=each[1], topk_weights=each[2]), given)
+    cpu = cpu_us(layer, given, threads)
+    places = layer.host_experts.expert_map
+    assert places is not None
+    active = [len({int(e) for e in ids.flatten().tolist() if places[int(e)] >= 0}) for _, ids, _ in given]
+    each_bytes = sum(t[0].nbytes for held in layer.host_experts.packed.values() for t in held.values())
+    bar = max(cpu, gpu) / 0.9 + 20
+    layer.host_experts.calls.check()
+    return {
+        "tokens": tokens, "split_us": round(both, 1), "cpu_us": round(cpu, 1), "gpu_us": round(gpu, 1),
+        "bar_us": round(bar, 1), "within": both <= bar,
+        "cpu_gbs": round(sum(active) / len(active) * each_bytes / cpu / 1e3, 1),
+    }  # fmt: skip
+
+
+def read_rate(threads: int) -> float:
+    """GB/s at which all threads together read memory, the best of five."""
+    library, memory = native.library(), torch.zeros(1 << 30, dtype=torch.uint8)
+    assert library is not None
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        library.read(memory, threads)
+        best = max(best, memory.numel() / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def main() -> None:
+    arguments = parse()
+    threads = HostThreads.choose(arguments.threads)
+    use_host_threads(threads)
+    library = native.library()
+    assert library is not None, native.state().why
+    library.place_threads(threads.cpus, threads.spin_us)
+    machine = {"threads": threads.count, "cpus": threads.cpus, "read_gbs": round(read_rate(threads.count), 1)}
+    print(json.dumps(machine), library.best, flush=True)
+    rows = []
+    for name in arguments.shapes.split(","):
+        for spec in arguments.specs.split(","):
+            for share in map(int, arguments.shares.split(",")):
+                layer = split_layer(parse_shape(name), spec, share)
+                for tokens in map(int, arguments.tokens.split(",")):
+                    row = {"shape": name, "spec": spec, "share": share}
+                    row |= measure(layer, parse_shape(name), tokens, threads)
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    path = arguments.out or result_path("hybrid", "cuda")
+    found = gpu_machine() | machine | {"cpu": describe()["cpu"]}
+    record = {**origin("hybrid.py"), "machine": found, "note": arguments.note, "rows": rows}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="qwen3-235b-a22b,deepseek-v4-flash")
+    parser.add_argument("--specs", default="mxfp4,int4-g128")
+    parser.add_argument("--shares", default="0,25,50,75")
+    parser.add_argument("--tokens", default="1,4,16")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--note", default="")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Which experts should be on the device, judged on traces of routing.
+
+A policy is a pure function from a trace to scores: after every step, how much each expert deserves a place. Those with
+the highest scores stay. A step never waits for a missing expert: the CPU computes it, and the expert may get a place
+afterwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Trace = Sequence[Sequence[int]]  # the experts that each step used
+Scores = Sequence[Sequence[float]]  # after each step, of every expert
+Policy = Callable[[Trace, int], Scores]
+
+
+@dataclass(frozen=True)
+class Residency:
+    """The expert in each place of the device."""
+
+    experts: tuple[int, ...]
+
+    def after(self, used: Sequence[int], scores: Sequence[float]) -> Residency:
+        """The best of those that are here and those that were just used. An expert that stays keeps its place."""
+        candidates = sorted({*self.experts, *used})
+        best = heapq.nlargest(len(self.experts), candidates, key=lambda expert: (scores[expert], -expert))
+        coming = [expert for expert in best if expert not in self.experts]
+        places = iter(coming)
+        return Residency(tuple(expert if expert in best else next(places) for expert in self.experts))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a policy did to a trace: uses, those that were on the device, and experts that were moved there."""
+
+    uses: int
+    hits: int
+    moves: int
+    steps_without_miss: int
+    steps: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(1, self.uses)
+
+
+def simulate(trace: Trace, experts: int, places: int, policy: Policy) -> Simulation:
+    """Run a policy over a trace, beginning with the first experts on the device."""
+    scores, held = policy(trace, experts), Residency(tuple(range(min(places, experts))))
+    uses = hits = moves = clean = 0
+    for step, used in enumerate(trace):
+        found = sum(expert in held.experts for expert in used)
+        uses, hits, clean = uses + len(used), hits + found, clean + (found == len(used))
+        after = held.after(used, scores[step])
+        moves += sum(a != b for a, b in zip(held.experts, after.experts))
+        held = after
+    return Simulation(uses, hits, moves, clean, len(trace))
+
+
+def last_use(trace: Trace, experts: int) -> Scores:
+    """The least recently used expert leaves (LRU)."""
+    made, seen = [], [-1.0] * experts
+    for step, used in enumerate(trace):
+        for expert in used:
+            seen[expert] = float(step)
+        made.append(list(seen))
+    return made
+
+
+def recent_uses(trace: Trace, experts: int) -> Scores:
+    """LRU by uses that count half as much with every step: a use outweighs all earlier ones together, and among experts
+    that were last used in the same step, the one with more recent uses before stays.
+
+    Slower fading hits less often on traces with the reuse of real models: they have no lasting favourites.
+    """
+    made, held = [], [0.0] * experts
+    for used in trace:
+        held = [score / 2 for score in held]
+        for expert in used:
+            held[expert] += 1.0
+        made.append(held)
+    return made
+
+
+def next_use(trace: Trace, experts: int) -> Scores:
+    """The expert that is used again last leaves (Belady): nothing hits more often, but it knows the future."""
+    coming, made = [float(len(trace) + 1)] * experts, []
+    for step in reversed(range(len(trace))):
+        made.append([-use for use in coming])
+        for expert in trace[step]:
+            coming[expert] = float(step)
+    made.reverse()
+    return made
+
+
+def no_change(trace: Trace, experts: int) -> Scores:
+    """The experts that were used most in the first half of the trace stay from then on."""
+    half = len(trace) // 2
+    counts = [0.0] * experts
+    made = []
+    for step, used in enumerate(trace):
+        if step < half:
+            counts = list(counts)
+            for expert in used:
+                counts[expert] += 1.0
+        made.append(counts)
+    return made
+
+
+POLICIES: dict[str, Policy] = {"lru": last_use, "recent": recent_uses, "static": no_change, "belady": next_use}

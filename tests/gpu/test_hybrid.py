@@ -1,0 +1,152 @@
+"""Layers split between a GPU and host memory: against the whole layer on the GPU, eager and captured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lancebill.backends.cpu import native
+from lancebill.checkpoint.resolve import naming as names
+from lancebill.errors import LaunchError
+from lancebill.formats import registry
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.problem import Problem
+from lancebill.split import host_calls
+from lancebill.testing.checkpoints import Generated, Geometry, generate, save
+from lancebill.testing.layers import layer_problem, worst_row
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or native.library() is None, reason="needs a GPU and the CPU kernels"
+)
+SIZE = Geometry(experts=16, hidden=512, intermediate=256, layers=1, top_k=4)
+TOKENS = (1, 16, 1500)
+SPLITS = (0, 5, 15)
+
+
+def plans() -> Iterator[tuple[Problem, int]]:
+    problem = layer_problem("mxfp4", hidden=512, intermediate=256, experts=16, top_k=4)
+    yield from ((problem, tokens) for tokens in TOKENS)
+
+
+@cache
+def made(seed: int = 0) -> Generated:
+    row = next(row for row in names.TABLE if row.family == "qwen3_moe")
+    example = next(example for example in registry()["compressed-tensors"].examples() if "mxfp4" in example.name)
+    return generate(example, row, row.forms[0], SIZE, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(made(), tmp_path_factory.mktemp("m") / "m")
+
+
+def load(folder: Path, **options: Any) -> RoutedExperts:
+    return RoutedExperts.from_checkpoint(folder, 0, device="cuda", **options)
+
+
+def inputs(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(tokens, SIZE.hidden, generator=g, device="cuda").bfloat16()
+    ids = torch.rand(tokens, SIZE.experts, generator=g, device="cuda").topk(SIZE.top_k).indices
+    return x, ids, torch.rand(tokens, SIZE.top_k, generator=g, device="cuda")
+
+
+def run(layer: RoutedExperts, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    out: Tensor = layer(given[0], topk_ids=given[1], topk_weights=given[2])
+    return out
+
+
+@pytest.mark.parametrize("on_gpu", SPLITS)
+def test_a_split_layer_computes_the_whole_layer(folder: Path, on_gpu: int) -> None:
+    whole, split = load(folder), load(folder, gpu_experts=on_gpu)
+    assert split.host_experts is not None and next(split.host_experts.parameters()).device.type == "cpu"
+    for tokens in TOKENS:
+        for seed in range(3):
+            given = inputs(tokens, seed)
+            assert worst_row(run(split, given), run(whole, given)) < 1.5e-2, (tokens, seed)
+    moved = split.to("cuda")
+    assert next(moved.host_experts.parameters()).device.type == "cpu"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_replays_equal_eager_calls(folder: Path, tokens: int) -> None:
+    split, given = load(folder, gpu_experts=5), inputs(tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # never warmed up
+        first = run(split, given)
+        second = run(split, (first, *given[1:]))
+    for seed in (1, 2, 3):
+        for held, new in zip(given, inputs(tokens, seed)):
+            held.copy_(new)
+        graph.replay()
+        want = run(split, (run(split, given), *given[1:]))
+        torch.cuda.synchronize()
+        assert torch.equal(second, want), seed
+
+
+def test_calls_on_two_streams_and_many_steps(folder: Path) -> None:
+    """Streams do not share buffers, and memory does not grow."""
+    split = load(folder, gpu_experts=5)
+    given = [inputs(4, seed) for seed in range(2)]
+    want = [run(split, each) for each in given]
+    streams = [torch.cuda.Stream() for _ in given]
+    torch.cuda.synchronize()
+    for step in range(300):
+        made = []
+        for stream, each in zip(streams, given):
+            with torch.cuda.stream(stream):
+                made.append(run(split, each))
+        if step % 50 == 0:
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(made, want))
+            held = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= held and len(split.host_experts.calls.eager) <= 3  # type: ignore[union-attr]
+
+
+def test_the_gpu_computes_while_the_cpu_does(folder: Path) -> None:
+    """The caller's stream is not blocked by the CPU's part: work that was queued before its join runs."""
+    split, given = load(folder, gpu_experts=5), inputs(1500)
+    run(split, given)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(split, given)
+    queued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    assert queued < (time.perf_counter() - start) / 2, "the host does not wait for the CPU's part"
+
+
+def test_a_failure_is_told_at_the_next_call(folder: Path) -> None:
+    split, given = load(folder, gpu_experts=5), inputs(2)
+    want = run(split, given)
+    torch.cuda.synchronize()
+    calls = split.host_experts.calls  # type: ignore[union-attr]
+    (_, call) = next(iter(calls.eager.values()))
+    threads, call.work.threads = call.work.threads, 0
+    assert run(split, given).isnan().any()
+    torch.cuda.synchronize()
+    with pytest.raises(LaunchError, match="earlier call"):
+        run(split, given)
+    call.work.threads = threads
+    assert torch.equal(run(split, given), want)
+
+
+def test_refit_fills_both_parts(folder: Path, tmp_path: Path) -> None:
+    split, other = load(folder, gpu_experts=5), made(1)
+    run(split, inputs(3))
+    split.load_weights(other.tensors.items())
+    split.finish()
+    whole = load(save(other, tmp_path / "o"))
+    assert worst_row(run(split, inputs(16)), run(whole, inputs(16))) < 1.5e-2
+
+
+def test_threads_are_chosen_once(folder: Path) -> None:
+    run(load(folder, gpu_experts=5), inputs(1))
+    assert len(host_calls._THREADS) == 1 and host_calls._THREADS[0].count >= 1
