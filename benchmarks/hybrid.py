@@ -4,8 +4,8 @@
                                 [--shares 0,25,50,75] [--tokens 1,4,16] [--threads N] [--out FILE] [--note WORDS]
 
 `split_us` is a replayed CUDA graph of calls with different routing; `gpu_us` the same graph with the GPU's part alone;
-`cpu_us` the CPU's part alone, called from a loop without a GPU. The bar is max(cpu, gpu) / 0.9 + 20 us. `cpu_gbs` is the
-rate at which the CPU reads its activated experts; `read_gbs` is the measured read rate of memory.
+`cpu_us` the CPU's part alone, called from a loop without a GPU. The bar is max(cpu, gpu) / 0.9 + 20 us. `cpu_gbs` is
+the rate at which the CPU reads its activated experts; `read_gbs` is the measured read rate of memory.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, Spec
 from lancebill.formats import registry  # noqa: E402
 from lancebill.integrations.transformers.pack_in_memory import pack_experts  # noqa: E402
 from lancebill.integrations.transformers.packed_experts import PackedExperts  # noqa: E402
+from lancebill.integrations.transformers.pretrained import reload_experts  # noqa: E402
 
 TOKENS = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
 # Written by our converter in the form that each format's own tools use.
@@ -210,6 +211,16 @@ def test_a_deep_copy_gives_the_same_result(model_of: Any) -> None:
     model, ids = lancebill.from_pretrained(model_of("mixtral"), weights="mxfp4"), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+
+
+def test_experts_in_host_memory(model_of: Any) -> None:
+    """With the CPU as the device of both parts; where the device is a CPU, gpu_memory changes nothing."""
+    folder = model_of("qwen3_moe")
+    ours = lancebill.from_pretrained(folder, dtype=torch.float32, gpu_memory="1GiB")
+    assert not any(report.host_bytes for report in ours.lancebill_reports())
+    reload_experts(ours, gpu_experts=2)
+    assert all(report.host_bytes for report in ours.lancebill_reports())
+    check_equal(ours, theirs(folder))
 
 
 def test_a_changed_model_is_not_saved(model_of: Any, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def generate(
     activations: models.Activations = None,
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
+    gpu_memory: models.GpuMemory = None,
     dtype: models.Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -37,6 +38,7 @@ def generate(
     with ui.reported(as_json):
         path = ui.located(path, revision, as_json)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
+        chosen["gpu_memory"] = gpu_memory
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if not as_json:
             models.announce(path, model, ui.console(error=True))

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 def inspect(
     path: Source,
     memory: Annotated[bool, typer.Option("--memory", help="Show the memory each rank needs.")] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="A GPU's memory, such as 24GiB: show which experts it holds.", show_default=False),
+    ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks.")] = 1,
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="List the tensors of this layer.")] = None,
@@ -38,6 +42,8 @@ def inspect(
             summary = describe(checkpoint, manifest)
             if memory or tp > 1 or ep > 1:
                 summary["memory"] = describe_memory(manifest, tp, ep)
+            if gpu is not None:
+                summary["split"] = describe_split(checkpoint, manifest, gpu)
             if layer is not None:
                 summary["layer"] = _describe_layer(manifest, layer)
     if as_json:
@@ -89,6 +95,41 @@ def describe_memory(manifest: Manifest, tp: int, ep: int) -> dict[str, Any]:
         "ep": ep,
         "layout": "plain: codes packed densely, scales as stored",
         "ranks": [asdict(rank) for rank in plan_memory(manifest, PlainLayout(), tp=tp, ep=ep)],
+    }
+
+
+def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict[str, Any]:
+    """The experts that fit on a GPU beside all other tensors, and what the CPU has to read for a token of the rest.
+
+    Every expert is taken to be as likely as any other. The rate is that of this machine, and nothing but the CPU's
+    part is counted.
+    """
+    from lancebill.bench.ceilings import read_rate
+    from lancebill.checkpoint.load.load_experts import plan_layer
+    from lancebill.moe.layout import PlainLayout
+    from lancebill.moe.placement import Placement
+    from lancebill.moe.problem import Device
+    from lancebill.split.split import parse_bytes, share_budget
+
+    layout, total = PlainLayout(), parse_bytes(gpu)
+    others = sum(info.nbytes for name, info in checkpoint.tensors.items() if name not in manifest.expert_tensors)
+    plans = [plan_layer(layer, Placement(), uneven=manifest.naming.uneven) for layer in manifest.layers.values()]
+    sizes = [(len(plan.experts), plan.bytes(layout) // len(plan.experts)) for plan in plans]
+    counts = share_budget(max(0, total - others), sizes)
+    missing = [size * (experts - count) for (experts, size), count in zip(sizes, counts)]
+    per_token = sum(
+        (manifest.sizes.top_k or 0) * share // experts for share, (experts, _) in zip(missing, sizes) if experts
+    )
+    rate = read_rate(Device("cpu")) if per_token else None
+    return {
+        "gpu_bytes": total,
+        "other_bytes": others,
+        "gpu_experts": dict(zip(manifest.layers, counts)),
+        "gpu_expert_bytes": sum(size * count for (_, size), count in zip(sizes, counts)),
+        "host_expert_bytes": sum(missing),
+        "cpu_bytes_per_token": per_token,
+        "read_gbs": rate,
+        "most_tokens_per_second": None if rate is None else round(rate * 1e9 / per_token, 1),
     }
 
 
@@ -197,6 +238,8 @@ def show(summary: Mapping[str, Any], out: Console) -> None:
         _show_layer(summary["layer"], out)
     if "memory" in summary:
         _show_memory(summary["memory"], out)
+    if "split" in summary:
+        _show_split(summary["split"], out)
     if summary["problems"]:
         word = f"{summary['problems']} problem{'s' * (summary['problems'] > 1)}"
         out.print(f"[bold red]{word}[/]: see `lancebill verify`")
@@ -223,3 +266,19 @@ def _show_memory(memory: Mapping[str, Any], out: Console) -> None:
             ui.size(rank["peak"]),
         )
     out.print(rows)
+
+
+def _show_split(split: Mapping[str, Any], out: Console) -> None:
+    counts = sorted(set(split["gpu_experts"].values()), reverse=True)
+    held = " or ".join(map(str, counts))
+    out.print(
+        f"\n[bold]on a GPU of {ui.size(split['gpu_bytes'])}[/]: {ui.size(split['other_bytes'])} for all other tensors"
+    )
+    out.print(f"  {held} experts of each layer, {ui.size(split['gpu_expert_bytes'])}")
+    if not split["host_expert_bytes"]:
+        out.print("  all experts fit")
+        return
+    out.print(f"  {ui.size(split['host_expert_bytes'])} of experts in host memory, computed by the CPU")
+    if split["most_tokens_per_second"] is not None:
+        reads = f"{ui.size(split['cpu_bytes_per_token'])} a token at {split['read_gbs']:.0f} GB/s, measured here"
+        out.print(f"  at most {split['most_tokens_per_second']} tokens/s one by one: the CPU reads {reads}")

@@ -28,6 +28,10 @@ Order = Annotated[
     str | None, typer.Option("--order", help="Order of sums: fast, or batch-invariant (equal results in every batch).")
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda[:i].")]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option("--gpu-memory", help="Most memory of experts on the GPU, such as 20GiB; the CPU computes the others."),
+]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Dtype of everything but the experts: auto, bfloat16, float16 or float32.")
 ]
@@ -63,7 +67,9 @@ def announce(path: Path, model: Any, out: Console) -> None:
     for report in model.lancebill_reports():
         kinds.setdefault(_layer_kind(report), []).append(report.layer)
     size = sum(report.bytes for report in model.lancebill_reports())
-    out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts", soft_wrap=True)
+    host = sum(report.host_bytes for report in model.lancebill_reports())
+    more = f", {ui.size(host)} more in host memory" if host else ""
+    out.print(f"[bold]{escape(str(path))}[/]: {ui.size(size)} of experts{more}", soft_wrap=True)
     for kind, layers in kinds.items():
         out.print(f"  layers {ranges(layers)}: {escape(kind)}", soft_wrap=True)
 
@@ -72,7 +78,11 @@ def describe(model: Any) -> dict[str, Any]:
     """The same as `announce`, ready for JSON."""
     reports = model.lancebill_reports()
     counted = Counter(_layer_kind(report) for report in reports)
-    return {"layers": dict(counted), "expert_bytes": sum(report.bytes for report in reports)}
+    return {
+        "layers": dict(counted),
+        "expert_bytes": sum(report.bytes for report in reports),
+        "host_expert_bytes": sum(report.host_bytes for report in reports),
+    }
 
 
 def _layer_kind(report: Any) -> str:

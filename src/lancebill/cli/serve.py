@@ -34,6 +34,7 @@ def serve(
     device: Annotated[
         str | None, typer.Option("--device", help="cpu or cuda[:i]; vLLM selects it itself.", show_default=False)
     ] = None,
+    gpu_memory: models.GpuMemory = None,
     dtype: models.Dtype = "auto",
     length: Annotated[
         int | None,
@@ -54,6 +55,8 @@ def serve(
         ui.console(error=True).print(line, soft_wrap=True)
         options: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         options |= {} if order is None else {"order": order}
+        if chosen is Engine.vllm and gpu_memory is not None:
+            raise SpecError("--gpu-memory is not supported with vLLM yet", hint="--engine transformers")
         if chosen is Engine.vllm:
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
@@ -62,7 +65,7 @@ def serve(
         elif context.args:
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
-            options |= {"device": device or "cpu", "dtype": dtype}
+            options |= {"device": device or "cpu", "dtype": dtype, "gpu_memory": gpu_memory}
             _serve_with_transformers(path, host, port, model_name, length, api_key, options)
 
 

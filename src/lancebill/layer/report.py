@@ -29,6 +29,11 @@ class LoadReport:
     notes: tuple[str, ...] = ()  # what the backend's layout could not store exactly
     host: LoadReport | None = None  # of the experts in host memory, where the layer is split
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the experts in host memory, which `bytes` does not count."""
+        return 0 if self.host is None else self.host.bytes
+
     def __str__(self) -> str:
         lines = [
             f"layer {self.layer}: {self.format} ({self.family}), {self.experts} experts, "

@@ -32,7 +32,7 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class PolicyResult:
     """What a policy did to a trace: uses, those that were on the device, and experts that were moved there."""
 
     uses: int
@@ -46,7 +46,7 @@ class Simulation:
         return self.hits / max(1, self.uses)
 
 
-def simulate(trace: Trace, experts: int, places: int, policy: Policy) -> Simulation:
+def simulate(trace: Trace, experts: int, places: int, policy: Policy) -> PolicyResult:
     """Run a policy over a trace, beginning with the first experts on the device."""
     scores, held = policy(trace, experts), Residency(tuple(range(min(places, experts))))
     uses = hits = moves = clean = 0
@@ -56,7 +56,7 @@ def simulate(trace: Trace, experts: int, places: int, policy: Policy) -> Simulat
         after = held.after(used, scores[step])
         moves += sum(a != b for a, b in zip(held.experts, after.experts))
         held = after
-    return Simulation(uses, hits, moves, clean, len(trace))
+    return PolicyResult(uses, hits, moves, clean, len(trace))
 
 
 def last_use(trace: Trace, experts: int) -> Scores:

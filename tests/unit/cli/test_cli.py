@@ -107,6 +107,23 @@ def test_inspect_plans_memory_and_lists_a_layer(model: Path) -> None:
     assert "peak while loading" in text and "model.layers.0.mlp.experts.0.down_proj.weight" in text
 
 
+def test_inspect_says_what_a_gpu_holds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lancebill.bench import ceilings
+
+    monkeypatch.setattr(ceilings, "read_rate", lambda device: 2.0)
+    whole = parsed(call("inspect", model, "--gpu", "1GiB", "--json"))
+    split, experts = whole["split"], whole["experts"]
+    assert set(split["gpu_experts"].values()) == {experts} and split["most_tokens_per_second"] is None
+    each = split["gpu_expert_bytes"] // (whole["layers"] * experts)
+    held = split["other_bytes"] + each * (whole["layers"] + 1)
+    split = parsed(call("inspect", model, "--gpu", held, "--json"))["split"]
+    assert list(split["gpu_experts"].values()) == [2] + [1] * (whole["layers"] - 1)
+    missing = whole["layers"] * experts - whole["layers"] - 1
+    assert split["host_expert_bytes"] == missing * each
+    assert split["most_tokens_per_second"] == pytest.approx(2e9 / split["cpu_bytes_per_token"], rel=1e-2)
+    assert "in host memory" in call("inspect", model, "--gpu", held).stdout
+
+
 def test_inspect_rejects_impossible_shards_and_layers(model: Path) -> None:
     result = call("inspect", model, "--memory", "--tp", 3, "--json")
     assert result.exit_code == PROBLEM

@@ -135,6 +135,9 @@ def set_activations(model: nn.Module, activations: ActivationRules, dtype: torch
         layer = place.experts
         if layer is None:
             raise LaunchError("the experts are not loaded yet", where=name)
+        if layer.is_split:
+            what = "activations of a layer with experts in host memory cannot be changed"
+            raise UnsupportedProblem(what, where=name, hint="load the model again")
         chosen = activation_specs(activations, place.index)
         before = layer.choice
         problem = replace(

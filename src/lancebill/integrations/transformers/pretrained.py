@@ -97,6 +97,7 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     order: str = FAST,
     revision: str | None = None,
+    gpu_memory: int | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -104,8 +105,10 @@ def from_pretrained(
 
     Other matrices that are stored quantised stay packed too. `weights` and `activations` take a spec or rules for the
     experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
-    the type of what is not quantised ("auto": the config's). `progress` is called with the bytes of experts packed so
-    far and in all. Other keywords are passed to transformers' `from_pretrained` (attn_implementation, ...).
+    the type of what is not quantised ("auto": the config's). `gpu_memory` ("20GiB", or bytes) limits the experts on a
+    GPU: the others stay in host memory, computed by the CPU (docs/hybrid.md). `progress` is called with the bytes of
+    experts packed so far and in all. Other keywords are passed to transformers' `from_pretrained`
+    (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -115,6 +118,8 @@ def from_pretrained(
     config, wide = _config(checkpoint, dtype)
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
+    if target.type != "cpu":
+        options = replace(options, gpu_memory=gpu_memory)
     rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
     manifest = experts.manifest()
