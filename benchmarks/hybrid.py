@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,30 @@ ROUNDS = 15
 DISTINCT = 8
 
 
-def split_layer(shape: Shape, spec: str, share: int) -> RoutedExperts:
-    """A layer with `share` percent of its experts on the GPU."""
-    from dataclasses import replace
+class Experts:
+    """The experts of a layer in host memory and on the GPU, in the layouts of both, to make split layers of."""
 
-    problem = shape.problem(parse_spec(spec), ACTIVATIONS["bf16"])
-    split = Split.by_number(shape.experts, shape.experts * share // 100)
+    def __init__(self, shape: Shape, spec: str) -> None:
+        self.shape, self.problem = shape, shape.problem(parse_spec(spec), ACTIVATIONS["bf16"])
+        self.choices = {device: select(self.problem, device) for device in ("cpu", "cuda")}
+        self.packed = {
+            device: Weights(self.problem, torch.device(device), distinct=DISTINCT).packed(
+                choice.backend.layout(self.problem)
+            )
+            for device, choice in self.choices.items()
+        }
 
-    def parts(slots: tuple[int, ...], device: str) -> LayerParts:
-        one = replace(problem, experts=max(1, len(slots)))
-        choice = select(one, device)
-        layout, where = choice.backend.layout(problem), torch.device(device)
-        packed = Weights(problem, where, distinct=DISTINCT).packed(layout, slots)
-        places = torch.tensor(part_map(range(shape.experts), slots), dtype=torch.int32, device=where)
-        return LayerParts(replace(choice, problem=replace(one, experts=len(slots))), packed, expert_map=places)
+    def layer(self, share: int) -> RoutedExperts:
+        """A layer with `share` percent of its experts on the GPU."""
+        split = Split.by_number(self.shape.experts, self.shape.experts * share // 100)
+        return RoutedExperts(replace(self._parts(split.device, "cuda"), host=self._parts(split.host, "cpu")))
 
-    return RoutedExperts(replace(parts(split.device, "cuda"), host=parts(split.host, "cpu")))
+    def _parts(self, slots: tuple[int, ...], device: str) -> LayerParts:
+        choice, rows = self.choices[device], slice(slots[0], slots[-1] + 1) if slots else slice(0)
+        packed = {m: {name: t[rows] for name, t in held.items()} for m, held in self.packed[device].items()}
+        places = torch.tensor(part_map(range(self.shape.experts), slots), dtype=torch.int32, device=device)
+        choice = replace(choice, problem=replace(self.problem, experts=len(slots)))
+        return LayerParts(choice, packed, expert_map=places)
 
 
 def batches(shape: Shape, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -161,8 +170,9 @@ def main() -> None:
     rows = []
     for name in arguments.shapes.split(","):
         for spec in arguments.specs.split(","):
+            experts = Experts(parse_shape(name), spec)
             for share in map(int, arguments.shares.split(",")):
-                layer = split_layer(parse_shape(name), spec, share)
+                layer = experts.layer(share)
                 for tokens in map(int, arguments.tokens.split(",")):
                     row = {"shape": name, "spec": spec, "share": share}
                     row |= measure(layer, parse_shape(name), tokens, threads)
