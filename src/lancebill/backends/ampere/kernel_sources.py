@@ -24,7 +24,7 @@ def grouped_gemm(form: WeightForm, tile: Tile, out: str, kind: str, activation: 
     }
     constants = {
         **_form_constants(form), "SIZES": packed_bytes(tile.sizes), "STAGES": tile.stages, "SLICES": tile.slices,
-        "KIND": kind, "ACTIVATION": activation, "BIAS": bias,
+        "UNITS": tile.units, "KIND": kind, "ACTIVATION": activation, "BIAS": bias,
     }  # fmt: skip
     aligned = (*(name for name in pointers if name != "taken"), "width", "columns")
     options = (("num_warps", 4), ("maxnreg", tile.registers))

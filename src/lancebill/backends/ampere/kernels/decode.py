@@ -98,7 +98,7 @@ def decode_gemm(
     PIECES = 1 if chunks are whole tiles.
     """
     form: gl.constexpr = dequant.form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    config: gl.constexpr = tile_config(form, 1, STAGES, SLICES)
+    config: gl.constexpr = tile_config(form, 1, STAGES, SLICES, 1)
     epilogue: gl.constexpr = epilogue_config(KIND, ACTIVATION, BIAS, WEIGHTED)
     ring = allocate_ring(x.dtype.element_ty, config)
     ids = (ids, id_words, id_row, id_column, expert_map, mapped, experts)

@@ -2,7 +2,7 @@
 
     out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
 
-A tile is one unit (128 features) by up to 128 tokens. A block has four warps, which copy and multiply; several blocks
+A tile is one or two units (128 features each) by up to 112 tokens. Two units share the tokens they read. A block has four warps, which copy and multiply; several blocks
 share an SM and hide each other's latencies. The grid is persistent: block p starts with tile p of a list made on the
 device (`dispatch_combine`), further tiles come from a global counter, since some SMs are slower than others. A tile's
 result does not depend on the block. The copies of a tile's first stages start before the previous tile ends.
@@ -29,17 +29,17 @@ from lancebill.backends.gpu.kernels.epilogue import load_targets, scale_rows, st
 
 
 @gluon.jit
-def tile_at(tiles, index, count, units):
-    """Tile index to (expert, unit, first row, rows); no rows if there is no such tile.
+def tile_at(tiles, index, count, groups):
+    """Tile index to (expert, group of units, first row, rows); no rows if there is no such tile.
 
     Consecutive tiles share an expert, so its weights stay in L2. A tile is read twice, before its copies and before its
     epilogue: its numbers would take registers from the multiplication.
     """
-    record = tiles + index // units * 4
+    record = tiles + index // groups * 4
     exists = index < count
     e = gl.load(record, mask=exists, other=0)
     row = gl.load(record + 1, mask=exists, other=0)
-    return e, index % units, row, gl.load(record + 2, mask=exists, other=0)
+    return e, index % groups, row, gl.load(record + 2, mask=exists, other=0)
 
 
 @gluon.jit
@@ -62,9 +62,9 @@ def receive_tile(ticket, mailbox):
 def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, width, config: gl.constexpr):
     """Start all copies of one stage of a tile. A tile without rows gets zeros and reads nothing."""
     x, w, s = arrays
-    e, unit, row, rows = tile
+    e, group, row, rows = tile
     there = gl.where(rows > 0, slices, 0)
-    copy_weights(w, s, ring, stage, e * units + unit, block, there, scale_blocks, config)
+    copy_weights(w, s, ring, stage, e * units + group * config.units, block, there, scale_blocks, config)
     copy_rows(x, ring, stage, block, row, rows, width)
     async_copy.commit_group()
 
@@ -86,7 +86,7 @@ def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, copied, st
     for part in range(2):
         if part == 1:
             index = receive_tile(ticket, mailbox)
-            copied = tile_at(tiles, index, count, units)
+            copied = tile_at(tiles, index, count, units // config.units)
             ticket = request_tile(taken)
             block = 0
             end = AHEAD
@@ -104,34 +104,39 @@ def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, copied, st
 def finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha, beta,
                 config: gl.constexpr, KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     """Epilogue of one tile: accumulators to rows of `out`."""
-    e, unit, row, rows = tile
+    e, group, row, rows = tile
     CHUNK: gl.constexpr = chunk_of(config)
+    UNITS: gl.constexpr = config.units
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
     QUANTISED: gl.constexpr = dequant.fp8_inputs(config.form)
-    factors += (e * units + unit) * 128
-    bias += (e * units + unit) * 128
+    staging = staging.slice(0, CHUNK, 0)
     for i in gl.static_range(chunk_count(config)):
         first, more = row + i * CHUNK, rows - i * CHUNK
         targets = load_targets(slots, first, more, CHUNK, CHUNK, KIND)
-        top = scale_rows(sums[2 * i], factors, bias, token_scales, first, more, BIAS, QUANTISED)
-        bottom = scale_rows(sums[2 * i + 1], factors + 64, bias + 64, token_scales, first, more, BIAS, QUANTISED)
-        store_rows(out, targets, staging.slice(0, CHUNK, 0), top, bottom, more, unit * WIDTH, columns, limit, alpha,
-                   beta, CHUNK, KIND, ACTIVATION)  # fmt: skip
+        for u in gl.static_range(UNITS):
+            unit = group * UNITS + u
+            at = (e * units + unit) * 128
+            top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
+            top = scale_rows(top, factors + at, bias + at, token_scales, first, more, BIAS, QUANTISED)
+            at += 64
+            bottom = scale_rows(bottom, factors + at, bias + at, token_scales, first, more, BIAS, QUANTISED)
+            store_rows(out, targets, staging, top, bottom, more, unit * WIDTH, columns, limit, alpha, beta, CHUNK, KIND,
+                       ACTIVATION)  # fmt: skip
 
 
 @gluon.jit
 def grouped_gemm(
     x, w, s, out, slots, factors, bias, token_scales, tiles, tile_count, taken, units, slices, scale_blocks, width,
     columns, limit, alpha, beta, CODE: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr,
-    ZERO: gl.constexpr, SIZES: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, KIND: gl.constexpr,
-    ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
+    ZERO: gl.constexpr, SIZES: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, UNITS: gl.constexpr,
+    KIND: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One GEMM of the layer over one tile list, with tiles of these sizes (a byte each).
 
     `width`: columns of a row of x. A matrix must have at least STAGES - 1 stages.
     """
     form: gl.constexpr = dequant.form_of(CODE, SCALE, GROUP, ACT, ZERO)
-    largest: gl.constexpr = tile_config(form, largest_size(SIZES), STAGES, SLICES)
+    largest: gl.constexpr = tile_config(form, largest_size(SIZES), STAGES, SLICES, UNITS)
     ring = allocate_ring(x.dtype.element_ty, largest)
     mailbox = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     CHUNK: gl.constexpr = min(power_of_two(largest_size(SIZES)), 32)
@@ -139,15 +144,16 @@ def grouped_gemm(
     STAGING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], out.dtype.element_ty)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [CHUNK, WIDTH], STAGING)
     arrays = (x, w, s)
-    count = gl.load(tile_count) * units
+    groups = units // UNITS
+    count = gl.load(tile_count) * groups
     index = gl.program_id(0)
-    copied = tile_at(tiles, index, count, units)
+    copied = tile_at(tiles, index, count, groups)
     ticket = request_tile(taken)
     for i in gl.static_range(STAGES - 1):
         copy_stage(arrays, ring, i, copied, i, units, slices, scale_blocks, width, largest)
     step = 0
     while index < count:
-        size = gl.load(tiles + index // units * 4 + 3)
+        size = gl.load(tiles + index // groups * 4 + 3)
         following = index
         for i in gl.static_range(size_count(SIZES)):
             if size_count(SIZES) == 1 or size == size_of(SIZES, i):
@@ -155,6 +161,6 @@ def grouped_gemm(
                 sums, copied, following, ticket, step = multiply_tile(
                     arrays, ring, mailbox, tiles, taken, count, ticket, copied, step, units, slices, scale_blocks,
                     width, config, largest)  # fmt: skip
-                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile_at(tiles, index, count, units),
+                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile_at(tiles, index, count, groups),
                             units, columns, limit, alpha, beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip
         index = following

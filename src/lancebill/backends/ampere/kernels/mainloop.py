@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
-from lancebill.backends.gpu.kernels.stage import scale_block_of
+from lancebill.backends.gpu.kernels.stage import scale_block_of, stage_blocks
 
 
 @gluon.constexpr_function
@@ -33,21 +33,23 @@ def chunk_count(config):
 
 @gluon.jit
 def zero_sums(config: gl.constexpr):
-    """Zero accumulators [64 features, tokens of a chunk]: both halves of each chunk."""
+    """Zero accumulators [64 features, tokens of a chunk]: for each chunk, both halves of each unit."""
     sums = ()
-    for _ in gl.static_range(2 * chunk_count(config)):
+    for _ in gl.static_range(2 * config.units * chunk_count(config)):
         sums += (gl.zeros([64, chunk_of(config)], gl.float32, accumulator_layout()),)
     return sums
 
 
 @gluon.jit
-def weights_of(ring, stage, slice: gl.constexpr, half: gl.constexpr, config: gl.constexpr):
-    """A half of a slice as mma's A operand."""
+def weights_of(ring, stage, slice: gl.constexpr, unit: gl.constexpr, half: gl.constexpr, config: gl.constexpr):
+    """A half of a unit's slice as mma's A operand."""
     form: gl.constexpr = config.form
-    codes = load_codes(ring.codes.index(stage), slice, half, form)
+    ROWS: gl.constexpr = config.slices * dequant.slice_rows(form)
+    codes = load_codes(ring.codes.index(stage).slice(unit * ROWS, ROWS, 0), slice, half, form)
     scales = codes
     if dequant.scale_words(form) > 0:
-        scales = load_scales(ring.scales, stage, scale_block_of(form, config.slices, slice), half, form)
+        BLOCK: gl.constexpr = unit * stage_blocks(form, config.slices) + scale_block_of(form, config.slices, slice)
+        scales = load_scales(ring.scales, stage, BLOCK, half, form)
     return dequantise(codes, scales, accumulator_layout(), form)
 
 
@@ -70,12 +72,16 @@ def tokens_of(x, slice: gl.constexpr, chunk: gl.constexpr, config: gl.constexpr)
 def multiply_stage(ring, stage, sums, config: gl.constexpr):
     """Add the products of one stage to the sums."""
     SLICES: gl.constexpr = config.slices
+    HALVES: gl.constexpr = 2 * config.units
     x = ring.x.index(stage)
     for j in gl.static_range(SLICES):
-        top = weights_of(ring, stage, j, 0, config)
-        bottom = weights_of(ring, stage, j, 1, config)
+        weights = ()
+        for h in gl.static_range(HALVES):
+            weights += (weights_of(ring, stage, j, h // 2, h % 2, config),)
         for i in gl.static_range(chunk_count(config)):
             tokens = tokens_of(x, j, i, config)
-            pair = (mma_v2(top, tokens, sums[2 * i]), mma_v2(bottom, tokens, sums[2 * i + 1]))
-            sums = sums[: 2 * i] + pair + sums[2 * i + 2 :]
+            more = ()
+            for h in gl.static_range(HALVES):
+                more += (mma_v2(weights[h], tokens, sums[HALVES * i + h]),)
+            sums = sums[: HALVES * i] + more + sums[HALVES * (i + 1) :]
     return sums

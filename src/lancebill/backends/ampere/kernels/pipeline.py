@@ -29,6 +29,7 @@ class TileConfig:
     tokens: int  # per tile: 1, or a multiple of 8
     stages: int
     slices: int  # of K, per stage
+    units: int  # of features, per tile
 
     def with_tokens(self, tokens: int) -> "TileConfig":
         """The same pipeline for a smaller tile."""
@@ -45,8 +46,8 @@ class TileConfig:
 
 
 @gluon.constexpr_function
-def tile_config(form, TOKENS, STAGES, SLICES):
-    return TileConfig(form, TOKENS, STAGES, SLICES)
+def tile_config(form, TOKENS, STAGES, SLICES, UNITS):
+    return TileConfig(form, TOKENS, STAGES, SLICES, UNITS)
 
 
 @gluon.constexpr_function
@@ -81,14 +82,14 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
     STAGES: gl.constexpr = config.stages
     SLICES: gl.constexpr = config.slices
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
-    ROWS: gl.constexpr = SLICES * dequant.slice_rows(form)
+    ROWS: gl.constexpr = config.units * SLICES * dequant.slice_rows(form)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [1, 0])  # vectors of 16 bytes
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x = gl.allocate_shared_memory(ELEMENT, [STAGES, power_of_two(config.tokens), SLICES * COLUMNS], SWIZZLED)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], PLAIN)
     if dequant.scale_words(form) > 0:
         scales = gl.allocate_shared_memory(
-            gl.int32, [STAGES, stage_scale_words(form, SLICES)], gl.SwizzledSharedLayout(1, 1, 1, [0])
+            gl.int32, [STAGES, config.units * stage_scale_words(form, SLICES)], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
     else:
         scales = codes
@@ -97,25 +98,28 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: gl.constexpr):
-    """Start the copies of a unit's codes and scales for a stage; `unit` counts over all experts.
+    """Start the copies of codes and scales for a stage of a tile; its first `unit` counts over all experts.
 
-    `block` counts the unit's stages. Slices from `slices` on are filled with zeros.
+    `block` counts the tile's stages. Slices from `slices` on are filled with zeros.
     """
     form: gl.constexpr = config.form
     SLICES: gl.constexpr = config.slices
     SLICE_ROWS: gl.constexpr = dequant.slice_rows(form)
+    ROWS: gl.constexpr = SLICES * SLICE_ROWS  # of one unit
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, SLICES * SLICE_ROWS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
+    r = gl.arange(0, ring.codes.shape[1], gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     c = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     first = w + (unit.to(gl.int64) * slices + block * SLICES) * (SLICE_ROWS * 32)
-    inside = r < (slices - block * SLICES) * SLICE_ROWS
+    inside = r % ROWS < (slices - block * SLICES) * SLICE_ROWS
+    words = r // ROWS * (slices * SLICE_ROWS * 32) + r % ROWS * 32 + c
     async_copy.async_copy_global_to_shared(
-        ring.codes.index(stage), first + (r * 32 + c), mask=inside & (c >= 0), cache_modifier=".cg"
+        ring.codes.index(stage), first + words, mask=inside & (c >= 0), cache_modifier=".cg"
     )
     if dequant.scale_words(form) > 0:
-        WORDS: gl.constexpr = 64 * dequant.scale_words(form)
+        BLOCK: gl.constexpr = 64 * dequant.scale_words(form)  # words
+        WORDS: gl.constexpr = stage_scale_words(form, SLICES)  # of one unit
         SHARED: gl.constexpr = stages_per_block(form, SLICES)
-        i = gl.arange(0, stage_scale_words(form, SLICES), gl.BlockedLayout([4], [32], [4], [0]))
+        i = gl.arange(0, ring.scales.shape[1], gl.BlockedLayout([4], [32], [4], [0]))
         start = block * 0
         if SHARED == 1:
             start = block * stage_blocks(form, SLICES)
@@ -123,8 +127,8 @@ def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: g
             start = block // SHARED
         async_copy.async_copy_global_to_shared(
             ring.scales.index(stage),
-            s + (unit.to(gl.int64) * scale_blocks + start) * WORDS + i,
-            mask=(i < (scale_blocks - start) * WORDS) & (block * SLICES < slices),
+            s + (unit.to(gl.int64) * scale_blocks + start) * BLOCK + (i // WORDS * (scale_blocks * BLOCK) + i % WORDS),
+            mask=(i % WORDS < (scale_blocks - start) * BLOCK) & (block * SLICES < slices),
             cache_modifier=".cg",
         )
 
