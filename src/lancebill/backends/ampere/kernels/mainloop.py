@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
 from lancebill.backends.gpu.kernels.stage import scale_block_of, stage_blocks
+from lancebill.backends.gpu.kernels.weight_form import E4M3
 
 
 @gluon.constexpr_function
@@ -40,9 +41,15 @@ def zero_sums(config: gl.constexpr):
     return sums
 
 
+@gluon.constexpr_function
+def operand_layout(config, operand):
+    """A register of an operand has 32 bits: two 16-bit numbers, or four of 8 bits."""
+    return gl.DotOperandLayout(operand, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 4 if config.form.activations == E4M3 else 2)
+
+
 @gluon.jit
 def weights_of(ring, stage, slice: gl.constexpr, unit: gl.constexpr, half: gl.constexpr, config: gl.constexpr):
-    """A half of a unit's slice as mma's A operand."""
+    """A half of a unit's slice as mma's A operand, and the words of its scales."""
     form: gl.constexpr = config.form
     ROWS: gl.constexpr = config.slices * dequant.slice_rows(form)
     codes = load_codes(ring.codes.index(stage).slice(unit * ROWS, ROWS, 0), slice, half, form)
@@ -50,7 +57,7 @@ def weights_of(ring, stage, slice: gl.constexpr, unit: gl.constexpr, half: gl.co
     if dequant.scale_words(form) > 0:
         BLOCK: gl.constexpr = unit * stage_blocks(form, config.slices) + scale_block_of(form, config.slices, slice)
         scales = load_scales(ring.scales, stage, BLOCK, half, form)
-    return dequantise(codes, scales, accumulator_layout(), form)
+    return dequantise(codes, scales, accumulator_layout(), form), scales
 
 
 @gluon.jit
@@ -58,7 +65,7 @@ def tokens_of(x, slice: gl.constexpr, chunk: gl.constexpr, config: gl.constexpr)
     """One slice of a chunk of tokens as mma's B operand. A single token is replicated: mma takes eight."""
     COLUMNS: gl.constexpr = dequant.slice_columns(config.form)
     CHUNK: gl.constexpr = chunk_of(config)
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(), 2)
+    LAYOUT: gl.constexpr = operand_layout(config, 1)
     columns = x.slice(slice * COLUMNS, COLUMNS, 1)
     if config.tokens == 1:
         one = columns.permute((1, 0)).load(LAYOUT)
@@ -69,9 +76,26 @@ def tokens_of(x, slice: gl.constexpr, chunk: gl.constexpr, config: gl.constexpr)
 
 
 @gluon.jit
+def multiply_add(sums, weights, scales, tokens, form: gl.constexpr):
+    """Add the products of a slice to the sums.
+
+    fp8 products are summed separately first and added in fp32: tensor cores may keep only about 14 bits of such sums,
+    and a promoted form's scales multiply the sum of a group.
+    """
+    if dequant.fp8_inputs(form):
+        more = mma_v2(weights, tokens, gl.zeros_like(sums))
+        if dequant.promoted(form):
+            more = more * dequant.row_factors(scales, accumulator_layout(), form).expand_dims(1)
+        return sums + more
+    else:
+        return mma_v2(weights, tokens, sums)
+
+
+@gluon.jit
 def multiply_stage(ring, stage, sums, config: gl.constexpr):
     """Add the products of one stage to the sums."""
     SLICES: gl.constexpr = config.slices
+    form: gl.constexpr = config.form
     HALVES: gl.constexpr = 2 * config.units
     x = ring.x.index(stage)
     for j in gl.static_range(SLICES):
@@ -82,6 +106,6 @@ def multiply_stage(ring, stage, sums, config: gl.constexpr):
             tokens = tokens_of(x, j, i, config)
             more = ()
             for h in gl.static_range(HALVES):
-                more += (mma_v2(weights[h], tokens, sums[HALVES * i + h]),)
+                more += (multiply_add(sums[HALVES * i + h], weights[h][0], weights[h][1], tokens, form),)
             sums = sums[: HALVES * i] + more + sums[HALVES * (i + 1) :]
     return sums
