@@ -5,70 +5,84 @@ Cards differ in the shared memory of an SM: 164 KB on sm_80, 100 KB on sm_86, sm
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from lancebill.backends.gpu.kernels.weight_form import WeightForm
 from lancebill.backends.gpu.tiles import Tile
 
 _RESERVED = 1024  # shared memory per block that the driver reserves
 _OTHER = 1024  # the next tile's number, and alignment
-_MOST_STAGES, _FEWEST_STAGES = 6, 3
+_MOST_STAGES, _FEWEST_STAGES = 4, 3
 _THREADS, _REGISTERS = 128, 65536  # of a block, of an SM
-# Token tile: slices per stage of 4-bit weights, blocks per SM, registers per thread if fewer than there are. Large
-# tiles keep their accumulators in registers; with a higher limit the assembler moves so many loads ahead that it
-# spills.
-_SHAPES = {
-    8: (4, 3, 168),
-    16: (4, 3, 168),
-    24: (2, 3, 168),
-    32: (2, 3, 168),
-    48: (2, 2, 255),
-    64: (2, 2, 255),
-    96: (1, 2, 224),
-    112: (1, 2, 240),
-}
-LARGEST = max(_SHAPES)
-_DECODE_SLICES, _DECODE_BLOCKS = 4, 3
 
 
-def stage_bytes(form: WeightForm, tokens: int, slices: int) -> int:
+class _Shape(NamedTuple):
+    """What a tile should have if shared memory allows it."""
+
+    slices: int  # per stage of 4-bit weights; half as many of 8-bit weights
+    blocks: int  # per SM
+    registers: int  # per thread; with more, the assembler would move so many loads ahead that it spills
+
+
+_SHAPES = {8: _Shape(4, 3, 168), 16: _Shape(2, 4, 128), 32: _Shape(2, 3, 168), 64: _Shape(2, 2, 255)}  # by tokens
+_PAIRED = {32: _Shape(1, 3, 168), 64: _Shape(1, 2, 255)}  # tiles of two units, which read their tokens once for both
+_DECODE = _Shape(4, 3, 168)
+SIZES = tuple(_SHAPES)
+
+
+def stage_bytes(form: WeightForm, tokens: int, slices: int, units: int = 1) -> int:
     """Shared memory of one stage. Rows of tokens are padded to a power of two."""
     rows = 1 << (tokens - 1).bit_length()
-    return slices * (rows + form.slice_rows) * 128 + 4 * form.stage_scale_words(slices)
+    return slices * (rows + units * form.slice_rows) * 128 + 4 * units * form.stage_scale_words(slices)
 
 
 @cache
-def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, shared: int) -> Tile:
-    """The pipeline of a launch, for a matrix of so many slices and SMs with `shared` bytes of shared memory."""
+def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, shared: int, units: int = 1) -> Tile:
+    """The pipeline of a launch, for a matrix of so many slices and units and SMs with `shared` bytes of shared memory.
+
+    Tiles take two units where the matrix allows it and as many blocks as intended still share an SM.
+    """
     tokens = max(sizes)
     staging = min(tokens, 32) * (64 if gated else 128) * 2
-    wanted, blocks, registers = _SHAPES[tokens]
-    return _fitting(form, sizes, tokens, wanted * 4 // form.bits, blocks, registers, slices, shared, staging)
+    if tokens in _PAIRED and units % 2 == 0 and form.bits == 4 and form.scale_words <= 1:
+        found = _Share(form, tokens, 2, shared, staging).fill(sizes, _PAIRED[tokens], slices)
+        if found.blocks == _PAIRED[tokens].blocks:
+            return found
+    return _Share(form, tokens, 1, shared, staging).fill(sizes, _SHAPES[tokens], slices)
 
 
 @cache
 def decode_tile(form: WeightForm, slices: int, shared: int) -> Tile:
     """The pipeline when decoding: long stages keep many bytes in flight."""
-    wanted = _DECODE_SLICES * 4 // form.bits
-    return _fitting(form, (8,), 1, wanted, _DECODE_BLOCKS, 168, slices, shared, 0)
+    return _Share(form, 1, 1, shared, 0).fill((8,), _DECODE, slices)
 
 
-def _fitting(
-    form: WeightForm, sizes: tuple[int, ...], tokens: int, wanted: int, blocks: int, registers: int, slices: int,
-    shared: int, staging: int,
-) -> Tile:  # fmt: skip
-    """As many stages as fit. With too few of them, stages get shorter first, then fewer blocks share an SM."""
-    for each in range(blocks, 0, -1):
-        room = shared // each - _RESERVED - _OTHER - staging
-        stage_slices = max(1, wanted)
-        while True:
-            stages = room // stage_bytes(form, tokens, stage_slices)
-            if stages >= _FEWEST_STAGES or stage_slices == 1:
-                break
-            stage_slices //= 2
-        if stages >= _FEWEST_STAGES or each == 1:
-            break
-    # The copies run at most one tile ahead.
-    stages = min(stages, _MOST_STAGES, 1 + -(-slices // stage_slices))
-    most = min(255, _REGISTERS // (_THREADS * each) // 8 * 8)
-    return Tile(sizes, stages, stage_slices, each, min(registers, most))
+@dataclass(frozen=True)
+class _Share:
+    """What a block does with its share of an SM's shared memory."""
+
+    form: WeightForm
+    tokens: int
+    units: int
+    shared: int  # of the SM
+    staging: int  # of a block, for the epilogue
+
+    def stages(self, slices: int, blocks: int) -> int:
+        """Stages of so many slices that fit if `blocks` blocks share an SM."""
+        room = self.shared // blocks - _RESERVED - _OTHER - self.staging
+        return room // stage_bytes(self.form, self.tokens, slices, self.units)
+
+    def fill(self, sizes: tuple[int, ...], wanted: _Shape, slices: int) -> Tile:
+        """As many stages as fit. If those are too few, stages get shorter first, then fewer blocks share the SM."""
+        longest = max(1, wanted.slices * 4 // self.form.bits)
+        lengths = [longest >> i for i in range(longest.bit_length())]
+        choices = [(blocks, length) for blocks in range(wanted.blocks, 0, -1) for length in lengths]
+        blocks, length = next(
+            (choice for choice in choices if self.stages(choice[1], choice[0]) >= _FEWEST_STAGES), choices[-1]
+        )
+        # Copies run at most one tile ahead.
+        stages = min(self.stages(length, blocks), _MOST_STAGES, 1 + -(-slices // length))
+        limit = min(255, _REGISTERS // (_THREADS * blocks) // 8 * 8)
+        return Tile(sizes, stages, length, blocks, min(wanted.registers, limit), self.units)

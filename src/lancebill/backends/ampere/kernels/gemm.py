@@ -2,10 +2,11 @@
 
     out[row, n] = epilogue(sum over k of x[row, k] * W[expert(row), n, k])
 
-A tile is one or two units (128 features each) by up to 112 tokens. Two units share the tokens they read. A block has four warps, which copy and multiply; several blocks
-share an SM and hide each other's latencies. The grid is persistent: block p starts with tile p of a list made on the
-device (`dispatch_combine`), further tiles come from a global counter, since some SMs are slower than others. A tile's
-result does not depend on the block. The copies of a tile's first stages start before the previous tile ends.
+A tile is one or two units (128 features each) by some tokens; two units share the tokens they read. A block has four
+warps, which copy and multiply; several blocks share an SM and hide each other's latencies. The grid is persistent:
+block p starts with tile p of a list made on the device (`dispatch_combine`), further tiles come from a global counter,
+since some SMs are slower than others. A tile's result does not depend on the block. The copies of a tile's first stages
+start before the previous tile ends.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ def grouped_gemm(
                 sums, copied, following, ticket, step = multiply_tile(
                     arrays, ring, mailbox, tiles, taken, count, ticket, copied, step, units, slices, scale_blocks,
                     width, config, largest)  # fmt: skip
-                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile_at(tiles, index, count, groups),
-                            units, columns, limit, alpha, beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip
+                tile = tile_at(tiles, index, count, groups)
+                finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha,
+                            beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip
         index = following

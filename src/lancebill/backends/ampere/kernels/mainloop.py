@@ -44,7 +44,9 @@ def zero_sums(config: gl.constexpr):
 @gluon.constexpr_function
 def operand_layout(config, operand):
     """A register of an operand has 32 bits: two 16-bit numbers, or four of 8 bits."""
-    return gl.DotOperandLayout(operand, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 4 if config.form.activations == E4M3 else 2)
+    return gl.DotOperandLayout(
+        operand, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 4 if config.form.activations == E4M3 else 2
+    )
 
 
 @gluon.jit
