@@ -41,7 +41,7 @@ def test_pipelines_fit_the_card(form: WeightForm, shared: int) -> None:
 
 @pytest.mark.parametrize(
     ("form", "tokens", "arch", "instruction"),
-    [(FORMS[0], 64, 80, "HMMA.16816.F32.BF16"), (FORMS[-1], 16, 89, "QMMA.16832.F32.E4M3.E4M3")],
+    [(FORMS[0], 8, 80, "HMMA.16816.F32.BF16"), (FORMS[-1], 8, 89, "QMMA.16832.F32.E4M3.E4M3")],
     ids=["sm_80", "sm_89"],
 )
 def test_kernels_use_the_cards_instructions(form: WeightForm, tokens: int, arch: int, instruction: str) -> None:
