@@ -26,8 +26,8 @@ class _Shape(NamedTuple):
     registers: int  # per thread; with more, the assembler would move so many loads ahead that it spills
 
 
-_SHAPES = {8: _Shape(4, 3, 168), 16: _Shape(2, 4, 128), 32: _Shape(2, 3, 168), 64: _Shape(2, 2, 255)}  # by tokens
-_PAIRED = {32: _Shape(1, 3, 168), 64: _Shape(1, 2, 255)}  # tiles of two units, which read their tokens once for both
+_SHAPES = {8: _Shape(4, 3, 168), 16: _Shape(2, 4, 128), 32: _Shape(2, 3, 168), 64: _Shape(1, 3, 168)}  # by tokens
+_PAIRED = {16: _Shape(2, 3, 168), 32: _Shape(1, 3, 168)}  # tiles of two units, which read their tokens once for both
 _DECODE = _Shape(4, 3, 168)
 SIZES = tuple(_SHAPES)
 
