@@ -10,7 +10,8 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # With a C++ compiler the CPU kernels are built with the package; without one they are left out.
-BUILT_FROM := pyproject.toml setup.py $(wildcard src/lancebill/backends/cpu/native/*.cpp src/lancebill/backends/cpu/native/*.h src/lancebill/backends/cpu/native/build.py)
+NATIVE := src/lancebill/native src/lancebill/backends/cpu/native src/lancebill/numbers/native
+BUILT_FROM := pyproject.toml setup.py src/lancebill/native/build.py $(wildcard $(addsuffix /*.cpp,$(NATIVE)) $(addsuffix /*.h,$(NATIVE)))
 
 # Versions of transformers for test-matrix.
 MATRIX ?= 5.17.0 newest
@@ -167,5 +168,5 @@ $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* .venv-tool-* $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info src/lancebill/backends/cpu/native/*.so
+	rm -rf $(VENV) .venv-transformers-* .venv-tool-* $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info $(addsuffix /*.so,$(NATIVE))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

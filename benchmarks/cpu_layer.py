@@ -34,7 +34,6 @@ from torch import Tensor
 
 from lancebill.backends.base import TensorTable
 from lancebill.backends.cpu import Cpu, native
-from lancebill.backends.cpu.native import build
 from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.bench.ceilings import read_rate
 from lancebill.bench.check import ROWS, error_bound, expected_rows
@@ -47,6 +46,7 @@ from lancebill.cli.env import describe
 from lancebill.errors import LancebillError
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Device, Problem
+from lancebill.native.build import KERNELS
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, worst_row
 
@@ -353,7 +353,7 @@ def save(
         "vllm_ops": arguments.vllm,
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "note": arguments.note,
-        "kernels": machine["native"] | {"sources": build.fingerprint()},
+        "kernels": machine["native"] | {"sources": KERNELS.fingerprint},
         "cores": max(arguments.threads),
         "load": os.getloadavg()[0],
         "evicted_bytes": SWEEPS * clock.buffer.numel() * clock.buffer.element_size(),

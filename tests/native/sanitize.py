@@ -1,4 +1,4 @@
-"""Runs the tests of the CPU backend with kernels built with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Runs the tests of the C++ libraries, built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
     python tests/native/sanitize.py [pytest arguments]
 
@@ -14,16 +14,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lancebill.backends.cpu.native import build
+from lancebill.native import build
 
-TESTS = Path(__file__).parents[1] / "backends"
+TESTS = Path(__file__).parents[1]
+DEFAULT = ("backends/test_cpu.py", "backends/test_cpu_route.py", "unit/numbers/test_native_numbers.py")
 CHILD = """
 import sys, pytest
-from lancebill.backends.cpu.native import build
-build.LIBRARY = sys.argv[1]
+from dataclasses import replace
+from lancebill.native import build
+build.KERNELS, build.NUMBERS = (replace(l, name=path) for l, path in zip(build.LIBRARIES, sys.argv[1:3]))
 from lancebill.backends.cpu import native
+from lancebill.numbers.native import library
 print("kernels:", native.state().why, [str(level) for level in native.library().levels], flush=True)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
+print("numbers:", "built" if library() else "missing", flush=True)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[3:]]))
 """
 
 
@@ -33,14 +37,14 @@ def main() -> None:
         sys.exit("no C++ compiler")
     runtime = subprocess.run([cxx, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(prefix="lancebill-sanitize-") as folder:
-        library = build.build(Path(folder) / build.LIBRARY, build.SANITIZE)
+        built = [str(build.build(one, Path(folder) / one.name, build.SANITIZE)) for one in build.LIBRARIES]
         settings = {
             "LD_PRELOAD": runtime.stdout.strip(),
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:exitcode=99",
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=99",
         }
-        tests = sys.argv[1:] or [str(TESTS / name) for name in ("test_cpu.py", "test_cpu_route.py")]
-        finished = subprocess.run([sys.executable, "-c", CHILD, str(library), *tests], env=os.environ | settings)
+        tests = sys.argv[1:] or [str(TESTS / name) for name in DEFAULT]
+        finished = subprocess.run([sys.executable, "-c", CHILD, *built, *tests], env=os.environ | settings)
     sys.exit(finished.returncode)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lancebill.backends.cpu.native import abi, build
+from lancebill.backends.cpu.native import abi
+from lancebill.native import build
 
-HEADER = (build.HERE / "lancebill.h").read_text(encoding="utf-8")
+HEADER = (build.KERNELS.folder / "lancebill.h").read_text(encoding="utf-8")
 ENUMS: dict[str, tuple[type[IntEnum], str]] = {
     "lancebill_codes": (abi.Codes, "LANCEBILL_"),
     "lancebill_scale": (abi.ScaleKind, "LANCEBILL_SCALE_"),
@@ -62,6 +63,6 @@ def test_field_offsets_match_the_compiler(tmp_path: Path) -> None:
     source.write_text("\n".join([*lines, "}"]))
     cxx = build.compiler()
     assert cxx is not None
-    subprocess.run([cxx, f"-I{build.HERE}", str(source), "-o", str(program)], check=True)
+    subprocess.run([cxx, f"-I{build.KERNELS.folder}", str(source), "-o", str(program)], check=True)
     printed = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
     assert [int(line) for line in printed.split()] == expected

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lancebill.backends.cpu import native
-from lancebill.backends.cpu.native import build
+from lancebill.native import build
 
 COMPILER = build.compiler() is not None
 PRINT_LEVEL = "from lancebill.backends.cpu import native; print(native.state().why)"
@@ -61,7 +61,7 @@ def test_build_without_a_compiler_raises(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("CXX", raising=False)
     assert build.compiler() is None
     with pytest.raises(build.BuildFailed, match="no C\\+\\+ compiler"):
-        build.build(tmp_path / "lib.so")
+        build.build(build.KERNELS, tmp_path / "lib.so")
 
 
 def test_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_failed_build_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(build.BuildFailed, match="broken compiler"):
-        build.build(tmp_path / "made" / "lib.so")
+        build.build(build.KERNELS, tmp_path / "made" / "lib.so")
     assert not (tmp_path / "made").exists()
 
 
@@ -81,18 +81,19 @@ def test_unknown_optional_flags_are_dropped(tmp_path: Path) -> None:
     assert build._usable_flags(cxx, ("-O1", "?-Wall", "?-mno-such-instructions"), tmp_path) == ("-O1", "-Wall")
 
 
-def test_every_source_belongs_to_a_machine() -> None:
+@pytest.mark.parametrize("library", build.LIBRARIES, ids=lambda library: library.name)
+def test_every_source_belongs_to_a_machine(library: build.NativeLibrary) -> None:
     for machine in ("x86_64", "aarch64", "riscv64"):
-        for source in build.sources(machine):
+        for source in library.sources(machine):
             assert source.machine in (None, machine)
-    built = {source.path for machine in ("x86_64", "aarch64") for source in build.sources(machine)}
-    assert built == set(build.HERE.glob("*.cpp"))
+    built = {source.path for machine in ("x86_64", "aarch64") for source in library.sources(machine)}
+    assert built == set(library.folder.glob("*.cpp")) and built
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.state().why)
 def test_stale_library_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its structs may differ. The fingerprint of the sources detects it."""
-    monkeypatch.setattr(build, "fingerprint", lambda: "another")
+    monkeypatch.setattr(build.NativeLibrary, "fingerprint", "another")
     native.state.cache_clear()
     try:
         assert native.state().library is None

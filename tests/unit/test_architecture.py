@@ -53,12 +53,13 @@ def _file(place: str) -> str:
 # What each room (a package below lancebill) may import besides itself and `errors`. `formats` and `backends` do not
 # import each other; `jit` does not know about experts.
 BELOW = {
-    "numbers": set[str](),
+    "native": set[str](),
+    "numbers": {"native"},
     "jit": set[str](),
     "moe": {"numbers"},
     "formats": {"numbers"},
     "checkpoint": {"numbers", "moe", "formats"},
-    "backends": {"numbers", "moe", "jit"},
+    "backends": {"native", "numbers", "moe", "jit"},
     "split": {"numbers", "moe", "jit", "backends"},
     "layer": {"numbers", "moe", "formats", "checkpoint", "backends", "split"},
     "parallel": {"moe", "layer"},
@@ -194,8 +195,8 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
 
 ENVIRONMENT = {
     "jit/cache.py": {"LANCEBILL_CACHE", "LANCEBILL_NO_COMPILE"},
-    "backends/cpu/native/__init__.py": {"LANCEBILL_NATIVE"},
-    "backends/cpu/native/build.py": set(),  # CXX
+    "native/load.py": {"LANCEBILL_NATIVE"},
+    "native/build.py": set(),  # CXX
     "bench/peers_cpu.py": {"LANCEBILL_VLLM_OPS"},
     "demo/package.py": set(),  # XDG_CACHE_HOME
     "integrations/vllm/plugin.py": {"LANCEBILL_VLLM"},

@@ -8,11 +8,13 @@ most 8 + 6 + 11 bits), so it rounds only where the definition of the type does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lancebill.numbers import native
 from lancebill.numbers.bit_packing import Nibbles
 from lancebill.numbers.dtypes import E2M1, E4M3, E8M0, F16, IQ4, UINT2B1, DType, biased_type, int_type, uint_type
 from lancebill.numbers.spec import QuantSpec, Scale, group
@@ -76,6 +78,10 @@ class Plane:
             merged |= lane << shift
         return merged.flatten(-2)
 
+    @cached_property
+    def struct(self) -> native.PlaneStruct:
+        return native.PlaneStruct(*astuple(self))
+
     @property
     def _shifts(self) -> range:
         """The first bit of each lane in a byte."""
@@ -99,7 +105,15 @@ class Field:
         """The numbers of each block, [..., blocks, count]."""
         only = self.planes[0] if len(self.planes) == 1 else None
         if only is not None and only.holds_nibbles and not self.flipped:
-            return only.nibbles(blocks)
+            packed = native.read_nibbles(blocks, only.struct)
+            return only.nibbles(blocks) if packed is None else Nibbles(packed)
+        planes, flip = [plane.struct for plane in self.planes], self._bytes if self.flipped else 0
+        numbers = native.read_planes(blocks, planes, flip, count * self._bytes)
+        return self._read(blocks, count) if numbers is None else numbers.view(self.dtype.storage)
+
+    def _read(self, blocks: Tensor, count: int) -> Tensor:
+        """The definition of `read`."""
+        only = self.planes[0] if len(self.planes) == 1 else None
         if only is not None and only.width == 8:
             numbers = blocks[..., only.start : only.start + only.size].clone(memory_format=torch.contiguous_format)
             return self._flip(numbers).view(self.dtype.storage)

@@ -30,7 +30,7 @@ from lancebill.formats.base import (
     part,
 )
 from lancebill.formats.gptq import check_symmetric, group_block, grouped_integers, overridden
-from lancebill.numbers.bit_packing import pack_awq, turn_awq, unpack_awq
+from lancebill.numbers.bit_packing import Nibbles, pack_awq, transposed, turn_awq
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, QuantSpec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -63,10 +63,10 @@ class AwqScheme(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         codes = turn_awq(stored["codes"], n)
-        scale = stored["scale"].mT.contiguous()
+        scale = transposed(stored["scale"])
         zero = None
         if "zero" in stored:
-            zero = unpack_awq(stored["zero"])[..., :n].to(torch.int16).mT.contiguous()
+            zero = _codes(turn_awq(stored["zero"], n)).to(torch.int16)
         if self.spec.zero is None:
             check_symmetric(zero, BITS, hint="set zero_point to true")
             zero = None
@@ -84,6 +84,10 @@ class AwqScheme(Scheme):
             "zero": pack_awq(zero.to(torch.uint8).t()),
             "scale": weight.scales[0].t().contiguous(),
         }
+
+
+def _codes(codes: Tensor | Nibbles) -> Tensor:
+    return codes.unpack() if isinstance(codes, Nibbles) else codes
 
 
 def awq_scheme(spec: QuantSpec) -> AwqScheme:

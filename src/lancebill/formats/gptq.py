@@ -35,7 +35,7 @@ from lancebill.formats.base import (
     part,
     require,
 )
-from lancebill.numbers.bit_packing import pack_bits, stream_codes, unpack_bits
+from lancebill.numbers.bit_packing import pack_bits, stream_codes, transposed, unpack_bits
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, Block, QuantSpec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -62,12 +62,12 @@ class GptqScheme(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
-        codes = stream_codes(stored["codes"].mT, bits, k)
-        scale = stored["scale"].mT.contiguous()
+        codes = stream_codes(transposed(stored["codes"]), bits, k)
+        scale = transposed(stored["scale"])
         zero = None
         if "zero" in stored:
             # Add the offset after unpacking: adding it to packed words would carry into the next zero point.
-            zero = (unpack_bits(stored["zero"], bits, n).to(torch.int16) + self.offset).mT.contiguous()
+            zero = transposed(unpack_bits(stored["zero"], bits, n)).to(torch.int16) + self.offset
         if self.spec.zero is None:
             check_symmetric(zero, bits, hint="set sym to false, or check checkpoint_format (v1 stores zero - 1)")
             zero = None

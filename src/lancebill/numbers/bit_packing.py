@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lancebill.numbers import native
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word holds column AWQ_ORDER[j]
 _LOW = 0x0F0F0F0F  # the low nibbles of a word's bytes
 
@@ -149,10 +151,22 @@ def pack_awq(codes: Tensor) -> Tensor:
     return pack_bits(grouped.flatten(-2), 4, torch.int32)
 
 
+def transposed(matrices: Tensor) -> Tensor:
+    """[..., N, K] as [..., K, N], contiguous."""
+    turned = native.transpose(matrices)
+    return matrices.mT.contiguous() if turned is None else turned
+
+
 def turn_awq(words: Tensor, n: int) -> Tensor | Nibbles:
     """AWQ's words [..., K, N / 8] as codes [..., N, K]."""
     if words.shape[-2] % 2:
-        return unpack_awq(words)[..., :n].mT.contiguous()
+        return transposed(unpack_awq(words)[..., :n])
+    turned = native.turn_nibbles(words, AWQ_ORDER)
+    return Nibbles((_turn_awq(words) if turned is None else turned)[..., :n, :])
+
+
+def _turn_awq(words: Tensor) -> Tensor:
+    """The nibbles of `turn_awq` by torch."""
     even, odd = words[..., 0::2, :], words[..., 1::2, :]
     low = (odd & _LOW) << 4
     low |= even & _LOW  # in each byte, the low nibbles of the same byte of two neighbouring columns
@@ -162,7 +176,7 @@ def turn_awq(words: Tensor, n: int) -> Tensor | Nibbles:
     for first, half in enumerate((low.mT.contiguous(), high.mT.contiguous())):
         for byte in range(4):
             rows[..., AWQ_ORDER[2 * byte + first], :] = half >> 8 * byte  # keeps the lowest byte
-    return Nibbles(rows.flatten(-3, -2)[..., :n, :])
+    return rows.flatten(-3, -2)
 
 
 def unpack_awq(words: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lancebill.numbers import native
 from lancebill.numbers.dtypes import INTEGER, DType
 
 # Bits of the exponent, which are all set in NaN and infinity.
@@ -22,6 +23,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 def contains_any(codes: Tensor, wanted: Iterable[int]) -> bool:
     """Whether any of the `wanted` codes is in a uint8 tensor."""
+    wanted = bytes(wanted)
+    found = native.contains(codes, wanted)
+    if found is not None:
+        return found
     return codes.numel() > 0 and any(int((codes ^ code).min()) == 0 for code in wanted)
 
 
@@ -30,6 +35,9 @@ def all_finite(numbers: Tensor) -> bool:
     exponent = _EXPONENTS.get(numbers.dtype)
     if exponent is None or numbers.numel() == 0:
         return True
+    finite = native.all_finite(numbers, exponent)
+    if finite is not None:
+        return finite
     exponents = numbers.view(_INTEGERS[numbers.dtype.itemsize]) & exponent
     return int(exponents.max()) < exponent
 

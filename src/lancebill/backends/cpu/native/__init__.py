@@ -1,4 +1,4 @@
-"""Finds, checks and loads the library of CPU kernels, or says why it cannot.
+"""The library of CPU kernels, or the reason why it is missing.
 
 `LANCEBILL_NATIVE=off` disables the kernels; `LANCEBILL_NATIVE=avx2` (or another level) uses that level only.
 """
@@ -6,24 +6,22 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from lancebill.backends.cpu.native import abi, build
+from lancebill.backends.cpu.native import abi
 from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.errors import LaunchError, SpecError
+from lancebill.native.build import KERNELS
+from lancebill.native.load import OFF, SWITCH, open_library, setting
 
-SWITCH = "LANCEBILL_NATIVE"
-OFF = "off"
 _MAX_KEPT_SCRATCH = 64 << 20  # bytes per thread
 _STREAMS = 8  # concurrent memory streams per thread
 
@@ -111,21 +109,15 @@ class State:
 
 @lru_cache(maxsize=1)
 def state() -> State:
-    """Loads the library once. Only this function reads `LANCEBILL_NATIVE`."""
-    setting = os.environ.get(SWITCH, "")
-    if setting == OFF:
-        return State(None, f"switched off ({SWITCH}={OFF})")
-    path = build.HERE / build.LIBRARY
-    if not path.exists():
-        return State(None, "the CPU kernels are not built", _how_to_build())
-    try:
-        calls = _load(path)
-    except OSError as error:
-        return State(None, f"the CPU kernels failed to load: {error}", _how_to_build())
-    if calls.lancebill_sources().decode() != build.fingerprint() or calls.lancebill_abi() != abi.ABI:
-        return State(None, "the CPU kernels were built from other sources", _how_to_build())
+    """Loads the library once."""
+    opened = open_library(KERNELS, "the CPU kernels")
+    calls = opened.calls
+    if calls is None:
+        return State(None, opened.why, opened.hint)
+    _declare(calls)
     levels = tuple(level for level in IsaLevel if calls.lancebill_levels() >> level & 1)
-    best = _parse_level(setting, levels) if setting else max(levels)
+    chosen = setting()
+    best = _parse_level(chosen, levels) if chosen else max(levels)
     return State(Library(calls, levels, best), f"built, runs {best}")
 
 
@@ -141,15 +133,8 @@ def _parse_level(name: str, levels: tuple[IsaLevel, ...]) -> IsaLevel:
     raise SpecError("no such level of CPU kernels on this machine", where=SWITCH, expected=expected, got=name)
 
 
-def _how_to_build() -> str:
-    if build.compiler() is None:
-        return f"install a C++ compiler, then: {build.COMMAND}"
-    return build.COMMAND
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    calls = ctypes.CDLL(str(path))
-    calls.lancebill_sources.restype = c_char_p
+def _declare(calls: ctypes.CDLL) -> None:
+    """The types that ctypes does not assume."""
     calls.lancebill_levels.restype = c_uint32
     calls.lancebill_status_text.restype = c_char_p
     calls.lancebill_scratch_bytes.restype = c_int64
@@ -159,4 +144,3 @@ def _load(path: Path) -> ctypes.CDLL:
     calls.lancebill_place_threads.argtypes = [c_void_p, c_int32, c_int32]
     calls.lancebill_host_call.argtypes = [c_void_p]
     calls.lancebill_host_call.restype = None
-    return calls

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "bytes.h"
 #include "lancebill.h"
 #include "parallel.h"
 
@@ -12,36 +13,6 @@ namespace lancebill {
 namespace {
 
 constexpr int kBlock = 16, kTile = 32, kUnits = kTile / 4;  // rows of a block; columns of a tile, in units of 4
-
-typedef uint8_t Bytes __attribute__((vector_size(16)));  // of GCC and Clang, for any machine
-
-Bytes load(const uint8_t* bytes) {
-  Bytes v;
-  std::memcpy(&v, bytes, sizeof v);
-  return v;
-}
-
-void store(uint8_t* out, Bytes v) { std::memcpy(out, &v, sizeof v); }
-
-// The bytes of a and b in turn: of their first halves, then of their second halves.
-void interleave(Bytes a, Bytes b, Bytes& low, Bytes& high) {
-#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-  low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  high = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#else
-  low = __builtin_shuffle(a, b, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-  high = __builtin_shuffle(a, b, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-#endif
-}
-
-// Sixteen rows of sixteen bytes to sixteen columns: each of four rounds moves one bit of the row into the column.
-void transpose(Bytes (&m)[16]) {
-  for (int round = 0; round < 4; round++) {
-    Bytes next[16];
-    for (int i = 0; i < 8; i++) interleave(m[i], m[i + 8], next[2 * i], next[2 * i + 1]);
-    std::memcpy(m, next, sizeof m);
-  }
-}
 
 struct Invalid {
   const uint8_t* codes;
@@ -74,7 +45,7 @@ inline void expand(const uint8_t* row, int64_t first, int64_t columns, uint8_t* 
   count == kTile ? std::memcpy(pairs, row + first / 2, kTile / 2) : std::memcpy(pairs, row + first / 2, count / 2);
   const Bytes v = load(pairs);
   Bytes low, high;
-  interleave(v & 15, v >> 4, low, high);
+  interleave<1>(v & 15, v >> 4, low, high);
   store(out, low);
   store(out + sizeof low, high);
 }
@@ -90,31 +61,43 @@ bool has_invalid(const uint8_t* codes, const Invalid& invalid) {
   return (halves[0] | halves[1]) != 0;
 }
 
-uint32_t four(const uint8_t* codes) {
-  uint32_t word;
-  std::memcpy(&word, codes, 4);
-  return word;
+// Sixteen rows of sixteen bytes to four units: of each row, four bytes.
+void place_units(Bytes (&rows)[kBlock], uint8_t* out) {
+  for (int r = 0; r < kBlock; r += 4) {
+    Bytes square[4];
+    std::memcpy(square, rows + r, sizeof square);
+    transpose<4>(square);
+    for (int u = 0; u < 4; u++) store(out + 64 * u + 4 * r, square[u]);
+  }
 }
 
 // A tile of 16 rows, or of 32 for TABLE4, to eight units.
 template <int kCodes>
 void place(const uint8_t (&tile)[2 * kBlock][kTile], uint8_t* out) {
-  if (kCodes == LANCEBILL_FLOAT8) {  // column by column
-    for (int c = 0; c < kTile; c += kBlock) {
-      Bytes square[kBlock];
-      for (int r = 0; r < kBlock; r++) square[r] = load(&tile[r][c]);
-      transpose(square);
-      std::memcpy(out + kBlock * c, square, sizeof square);
-    }
-    return;
-  }
-  for (int u = 0; u < kUnits; u++) {
+  for (int c = 0; c < kTile; c += kBlock) {
+    Bytes rows[kBlock];
     for (int r = 0; r < kBlock; r++) {
-      uint32_t word = four(&tile[r][4 * u]);
-      if (kCodes == LANCEBILL_TABLE4) word |= four(&tile[kBlock + r][4 * u]) << 4;
-      std::memcpy(out + 64 * u + 4 * r, &word, 4);
+      rows[r] = load(&tile[r][c]);
+      if (kCodes == LANCEBILL_TABLE4) rows[r] |= load(&tile[kBlock + r][c]) << 4;
+    }
+    if (kCodes == LANCEBILL_FLOAT8) {  // column by column
+      transpose<1>(rows);
+      std::memcpy(out + kBlock * c, rows, sizeof rows);
+    } else {
+      place_units(rows, out + kBlock * c);
     }
   }
+}
+
+// A whole tile of two blocks of 16 rows, two codes per byte, straight from both rows that share bytes.
+void place_pairs(const uint8_t* const (&rows)[2 * kBlock], int64_t first, uint8_t* out) {
+  Bytes left[kBlock], right[kBlock];
+  for (int r = 0; r < kBlock; r++) {
+    const Bytes low = load(rows[r] + first / 2), high = load(rows[kBlock + r] + first / 2);
+    interleave<1>((low & 15) | (high << 4), (low >> 4) | (high & 0xF0), left[r], right[r]);
+  }
+  place_units(left, out);
+  place_units(right, out + 4 * 64);
 }
 
 template <int kBits, int kCodes>
@@ -128,7 +111,15 @@ bool pack_codes(const lancebill_rows& m, const uint8_t* map, Invalid invalid) {
     for (int r = 0; r < kRows; r++) rows[r] = source_row(m, expert, strip * kRows + r);
     uint8_t* out = m.out + task * strip_bytes;
     alignas(64) uint8_t tile[2 * kBlock][kTile];
+    const bool plain = kBits == 4 && kCodes == LANCEBILL_TABLE4 && map == nullptr && invalid.count == 0 &&
+                       std::find(rows, rows + kRows, nullptr) == rows + kRows;
     for (int64_t first = 0; first < m.padded_columns; first += kTile, out += 64 * kUnits) {
+      if constexpr (kCodes == LANCEBILL_TABLE4) {
+        if (plain && first + kTile <= m.columns) {
+          place_pairs(rows, first, out);
+          continue;
+        }
+      }
       const int64_t count = std::clamp<int64_t>(m.columns - first, 0, kTile);
       for (int r = 0; r < kRows; r++) {
         expand<kBits>(rows[r], first, m.columns, tile[r]);

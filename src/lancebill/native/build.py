@@ -1,7 +1,7 @@
-"""Builds the CPU kernels: run by `python -m lancebill.backends.cpu.native` and by the installation of lancebill.
+"""Builds the C++ libraries: run by `python -m lancebill.native` and by the installation of lancebill.
 
-One shared library holds the kernels of every ISA level. Each level has its own source file with its own compiler
-flags, and the library selects a level at run time. Nothing is built at import or during a run. This file imports
+A library is built from all sources of one folder; a source file can have its own compiler flags. The kernels have one
+for each ISA level, and select a level at run time. Nothing is built at import or during a run. This file imports
 only the standard library, because setup.py runs it without torch or lancebill installed.
 """
 
@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-HERE = Path(__file__).parent
-LIBRARY = "liblancebill.so"
-COMMAND = "python -m lancebill.backends.cpu.native"
+HERE = Path(__file__).parent  # and headers for all libraries
+PACKAGE = HERE.parent
+COMMAND = "python -m lancebill.native"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-fno-math-errno", "-Wall", "-Wextra")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
@@ -33,6 +33,40 @@ const char *lancebill_sources(void) {{ return "{}"; }}
 
 class BuildFailed(Exception):
     """There is no compiler, or it failed."""
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """A shared library: the folder of its sources, in which it also is, and its file name."""
+
+    folder: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all sources and of this file. A library with another fingerprint is stale and not used."""
+        digest = hashlib.sha256()
+        for path in sorted([*self.folder.glob("*.cpp"), *self.folder.glob("*.h"), *HERE.glob("*.h"), Path(__file__)]):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def is_current(self) -> bool:
+        """Whether it is built from the current sources."""
+        return self.path.exists() and self.fingerprint.encode() in self.path.read_bytes()
+
+    def sources(self, machine: str) -> list[CppSource]:
+        """The source files that are compiled for this machine (`uname -m`)."""
+        all_sources = map(CppSource.read, sorted(self.folder.glob("*.cpp")))
+        return [source for source in all_sources if source.machine in (None, machine)]
+
+
+KERNELS = NativeLibrary(PACKAGE / "backends" / "cpu" / "native", "liblancebill.so")
+NUMBERS = NativeLibrary(PACKAGE / "numbers" / "native", "liblancebill_numbers.so")
+LIBRARIES = (KERNELS, NUMBERS)
 
 
 def compiler() -> str | None:
@@ -59,51 +93,40 @@ class CppSource:
         return cls(path, header[1], tuple(header[2].split())) if header else cls(path, None, ())
 
 
-def sources(machine: str) -> list[CppSource]:
-    """The source files that are compiled for this machine (`uname -m`)."""
-    all_sources = map(CppSource.read, sorted(HERE.glob("*.cpp")))
-    return [source for source in all_sources if source.machine in (None, machine)]
-
-
-def fingerprint() -> str:
-    """Hash of all sources and of this file. A library with another fingerprint is stale and not used."""
-    digest = hashlib.sha256()
-    for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def is_current(library: Path) -> bool:
-    """Whether the library exists and was built from the current sources."""
-    return library.exists() and fingerprint().encode() in library.read_bytes()
-
-
-def build(target: Path, extra: Sequence[str] = (), cxx: str | None = None, machine: str | None = None) -> Path:
+def build(
+    library: NativeLibrary,
+    target: Path,
+    extra: Sequence[str] = (),
+    cxx: str | None = None,
+    machine: str | None = None,
+) -> Path:
     """Compile and link. Replaces `target` atomically."""
     cxx, machine = cxx or compiler(), machine or platform.machine()
     if cxx is None:
         raise BuildFailed(f"no C++ compiler on the PATH ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(prefix="lancebill-build-") as folder:
-        objects = _compile_all(cxx, machine, Path(folder), extra)
-        library = Path(folder) / LIBRARY
-        _run_compiler([cxx, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(library)])
+        objects = _compile_all(library, cxx, machine, Path(folder), extra)
+        linked = Path(folder) / library.name
+        _run_compiler([cxx, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(linked)])
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(library, partial)
+        shutil.copyfile(linked, partial)
         partial.replace(target)
     return target
 
 
-def _compile_all(cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> list[Path]:
+def _compile_all(library: NativeLibrary, cxx: str, machine: str, folder: Path, extra: Sequence[str]) -> list[Path]:
     """Compile all sources in parallel. Skips levels whose flags the compiler does not accept."""
     stamp = folder / "fingerprint.cpp"
-    stamp.write_text(_FINGERPRINT_SOURCE.format(fingerprint()))
-    candidates = [replace(source, flags=_usable_flags(cxx, source.flags, folder)) for source in sources(machine)]
+    stamp.write_text(_FINGERPRINT_SOURCE.format(library.fingerprint))
+    candidates = [
+        replace(source, flags=_usable_flags(cxx, source.flags, folder)) for source in library.sources(machine)
+    ]
     buildable = [source for source in candidates if _accepts(cxx, source.flags, folder)]
 
     def compile_one(source: CppSource) -> Path:
         compiled = folder / f"{source.path.stem}.o"
-        _run_compiler([cxx, *FLAGS, *source.flags, *extra, "-c", str(source.path), "-o", str(compiled)])
+        _run_compiler([cxx, *FLAGS, f"-I{HERE}", *source.flags, *extra, "-c", str(source.path), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -138,10 +161,11 @@ def _run_compiler(command: list[str]) -> None:
 
 
 def main() -> None:
-    if is_current(HERE / LIBRARY):
-        print("the CPU kernels are up to date")
-        return
-    try:
-        print(f"built {build(HERE / LIBRARY)}")
-    except BuildFailed as error:
-        sys.exit(f"the CPU kernels were not built: {error}")
+    for library in LIBRARIES:
+        if library.is_current():
+            print(f"{library.name} is up to date")
+            continue
+        try:
+            print(f"built {build(library, library.path)}")
+        except BuildFailed as error:
+            sys.exit(f"{library.name} was not built: {error}")

@@ -1,0 +1,50 @@
+"""Finds, checks and loads a C++ library, or says why it cannot. `LANCEBILL_NATIVE=off` uses none."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_char_p
+from dataclasses import dataclass
+
+from lancebill.native import build
+from lancebill.native.build import NativeLibrary
+
+SWITCH = "LANCEBILL_NATIVE"
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded library, or the reason why it is missing and a hint."""
+
+    calls: ctypes.CDLL | None
+    why: str = ""
+    hint: str | None = None
+
+
+def setting() -> str:
+    """The user's choice; only this function reads `LANCEBILL_NATIVE`."""
+    return os.environ.get(SWITCH, "")
+
+
+def open_library(library: NativeLibrary, what: str) -> Opened:
+    """Load a library that was built from the current sources. `what` names it in messages."""
+    if setting() == OFF:
+        return Opened(None, f"switched off ({SWITCH}={OFF})")
+    if not library.path.exists():
+        return Opened(None, f"{what} are not built", _how_to_build())
+    try:
+        calls = ctypes.CDLL(str(library.path))
+    except OSError as error:
+        return Opened(None, f"{what} failed to load: {error}", _how_to_build())
+    calls.lancebill_sources.restype = c_char_p
+    if calls.lancebill_sources().decode() != library.fingerprint:
+        return Opened(None, f"{what} were built from other sources", _how_to_build())
+    return Opened(calls)
+
+
+def _how_to_build() -> str:
+    if build.compiler() is None:
+        return f"install a C++ compiler, then: {build.COMMAND}"
+    return build.COMMAND

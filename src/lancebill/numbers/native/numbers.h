@@ -1,0 +1,83 @@
+/* Fast paths of lancebill.numbers and the formats: what torch defines, in one pass instead of many.
+ *
+ * Every function computes on the calling thread and takes dense arrays. Loaders call them from one thread per slice of
+ * experts. Results are those of the torch definitions, bit for bit. */
+#ifndef LANCEBILL_NUMBERS_H
+#define LANCEBILL_NUMBERS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A bit field of the numbers of a block: see `Plane` in formats/_gguf_blocks.py. */
+typedef struct lancebill_plane {
+  int32_t start, size, width, run, bit, lanes, first, shift;
+} lancebill_plane;
+
+/* One number for each row and each `side` columns (0: for the whole row); NULL: none. */
+typedef struct lancebill_level {
+  const float *numbers; /* [rows][stride] */
+  int32_t stride;
+  int32_t side;
+  int32_t divide; /* whether a value is divided by its number instead of multiplied */
+} lancebill_level;
+
+enum lancebill_encoding { LANCEBILL_INTEGER = 0, LANCEBILL_MINIFLOAT = 1 };
+enum lancebill_most { LANCEBILL_MOST_SCALES = 3 };
+
+/* Rounding of a matrix under given levels, and its error. */
+typedef struct lancebill_rounding {
+  const float *values; /* [rows][columns] */
+  uint8_t *codes;      /* [rows][columns] */
+  int64_t rows, columns;
+  /* position = (value + minimum) / step + zero, in units of the code table */
+  lancebill_level minimum, step, zero;
+  /* the value of a code: (its table entry - zero) * scale ... - minimum */
+  lancebill_level scales[LANCEBILL_MOST_SCALES];
+  int32_t scale_count;
+  int32_t encoding; /* an enum lancebill_encoding */
+  float low, high;  /* the largest codes' values: positions beyond are clamped */
+  int32_t offset;   /* integers: subtracted from the value to give the code ... */
+  int32_t mask;     /* ... of which these bits are stored */
+  int32_t mantissa, bias, bits; /* minifloats */
+  float beyond_low, beyond_high; /* positions outside are counted as saturated */
+  /* results */
+  double squares, energy; /* sums of squared errors and of squared values */
+  float worst, peak;      /* largest error and largest value */
+  int64_t saturated, flushed;
+} lancebill_rounding;
+
+#pragma GCC visibility push(default)
+/* [batch][rows][columns] of 1, 2 or 4 bytes to [batch][columns][rows]. */
+void lancebill_transpose(const void *in, void *out, int64_t batch, int64_t rows, int64_t columns, int32_t bytes);
+
+/* Two 4-bit codes per byte, [batch][rows][columns / 2], to [batch][columns][rows / 2]; `rows` is even. Of each eight
+ * columns, nibble j of their four bytes is column order[j]. */
+void lancebill_turn_nibbles(const uint8_t *in, uint8_t *out, int64_t batch, int64_t rows, int64_t columns,
+                            const int32_t *order);
+
+/* One field of `count` blocks of `size` bytes: for each block `numbers` bytes, assembled from planes. Every `flip`-th
+ * byte (0: none) has its top bit inverted. */
+void lancebill_read_planes(const uint8_t *blocks, int64_t count, int64_t size, const lancebill_plane *planes,
+                           int32_t plane_count, int32_t flip, uint8_t *out, int64_t numbers);
+
+/* The same for one plane of two 4-bit lanes, without unpacking: column 2i in the low nibble of byte i. */
+void lancebill_read_nibbles(const uint8_t *blocks, int64_t count, int64_t size, const lancebill_plane *plane,
+                            uint8_t *out);
+
+/* Whether any of the `wanted` bytes occurs. */
+int32_t lancebill_contains(const uint8_t *bytes, int64_t count, const uint8_t *wanted, int32_t wanted_count);
+
+/* Whether any number of 2 or 4 bytes has all bits of `exponent` set: NaN and infinity. */
+int32_t lancebill_not_finite(const void *numbers, int64_t count, int32_t bytes, uint32_t exponent);
+
+void lancebill_round(lancebill_rounding *work);
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
