@@ -24,8 +24,8 @@ from pathlib import Path
 os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}  # before torch is imported
 
 import torch
+from bookkeeping import Part, Tally
 from random_problems import CPU, Sample, accuracy_fault, random_sample
-from record import Part, Tally
 from torch import Tensor
 
 from lancebill.backends import oracle

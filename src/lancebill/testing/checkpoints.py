@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,12 @@ class Generated:
 
 
 def generate(example: Example, naming: Naming, form: NameForm, size: Geometry, *, seed: int = 0) -> Generated:
-    """A checkpoint with `example`'s scheme and the tensor names of `form`, one of `naming`'s forms."""
+    """A checkpoint with `example`'s scheme and the tensor names of `form`, one of `naming`'s forms.
+
+    It has biases if the example says so, or if the family always has them.
+    """
+    if naming.biased and example.scheme.part("bias") is not None:
+        example = replace(example, bias=True)
     prefix = "model." if "model." in form.prefixes else form.prefixes[0]
     generated = Generated(_config(example.config, naming, size))
     for layer in range(size.layers):

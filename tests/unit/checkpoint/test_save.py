@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +106,28 @@ def test_a_failed_rename_restores_the_old_checkpoint(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match="No space left"):
         write_all(tmp_path / "out", {"a": torch.zeros(2)}, overwrite=True)
     assert file_names(tmp_path) == ["out"] and Checkpoint.open(tmp_path / "out").read("a").sum() == 2
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "dup", "open"])
+def test_a_failed_start_leaves_no_folder_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """`open` fails where the hidden folder is locked, the others where a shard is created."""
+
+    real, failures = getattr(os, call), [OSError(errno.EIO, "Input/output error")]
+
+    def failing_once(*args: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*args, **options)
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(os, call, failing_once)
+    writer = CheckpointWriter(tmp_path / "out", {"a": Stored("F32", (3,))})
+    with pytest.raises(CheckpointError, match="Input/output"), writer:
+        pass
+    assert file_names(tmp_path) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_overwriting_needs_the_option_and_a_checkpoint(tmp_path: Path) -> None:

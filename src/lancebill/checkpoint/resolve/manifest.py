@@ -82,7 +82,7 @@ class LayerIndex:
         self.config, self.tensors, self.sizes = config, tensors, expert_sizes(config.model)
         self.naming = naming or names.find_family(config.model)
         self.format = fmt or detect(config)
-        self.form, self._modules = _modules_by_layer(self.naming, tensors, self.sizes)
+        self.form, self._modules, self._rivals = _modules_by_layer(self.naming, tensors, self.sizes)
         self.layers = tuple(sorted(self._modules))
         expert_tensors = _tensor_names(self._modules)
         self._others = {name: stored for name, stored in tensors.items() if name not in expert_tensors}
@@ -107,7 +107,10 @@ class LayerIndex:
             layer_indices=self.layers,
         )
         for index, modules in chosen.items():
-            builder = LayerBuilder(self.config, self.format, self.form, index, modules, self.tensors)
+            builder = LayerBuilder(
+                self.config, self.format, self.form, index, modules, self.tensors,
+                biased=self.naming.biased, rivals=self._rivals,
+            )  # fmt: skip
             layer = builder.build(experts)
             manifest.problems.extend(builder.problems)
             if layer is not None:
@@ -143,15 +146,18 @@ def _too_few_experts(manifest: Manifest) -> Iterable[CheckpointError]:
 _Modules = dict[int, dict[tuple[int | None, str], ModuleTensors]]  # by layer, then by (expert, projection)
 
 
-def _modules_by_layer(row: Naming, tensors: Mapping[str, Stored], sizes: ExpertSizes) -> tuple[NameForm, _Modules]:
-    """The form that matches most tensor names, and the expert modules it finds.
+def _modules_by_layer(
+    row: Naming, tensors: Mapping[str, Stored], sizes: ExpertSizes
+) -> tuple[NameForm, _Modules, list[NameForm]]:
+    """The form that matches most tensor names, the expert modules it finds, and forms that match as many.
 
     Forms may differ only in the orientation of stacked matrices; then the shapes decide.
     """
     found = [(form, *_modules_of(form, tensors)) for form in row.forms]
     most = max(count for _, count, _ in found)
     best = [(form, modules) for form, count, modules in found if count == most]
-    return next((one for one in best if _is_oriented(*one, tensors, sizes)), best[0])
+    form, modules = next((one for one in best if _is_oriented(*one, tensors, sizes)), best[0])
+    return form, modules, [rival for rival, _ in best if rival is not form and most]
 
 
 def _modules_of(form: NameForm, tensors: Iterable[str]) -> tuple[int, _Modules]:

@@ -42,8 +42,13 @@ class LayerBuilder:
         index: int,
         modules: Mapping[tuple[int | None, str], ModuleTensors],
         tensors: Mapping[str, Stored],
+        *,
+        biased: bool = False,
+        rivals: Sequence[NameForm] = (),
     ) -> None:
+        """`biased`: every projection must have a bias. `rivals`: other forms that fit the stored names as well."""
         self.config, self.format, self.form, self.index = config, fmt, form, index
+        self.biased, self.rivals = biased, rivals
         self.modules, self.tensors = modules, tensors
         self.sizes = expert_sizes(config.model)
         self.prefix = next(iter(modules.values())).prefix
@@ -207,7 +212,7 @@ class LayerBuilder:
                     DuplicateTensor(f"'{part.role}' is stored twice", where=where, got=", ".join(suffixes))
                 )
             if not suffixes:
-                if not part.optional:
+                if self._is_required(part):
                     complete = False
                     self._missing(part, expert, key, where)
                 continue
@@ -225,12 +230,25 @@ class LayerBuilder:
         module = Module(self._module_name(expert, key[1]))
         scheme = sibling or self.format.scheme(self.config, module)
         for part in scheme.parts:
-            if not part.optional:
-                self._missing(part, expert, key, where)
+            if self._is_required(part):
+                self._missing(part, expert, key, where, self._other_names(expert, key[1]))
 
-    def _missing(self, part: Part, expert: int, key: tuple[int | None, str], where: str) -> None:
-        name = self._module_name(expert, key[1]) + self._suffix(part)
-        self.problems.append(MissingTensor(f"'{part.role}' is missing", where=where, expected=name))
+    def _is_required(self, part: Part) -> bool:
+        return not part.optional or (part.role == "bias" and self.biased)
+
+    def _missing(
+        self, part: Part, expert: int, key: tuple[int | None, str], where: str, others: Iterable[str] = ()
+    ) -> None:
+        modules = (self._module_name(expert, key[1]), *others)
+        expected = " or ".join(module + self._suffix(part) for module in modules)
+        self.problems.append(MissingTensor(f"'{part.role}' is missing", where=where, expected=expected))
+
+    def _other_names(self, expert: int, stored: str) -> list[str]:
+        """What a missing module would be called in the rival forms, where gate and up may be fused or apart."""
+        alike = {GATE: (GATE, GATE_UP), UP: (UP, GATE_UP), GATE_UP: (GATE_UP, GATE, UP)}.get(stored, (stored,))
+        forms = [(form, name) for form in self.rivals for name in alike if name in form.names]
+        names = [form.module(self.prefix, self.index, expert, name) for form, name in forms]
+        return [name for name in dict.fromkeys(names) if name != self._module_name(expert, stored)]
 
     def _suffix(self, part: Part) -> str:
         """The suffix that the layer's other modules use for this part, else the usual one."""

@@ -35,6 +35,9 @@ class HiddenFolder:
                 self._lock = _lock(self.path)
             except (BlockingIOError, FileNotFoundError):
                 continue  # another writer's `recover` came before the lock
+            except OSError:
+                self.remove()
+                raise
             if self.path.exists():
                 return
             self._unlock()

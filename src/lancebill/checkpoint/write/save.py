@@ -120,7 +120,7 @@ class CheckpointWriter:
             try:
                 self._check_space()
                 for shard in self.shards:
-                    self._descriptors[shard.name] = self._create(shard)
+                    self._create(shard)
             except BaseException:
                 self.abort()
                 raise
@@ -210,12 +210,12 @@ class CheckpointWriter:
                 got=f"{free} bytes free",
             )
 
-    def _create(self, shard: Shard) -> int:
+    def _create(self, shard: Shard) -> None:
         descriptor = os.open(self.folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._descriptors[shard.name] = descriptor  # before anything can fail: `abort` closes it
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(shard.header)
         os.ftruncate(descriptor, shard.size)
-        return descriptor
 
     def _finish(self) -> None:
         problems = [
