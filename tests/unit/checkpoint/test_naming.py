@@ -145,3 +145,23 @@ def test_sixty_thousand_names_resolve_in_seconds() -> None:
     manifest = manifests.build(Config(model), headers, row)
     assert not manifest.problems and len(manifest.layers) == 80
     assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "fmt", "lost"),
+    [
+        ("gguf", 1, "gguf", "blk.0.ffn_gate_up_exps"),
+        ("gguf", 0, "gguf", "blk.0.ffn_up_exps"),
+        ("gpt_oss", 0, "mxfp4", "model.layers.0.mlp.experts.gate_up_proj.bias"),
+        ("gpt_oss", 0, "mxfp4", "model.layers.0.mlp.experts.down_proj.bias"),
+        ("gpt_oss", 1, "dense", "model.layers.0.mlp.experts.1.up_proj.bias"),
+    ],
+)
+def test_a_missing_tensor_is_named_as_it_was(family: str, form: int, fmt: str, lost: str) -> None:
+    """Also where what is left of a layer fits fused and separate names, and where all biases of a kind are gone."""
+    row, example = next(row for row in names.TABLE if row.family == family), next(iter(registry()[fmt].examples()))
+    made = generate(example, row, row.forms[form], Geometry(2, hidden=example.k, intermediate=example.k))
+    assert not manifests.build(made.config, made.headers, row).problems
+    left = {name: stored for name, stored in made.headers.items() if name != lost}
+    problems = manifests.build(made.config, left, row).problems
+    assert len(left) < len(made.headers) and any(lost in problem.render() for problem in problems)
