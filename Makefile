@@ -28,7 +28,7 @@ TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz lint format kernels wheel site clean
+.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format kernels wheel site clean
 
 help:
 	@echo "make help         show this list"
@@ -42,6 +42,7 @@ help:
 	@echo "make test-vllm    run a sample of the tests with $(VLLM), in an environment of its own"
 	@echo "make test-vllm-all  run all tests with $(VLLM)"
 	@echo "make fuzz         resolve mutated configs and headers of every format, ROUNDS=$(ROUNDS) each"
+	@echo "make campaign     run the reliability campaign at full size (hours) and record its figures; PARTS=soak for one part"
 	@echo "make lint         run the linters"
 	@echo "make format       format the code and apply the linters' fixes"
 	@echo "make kernels      compile all GPU kernels of the wheel into the user's cache and check them; needs no GPU"
@@ -133,6 +134,13 @@ site: .venv-site/.installed
 ROUNDS ?= 20000
 fuzz: $(VENV)/.installed-dev
 	@FUZZ_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/unit/checkpoint/test_fuzz_resolve.py
+
+# The parts of docs/reliability.md that need no GPU, one after the other; a part that fails does not stop the others.
+PARTS ?= suite damage io_faults kills cache refits kernels fuzz soak
+campaign: $(VENV)/.installed-dev
+	@for part in $(PARTS); do echo "== $$part"; \
+		OMP_NUM_THREADS=1 $(BIN)/python tests/campaign/$$part.py --record || failed="$$failed $$part"; done; \
+		$(BIN)/python tests/campaign/page.py; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 test-native: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=2 $(BIN)/python tests/native/sanitize.py

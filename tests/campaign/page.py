@@ -1,0 +1,90 @@
+"""Makes docs/reliability.md from the records of the campaign.
+
+python tests/campaign/page.py            rewrites it
+python tests/campaign/page.py --check    exits with 1 if it is not what the records make it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from figures import FIGURES, Target
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+HEAD = """\
+# Reliability
+
+What was tried to break lancebill, how often, and what came of it. The page is made by `tests/campaign/page.py` from the
+records in `benchmarks/results/reliability`; nothing in it is typed by hand. A row shows the newest run on each machine,
+with failures if there were any. "not run" means that no run is recorded yet, not that nothing is known.
+
+`make campaign` runs every part that needs no GPU at full size and records it; `make campaign PARTS=soak` runs one. Each
+command below takes options for its size and, with `--record`, writes a record. Figures held by the test suite are
+counted by `tests/campaign/suite.py`.
+"""
+
+
+def page() -> str:
+    """The whole text."""
+    runs = _runs()
+    lines = [HEAD]
+    for title, targets in FIGURES.items():
+        lines += [
+            f"## {title}\n",
+            "| | figure | target | reached | date, commit | command |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [_row(target, runs.get(target.name, {})) for target in targets]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _runs() -> dict[str, dict[str, dict[str, Any]]]:
+    """{figure: {machine: record}}, the newest record of each. File names sort by date."""
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    for file in sorted((RESULTS / "reliability").glob("*/*/*.json"), key=lambda file: file.name):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        for name in record["figures"]:
+            runs.setdefault(name, {})[file.parent.name] = record
+    for file in sorted((RESULTS / "sanitize").glob("*/*.json")):
+        runs.setdefault("S1", {})[file.parent.name] = _sanitizer_record(file)
+    return runs
+
+
+def _sanitizer_record(file: Path) -> dict[str, Any]:
+    """A run of benchmarks/sanitize.py as a record of S1."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    verdicts = ", ".join(f"{v['tool']} {v['verdict']}" for v in record["verdicts"])
+    dirty = sum(v["verdict"] != "clean" for v in record["verdicts"])
+    figure = {"reached": f"{len(record['cases'])} layers: {verdicts}", "failures": dirty}
+    return {"figures": {"S1": figure}, "date": record["date"], "commit": record["commit"]}
+
+
+def _row(target: Target, runs: dict[str, dict[str, Any]]) -> str:
+    reached, when = [], []
+    for machine, record in sorted(runs.items()):
+        figure = record["figures"][target.name]
+        failed = f" **({figure['failures']} failed)**" if figure["failures"] else ""
+        reached.append(f"{machine}: {figure['reached']}{failed}")
+        when.append(f"{record['date']}, {record['commit'][:7]}")
+    missing = "not run (needs a GPU)" if target.gpu else "not run"
+    command = f"`{target.command}`" if target.script else ""
+    cells = (target.name, target.what, target.target, "<br>".join(reached) or missing, "<br>".join(when), command)
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    if "--check" in sys.argv:
+        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+        sys.exit(0 if same else f"{PAGE.name} is not what the records make it: run tests/campaign/page.py")
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
