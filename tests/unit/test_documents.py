@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,11 @@ def _names(folder: str) -> frozenset[str]:
 def test_the_formats_page_is_up_to_date() -> None:
     written = (ROOT / tables.PAGE).read_text(encoding="utf-8")
     assert written == tables.page(), "run `python -m lancebill.testing.tables > docs/formats.md`"
+
+
+def test_the_reliability_page_is_up_to_date() -> None:
+    check = [sys.executable, str(ROOT / "tests" / "campaign" / "page.py"), "--check"]
+    assert subprocess.run(check, capture_output=True).returncode == 0, "run `python tests/campaign/page.py`"
 
 
 def test_every_feature_has_a_row() -> None:
