@@ -23,12 +23,11 @@ class _Shape(NamedTuple):
 
     slices: int  # per stage of 4-bit weights; half as many of 8-bit weights
     blocks: int  # per SM
-    registers: int  # per thread; with more, the assembler would move so many loads ahead that it spills
 
 
-_SHAPES = {8: _Shape(4, 3, 168), 16: _Shape(2, 4, 128), 32: _Shape(2, 3, 168), 64: _Shape(1, 3, 168)}  # by tokens
-_PAIRED = {16: _Shape(2, 3, 168), 32: _Shape(1, 3, 168)}  # tiles of two units, which read their tokens once for both
-_DECODE = _Shape(4, 3, 168)
+_SHAPES = {8: _Shape(4, 3), 16: _Shape(2, 4), 32: _Shape(2, 3), 64: _Shape(1, 3)}  # by tokens
+_PAIRED = {16: _Shape(2, 3), 32: _Shape(1, 3)}  # tiles of two units, which read their tokens once for both
+_DECODE = _Shape(4, 3)
 SIZES = tuple(_SHAPES)
 
 
@@ -46,11 +45,15 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, sha
     """
     tokens = max(sizes)
     staging = min(tokens, 32) * (64 if gated else 128) * 2
-    if tokens in _PAIRED and units % 2 == 0 and form.bits == 4 and form.scale_words <= 1:
+    simple = form.scale_words <= 1 and not form.two_part_scale
+    if tokens in _PAIRED and units % 2 == 0 and form.bits == 4 and simple:
         found = _Share(form, tokens, 2, shared, staging).fill(sizes, _PAIRED[tokens], slices)
         if found.blocks == _PAIRED[tokens].blocks:
             return found
-    return _Share(form, tokens, 1, shared, staging).fill(sizes, _SHAPES[tokens], slices)
+    shape = _SHAPES[tokens]
+    if tokens == max(SIZES) and not simple:  # such scales take registers that three blocks do not have
+        shape = shape._replace(blocks=2)
+    return _Share(form, tokens, 1, shared, staging).fill(sizes, shape, slices)
 
 
 @cache
@@ -84,5 +87,5 @@ class _Share:
         )
         # Copies run at most one tile ahead.
         stages = min(self.stages(length, blocks), _MOST_STAGES, 1 + -(-slices // length))
-        limit = min(255, _REGISTERS // (_THREADS * blocks) // 8 * 8)
-        return Tile(sizes, stages, length, blocks, min(wanted.registers, limit), self.units)
+        registers = min(255, _REGISTERS // (_THREADS * blocks) // 8 * 8)
+        return Tile(sizes, stages, length, blocks, registers, self.units)
