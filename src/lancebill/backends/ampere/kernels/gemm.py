@@ -71,15 +71,16 @@ def copy_stage(arrays, ring, stage, tile, block, units, slices, scale_blocks, wi
 
 
 @gluon.jit
-def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, copied, step, units, slices, scale_blocks, width,
+def multiply_tile(arrays, ring, mailbox, tiles, taken, count, copied, step, units, slices, scale_blocks, width,
                   config: gl.constexpr, largest: gl.constexpr):  # fmt: skip
     """The sums of one tile, whose first AHEAD stages are `copied`. Also starts the copies of the next tile.
 
-    Copies stay AHEAD stages ahead of the multiplication. Returns the next tile, its index, and the ticket of the tile
-    after it.
+    Copies stay AHEAD stages ahead of the multiplication. Returns the sums, the next tile, its index, and the next step
+    of the ring.
     """
     STAGES: gl.constexpr = config.stages
     AHEAD: gl.constexpr = STAGES - 1
+    ticket = request_tile(taken)
     sums = zero_sums(config)
     index = 0
     block = AHEAD
@@ -88,7 +89,6 @@ def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, copied, st
         if part == 1:
             index = receive_tile(ticket, mailbox)
             copied = tile_at(tiles, index, count, units // config.units)
-            ticket = request_tile(taken)
             block = 0
             end = AHEAD
         while block < end:
@@ -98,7 +98,7 @@ def multiply_tile(arrays, ring, mailbox, tiles, taken, count, ticket, copied, st
             sums = multiply_stage(ring, step % STAGES, sums, config)
             step += 1
             block += 1
-    return sums, copied, index, ticket, step
+    return sums, copied, index, step
 
 
 @gluon.jit
@@ -149,7 +149,6 @@ def grouped_gemm(
     count = gl.load(tile_count) * groups
     index = gl.program_id(0)
     copied = tile_at(tiles, index, count, groups)
-    ticket = request_tile(taken)
     for i in gl.static_range(STAGES - 1):
         copy_stage(arrays, ring, i, copied, i, units, slices, scale_blocks, width, largest)
     step = 0
@@ -159,9 +158,9 @@ def grouped_gemm(
         for i in gl.static_range(size_count(SIZES)):
             if size_count(SIZES) == 1 or size == size_of(SIZES, i):
                 config: gl.constexpr = with_tokens(largest, size_of(SIZES, i))
-                sums, copied, following, ticket, step = multiply_tile(
-                    arrays, ring, mailbox, tiles, taken, count, ticket, copied, step, units, slices, scale_blocks,
-                    width, config, largest)  # fmt: skip
+                sums, copied, following, step = multiply_tile(
+                    arrays, ring, mailbox, tiles, taken, count, copied, step, units, slices, scale_blocks, width,
+                    config, largest)  # fmt: skip
                 tile = tile_at(tiles, index, count, groups)
                 finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, units, columns, limit, alpha,
                             beta, config, KIND, ACTIVATION, BIAS)  # fmt: skip

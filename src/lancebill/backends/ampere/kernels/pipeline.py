@@ -1,8 +1,8 @@
 """A ring of stages in shared memory, filled with cp.async by the threads that also multiply (Gluon).
 
-A stage has SLICES slices of K: rows of tokens, packed codes and scales of one unit (128 features). While one stage is
-multiplied, the copies of the next STAGES - 1 are in flight. They may belong to the next tile: the ring does not drain
-between tiles.
+A stage has SLICES slices of K: rows of tokens, packed codes and scales of a tile's units (128 features each). While one
+stage is multiplied, the copies of the next STAGES - 1 are in flight. They may belong to the next tile: the ring does
+not drain between tiles.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of an aggregate as types.
@@ -18,7 +18,7 @@ from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.stage import stage_blocks, stage_scale_words, stages_per_block
 from lancebill.backends.gpu.kernels.weight_form import WeightForm
 
-_MOST_CHUNK = 32
+_MOST_CHUNK = 32  # tokens
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,9 @@ def copy_rows(x, ring, stage, block, row, rows, width):
     COLUMNS: gl.constexpr = ring.x.shape[2]
     VECTOR: gl.constexpr = 128 // ring.x.dtype.primitive_bitwidth
     LANES: gl.constexpr = min(COLUMNS // VECTOR, 32)  # for one row
-    APART: gl.constexpr = 128 // LANES
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0])
     t = gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
-    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    # A thread's rows are APART rows apart. That distance is the same for all threads: only one offset needs a register.
-    near = t % APART * width + c
-    far = t // APART * (APART * width) + block * COLUMNS
-    inside = (t % APART < rows - t // APART * APART) & (c < width - block * COLUMNS)
-    async_copy.async_copy_global_to_shared(
-        ring.x.index(stage), x + row.to(gl.int64) * width + (near + far), mask=inside,
-        cache_modifier=".cg",
-    )  # fmt: skip
+    k = block * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
+    first = x + row.to(gl.int64) * width
+    inside = (t < rows) & (k < width)
+    async_copy.async_copy_global_to_shared(ring.x.index(stage), first + (t * width + k), inside, ".cg")
