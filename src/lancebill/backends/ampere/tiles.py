@@ -78,12 +78,16 @@ class _Share:
         return room // stage_bytes(self.form, self.tokens, slices, self.units)
 
     def fill(self, sizes: tuple[int, ...], wanted: _Shape, slices: int) -> Tile:
-        """As many stages as fit. If those are too few, stages get shorter first, then fewer blocks share the SM."""
+        """As many stages as fit. If those are too few, stages get shorter first, then fewer blocks share the SM.
+
+        Two blocks with two short stages each are better than one block alone, whose waits nothing hides.
+        """
         longest = max(1, wanted.slices * 4 // self.form.bits)
         lengths = [longest >> i for i in range(longest.bit_length())]
-        choices = [(blocks, length) for blocks in range(wanted.blocks, 0, -1) for length in lengths]
+        choices = [(blocks, length) for blocks in range(wanted.blocks, 1, -1) for length in lengths]
+        last = (2, 1) if self.stages(1, 2) >= 2 else (1, 1)
         blocks, length = next(
-            (choice for choice in choices if self.stages(choice[1], choice[0]) >= _FEWEST_STAGES), choices[-1]
+            ((blocks, length) for blocks, length in choices if self.stages(length, blocks) >= _FEWEST_STAGES), last
         )
         # Copies run at most one tile ahead.
         stages = min(self.stages(length, blocks), _MOST_STAGES, 1 + -(-slices // length))
