@@ -6,7 +6,7 @@ stored tensor cannot be sliced. The library stores its settings next to each wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,29 +59,40 @@ class HqqScheme(Scheme):
                 raise BadValue(f"'{role}' contradicts the config", expected=value, got=int(stored[role]))
         if k % size:
             raise BadValue("groups span rows", expected=f"rows of a multiple of {size} columns", got=k)
-        words = stored["codes"]
-        shifts = range(bits * (PER_WORD[bits] - 1), -1, -bits)
-        codes = torch.cat([(words >> shift) & ((1 << bits) - 1) for shift in shifts]).to(torch.uint8)
+        codes = unpack_groups(stored["codes"], bits, _shifts(bits))
         scale, zero = (stored[role].reshape(n, k // size) for role in ("scale", "zero"))
         return LogicalWeight(self.spec, codes[: n * k // size].reshape(n, k), (scale,), zero)
 
     def pack(self, weight: LogicalWeight) -> dict[str, Tensor]:
-        k, bits = weight.k, self.spec.dtype.bits
-        size, count = self.spec.group or k, PER_WORD[bits]
-        if k % size:
-            raise CannotEncode("groups must end with their row", expected=f"a multiple of {size} columns", got=k)
-        word = torch.int32 if bits == 3 else torch.uint8
-        groups = weight.codes.reshape(-1, size).to(word)
-        groups = torch.nn.functional.pad(groups, (0, 0, 0, -groups.shape[0] % count))
-        words = torch.zeros_like(groups[: groups.shape[0] // count])
-        for i, piece in enumerate(groups.chunk(count)):
-            words |= piece << (bits * (count - 1 - i))
+        words = pack_groups(weight, self.spec.group or weight.k, _shifts(self.spec.dtype.bits))
         assert weight.zero is not None
         return {"codes": words, "scale": weight.scales[0].reshape(-1, 1), "zero": weight.zero.reshape(-1, 1)}
 
     def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
         shape = stored("shape")
         return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
+
+
+def unpack_groups(words: Tensor, bits: int, shifts: Sequence[int]) -> Tensor:
+    """Codes, one row per group: the first rows are at the first shift of all words, and so on."""
+    return torch.cat([(words >> shift) & ((1 << bits) - 1) for shift in shifts]).to(torch.uint8)
+
+
+def pack_groups(weight: LogicalWeight, size: int, shifts: Sequence[int]) -> Tensor:
+    """The inverse, in int32 words where a byte is not enough."""
+    if weight.k % size:
+        raise CannotEncode("groups must end with their row", expected=f"a multiple of {size} columns", got=weight.k)
+    groups = weight.codes.reshape(-1, size).to(torch.int32 if max(shifts) > 7 else torch.uint8)
+    groups = torch.nn.functional.pad(groups, (0, 0, 0, -groups.shape[0] % len(shifts)))
+    words = torch.zeros_like(groups[: groups.shape[0] // len(shifts)])
+    for shift, piece in zip(shifts, groups.chunk(len(shifts))):
+        words |= piece << shift
+    return words
+
+
+def _shifts(bits: int) -> range:
+    """The first code of a word is in its top bits."""
+    return range(bits * (PER_WORD[bits] - 1), -1, -bits)
 
 
 def hqq_scheme(bits: int, size: int | None, scale: str) -> HqqScheme:

@@ -1,6 +1,6 @@
 """Read a checkpoint's configuration: the model's config and its quantisation section.
 
-Exporters put that section in six different places and spell its method differently. This module returns one `Config`
+Exporters put that section in seven different places and spell its method differently. This module returns one `Config`
 with a normalised `method`; the formats interpret the section.
 """
 
@@ -17,7 +17,8 @@ from lancebill.formats.stored import Config
 
 MODEL_CONFIG = "config.json"
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
-CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ)
+QUANTO = "quanto_qmap.json"
+CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ, QUANTO)
 
 # A section without `quant_method` is recognised by keys that only one exporter writes.
 TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
@@ -64,7 +65,7 @@ def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Map
     """(file, section, method implied by the file or key), in order of precedence."""
     for section, fallback in _model_sections(model, str(folder / MODEL_CONFIG)):
         yield MODEL_CONFIG, section, fallback
-    for name, implied in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq")):
+    for name, implied in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq"), (QUANTO, "quanto")):
         if _present(folder / name):
             section = read_json(folder / name)
             if name == MODELOPT:
