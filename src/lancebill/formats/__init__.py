@@ -16,6 +16,17 @@ from lancebill.formats.base import Config, Format
 
 ENTRY_POINTS = "lancebill.formats"
 
+# Methods whose weights are not one code each with scales, and why.
+REFUSED = {
+    "exl3": "a weight is decoded from 16 bits of a stream that neighbours share (a trellis), and inputs are rotated",
+    "exl2": "rows are permuted and each group of them has its own number of bits",
+    "aqlm": "a code stands for a vector of several weights",
+    "vptq": "a code stands for a vector of several weights",
+    "higgs": "a code stands for a vector of several weights, and inputs are rotated",
+    "spqr": "outliers are stored apart, as a sparse matrix",
+    "fp_quant": "weights are rotated by a Hadamard matrix, so inputs must be rotated too",
+}
+
 
 @lru_cache(maxsize=1)
 def registry() -> dict[str, Format]:
@@ -40,6 +51,12 @@ def detect(config: Config) -> Format:
     if len(matching) == 1:
         return matching[0]
     method = repr(config.method)
+    if not matching and config.method in REFUSED:
+        raise UnsupportedFormat(
+            f"quant_method {method} is not supported: {REFUSED[config.method]}",
+            where=config.source,
+            hint="use a checkpoint in another format",
+        )
     if not matching:
         raise UnsupportedFormat(
             f"no format supports quant_method {method}",

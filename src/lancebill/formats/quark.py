@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lancebill.errors import UnsupportedFormat
+from lancebill.formats._floats import stores_plain_floats
 from lancebill.formats._quark_config import QuarkPlan, find_entry, read_plan
 from lancebill.formats._quark_storage import quark_scheme, scale_names
 from lancebill.formats.base import (
@@ -67,14 +68,16 @@ class Quark(Format):
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
         section = self._section(config, module)
         plan = _input_plan(section, config.source) if section is not None else None
-        return None if plan is None else ActivationSpec(plan.spec(), static=not plan.dynamic)
+        if plan is None or (not plan.dynamic and module.stored and not module.has(".input_scale")):
+            return None  # the config says static, but the file has no scale
+        return ActivationSpec(plan.spec(), static=not plan.dynamic)
 
     def _section(self, config: Config, module: Module) -> Mapping[str, Any] | None:
         """The most specific section of the config for this module; None if the module is unquantised."""
         source = config.source
         if find_entry(optional(config, "exclude", list, []), module.name, "exclude", source) is not None:
             return None
-        if module.dtype(".weight", default="U8") in FLOATS and not module.has(".weight_scale"):
+        if stores_plain_floats(module, (".weight_scale",)):
             return None
         layers = optional(config, "layer_quant_config", dict, {})
         key = find_entry(layers, module.name, "layer_quant_config", source)
@@ -103,13 +106,11 @@ def _input_plan(section: Mapping[str, Any], source: str) -> QuarkPlan | None:
 
 
 def _input_parts(plan: QuarkPlan | None) -> tuple[Part, ...]:
-    """The activation-side tensors; required if the config says static."""
-    static = plan is not None and not plan.dynamic
-    shifted = static and plan is not None and plan.zero
+    """The activation-side tensors. Some files do not have the static scales that their config describes."""
     second = plan is not None and plan.outer is not None and not plan.outer_dynamic
     return (
-        part("input_scale", ".input_scale", FLOATS, SCALAR, optional=not static),
-        part("input_zero_point", ".input_zero_point", ("I8", "U8", "I32"), SCALAR, optional=not shifted),
+        part("input_scale", ".input_scale", FLOATS, SCALAR, optional=True),
+        part("input_zero_point", ".input_zero_point", ("I8", "U8", "I32"), SCALAR, optional=True),
         part("input_global_scale", ".input_scale_2", FLOATS, SCALAR, optional=not second),
     )
 

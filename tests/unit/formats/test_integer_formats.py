@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lancebill.errors import BadValue, UnsupportedFormat
-from lancebill.formats import hqq, int8, torchao, w4afp8
+from lancebill.formats import detect, hqq, humming, int8, torchao, w4afp8
 from lancebill.formats.base import Config, Format, Module, Scheme
 from lancebill.formats.stored import DTYPE_NAMES, Stored
 from lancebill.numbers.codec import dequantize
@@ -17,6 +17,7 @@ from lancebill.numbers.spec_names import parse_activation
 
 NAME = "model.layers.0.mlp.experts.3.up_proj"
 N, K = 6, 256
+F32 = Stored("F32", (8, 2))
 
 
 def resolve(fmt: Format, quant: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Scheme, Config, Module]:
@@ -113,6 +114,26 @@ def test_hqq_settings_of_a_weight_must_be_those_of_the_config() -> None:
     scheme.decode(stored, N, K)
     with pytest.raises(BadValue, match="axis"):
         scheme.decode({**stored, "axis": torch.tensor(0)}, N, K)
+
+
+def test_humming_packs_zero_points_along_rows() -> None:
+    codes, zero = torch.randint(0, 16, (8, K)), torch.randint(0, 16, (8, 2))
+    places = 16 ** torch.arange(8)
+    words = (codes.reshape(8, -1, 8) * places).sum(-1).to(torch.int32)
+    rows = (zero * places[:, None]).sum(0, keepdim=True).to(torch.int32)
+    scale = torch.rand(8, 2)
+    quant = {"dtype": "uint4", "group_size": K // 2, "has_zero_point": True}
+    scheme = humming.FORMAT.scheme(Config(quant=quant, method="humming"), Module(NAME, {".weight_scale": F32}))
+    got = dequantize(scheme.decode({"codes": words, "scale": scale, "zero": rows}, 8, K))
+    spread_zero, spread_scale = (t.repeat_interleave(K // 2, 1) for t in (zero, scale))
+    assert torch.equal(got, (codes - spread_zero).float() * spread_scale)
+    with pytest.raises(UnsupportedFormat, match="Hadamard"):
+        humming.FORMAT.scheme(Config(quant={**quant, "hadamard_block_size": 128}, method="humming"), Module(NAME))
+
+
+def test_exl3_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedFormat, match="trellis"):
+        detect(Config(quant={"bits": 4.0}, method="exl3"))
 
 
 def _torchao(kind: str, **arguments: Any) -> dict[str, Any]:
