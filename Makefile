@@ -23,9 +23,10 @@ VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= torchao hqq modelopt
+TOOLS ?= torchao hqq quanto modelopt
 TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
+TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 
 .PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format kernels wheel site clean

@@ -126,7 +126,7 @@ def _level(role: str, suffix: tuple[str, ...], level: Scale) -> Part:
     return part(role, suffix, STORED_SCALES[level.dtype], axes)
 
 
-class Humming(Format):
+class HummingFormat(Format):
     name = METHOD
     used = frozenset(
         {*(key for keys in NAMES.values() for key in keys), "has_zero_point", "is_fp_zero_point", "hadamard_block_size",
@@ -207,4 +207,4 @@ def _setting(config: Config, keys: tuple[str, ...], kind: type, default: Any, le
     return checked(config.quant[key], key, kind, legal, config.source)
 
 
-FORMAT = Humming()
+FORMAT = HummingFormat()

@@ -22,7 +22,6 @@ from lancebill.formats.base import (
     Example,
     Format,
     Module,
-    Part,
     Scheme,
     checked,
     dense,
@@ -62,14 +61,14 @@ class Quark(Format):
         real = "real_quantized"  # the alternative stores dequantised floats
         checked(export.get("weight_format") or real, "weight_format", str, (real,), config.source)
         stored = [FLOAT_TYPES.get(module.dtype(name, default="F32"), F32) for name in scale_names(plan)]
-        inputs = _input_parts(_input_plan(section, config.source))
-        return quark_scheme(plan, plan.spec(*stored), inputs, reorder=pack == "reorder")
+        _input_plan(section, config.source)  # checked here too
+        return quark_scheme(plan, plan.spec(*stored), _INPUT_PARTS, reorder=pack == "reorder")
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
         section = self._section(config, module)
         plan = _input_plan(section, config.source) if section is not None else None
-        if plan is None or (not plan.dynamic and module.stored and not module.has(".input_scale")):
-            return None  # the config says static, but the file has no scale
+        if plan is None or (module.stored and not all(map(module.has, _static_scales(plan)))):
+            return None
         return ActivationSpec(plan.spec(), static=not plan.dynamic)
 
     def _section(self, config: Config, module: Module) -> Mapping[str, Any] | None:
@@ -105,14 +104,17 @@ def _input_plan(section: Mapping[str, Any], source: str) -> QuarkPlan | None:
     return replace(plan, dynamic=True) if plan is not None and plan.embedded else plan
 
 
-def _input_parts(plan: QuarkPlan | None) -> tuple[Part, ...]:
-    """The activation-side tensors. Some files do not have the static scales that their config describes."""
-    second = plan is not None and plan.outer is not None and not plan.outer_dynamic
-    return (
-        part("input_scale", ".input_scale", FLOATS, SCALAR, optional=True),
-        part("input_zero_point", ".input_zero_point", ("I8", "U8", "I32"), SCALAR, optional=True),
-        part("input_global_scale", ".input_scale_2", FLOATS, SCALAR, optional=not second),
-    )
+def _static_scales(plan: QuarkPlan) -> list[str]:
+    """The suffixes of the scales that the config says are in the file. Some files do not have them."""
+    second = plan.outer is not None and not plan.outer_dynamic
+    return [".input_scale"] * (not plan.dynamic) + [".input_scale_2"] * second
+
+
+_INPUT_PARTS = (
+    part("input_scale", ".input_scale", FLOATS, SCALAR, optional=True),
+    part("input_zero_point", ".input_zero_point", ("I8", "U8", "I32"), SCALAR, optional=True),
+    part("input_global_scale", ".input_scale_2", FLOATS, SCALAR, optional=True),
+)
 
 
 def _tensor(dtype: str) -> dict[str, Any]:
@@ -175,8 +177,7 @@ def _example(
     }
     plan = read_plan(weight, "weight", "")
     assert plan is not None
-    parts = _input_parts(_input_plan({"input_tensors": inputs}, ""))
-    scheme = quark_scheme(plan, plan.spec(stored), parts, reorder=pack == "reorder")
+    scheme = quark_scheme(plan, plan.spec(stored), _INPUT_PARTS, reorder=pack == "reorder")
     return Example(name, Config(quant=quant, method="quark"), scheme, inputs=input_shapes or {})
 
 

@@ -65,19 +65,25 @@ def test_activation_specs() -> None:
     assert FORMAT.activations(config(weight), Module(NAME)) is None
 
 
-def test_static_inputs_need_their_scales() -> None:
-    weight = section("fp8_e4m3", "per_tensor")
-
-    def needed(inputs: Any) -> set[str]:
-        parts = FORMAT.scheme(config(weight, inputs), Module(NAME)).parts
-        return {p.role for p in parts if p.role.startswith("input") and not p.optional}
-
-    assert needed(None) == set()
-    assert needed(section("fp8_e4m3", "per_tensor")) == {"input_scale"}
-    assert needed(section("int8", "per_tensor", symmetric=False)) == {"input_scale", "input_zero_point"}
-    assert needed(section("fp8_e4m3", "per_channel", is_dynamic=True)) == set()
+def test_static_inputs_without_scales_are_not_declared() -> None:
+    """Quark writes such files: the weights can be read, with inputs that are not quantised."""
+    weight, inputs = section("fp8_e4m3", "per_tensor"), section("fp8_e4m3", "per_tensor")
     second = section("fp8_e4m3", "per_tensor", is_scale_quant=True)
-    assert needed([section("fp4", "per_group", is_dynamic=True), second]) == {"input_global_scale"}
+    for declared, suffix in (
+        (inputs, ".input_scale"),
+        ([section("fp4", "per_group", group_size=16, is_dynamic=True), second], ".input_scale_2"),
+    ):
+        stored = {".weight": Stored("F8_E4M3", (8, 32)), ".weight_scale": Stored("F32", ())}
+        cfg = config(weight, declared)
+        assert all(p.optional for p in FORMAT.scheme(cfg, Module(NAME, stored)).parts if p.role.startswith("input"))
+        assert FORMAT.activations(cfg, Module(NAME, stored)) is None
+        assert FORMAT.activations(cfg, Module(NAME, {**stored, suffix: Stored("F32", ())})) is not None
+
+
+def test_stacked_floats_are_not_quantised() -> None:
+    """Quark leaves fused experts as they are, beside quantised linear modules."""
+    name, stored = "model.layers.0.mlp.experts.gate_up_proj", {"": Stored("BF16", (4, 64, 32))}
+    assert str(FORMAT.scheme(config(section("fp8_e4m3", "per_tensor")), Module(name, stored)).spec) == "bf16"
 
 
 @pytest.mark.parametrize(
