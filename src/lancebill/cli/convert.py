@@ -41,7 +41,12 @@ def convert(
         typer.Option("--format", help="compressed-tensors (the default), gptq, awq, modelopt, fp8, gpt-oss ..."),
     ] = None,
     device: Annotated[DeviceChoice, typer.Option("--device", help="The device to quantise on.")] = DeviceChoice.cpu,
-    mx_rule: Annotated[MxRule, typer.Option("--mx-rule", help="How power-of-two scales are rounded.")] = MxRule.floor,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search for the scales of least weighted squared error.")
+    ] = False,
+    mx_rule: Annotated[
+        MxRule, typer.Option("--mx-rule", help="How power-of-two scales are rounded without --search.")
+    ] = MxRule.floor,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     experts_only: Annotated[bool, typer.Option("--experts-only", help="Write only the experts.")] = False,
     revision: ui.Revision = None,
@@ -54,6 +59,7 @@ def convert(
     options = {
         "device": device.value,
         "mx_rule": mx_rule.value,
+        "search": search,
         "overwrite": overwrite,
         "experts_only": experts_only,
     }

@@ -23,6 +23,7 @@ from lancebill.numbers.recast import rescale
 from lancebill.numbers.scales import CEIL as CEIL
 from lancebill.numbers.scales import FLOOR as FLOOR
 from lancebill.numbers.scales import Rows, fit_levels
+from lancebill.numbers.search import search_scales
 from lancebill.numbers.spec import DIV, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight
 
@@ -75,18 +76,19 @@ def _product(levels: Sequence[Scale], tensors: Sequence[Tensor], low: int, high:
     return total, side
 
 
-def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR) -> LogicalWeight:
+def quantize(values: Tensor, spec: QuantSpec, *, mx_rule: str = FLOOR, search: bool = False) -> LogicalWeight:
     """Round to nearest under `spec`: scales from each block's largest magnitude, then codes.
 
     Integers without a zero point use scale = amax / ((2**b - 1) / 2), so that no value is off by more
     than half a step; int8 uses amax / 127. Power-of-two scales follow `mx_rule`: OCP's floor (may
     saturate the largest value) or ceil (never saturates). All-zero blocks get a scale of one.
+    `search` replaces these scales by others with a smaller weighted squared error; `mx_rule` does not matter then.
     """
-    return _quantize(lambda low, high: values[low:high].float(), values, spec, mx_rule, None)
+    return _quantize(lambda low, high: values[low:high].float(), values, spec, mx_rule, search, None)
 
 
 def requantize(
-    weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR, keep_order: bool = True
+    weight: LogicalWeight, spec: QuantSpec, *, mx_rule: str = FLOOR, search: bool = False, keep_order: bool = True
 ) -> tuple[LogicalWeight, Loss]:
     """The same matrix under another spec, exact where possible, and the loss.
 
@@ -103,7 +105,7 @@ def requantize(
         if kept is not None:
             return kept[0], Loss(count=count) if kept[1] else _loss(rows, kept[0])
     meter = _Meter(spec.dtype)
-    result = _quantize(rows, weight.codes, spec, mx_rule, meter)
+    result = _quantize(rows, weight.codes, spec, mx_rule, search, meter)
     return replace(result, bias=weight.bias, inputs=weight.inputs), meter.loss()
 
 
@@ -124,12 +126,16 @@ def _probe(spec: QuantSpec) -> LogicalWeight:
     return quantize(torch.zeros(max(rows, default=1), max(columns, default=1)), spec)
 
 
-def _quantize(rows: Rows, like: Tensor, spec: QuantSpec, rule: str, meter: _Meter | None) -> LogicalWeight:
+def _quantize(
+    rows: Rows, like: Tensor, spec: QuantSpec, rule: str, search: bool, meter: _Meter | None
+) -> LogicalWeight:
     """Fit the levels, then round chunk by chunk; with a `meter`, also measure the loss."""
     if rule not in (FLOOR, CEIL):
         raise SpecError("unknown rounding rule for power-of-two scales", expected=f"{FLOOR} or {CEIL}", got=rule)
     (n, k), device = like.shape, like.device
-    levels = fit_levels(rows, (n, k), device, spec, rule)
+    levels = fit_levels(rows, (n, k), device, spec, FLOOR if search else rule)
+    if search:
+        levels = search_scales(rows, (n, k), device, spec, levels)
     codes = torch.empty(n, k, dtype=spec.dtype.storage, device=device)
     result = LogicalWeight(spec, codes, levels.scales, levels.zero, levels.minimum)
     for low, high in row_chunks(n, k, device):

@@ -31,7 +31,7 @@ class Levels:
 
 def fit_levels(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, rule: str) -> Levels:
     """Levels that make the range of the codes match each block's values. Computed in fp64."""
-    grid = _Grid(finest(level.block for level in spec.levels), size, device)
+    grid = Grid(finest(level.block for level in spec.levels), size, device)
     if spec.zero is None and not spec.minimum:
         op = partial(torch.mean, dtype=torch.float64) if spec.dtype == TERNARY else torch.amax
         peaks = grid.measure(lambda low, high: rows(low, high).abs(), op)
@@ -64,7 +64,7 @@ def reach_of(dtype: DType) -> float:
 
 
 @dataclass(frozen=True)
-class _Grid:
+class Grid:
     """A matrix of `size` divided into blocks that tile the blocks of all levels."""
 
     block: Block

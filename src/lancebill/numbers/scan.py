@@ -42,6 +42,15 @@ def all_finite(numbers: Tensor) -> bool:
     return int(exponents.max()) < exponent
 
 
+def any_negative(dtype: DType, codes: Tensor) -> bool:
+    """Whether any number of a float type is below zero, or minus zero."""
+    if codes.numel() == 0 or dtype.min >= 0:
+        return False
+    if dtype.wide is not None:
+        return int(codes.view(_INTEGERS[codes.dtype.itemsize]).min()) < 0
+    return int(codes.max()) > dtype.magnitude_mask
+
+
 @dataclass(frozen=True)
 class Extent:
     """The smallest and the largest magnitude of some numbers, and whether all of them are finite."""

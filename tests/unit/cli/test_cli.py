@@ -256,6 +256,12 @@ def test_convert_suggests_valid_targets(to: str, fmt: str | None, hint: str, mod
     assert parsed(call(*words, "--json"))["error"]["what"]
 
 
+def test_search_finds_other_scales(model: Path, tmp_path: Path) -> None:
+    words = ("convert", model, tmp_path / "out", "--to", "mxfp4", "--json", "--overwrite")
+    plain, searched = (parsed(call(*words, *more))["loss"]["total"] for more in ((), ("--search",)))
+    assert searched["saturated"] < plain["saturated"]
+
+
 def test_the_mx_rule_changes_saturation(model: Path, tmp_path: Path) -> None:
     losses = {}
     for rule in ("floor", "ceil"):

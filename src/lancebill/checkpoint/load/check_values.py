@@ -26,7 +26,7 @@ from lancebill.errors import BadValue, LancebillError
 from lancebill.numbers.bit_packing import Nibbles, as_bytes
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, ZERO16, DType
-from lancebill.numbers.scan import Extent, contains_any, extent
+from lancebill.numbers.scan import Extent, any_negative, contains_any, extent
 from lancebill.numbers.spec import DIV, TENSOR, Scale
 from lancebill.numbers.weight import LogicalWeight, expand
 
@@ -166,7 +166,7 @@ class _Checker:
         if self.spec.dtype.kind != FLOAT:
             return
         for i, (level, codes) in enumerate(zip(self.spec.scales, self.weight.scales)):
-            if level.dtype.min < 0:
+            if level.dtype.kind == FLOAT and any_negative(level.dtype, codes):
                 negative = level.dtype.decode(codes) < 0
                 yield from self._report(self._scale_role(i), f"scale {i + 1}", "negative", negative)
 

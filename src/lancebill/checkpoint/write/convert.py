@@ -57,10 +57,11 @@ class Report:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion: device, rounding of MX scales, overwriting, and whether to write only the experts."""
+    """Options of a conversion: device, choice of scales, overwriting, and whether to write only the experts."""
 
     device: str = "cpu"
     mx_rule: str = FLOOR
+    search: bool = False
     overwrite: bool = False
     experts_only: bool = False
 
@@ -139,7 +140,7 @@ class _ExpertConverter:
         scheme, cost, fitted = self.output.scheme, Loss(), []
         for projection in job.sources:
             weight = load_projection(self.source.read, projection).to(torch.device(self.options.device))
-            result, part = fit_to_scheme(weight, scheme, self.options.mx_rule)
+            result, part = fit_to_scheme(weight, scheme, self.options.mx_rule, search=self.options.search)
             fitted.append(result.to(torch.device("cpu")))
             cost = cost.merge(part)
         weight = fitted[0] if len(fitted) == 1 else stack(fitted)
@@ -160,7 +161,9 @@ class _ExpertConverter:
                 self.out.write(name, tensor.unsqueeze(0), expert)
 
 
-def fit_to_scheme(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -> tuple[LogicalWeight, Loss]:
+def fit_to_scheme(
+    weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR, *, search: bool = False
+) -> tuple[LogicalWeight, Loss]:
     """The weight in the spec of `scheme`, exact where possible, and its quantisation error.
 
     Output checkpoints are weight-only: activation scales are dropped, and a pre-quantisation scale is multiplied into
@@ -171,11 +174,11 @@ def fit_to_scheme(weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR) -
         values = dequantize(weight) * weight.inputs["pre_quant_scale"].float().reshape(1, -1)
         weight = LogicalWeight(DENSE_F32, values, bias=weight.bias)
     weight = replace(weight, inputs={})
-    result, cost = requantize(weight, spec, mx_rule=mx_rule, keep_order=scheme.act_order)
+    result, cost = requantize(weight, spec, mx_rule=mx_rule, search=search, keep_order=scheme.act_order)
     if _zero_fits(result, scheme):
         return result, cost
     source = dequantize(weight)
-    result = replace(quantize(source, spec, mx_rule=mx_rule), bias=weight.bias)
+    result = replace(quantize(source, spec, mx_rule=mx_rule, search=search), bias=weight.bias)
     return result, loss(source, result)
 
 

@@ -1,0 +1,125 @@
+"""Scales of least weighted squared error: an optional second step of `quantize`.
+
+`fit_levels` lets the codes of each block reach its largest value. A smaller scale clips that value but rounds the
+others more finely, and the values of a block may fall on the steps of a float type better or worse. For every block
+this module tries a few scales around the fitted one, and keeps the one with the least weighted sum of squared rounding
+errors. It looks at the weights only; no data is needed.
+
+An error counts as much as the weight is large, by its square. With equal counts the search clips large weights, on
+which a model depends most: the error over all weights falls, and yet the perplexity rises (`benchmarks/rounding.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lancebill.numbers.blocks import apply_per_block, finest, reduce_blocks, rows_of
+from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, TERNARY
+from lancebill.numbers.scales import Grid, Levels, Rows
+from lancebill.numbers.spec import ALL, DIV, QuantSpec, Scale
+
+_CHUNK = 1 << 16  # elements rounded at a time: a few fp32 copies of them fit a core's cache
+# What is tried besides the fitted scale: offsets of its code if it is a small float, else factors.
+_NEXT_POWER = (1,)
+_NEIGHBOURS = (-1, 1, -2, 2, 3, -3, 4, 5, 6, -4, -5)
+_CLIPPED = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+_OF_EITHER_SIGN = (0.94, 0.88, 0.82, 0.74, -1.0, -0.94, -0.88, -0.82, -0.74)
+_OCTAVE = (0.92, 1.08, 1.16, 1.25, 1.34, 1.44, 1.55, 1.67, 1.8)  # the steps of floats repeat after an octave
+_TERNARY = (0.9, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)  # times the mean magnitude
+
+
+def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, levels: Levels) -> Levels:
+    """`levels` with other innermost scales in the blocks that they round better; the other levels stay."""
+    grid = Grid(finest(level.block for level in spec.levels), size, device)
+    inner = next((i for i, scale in enumerate(spec.scales) if scale.block == grid.block), None)
+    if inner is None or spec.minimum:  # no format that we write has a minimum
+        return levels
+    scale, fitted = spec.scales[inner], levels.scales[inner]
+    candidates = torch.stack([fitted, *_candidates(scale, spec, fitted)])
+    others = [i for i in range(len(spec.scales)) if i != inner]
+    outer = grid.product([spec.scales[i] for i in others], [levels.scales[i] for i in others])
+    factors = scale.dtype.decode(candidates).double()
+    steps = (outer / factors if scale.op == DIV else outer * factors).float()
+    trial = _Trial(rows, spec, levels, grid, steps)
+    chosen = torch.empty_like(fitted)
+    for low, high in _bands(size, grid.block[0]):
+        blocks = slice(low // (grid.block[0] or 1), None if grid.block[0] == ALL else -(-high // grid.block[0]))
+        chosen[blocks] = _least(candidates[:, blocks], trial.errors(low, high))
+    return replace(levels, scales=tuple(chosen if i == inner else t for i, t in enumerate(levels.scales)))
+
+
+def _candidates(scale: Scale, spec: QuantSpec, codes: Tensor) -> Iterator[Tensor]:
+    """Codes of the other scales to try."""
+    dtype = scale.dtype
+    if dtype.table and dtype.kind == FLOAT:  # its positive codes are in the order of their values
+        lowest, highest = dtype.encode(torch.tensor([dtype.min_positive, dtype.max])).tolist()
+        for offset in _NEXT_POWER if dtype == E8M0 else _NEIGHBOURS:
+            yield (codes.int() + (-offset if scale.op == DIV else offset)).clamp_(lowest, highest).to(torch.uint8)
+    elif not dtype.table:
+        values = codes.double()
+        for factor in _factors(spec):
+            yield dtype.encode(values / factor if scale.op == DIV else values * factor)
+
+
+def _factors(spec: QuantSpec) -> tuple[float, ...]:
+    if spec.dtype == TERNARY:
+        return _TERNARY
+    if spec.dtype.kind == FLOAT:
+        return _OCTAVE
+    one_sided = spec.zero is None and spec.dtype.kind == INTEGER and spec.dtype.max != -spec.dtype.min
+    return _OF_EITHER_SIGN if one_sided and spec.dtype.min < 0 else _CLIPPED
+
+
+def _bands(size: tuple[int, int], side: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that consist of whole blocks of `side` rows."""
+    n, k = size
+    step = n if side == ALL else max(1, _CHUNK // (k * side)) * side
+    return ((low, min(n, low + step)) for low in range(0, n, step))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Rounds a matrix with every candidate; `steps` is [candidates, blocks along n, blocks along k]."""
+
+    rows: Rows
+    spec: QuantSpec
+    levels: Levels
+    grid: Grid
+    steps: Tensor
+
+    def errors(self, low: int, high: int) -> Tensor:
+        """The sum of weighted squared errors of each block of rows [low, high), for each candidate."""
+        (_, k), side = self.grid.size, self.grid.block[0]
+        per_row = torch.empty(len(self.steps), high - low, self.steps.shape[2], device=self.grid.device)
+        count = max(1, _CHUNK // k)
+        for first in range(low, high, count):
+            last = min(high, first + count)
+            values = self.rows(first, last)
+            for i, steps in enumerate(self.steps):
+                per_row[i, first - low : last - low] = self._rounded(
+                    values, rows_of(steps, side, first, last), first, last
+                )
+        return reduce_blocks(torch.sum, per_row, 1, side)
+
+    def _rounded(self, values: Tensor, steps: Tensor, low: int, high: int) -> Tensor:
+        """The weighted squared errors of `values` with these steps, summed over the columns of each block."""
+        side, zero = self.grid.block[1], self.spec.zero
+        position = apply_per_block(torch.mul, values, 1 / steps, side)
+        if zero is not None and self.levels.zero is not None:
+            offset = zero.dtype.decode(rows_of(self.levels.zero, zero.block[0], low, high))
+            apply_per_block(torch.add, position, offset, zero.block[1], out=position)
+        error = self.spec.dtype.nearest(position).sub_(position).mul_(values).square_()
+        return reduce_blocks(torch.sum, error, 1, side) * steps.square()
+
+
+def _least(candidates: Tensor, errors: Tensor) -> Tensor:
+    """The candidate with the least error in each block; the first of equal ones. NaN is never less."""
+    best, least = candidates[0], errors[0]
+    for candidate, error in zip(candidates[1:], errors[1:]):
+        better = error < least
+        best, least = torch.where(better, candidate, best), torch.where(better, error, least)
+    return best
