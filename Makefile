@@ -29,7 +29,7 @@ TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format kernels wheel site clean
+.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format kernels kernels-all wheel site clean
 
 help:
 	@echo "make help         show this list"
@@ -46,7 +46,8 @@ help:
 	@echo "make campaign     run the reliability campaign at full size (hours) and record its figures; PARTS=soak for one part"
 	@echo "make lint         run the linters"
 	@echo "make format       format the code and apply the linters' fixes"
-	@echo "make kernels      compile all GPU kernels of the wheel into the user's cache and check them; needs no GPU"
+	@echo "make kernels      compile Hopper's kernels of the wheel into the user's cache and check them; needs no GPU"
+	@echo "make kernels-all  compile those of all kinds of GPUs, and print what each takes: registers, shared memory"
 	@echo "make wheel        build a wheel with compiled GPU kernels into dist"
 	@echo "make site         build the documents as a web site into build/site; every link must work"
 	@echo "make clean        remove virtual environments, build outputs and caches"
@@ -117,8 +118,12 @@ kernels: $(VENV)/.installed-dev
 	@$(BIN)/lancebill kernels build --jobs $(JOBS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --all-kernels tests/unit/backends/test_hopper_compile.py tests/unit/backends/test_hopper_sass.py
 
+kernels-all: $(VENV)/.installed-dev
+	@$(BIN)/lancebill kernels build --arch all --jobs $(JOBS)
+	@$(BIN)/lancebill kernels list --arch all
+
 wheel: $(VENV)/.installed-dev
-	@$(BIN)/lancebill kernels build --jobs $(JOBS) --ship
+	@$(BIN)/lancebill kernels build --arch all --jobs $(JOBS) --ship
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@$(BIN)/python -m pytest tests/unit/test_wheel.py
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from machine import clocks, command, commit, gpu_machine
 
-from lancebill.backends.hopper.steps import kernels
+from lancebill.backends.gpu.backend import GpuBackend
+from lancebill.backends.gpu.plan import GpuPlan
+from lancebill.backends.oracle import select
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import expected_rows
@@ -20,7 +22,9 @@ from lancebill.bench.compare import best, compare
 from lancebill.bench.results import BenchCase, expert_bytes
 from lancebill.bench.workload import Batch, Weights
 from lancebill.jit.build import build_all
-from lancebill.moe.problem import Problem
+from lancebill.jit.compile import KernelSource
+from lancebill.jit.load import loadable
+from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.testing.layers import worst_row
 
 CHECKED_ROWS = 16
@@ -36,13 +40,22 @@ class ReferenceRows:
     want: torch.Tensor
 
 
-def compile_kernels(sizes: Iterable[tuple[Problem, int]]) -> None:
+def compile_kernels(sizes: Iterable[tuple[Problem, int]], device: str = "cuda") -> None:
     """Compile our kernels for these layers and numbers of tokens together, so that all cores have work."""
-    start = time.perf_counter()
-    sources = [source for problem, tokens in sizes for source in kernels(problem, tokens)]
+    start, where = time.perf_counter(), parse_device(device)
+    sources = [source for problem, tokens in sizes for source in kernels_of(problem, tokens, where)]
     for source, why in build_all(sources).items():
         print("does not compile:", source.label, why[-300:])
     print(f"{len(set(sources))} kernels in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def kernels_of(problem: Problem, tokens: int, device: Device) -> list[KernelSource]:
+    """What the backend that is chosen on a GPU launches, as the GPU loads it."""
+    backend = select(problem, device).backend
+    plan = backend.plan(problem, tokens, device)
+    if not isinstance(backend, GpuBackend) or not isinstance(plan, GpuPlan):
+        return []
+    return [loadable(step.source, device.index) for step in backend.steps(plan)]
 
 
 def reference_rows(problem: Problem, weights: Weights, batch: Batch) -> ReferenceRows:

@@ -4,12 +4,14 @@
     python benchmarks/gpu_shapes.py --no-peers --shapes deepseek-v3,gpt-oss-120b:tp4 --tokens 1,64     ours alone
     python benchmarks/gpu_shapes.py --routings eight-busy,half-empty,zipf,half-to-one --tokens 64,1024
     python benchmarks/gpu_shapes.py --list                                          the layers, in order
+    LANCEBILL_GPU=sm_80 python benchmarks/gpu_shapes.py --no-peers --beside hopper,marlin      an older GPU's kernels
 
 A shape is a name or E,H,I,K (separate those by semicolons), as one rank of `:tpN` or `:epN`. Ours is the public layer
 with int64 ids, which with expert parallelism include other ranks'. Humming gets local int32 ids already sorted by
 expert, and its faster GEMM type counts. All replay CUDA graphs for about 40 ms in turns, for several rounds; batches
-rotate so that weights do not stay in the L2. Every result is first compared with the reference. Each layer may use its
-part of the time that is left, and measures the first numbers of tokens first. The file is rewritten after every cell.
+rotate so that weights do not stay in the L2. `--beside` adds contestants: `hopper` and `marlin` (from vLLM). Every
+result is first compared with the reference. Each layer may use its part of the time that is left, and measures the
+first numbers of tokens first. The file is rewritten after every cell.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -36,6 +38,7 @@ from machine import clocks, result_path, without_local_paths
 from result_files import geometric_mean
 
 from lancebill.backends.oracle import select
+from lancebill.backends.registry import registry
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import error_bound
 from lancebill.bench.peers_cuda import PEERS, HummingIndexed, compile_humming
@@ -45,11 +48,12 @@ from lancebill.bench.workload import Batch, Weights
 from lancebill.errors import WrongResult
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.dispatch import localize
+from lancebill.moe.dispatch import Indexed, localize
 from lancebill.moe.model_shapes import parse_shape
 from lancebill.moe.problem import Problem, parse_device
 from lancebill.moe.simulation import KINDS, Simulation
 from lancebill.numbers.spec_names import parse_activation, parse_spec
+from lancebill.testing.layers import SampleLayer
 
 MXFP4, KIMI_INT4 = ("mxfp4:bf16", "mxfp4:fp8"), ("int4-g32:bf16",)
 LAYERS: dict[str, tuple[str, ...]] = {
@@ -71,6 +75,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 TOKENS = "1,64,1024,8192,16,256,4,4096,16384"
 ROTATED_BYTES = 256 << 20  # distinct weights that successive calls read: several times the L2
 FEWEST, MOST = 2, 32  # batches that take turns
+HOPPER = "hopper"
+Contestant = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # x, local ids, weights
 HUMMING_PEERS = ("humming-indexed", "humming-grouped")
 CLEARLY_FASTER = 1.05
 COMPILERS = 2  # processes; each compiles many of Humming's kernels at once
@@ -135,7 +141,7 @@ def main() -> None:
             pool = stack.enter_context(get_context("spawn").Pool(COMPILERS))
             jobs = [(layer, arguments.tokens, arguments.device) for layer in layers]
             ahead = {job[0]: pool.apply_async(compile_peers, job) for job in jobs}
-        compile_kernels([(layer.problem, tokens) for layer in layers for tokens in arguments.tokens])
+        compile_kernels([(layer.problem, tokens) for layer in layers for tokens in arguments.tokens], arguments.device)
         device = torch.device(arguments.device)
         windows = Windows(device, arguments.window_us, arguments.rounds, arguments.pause_ms / 1e3)
         run = Run(arguments, device, windows, window_rates(windows))
@@ -152,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=numbers, default=numbers(TOKENS), help=f"in this order; default: {TOKENS}")
     made.add_argument("--routings", type=words, default=("uniform",), help=f"{', '.join(KINDS)}; default: uniform")
     made.add_argument("--no-peers", action="store_true", help="ours alone")
+    made.add_argument("--beside", type=words, default=(), help="further contestants: hopper, marlin")
     made.add_argument("--rounds", type=int, default=4, help="windows of each contestant")
     made.add_argument("--window-us", type=float, default=WINDOW_US, help="length of a window")
     made.add_argument("--pause-ms", type=float, default=20.0, help="pause before every window, against throttling")
@@ -212,6 +219,7 @@ class Run:
         ours = make_ours(problem, weights, self.device)
         made = time.perf_counter()
         peers = {} if compiled is None else self._make_peers(layer, weights, compiled, budget)
+        beside = self._make_beside(layer, weights)
         print(f"{layer.name}: ours packed in {made - start:.1f} s, peers in {time.perf_counter() - made:.1f} s")
         deadline = budget.deadline()
         for tokens in self.arguments.tokens:
@@ -221,7 +229,7 @@ class Run:
                     self.record["absent"][label] = "out of time"
                     continue
                 try:
-                    cell = self.measure_cell(ours, weights, peers, tokens, routing, label)
+                    cell = self.measure_cell(ours, weights, peers, tokens, routing, label, beside)
                 except Exception:
                     self._failed(label)
                     continue
@@ -245,6 +253,18 @@ class Run:
             self._failed(f"{layer.name}: peers")
         return peers
 
+    def _make_beside(self, layer: Layer, weights: Weights) -> dict[str, Contestant]:
+        """The contestants of `--beside` that run here."""
+        made: dict[str, Contestant] = {}
+        for name in self.arguments.beside:
+            try:
+                made[name] = (
+                    hopper_layer(weights, self.device) if name == HOPPER else PEERS[name](weights.problem, weights)
+                )
+            except Exception:
+                self._failed(f"{layer.name}: {name}")
+        return made
+
     def measure_cell(
         self,
         ours: RoutedExperts,
@@ -253,6 +273,7 @@ class Run:
         tokens: int,
         routing: str,
         label: str,
+        beside: dict[str, Contestant] | None = None,
     ) -> dict[str, Any]:
         problem = weights.problem
         batches = rotating_batches(problem, tokens, routing, self.device)
@@ -268,6 +289,9 @@ class Run:
                 self.record["absent"][f"{label}: {name}"] = f"differs from the reference by {error}"
                 continue
             contestants[name + AFTER_SORT], worst[name + AFTER_SORT] = after_sort, error
+        for name, contestant in (beside or {}).items():
+            own = [partial(contestant, b.x, b.ids, b.weights) for b in local]
+            contestants[name], worst[name] = own, relative_error(own[0](), reference)
         first = calls[0]().clone()
         checked = {"worst_row": relative_error(first, reference), "repeatable": torch.equal(first, calls[0]())}
         if checked["worst_row"] > error_bound(problem):
@@ -306,6 +330,13 @@ def make_ours(problem: Problem, weights: Weights, device: torch.device) -> Route
     packed = weights.packed(choice.backend.layout(choice.problem))
     expert_map = None if problem.experts == problem.global_experts else rank_map(problem, device)
     return RoutedExperts(LayerParts(choice, packed, expert_map=expert_map))
+
+
+def hopper_layer(weights: Weights, device: torch.device) -> Contestant:
+    """The Hopper backend, also where the GPU counts as an older one."""
+    backend = registry()[HOPPER]
+    layer = SampleLayer(weights.problem, backend, weights.packed(backend.layout(weights.problem)), device)
+    return lambda x, ids, routing_weights: layer(x, Indexed(ids, routing_weights))
 
 
 def rank_map(problem: Problem, device: torch.device) -> torch.Tensor:

@@ -1,29 +1,65 @@
-"""Calls of a backend on the GPU with poisoned scratch memory and guarded outputs."""
+"""The backend to test on this machine's GPU, and calls of it with poisoned scratch memory and guarded outputs.
+
+`LANCEBILL_GPU=sm_80` (or sm_86) tests `ampere` on a Hopper GPU; its driver compiles the PTX of the kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend
+from lancebill.backends.gpu.backend import GpuBackend
+from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.workspace import WORKSPACES
-from lancebill.backends.hopper.steps import kernels
 from lancebill.backends.registry import registry
 from lancebill.jit.compile import KernelSource
+from lancebill.jit.load import loadable
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import Packed, as_integer
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.testing.layers import plausible_weight, worst_row
 
-GPU = Device("cuda", 90)
+GPU = parse_device("cuda") if torch.cuda.is_available() else Device("cuda", 90)
+OURS = "hopper" if GPU.arch == 90 else "ampere"
 _GUARD, _MARK = 4096, 0x5A  # guard bytes on each side of an output, and their value
 
 
+def skip_unless_ours() -> None:
+    """Skip a test module where none of our GPU backends runs."""
+    if not torch.cuda.is_available() or list(gpu_backend().check_device(GPU)):
+        pytest.skip("needs a GPU of ours", allow_module_level=True)
+    pytest.importorskip("triton")
+
+
+def gpu_backend() -> GpuBackend:
+    backend = registry()[OURS]
+    assert isinstance(backend, GpuBackend)
+    return backend
+
+
+def skip_unsupported(problem: Problem) -> None:
+    """Skip a test of what this GPU cannot do: fp8 before sm_89."""
+    reasons = [str(reason) for reason in gpu_backend().check(problem, GPU)]
+    if reasons:
+        pytest.skip("; ".join(reasons))
+
+
+def plan_of(problem: Problem, tokens: int) -> GpuPlan:
+    plan = gpu_backend().plan(problem, tokens, GPU)
+    assert isinstance(plan, GpuPlan)
+    return plan
+
+
 def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[KernelSource]:
-    """Every kernel that these (problem, tokens) pairs launch."""
-    return list(dict.fromkeys(source for problem, tokens in planned for source in kernels(problem, tokens)))
+    """Every kernel that these (problem, tokens) pairs launch, as the GPU loads it."""
+    backend = gpu_backend()
+    supported = [(problem, tokens) for problem, tokens in planned if not list(backend.check(problem, GPU))]
+    steps = [step for problem, tokens in supported for step in backend.steps(plan_of(problem, tokens))]
+    return list(dict.fromkeys(loadable(step.source, GPU.index) for step in steps))
 
 
 def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, Packed]:

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from calls import OURS
 from torch import Tensor
 
 import lancebill
@@ -31,7 +32,7 @@ def plans() -> Iterator[tuple[Problem, int]]:
 
 @cache
 def weights() -> object:
-    return make_layer(make_problem(), "hopper")
+    return make_layer(make_problem(), OURS)
 
 
 def new_layer() -> RoutedExperts:
@@ -39,7 +40,7 @@ def new_layer() -> RoutedExperts:
     from lancebill.backends import oracle
 
     made = weights()
-    choice = oracle.select(make_problem(), "cuda", "hopper")
+    choice = oracle.select(make_problem(), "cuda", OURS)
     return RoutedExperts(LayerParts(choice, made.weights))  # type: ignore[attr-defined]
 
 

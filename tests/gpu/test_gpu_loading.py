@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import OURS, skip_unless_ours
 from layer_checkpoints import make_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +19,7 @@ from lancebill.moe.problem import Problem
 from lancebill.testing.checkpoints import Generated
 from lancebill.testing.layers import layer_problem
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
+skip_unless_ours()
 
 V4_FLASH = {
     "model_type": "qwen3_moe", "num_experts": 256, "hidden_size": 4096, "moe_intermediate_size": 2048,
@@ -80,9 +80,9 @@ def test_pushed_gpu_tensors_stay_on_the_gpu(fmt: str, part: str, family: str, fo
     _assert_same(layer, want)
 
 
-def test_pushed_tensors_of_either_device_give_one_hopper_layer() -> None:
+def test_pushed_tensors_of_either_device_give_one_layer() -> None:
     made = make_checkpoint("fp8", "block")
-    options: dict[str, Any] = {"device": "cuda", "backend": "hopper"}
+    options: dict[str, Any] = {"device": "cuda", "backend": OURS}
     want = _pulled(made, **options)
     for move in (Tensor.cpu, Tensor.cuda):
         experts = ModelExperts(made.config, **options)
@@ -105,7 +105,7 @@ def test_stacked_tensors_of_an_engine() -> None:
     ids = torch.rand(32, experts, generator=g, device="cuda").topk(2).indices.to(torch.int32)
     weights = torch.rand(32, 2, generator=g, device="cuda")
     outputs = []
-    for backend in ("hopper", "reference"):
+    for backend in (OURS, "reference"):
         with NoCopyToCpu():
             layer = RoutedExperts.from_tensors(w13, w2, "mxfp4", rows="interleaved", top_k=2, backend=backend)
         outputs.append(layer(x, topk_ids=ids, topk_weights=weights).float())
@@ -119,7 +119,7 @@ def test_a_large_layer_is_made_in_seconds(spec: str, capsys: pytest.CaptureFixtu
 
     target = parse_spec(spec)
     start = time.perf_counter()
-    layer = RoutedExperts.random(V4_FLASH, 0, device="cuda", backend="hopper", weights=target)
+    layer = RoutedExperts.random(V4_FLASH, 0, device="cuda", backend=OURS, weights=target)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     with capsys.disabled():
@@ -139,7 +139,7 @@ def test_pushing_a_large_layer_expert_by_expert(capsys: pytest.CaptureFixture[st
             tensors[f"{prefix}.weight"] = codes.view(torch.float8_e4m3fn)
             tensors[f"{prefix}.weight_scale_inv"] = torch.full((n // 128, k // 128), 1e-3, device="cuda")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    experts = ModelExperts(config, device="cuda", backend="hopper")
+    experts = ModelExperts(config, device="cuda", backend=OURS)
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
     assert not list(experts.divert(tensors.items()))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import OURS, skip_unless_ours
 
-from lancebill.backends.gpu import layout as hopper
+from lancebill.backends.gpu import layout as layouts
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.layout import MatrixShape, Packed
@@ -17,9 +18,7 @@ from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.layers import layer_problem, plausible_weight
 from lancebill.testing.models import write_model
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
-pytest.importorskip("triton")
+skip_unless_ours()
 
 SPECS = [
     *((s, a) for a in ("bf16", "fp16") for s in (
@@ -43,8 +42,8 @@ def packed_on(device: str, layout: FragmentLayout, shape: MatrixShape, weights: 
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
 def test_packed_on_the_gpu_is_packed_on_the_cpu(spec: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[bool] = []
-    original = hopper.pack_on_gpu
-    monkeypatch.setattr(hopper, "pack_on_gpu", lambda *a, **k: launched.append(original(*a, **k)) or launched[-1])
+    original = layouts.pack_on_gpu
+    monkeypatch.setattr(layouts, "pack_on_gpu", lambda *a, **k: launched.append(original(*a, **k)) or launched[-1])
     for hidden, intermediate in ((512, 256), (384, 128)):
         problem = layer_problem(spec, activations, hidden=hidden, intermediate=intermediate, experts=EXPERTS, top_k=1)
         layout = FragmentLayout(problem)
@@ -81,6 +80,6 @@ def test_a_load_to_the_gpu_is_a_load_to_the_cpu_that_moved(checkpoint: Path) -> 
     final = sum(p.nbytes for p in loaded.parameters())
     assert torch.cuda.max_memory_allocated() - before <= max(1.05 * final, final + 512 * MIB)
     moved = RoutedExperts.from_checkpoint(checkpoint, 0, device="cpu").to("cuda")
-    assert loaded.choice.backend.name == moved.choice.backend.name == "hopper"
+    assert loaded.choice.backend.name == moved.choice.backend.name == OURS
     for (name, a), (_, b) in zip(loaded.named_parameters(), moved.named_parameters()):
         assert same_bits(a.data, b.data), name

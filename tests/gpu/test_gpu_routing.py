@@ -9,17 +9,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from calls import GPU, OURS
 from routings import CASES, Case, check, expected, make_case
 
 from lancebill.backends.gpu.route_program import RoutePrograms
 from lancebill.backends.gpu.route_step import RouteStep
+from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.oracle import select
 from lancebill.backends.route_call import RouteCall
 from lancebill.jit.build import build_all
+from lancebill.jit.load import loadable
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.activation import Activation
-from lancebill.moe.problem import Device
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import (
     NONE,
@@ -38,6 +40,7 @@ from lancebill.testing.layers import layer_problem, make_layer
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 EXPERTS, VOCABULARY = 256, 1000
+TARGET = compile_target(GPU.arch)
 ROUTINGS = [
     Routing(8, SOFTMAX, renormalize=True),
     Routing(8, SIGMOID, renormalize=True, n_group=8, topk_group=4, routed_scaling_factor=2.5),
@@ -128,7 +131,8 @@ def large_case(number: int, tokens: int) -> Case:
 def compiled_routing() -> None:
     """Compile all routing kernels of this file on all cores."""
     steps = [RouteStep.of(call_of(case)) for case in (*KERNEL_CASES, *(large_case(n, 4) for n in range(14)))]
-    assert build_all({step.source: None for step in steps if step is not None}) == {}
+    sources = [step.compiled_for(TARGET).source for step in steps if step is not None]
+    assert build_all([loadable(source, GPU.index) for source in sources]) == {}
 
 
 def call_of(case: Case) -> RouteCall:
@@ -139,7 +143,7 @@ def call_of(case: Case) -> RouteCall:
 
 def run_kernel(case: Case) -> Routed:
     call = call_of(case)
-    program = RoutePrograms().find(call)
+    program = RoutePrograms(TARGET).find(call)
     assert program is not None
     return program.run(call.logits, call.input_ids)
 
@@ -162,7 +166,7 @@ def test_the_kernel_on_many_tokens(number: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 5])
 def test_the_kernel_is_captured_without_synchronisation(number: int) -> None:
-    case, programs = large_case(number, 33).to("cuda"), RoutePrograms()
+    case, programs = large_case(number, 33).to("cuda"), RoutePrograms(TARGET)
     call = call_of(case)
     program = programs.find(call)
     assert program is not None
@@ -181,10 +185,10 @@ def test_the_kernel_is_captured_without_synchronisation(number: int) -> None:
 def test_a_layer_reads_what_the_kernel_wrote() -> None:
     """Routing and layers back to back in one graph, where each kernel may start before its predecessor ends."""
     problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=64, top_k=4)
-    sample, device = make_layer(problem, "hopper", distinct=8), Device("cuda", 90)
+    sample, device = make_layer(problem, OURS, distinct=8), GPU
     routing = Routing(4, SIGMOID, renormalize=True, n_group=8, topk_group=3, correction=True)
     correction = torch.randn(64, device="cuda")
-    choice = select(problem, device, "hopper")
+    choice = select(problem, device, OURS)
     layer = RoutedExperts(LayerParts(choice, sample.weights, routing, router={"correction": correction}))
     for tokens in (1, 16, 300):
         x = [torch.randn(tokens, 512, device="cuda").bfloat16() for _ in range(20)]
@@ -214,9 +218,9 @@ def test_non_finite_logits_and_inputs_reach_their_own_row_only(tokens: int) -> N
         problem = layer_problem(
             "mxfp4", activations, hidden=512, intermediate=256, experts=64, top_k=4, activation=activation
         )
-        sample, device = make_layer(problem, "hopper", distinct=8), Device("cuda", 90)
+        sample, device = make_layer(problem, OURS, distinct=8), GPU
         for routing in (Routing(4), Routing(4, SIGMOID, renormalize=True, n_group=8, topk_group=3)):
-            layer = RoutedExperts(LayerParts(select(problem, device, "hopper"), sample.weights, routing))
+            layer = RoutedExperts(LayerParts(select(problem, device, OURS), sample.weights, routing))
             x, logits = torch.randn(tokens, 512, device="cuda").bfloat16(), torch.randn(tokens, 64, device="cuda")
             sound = layer.forward_routed(x, logits).clone()
             assert sound.isfinite().all()

@@ -20,29 +20,30 @@ app = typer.Typer(
     help="Kernels of the GPU backends: list them, compile them ahead of time, load them, verify the cache.",
     no_args_is_help=True,
 )
-ARCH = "sm_90"
+DEFAULT, ALL = "sm_90", "all"
 SHOWN = 20  # damaged entries printed without --json
 Folder = Annotated[
     Path | None, typer.Option(help="Cache folder; the default is $LANCEBILL_CACHE or ~/.cache/lancebill/kernels.")
 ]
+Arch = Annotated[str, typer.Option(help="The GPUs to compile for: sm_80, sm_89, sm_90, sm_120 or all.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Compiler processes; the default is one per core.")]
 
 
 @app.command("list")
-def list_kernels(folder: Folder = None, as_json: Json = False) -> None:
-    """List the shipped kernels and which of them are compiled."""
+def list_kernels(folder: Folder = None, arch: Arch = DEFAULT, as_json: Json = False) -> None:
+    """List the shipped kernels, which of them are compiled, and what each block of them takes of a GPU."""
     from lancebill.jit.cache import Cache
 
     with ui.reported(as_json):
         cache = Cache(folder)
-        rows = [_row(source, cache) for source in _shipped()]
+        rows = [_row(source, cache) for source in _shipped(arch)]
     if as_json:
         ui.print_json({"folder": str(cache.folder), "kernels": rows})
         return
     out = ui.console()
     for row in rows:
-        size = "not compiled" if row["bytes"] is None else f"{row['bytes']} B, {row['registers']} registers"
-        out.print(f"{row['key'][:12]}  [dim]{size:<23}[/]  {escape(row['label'])}", soft_wrap=True)
+        size = "not compiled" if row["bytes"] is None else _resources(row)
+        out.print(f"{row['key'][:12]}  [dim]{size:<48}[/]  {escape(row['label'])}", soft_wrap=True)
     compiled = sum(row["bytes"] is not None for row in rows)
     out.print(f"{compiled} of {len(rows)} kernels are compiled; the cache is {cache.folder}", soft_wrap=True)
 
@@ -51,19 +52,17 @@ def list_kernels(folder: Folder = None, as_json: Json = False) -> None:
 def build(
     folder: Folder = None,
     jobs: Jobs = None,
-    arch: Annotated[str, typer.Option(help=f"Only {ARCH} has kernels.")] = ARCH,
+    arch: Arch = DEFAULT,
     ship: Annotated[bool, typer.Option("--ship", help="Then copy the kernels into the package, for a wheel.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compile the shipped kernels into the cache; needs Triton, but no GPU."""
     start = time.perf_counter()
     with ui.reported(as_json):
-        if arch != ARCH:
-            raise SpecError("there are no kernels for this architecture", expected=ARCH, got=arch)
         from lancebill.jit import ship as shipping
         from lancebill.jit.cache import Cache
 
-        sources = _shipped()
+        sources = _shipped(arch)
         failed = _compile(sources, folder, jobs)
         shipped = shipping.ship_kernels(sources, Cache(folder)) if ship and not failed else None
     summary = {
@@ -91,14 +90,18 @@ def warmup(
     with ui.reported(as_json):
         import torch
 
+        from lancebill.backends.shipped import TARGETS, targets_of
         from lancebill.moe.problem import parse_device
 
         where = parse_device(device)
-        if str(where) != ARCH or not torch.cuda.is_available():
+        targets = targets_of(where.arch) if where.kind == "cuda" else ()
+        if not targets or not torch.cuda.is_available():
             raise SpecError(
-                "kernels cannot be loaded onto this device", expected=f"an {ARCH} GPU of this machine", got=device
+                "kernels cannot be loaded onto this device",
+                expected=f"a GPU of this machine that runs kernels for {', '.join(TARGETS)}",
+                got=device,
             )
-        sources = _shipped()
+        sources = [source for target in targets for source in _shipped(target)]
         failed = _compile(sources, None, jobs)
         for source, why in failed.items():
             raise CompileError(why, where=source.label)
@@ -140,10 +143,19 @@ def _is_damaged(path: Path, *, installed: bool) -> bool:
     return read_entry(path.parent, path.name[: -len(SUFFIX)], installed=installed) is None
 
 
-def _shipped() -> list[KernelSource]:
-    from lancebill.backends.hopper.shipped import shipped
+def _shipped(arch: str) -> list[KernelSource]:
+    """The kernels of a wheel for one kind of GPUs, or for all."""
+    from lancebill.backends.shipped import TARGETS, shipped_for
 
-    return list(shipped())
+    if arch not in (*TARGETS, ALL):
+        raise SpecError(
+            "a wheel has no kernels for this architecture", expected=f"{', '.join(TARGETS)} or {ALL}", got=arch
+        )
+    return [source for target in TARGETS if arch in (target, ALL) for source in shipped_for(target)]
+
+
+def _resources(row: dict[str, Any]) -> str:
+    return f"{row['bytes']} B, {row['registers']} registers x {row['threads']}, {row['shared']} B shared"
 
 
 def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
@@ -156,6 +168,8 @@ def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
         "label": source.label,
         "bytes": None if binary is None else len(binary.cubin),
         "registers": None if binary is None else binary.registers,
+        "threads": None if binary is None else binary.threads,
+        "shared": None if binary is None else binary.shared,
     }
 
 

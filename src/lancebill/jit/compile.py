@@ -48,7 +48,8 @@ class KernelSource:
     """One configuration of one kernel: all inputs of the compiler but the source text.
 
     `arguments` maps run-time arguments to types: a `Desc`, or Triton's spelling (`*bf16`, `i32`,
-    `fp32`). `aligned` names the arguments that are multiples of 16. `constants` are compile-time values.
+    `fp32`). `aligned` names the arguments that are multiples of 16. `constants` are compile-time values. `arch` is the
+    compute capability to compile for (80 = sm_80). `ptx`: keep PTX, which the driver of a newer GPU compiles.
     """
 
     module: str
@@ -58,6 +59,7 @@ class KernelSource:
     aligned: tuple[str, ...] = ()
     options: tuple[tuple[str, int], ...] = ()
     arch: int = 90
+    ptx: bool = False
 
     def key(self, compiler: str) -> str:
         """Cache key: a hash of the sources, the compiler version and the configuration."""
@@ -67,12 +69,23 @@ class KernelSource:
     @property
     def label(self) -> str:
         """The kernel and its constants, for messages."""
-        return f"{self.kernel}({', '.join(f'{k}={v}' for k, v in self.constants)})"
+        target = "" if self.arch == HOPPER else f" for sm_{self.arch}{' as PTX' * self.ptx}"
+        return f"{self.kernel}({', '.join(f'{k}={v}' for k, v in self.constants)}){target}"
+
+    def runs_on(self, capability: int) -> bool:
+        """Whether a GPU runs the machine code: code of an older minor version, but from sm_90 on only its own, because
+        Triton then compiles for all features of one GPU (sm_90a)."""
+        if self.arch >= HOPPER:
+            return self.arch == capability
+        return self.arch // 10 == capability // 10 and self.arch <= capability
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what a launch needs: name, shared memory, threads, tensor-map layouts."""
+    """A compiled kernel and what a launch needs: name, shared memory, threads, tensor-map layouts.
+
+    `cubin` is machine code, or PTX that ends with a zero byte.
+    """
 
     cubin: bytes
     name: str
@@ -158,7 +171,7 @@ def compile_kernel(source: KernelSource) -> Binary:
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise CompileError(f"{source.label} needs scratch memory, which our launcher does not provide")
     return Binary(
-        compiled.asm["cubin"],
+        f"{compiled.asm['ptx']}\0".encode() if source.ptx else compiled.asm["cubin"],
         meta.name,
         int(meta.shared),
         32 * int(meta.num_warps),

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from lancebill.errors import ContextError, DriverError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream, which captures forbid
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -76,6 +77,18 @@ def _context(device: int) -> ctypes.c_void_p:
 def use_context(device: int) -> None:
     """Make the primary context current, as torch does when a thread first uses the GPU. New threads have none."""
     check(library().cuCtxSetCurrent(_context(device)), f"making the context of GPU {device} current")
+
+
+@cache
+def capability(device: int) -> int:
+    """The compute capability of a GPU; 90 is sm_90."""
+    check(library().cuInit(0), "initialising the driver")
+    handle, found = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    check(library().cuDeviceGet(ctypes.byref(handle), device), f"finding GPU {device}")
+    for number, attribute in zip(found, (_MAJOR, _MINOR)):
+        code = library().cuDeviceGetAttribute(ctypes.byref(number), attribute, handle)
+        check(code, f"asking for the compute capability of GPU {device}")
+    return 10 * found[0].value + found[1].value
 
 
 @contextmanager

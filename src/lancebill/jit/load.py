@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lancebill.jit.build import get_binary
 from lancebill.jit.compile import SCRATCH_POINTERS, Binary, Desc, KernelSource
-from lancebill.jit.driver import MAP_BYTES, Launch, encode_map, load_function, uncaptured
+from lancebill.jit.driver import MAP_BYTES, Launch, capability, encode_map, load_function, uncaptured
 
 _SCRATCH = tuple((f"scratch{i}", struct.pack("Q", 0)) for i in range(SCRATCH_POINTERS))
 _functions: dict[tuple[KernelSource, int], tuple[int, Binary]] = {}
@@ -34,11 +34,16 @@ class MappedMatrix:
 Value = int | float | MappedMatrix
 
 
+def loadable(source: KernelSource, device: int) -> KernelSource:
+    """The kernel as a GPU takes it: PTX if it cannot run machine code of this kind."""
+    return source if source.runs_on(capability(device)) else replace(source, ptx=True)
+
+
 def load_kernel(source: KernelSource, device: int) -> tuple[int, Binary]:
     """The kernel's function in this device's context, which must be current. Loads each kernel once."""
     key = (source, device)
     if key not in _functions:
-        compiled = get_binary(source)
+        compiled = get_binary(loadable(source, device))
         with uncaptured():
             _functions[key] = load_function(compiled.cubin, compiled.name, compiled.shared), compiled
     return _functions[key]

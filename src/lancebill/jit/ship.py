@@ -10,7 +10,7 @@ from lancebill.errors import CacheError
 from lancebill.jit.cache import MADE_BY, SUFFIX, Cache, read_entry, render_entry, shipped_folder
 from lancebill.jit.compile import KernelSource, compiler_version
 
-MOST_KERNELS, MOST_BYTES = 250, 20 << 20
+MOST_KERNELS, MOST_BYTES = 1000, 60 << 20
 
 
 def ship_kernels(sources: Iterable[KernelSource], cache: Cache, folder: Path | None = None) -> int:

@@ -13,7 +13,7 @@ from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import W2, W13, MatrixShape, Packed
-from lancebill.moe.problem import Device, Problem
+from lancebill.moe.problem import Problem, parse_device
 from lancebill.numbers.dtypes import BF16, E8M0, F16, F32, FLOAT, INTEGER, ZERO16, DType
 from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -90,7 +90,7 @@ class SampleLayer:
 
     @cached_property
     def executor(self) -> Executor:
-        device = Device("cuda", 90, self.device.index or 0) if self.device.type == "cuda" else Device("cpu")
+        device = parse_device(str(self.device))
         return self.backend.executor(self.problem, device, TensorTable.of(self.weights))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,20 @@ def test_devices_are_plain_values() -> None:
     for wrong in ("gpu", "sm_x", "cuda:99", ""):
         with pytest.raises(SpecError):
             parse_device(wrong)
+
+
+def test_a_gpu_may_count_as_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    assert parse_device("cuda") == Device("cuda", 90, 0, 132)
+    monkeypatch.setenv("LANCEBILL_GPU", "sm_86")
+    assert parse_device("cuda:0") == Device("cuda", 86, 0, 132) and parse_device("sm_90") == Device("cuda", 90)
+    assert parse_device("cuda").torch == torch.device("cuda", 0)
+    monkeypatch.setenv("LANCEBILL_GPU", "rtx")
+    with pytest.raises(SpecError, match="LANCEBILL_GPU"):
+        parse_device("cuda")
 
 
 def test_rules_for_weights() -> None:

@@ -38,6 +38,17 @@ class GpuBackend(Backend):
     def steps(self, plan: GpuPlan) -> tuple[Step, ...]:
         """All launches of one call, in order."""
 
+    @abstractmethod
+    def check_device(self, device: Device) -> Iterator[Reason]:
+        """Why this device cannot run the kernels at all."""
+
+    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        yield from self.check_device(device)
+        missing = triton_version.problem()
+        if missing:
+            yield Reason("triton", missing, "pip install 'lancebill[gpu]'")
+        yield from _unsupported(problem)
+
     def layout(self, problem: Problem) -> Layout:
         return FragmentLayout(problem)
 
@@ -54,14 +65,7 @@ class GpuBackend(Backend):
         return GpuExecutor(self, problem, device, tensors, self.steps)
 
 
-def missing_compiler() -> Iterator[Reason]:
-    """Why this machine cannot compile kernels."""
-    missing = triton_version.problem()
-    if missing:
-        yield Reason("triton", missing, "pip install 'lancebill[gpu]'")
-
-
-def unsupported(problem: Problem) -> Iterator[Reason]:
+def _unsupported(problem: Problem) -> Iterator[Reason]:
     """Why our kernels cannot compute a problem, on any GPU."""
     if problem.input not in (BF16, F16):
         yield Reason("input", f"{problem.input} inputs", "supported: bf16, fp16")

@@ -14,6 +14,7 @@ from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.program import Program
 from lancebill.backends.gpu.route_program import RouteProgram, RoutePrograms
 from lancebill.backends.gpu.step import Step
+from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import bucket, buckets
 from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, reserve_workspace
 from lancebill.backends.route_call import RouteCall
@@ -39,7 +40,7 @@ class GpuExecutor(Executor):
         self.steps = steps
         self.captures: dict[int, Tensor] = {}  # counters of graphs that this layer is part of, by address
         self.reserved: Workspace | None = None  # for captured calls
-        self.route_programs = RoutePrograms()
+        self.route_programs = RoutePrograms(compile_target(device.arch))
 
     def plan_key(self, tokens: int) -> int:
         return bucket(max(tokens, 1))
@@ -148,7 +149,7 @@ class GpuExecutor(Executor):
 
     def forget(self) -> None:
         super().forget()
-        self.route_programs = RoutePrograms()
+        self.route_programs = RoutePrograms(compile_target(self.device.arch))
 
 
 def _capturing() -> bool:

@@ -10,10 +10,12 @@ from torch import Tensor
 from lancebill.backends.gpu.kernels import weight_form as f
 from lancebill.backends.gpu.kernels.fragment_order import thread_fields, words_of_thread
 from lancebill.backends.gpu.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.target import compile_target
 from lancebill.errors import CompileError
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.driver import use_context
 from lancebill.jit.load import prepare_launch
+from lancebill.moe.problem import parse_device
 
 MODULE = "lancebill.backends.gpu.kernels.pack_codes"
 _THREADS = 256  # fragment threads of a unit
@@ -42,8 +44,9 @@ def pack_on_gpu(form: WeightForm, rows: Tensor, out: Tensor, padded: tuple[int, 
     device = rows.device.index or 0
     stream = torch.cuda.current_stream(rows.device).cuda_stream
     use_context(device)
+    arch = compile_target(parse_device(f"cuda:{device}").arch)
     try:
-        launch = prepare_launch(source(form, gated), device, stream, values, dependent=False)
+        launch = prepare_launch(source(form, gated, arch), device, stream, values, dependent=False)
     except CompileError:  # there is no compiler and no compiled kernel: torch does it
         return False
     launch.grid(experts * units * slices)
@@ -52,7 +55,7 @@ def pack_on_gpu(form: WeightForm, rows: Tensor, out: Tensor, padded: tuple[int, 
 
 
 @lru_cache(maxsize=64)
-def source(form: WeightForm, gated: bool) -> KernelSource:
+def source(form: WeightForm, gated: bool, arch: int = 90) -> KernelSource:
     """The kernel of a form. Forms whose codes have the same bit positions share it."""
     arguments = {"codes": "*u8", "out": "*i32", "rows": "i32", "row_bytes": "i32", "units": "i32", "slices": "i32"}
     lane_columns = 32 if form.activations == f.E4M3 else 2
@@ -64,7 +67,8 @@ def source(form: WeightForm, gated: bool) -> KernelSource:
         "MOVES": moves(form),
     }
     options = (("num_warps", 4),)
-    return KernelSource(MODULE, "pack_codes", tuple(arguments.items()), tuple(constants.items()), ("out",), options)
+    names, values = tuple(arguments.items()), tuple(constants.items())
+    return KernelSource(MODULE, "pack_codes", names, values, ("out",), options, arch)
 
 
 @lru_cache(maxsize=64)

@@ -8,8 +8,10 @@ import torch
 
 from lancebill.backends.base import Plan
 from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, WeightForm
+from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
-from lancebill.moe.problem import INDEXED, Problem
+from lancebill.backends.gpu.workspace import SECOND
+from lancebill.moe.problem import FAST, INDEXED, Problem
 
 SINGLE = "single"
 MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispatch_combine.py
@@ -26,7 +28,7 @@ class GemmPlan:
     units: int
     slices: int
     scale_blocks: int
-    tiles: tuple[Tile, ...]
+    tiles: tuple[Tile, ...] = ()  # of each launch
     each: int = 0  # stages of a chunk, when decoding; more if there would be more than `shares` chunks
     shares: int = 0
     pieces: int = 1  # the most chunks that share a tile, when decoding
@@ -91,6 +93,34 @@ class GpuPlan(Plan):
         if self.work == INDEXED:
             return True
         return self.first_gemm.converts_rows or (self.w2 is not None and self.w2.converts_rows)
+
+
+def gemm_plan(layout: FragmentLayout, name: str) -> GemmPlan:
+    """The GEMM of one matrix, before a backend chooses its tiles."""
+    problem = layout.problem
+    shape, activations = problem.matrices[name], problem.inputs_of(name)
+    form, (n, k) = layout.form(shape), layout.padded(shape)
+    return GemmPlan(
+        form,
+        n // ROWS,
+        k // form.slice_columns,
+        k // form.block_columns if form.block_columns else 1,
+        ordered=shape.act_order,
+        scaled=problem.pre_scale,
+        static=activations.static,
+    )
+
+
+def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
+    """Whether kernels with one tile per slot can compute this: input rows do not depend on the expert, and there is a
+    counter for each tile."""
+    problem = plan.problem
+    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST:
+        return False
+    if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
+        return False
+    per_expert = problem.w13.act_order or problem.pre_scale
+    return not (per_expert or problem.activations.static or problem.second_activations.static)
 
 
 def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

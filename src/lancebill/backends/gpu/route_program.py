@@ -75,9 +75,10 @@ class RouteProgram(BoundRouting):
 
 
 class RoutePrograms:
-    """The programs of a layer, by stream."""
+    """The programs of a layer, by stream. `arch`: the compute capability that kernels are compiled for."""
 
-    def __init__(self) -> None:
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
         self._programs: dict[int, RouteProgram] = {}
 
     def find(self, call: RouteCall) -> RouteProgram | None:
@@ -91,5 +92,5 @@ class RoutePrograms:
             return None
         if len(self._programs) >= _MOST_STREAMS:
             self._programs.clear()
-        program = self._programs[stream] = RouteProgram(step, call, stream)
+        program = self._programs[stream] = RouteProgram(step.compiled_for(self.arch), call, stream)
         return program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,10 @@ class RouteStep:
         }  # fmt: skip
         types = _LOGITS[logits], _INTEGERS[lookup[0]], _INTEGERS[lookup[1]]
         return cls(_source(*types, constants, warps), values)
+
+    def compiled_for(self, arch: int) -> RouteStep:
+        """The same kernel for GPUs of this compute capability."""
+        return replace(self, source=replace(self.source, arch=arch))
 
 
 def _source(logits: str, table: str, input_ids: str, constants: Mapping[str, Any], warps: int) -> KernelSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lancebill.jit.compile import KernelSource
 
@@ -36,6 +36,10 @@ class Step:
     values: dict[str, Value]
     grid: Grid
     persistent: int = 0  # blocks per SM; if not 0, the grid is limited to the resident blocks
+
+    def compiled_for(self, arch: int) -> Step:
+        """The same launch of a kernel for GPUs of this compute capability."""
+        return replace(self, source=replace(self.source, arch=arch))
 
 
 def scratch_ref(name: str, offset: int = 0) -> Ref:

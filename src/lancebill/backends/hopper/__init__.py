@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lancebill.backends.base import Plan, Reason
-from lancebill.backends.gpu.backend import GpuBackend, missing_compiler, unsupported
+from lancebill.backends.gpu.backend import GpuBackend
 from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.step import Step
 from lancebill.backends.hopper.plan import make_plan
@@ -18,11 +18,9 @@ class Hopper(GpuBackend):
 
     name = "hopper"
 
-    def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
+    def check_device(self, device: Device) -> Iterator[Reason]:
         if device.kind != "cuda" or device.arch != 90:
             yield Reason("device", f"needs an sm_90 GPU, not {device}")
-        yield from missing_compiler()
-        yield from unsupported(problem)
 
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
         return make_plan(problem, tokens)

@@ -9,7 +9,6 @@ from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
 ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
-GATED, UNGATED, ROWS, KEPT = "gated", "ungated", "rows", "kept"  # what the epilogue writes
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 
 

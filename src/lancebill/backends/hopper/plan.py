@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.plan import SINGLE, GemmPlan, GpuPlan, scratch
+from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.tiles import Rule, bucket, reachable
-from lancebill.backends.gpu.workspace import SECOND, pieces
+from lancebill.backends.gpu.workspace import pieces
 from lancebill.backends.hopper.tuning import policy as tune
-from lancebill.moe.problem import FAST, INDEXED, Problem
+from lancebill.moe.problem import Problem
 
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
 _READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops per microsecond; the latter by fp8
@@ -28,7 +28,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
     rule = reachable(tune.fitting(rule, forms), tokens)  # an expert has at most one row of a token
     decode = _decodes(plan, layout, forms[0]) if decode is None else decode
     launches = () if decode else rule.launches
-    gemms = [_grouped_gemm(layout, name, form, launches, rule.paired) for name, form in zip(problem.matrices, forms)]
+    gemms = [_grouped_gemm(layout, name, launches, rule.paired) for name in problem.matrices]
     if decode:
         gemms = [_decode_gemm(plan, gemm) for gemm in gemms]
     plan = replace(
@@ -49,40 +49,17 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
 
 
 def _decodes(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
-    """Whether to use one tile per slot: few slots, and input rows that do not depend on the expert."""
-    problem = plan.problem
-    longest = max(-(-shape.k // form.slice_columns) for shape in problem.matrices.values())
-    if plan.work not in (INDEXED, SINGLE) or problem.order != FAST:
-        return False
-    if not tune.decodes(form.activations, plan.slots, longest):
-        return False
-    if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
-        return False  # more tiles than there are counters
-    per_expert = problem.w13.act_order or problem.pre_scale
-    return not (per_expert or problem.activations.static or problem.second_activations.static)
+    """Whether to use one tile per slot."""
+    longest = max(-(-shape.k // form.slice_columns) for shape in plan.problem.matrices.values())
+    return may_decode(plan, layout) and tune.decodes(form.activations, plan.slots, longest)
 
 
-def _grouped_gemm(
-    layout: FragmentLayout, name: str, form: WeightForm, launches: tuple[tuple[int, ...], ...], paired: bool
-) -> GemmPlan:
+def _grouped_gemm(layout: FragmentLayout, name: str, launches: tuple[tuple[int, ...], ...], paired: bool) -> GemmPlan:
     """The GEMM of one matrix, with the tile sizes of each launch."""
-    problem = layout.problem
-    shape = problem.matrices[name]
-    n, k = layout.padded(shape)
-    units = n // ROWS
-    blocks = k // form.block_columns if form.block_columns else 1
-    activations = problem.activations if name == "w13" else problem.second_activations
-    return GemmPlan(
-        form,
-        units,
-        k // form.slice_columns,
-        blocks,
-        tuple(tune.tile(form, sizes, problem.is_gated(shape.name), paired and units % 2 == 0) for sizes in launches),
-        ordered=shape.act_order,
-        scaled=problem.pre_scale,
-        static=activations.static,
-        promote=tune.promotes(form),
-    )
+    gemm = gemm_plan(layout, name)
+    gated, paired = layout.problem.is_gated(name), paired and gemm.units % 2 == 0
+    tiles = tuple(tune.tile(gemm.form, sizes, gated, paired) for sizes in launches)
+    return replace(gemm, tiles=tiles, promote=tune.promotes(gemm.form))
 
 
 def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:

@@ -1,70 +1,23 @@
-"""The kernels that a wheel contains compiled: all that a few specs and shapes launch at any batch size."""
+"""The Hopper kernels that a wheel contains compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from lancebill.backends.gpu import pack_on_gpu
-from lancebill.backends.gpu.choose_form import kernel_form
-from lancebill.backends.gpu.route_step import RouteStep
-from lancebill.backends.gpu.tiles import buckets
+from lancebill.backends.gpu.shipped import TOKENS, pack_kernels, problems, route_kernels
 from lancebill.backends.hopper.steps import kernels
 from lancebill.jit.compile import KernelSource
-from lancebill.moe.model_shapes import NAMED
-from lancebill.moe.problem import Problem
-from lancebill.moe.routing import SIGMOID, SQRTSOFTPLUS, Routing
-from lancebill.numbers.spec_names import parse_activation, parse_spec
 
-MXFP4 = (("mxfp4", "bf16"), ("mxfp4", "fp8"))  # weights, activations
-SPECS = {  # by the name of a shape
-    "deepseek-v4-flash": MXFP4,
-    "gpt-oss-120b": MXFP4,
-    "qwen3-30b-a3b": (*MXFP4, ("int4-g128", "bf16")),
-}
-TOKENS = buckets(16384)
+ARCH = 90
 
 
 def shipped() -> Iterator[KernelSource]:
     """Every kernel of the set, without duplicates."""
-    yield from route_kernels()
-    seen: set[KernelSource] = set()
+    yield from dict.fromkeys((*route_kernels(ARCH), *_kernels()))
+
+
+def _kernels() -> Iterator[KernelSource]:
     for problem in problems():
-        for source in (*pack_kernels(problem), *(k for tokens in TOKENS for k in kernels(problem, tokens))):
-            if source not in seen:
-                seen.add(source)
-                yield source
-
-
-def pack_kernels(problem: Problem) -> Iterator[KernelSource]:
-    """The kernels that pack a layer's codes when it is loaded."""
-    for shape in problem.matrices.values():
-        form = kernel_form(shape, problem.inputs_of(shape.name))
-        yield pack_on_gpu.source(form, problem.is_gated(shape.name))
-
-
-def route_kernels() -> tuple[KernelSource, ...]:
-    """Routing of Qwen3, gpt-oss, DeepSeek-V3 and DeepSeek-V4.
-
-    A kernel serves any scaling factor and any top-k up to 32; with groups, any top-k up to the same power of two.
-    """
-    softmax, after = Routing(8, renormalize=True), Routing(4, after_top_k=True)
-    grouped = Routing(8, SIGMOID, renormalize=True, n_group=8, topk_group=4)
-    sqrt, hashed = Routing(6, SQRTSOFTPLUS, renormalize=True), Routing(6, SQRTSOFTPLUS, renormalize=True, hashed=True)
-    made = (
-        RouteStep.make(softmax, 128, torch.bfloat16),
-        RouteStep.make(softmax, 128, torch.float32),
-        RouteStep.make(after, 128, torch.bfloat16, biased=True),
-        RouteStep.make(grouped, 256, torch.bfloat16, corrected=True),
-        RouteStep.make(grouped, 256, torch.float32, corrected=True),
-        RouteStep.make(sqrt, 256, torch.float32, corrected=True),
-        RouteStep.make(hashed, 256, torch.float32, lookup=(torch.int32, torch.int64)),
-    )
-    return tuple(step.source for step in made if step is not None)
-
-
-def problems() -> Iterator[Problem]:
-    for name, specs in SPECS.items():
-        for weights, activations in specs:
-            yield NAMED[name].problem(parse_spec(weights), parse_activation(activations))
+        yield from pack_kernels(problem, ARCH)
+        for tokens in TOKENS:
+            yield from kernels(problem, tokens)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lancebill.backends.gpu.chunks import Chunks, cut
 from lancebill.backends.gpu.kernels.weight_form import E4M3, WeightForm
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 
@@ -22,10 +23,6 @@ _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # per SM, when decoding
 _RESIDENT = _DECODE_BLOCKS * 132
-_UNLIMITED = 1 << 30
-_LEAST_STAGES = 4  # of a chunk
-_MOST_PIECES = 8
-_UNEVEN = 1.12  # how much longer than equal chunks whole tiles may be
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
@@ -134,26 +131,6 @@ def decode_tile(form: WeightForm, slices: int) -> Tile:
     return Tile((8,), stages, stage_slices, _DECODE_BLOCKS, _REGISTERS[_DECODE_BLOCKS], row_slices=row_slices)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """How the stages of all tiles are cut, when decoding."""
-
-    stages: int  # of a chunk
-    shares: int  # chunks are made longer if there would be more than this
-    pieces: int  # the most chunks that share a tile
-
-
 def chunk(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> Chunks:
-    """Whole tiles if they keep all resident blocks about equally busy, else equal chunks.
-
-    `known`: there are not more tiles. Otherwise the kernel makes chunks longer where it finds more.
-    """
-    blocks = -(-slices // decode_slices(form))
-    whole = blocks * -(-tiles // _RESIDENT)
-    even = max(_LEAST_STAGES, -(-tiles * blocks // _RESIDENT), -(-(blocks - 1) // (_MOST_PIECES - 1)))
-    if not known:
-        return Chunks(even, _RESIDENT, -(-(blocks - 1) // even) + 1)
-    each = whole if whole <= _UNEVEN * even else even
-    if each % blocks == 0:
-        return Chunks(each, _UNLIMITED, 1)
-    return Chunks(each, _UNLIMITED, blocks // each if blocks % each == 0 else -(-(blocks - 1) // each) + 1)
+    """How the stages of `tiles` tiles are cut, when decoding."""
+    return cut(tiles, -(-slices // decode_slices(form)), _RESIDENT, known=known)

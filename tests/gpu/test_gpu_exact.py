@@ -8,22 +8,18 @@ from functools import lru_cache
 
 import pytest
 import torch
-from calls import call, poison_scratch
+from calls import OURS, call, gpu_backend, plan_of, poison_scratch, skip_unless_ours, skip_unsupported
 from exact import ExactLayer, exact_inputs, exact_weights_of_slots, expected_result, make_exact_layer
 from torch import Tensor
 
-from lancebill.backends.hopper.plan import make_plan
-from lancebill.backends.hopper.shipped import TOKENS, problems
-from lancebill.backends.registry import registry
+from lancebill.backends.gpu.shipped import TOKENS, problems
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import W2, W13
 from lancebill.moe.problem import BATCH_INVARIANT, Problem
 from lancebill.testing.layers import layer_problem, make_layer, routing
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
-pytest.importorskip("triton")
+skip_unless_ours()
 
 
 def without_limits(problem: Problem) -> Problem:
@@ -80,23 +76,25 @@ def other_problem(spec: str, activations: str) -> Problem:
 def test_every_other_form(spec: str, activations: str) -> None:
     """Except fp16 inputs, whose range is too small for fully open gates."""
     problem = other_problem(spec, activations)
+    skip_unsupported(problem)
     check(problem, make_exact_layer(problem), OTHER_BATCHES)
 
 
 @pytest.mark.parametrize("number", range(len(SHIPPED)), ids=lambda number: problem_id(SHIPPED[number]))
 def test_every_shipped_configuration(number: int) -> None:
     """The problems and batches that define the shipped set; other tests run gpt-oss' activation and biases."""
+    skip_unsupported(SHIPPED[number])
     check(SHIPPED[number], layer_of(number), TOKENS)
 
 
 def check(problem: Problem, layer: ExactLayer, batches: Sequence[int]) -> None:
-    backend = registry()["hopper"]
+    backend = gpu_backend()
     for tokens in batches:
         x = exact_inputs(layer, tokens, tokens)
         routed = exact_weights_of_slots(
             with_sparse_experts(routing(problem, tokens, 1, kind=KINDS.get(tokens, "uniform")), problem.experts), 2
         )
-        plan = make_plan(problem, tokens)
+        plan = plan_of(problem, tokens)
         call(backend, problem, x, routed, layer.weights, problem.hidden)
         poison_scratch()
         got = call(backend, problem, x, routed, layer.weights, problem.hidden)
@@ -124,7 +122,8 @@ FORMS = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"), ("int4-g128
 @pytest.mark.parametrize("tokens", [1, 4, 48, 300, 2000])
 def test_fast_order_repeats_its_bits(spec: str, activations: str, tokens: int) -> None:
     problem = small_problem(spec, activations, "fast")
-    layer = make_layer(problem, "hopper")
+    skip_unsupported(problem)
+    layer = make_layer(problem, OURS)
     x, routed = torch.randn(tokens, 1024, device="cuda").bfloat16(), routing(problem, tokens, 3)
     want, same = layer(x, routed), torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(100):
@@ -136,7 +135,8 @@ def test_fast_order_repeats_its_bits(spec: str, activations: str, tokens: int) -
 def test_batch_invariant_rows_do_not_depend_on_the_batch(spec: str, activations: str) -> None:
     """Every batch size up to 256, some up to 4096, single rows, and permuted rows."""
     problem = small_problem(spec, activations, BATCH_INVARIANT)
-    layer = make_layer(problem, "hopper")
+    skip_unsupported(problem)
+    layer = make_layer(problem, OURS)
     x, routed = torch.randn(4096, 1024, device="cuda").bfloat16(), routing(problem, 4096, 5)
     whole, same = layer(x, routed), torch.ones((), dtype=torch.bool, device="cuda")
     for rows in batches(4096):

@@ -7,11 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import GPU, call, check_error, packed, poison_scratch
+from calls import (
+    GPU,
+    OURS,
+    call,
+    check_error,
+    gpu_backend,
+    packed,
+    plan_of,
+    poison_scratch,
+    skip_unless_ours,
+    skip_unsupported,
+)
 from torch import Tensor
 
 from lancebill.backends.gpu import workspace
-from lancebill.backends.gpu.plan import GpuPlan, scratch
+from lancebill.backends.gpu.plan import scratch
 from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
@@ -19,9 +30,7 @@ from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem, routing
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
-pytest.importorskip("triton")
+skip_unless_ours()
 
 FORMS = [
     ("mxfp4", "bf16", {}),
@@ -64,8 +73,9 @@ def plans() -> Iterator[tuple[Problem, int]]:
 
 def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, valid: Tensor) -> None:
     """Compare the rows of the mask `valid` with the reference; runs must agree, other rows stay untouched."""
-    ours, reference = registry()["hopper"], registry()["reference"]
-    weights = packed(problem, "hopper")
+    skip_unsupported(problem)
+    ours, reference = gpu_backend(), registry()["reference"]
+    weights = packed(problem, OURS)
     call(ours, problem, x, dispatch, weights, columns)
     poison_scratch()
     got = call(ours, problem, x, dispatch, weights, columns)
@@ -119,12 +129,12 @@ def test_single_linear(spec: str, activations: str, options: dict[str, object], 
 def test_rows_are_quantised_as_by_division(exponent: int) -> None:
     """Code for code, although the kernel multiplies by a corrected reciprocal of the row's scale."""
     problem, tokens = linear("mxfp4", "fp8", {}), 3000
-    backend, device = registry()["hopper"], torch.device("cuda", 0)
-    plan = backend.plan(problem, tokens, GPU)
-    assert isinstance(plan, GpuPlan) and not plan.decode
+    skip_unsupported(problem)
+    backend, device, plan = gpu_backend(), torch.device("cuda", 0), plan_of(problem, tokens)
+    assert not plan.decode
     x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
     edges = Contiguous(torch.tensor([0, tokens], device="cuda"))
-    call(backend, problem, x.cuda(), edges, packed(problem, "hopper"), problem.w13.n)
+    call(backend, problem, x.cuda(), edges, packed(problem, OURS), problem.w13.n)
     stream = torch.cuda.current_stream().cuda_stream
     held = workspace.WORKSPACES.of_stream(device, stream, plan.workspace_bytes)
     found = workspace.views(held.memory, scratch(plan))
@@ -149,8 +159,8 @@ def test_input_scales_of_experts(options: dict[str, object], activations: str, t
 @pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
 def test_other_dtypes_are_converted(form: str) -> None:
     """Parallel layers pass fp32 tensors; rows without an expert keep their bits."""
-    problem, backend = make_problem("mxfp4", "bf16", {}, dispatch=form), registry()["hopper"]
-    weights = packed(problem, "hopper")
+    problem, backend = make_problem("mxfp4", "bf16", {}, dispatch=form), gpu_backend()
+    weights = packed(problem, OURS)
     x = torch.randn(12, 40, 512, device="cuda").bfloat16()
     counts = torch.arange(12, dtype=torch.int32, device="cuda") * 3
     dispatch: Dispatch = Batched(counts)
@@ -167,7 +177,7 @@ def test_other_dtypes_are_converted(form: str) -> None:
 def test_tile_lists_need_no_host_synchronisation() -> None:
     """A captured graph replayed with other counts gives correct results: tile lists are made on the device."""
     problem = make_problem("mxfp4", "bf16", {}, dispatch=BATCHED)
-    backend, weights = registry()["hopper"], packed(problem, "hopper")
+    backend, weights = gpu_backend(), packed(problem, OURS)
     x = torch.randn(12, 40, 512, device="cuda").bfloat16()
     counts, out = torch.full((12,), 40, dtype=torch.int32, device="cuda"), torch.empty_like(x)
     plan = backend.plan(problem, 480, GPU)

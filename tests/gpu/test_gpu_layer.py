@@ -1,4 +1,4 @@
-"""The Hopper backend against the reference by the worst row, for all forms, sizes, routings and activations."""
+"""A GPU backend against the reference by the worst row, for all forms, sizes, routings and activations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import check_error
+from calls import OURS, check_error, skip_unless_ours, skip_unsupported
 from torch import Tensor
 
 from lancebill.moe.activation import Activation
@@ -17,9 +17,7 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.testing.layers import layer_problem, make_layer, routing, worst_row
 
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an sm_90 GPU", allow_module_level=True)
-pytest.importorskip("triton")
+skip_unless_ours()
 
 SPECS = [
     *((s, a) for a in ("bf16", "fp16") for s in (
@@ -90,7 +88,8 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **s
     The reference computes at least 64 rows, since the worst of three rows says little.
     """
     problem = make_problem(spec, activations, **sizes)
-    ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
+    skip_unsupported(problem)
+    ours, reference = make_layer(problem, OURS), make_layer(problem, "reference")
     count = max(tokens, 64)
     generator = torch.Generator("cuda").manual_seed(tokens)
     x = torch.randn(count, problem.hidden, generator=generator, device="cuda").to(problem.input.storage)
@@ -175,7 +174,7 @@ def test_weight_on_input() -> None:
 
 def test_graph_capture_and_streams() -> None:
     problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=2)
-    layer = make_layer(problem, "hopper")
+    layer = make_layer(problem, OURS)
     x = torch.randn(40, 512, device="cuda").bfloat16()
     routed, out = routing(problem, 40, 1), torch.empty(40, 512, device="cuda", dtype=torch.bfloat16)
     want = layer(x, routed)
@@ -197,7 +196,8 @@ def test_graph_capture_and_streams() -> None:
 def test_ids_without_an_expert_contribute_nothing(tokens: int, activations: str) -> None:
     """-1, other negative numbers, the number of experts (a common padding id) and larger ids are all ignored."""
     problem = layer_problem("mxfp4", activations, hidden=512, intermediate=256, experts=8, top_k=2)
-    layer = make_layer(problem, "hopper")
+    skip_unsupported(problem)
+    layer = make_layer(problem, OURS)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     routed = routing(problem, tokens, 7, kind="holes")
     invalid = torch.tensor([8, -9, 255, 256, 1 << 20], device="cuda").repeat(tokens)[: routed.ids.numel()]
@@ -212,7 +212,8 @@ def test_a_rank_of_expert_parallelism(tokens: int, activations: str) -> None:
     """No, some or all slots have local experts, which are fewer or more than the plan expects."""
     sizes = {"hidden": 1024, "intermediate": 768, "experts": 8, "top_k": 6}
     problem = replace(layer_problem("mxfp4", activations, **sizes), global_experts=64)
-    ours, reference = make_layer(problem, "hopper"), make_layer(problem, "reference")
+    skip_unsupported(problem)
+    ours, reference = make_layer(problem, OURS), make_layer(problem, "reference")
     generator = torch.Generator("cuda").manual_seed(tokens)
     places = torch.full((64,), -1, dtype=torch.int32, device="cuda")
     places[::8] = torch.arange(8, dtype=torch.int32, device="cuda")
@@ -234,7 +235,7 @@ def test_a_rank_of_expert_parallelism(tokens: int, activations: str) -> None:
 def test_strided_views(tokens: int) -> None:
     """Inputs are strided or offset rows of a larger batch, and outputs strided rows of a larger tensor."""
     problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=6)
-    layer = make_layer(problem, "hopper")
+    layer = make_layer(problem, OURS)
     x, routed = torch.randn(2 * tokens + 1, 512, device="cuda").bfloat16(), routing(problem, 2 * tokens + 1, 1)
     for rows in (slice(1, tokens + 1), slice(1, None, 2)):
         ids, weights = routed.ids[rows], routed.weights[rows]

@@ -1,0 +1,73 @@
+"""Plans of the Ampere backend: tiles and decode chunks for a problem, a number of tokens and a card. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lancebill.backends.ampere import tiles
+from lancebill.backends.ampere.tuning import policy as tune
+from lancebill.backends.gpu.cards import Card, nearest_card
+from lancebill.backends.gpu.chunks import cut
+from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.roofline import Efficiency, estimate_us
+from lancebill.backends.gpu.target import compile_target
+from lancebill.backends.gpu.tiles import Rule, bucket, reachable
+from lancebill.backends.gpu.workspace import pieces
+from lancebill.moe.problem import Device, Problem
+
+_REACHED = Efficiency(memory=0.8, tensor=0.55, call_us=12)
+
+
+def make_plan(
+    problem: Problem, tokens: int, device: Device, tried: Rule | None = None, decode: bool | None = None
+) -> GpuPlan:
+    """The plan for a batch on a device. `tried` and `decode` override the tuning data."""
+    tokens, layout, card = bucket(max(tokens, 1)), FragmentLayout(problem), nearest_card(device)
+    gemms = [gemm_plan(layout, name) for name in problem.matrices]
+    fp8 = any(gemm.fp8 for gemm in gemms)
+    plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch, fp8=fp8), graphed=tune.graphed(tokens))
+    slots = plan.expected_slots
+    rule = reachable(tried or tune.rule(slots / problem.experts), tokens)  # an expert has at most one row of a token
+    if decode is None:
+        decode = not fp8 and tune.decodes(plan.slots) and may_decode(plan, layout)
+    if decode:
+        gemms = [_decoding(plan, gemm, card, device.processors or card.processors) for gemm in gemms]
+    else:
+        gemms = [_grouped(problem, gemm, name, rule, card) for gemm, name in zip(gemms, problem.matrices)]
+    plan = replace(
+        plan,
+        estimate_us=estimate_us(layout, slots, card, _REACHED, rate=2.0 if fp8 else 1.0),
+        notes=(
+            "one tile per slot" if decode else f"token tiles {rule.tiles}",
+            *dict.fromkeys(gemm.form.name for gemm in gemms),
+            *_pipelines(gemms),
+            f"estimated for {card.name}",
+        ),
+        rule=rule,
+        w13=gemms[0],
+        w2=gemms[1] if problem.w2 is not None else None,
+        decode=decode,
+    )
+    return replace(plan, workspace_bytes=pieces(scratch(plan))[1])
+
+
+def _grouped(problem: Problem, gemm: GemmPlan, name: str, rule: Rule, card: Card) -> GemmPlan:
+    """The GEMM with the tile sizes of each launch."""
+    gated = problem.is_gated(name)
+    made = tuple(tiles.tile(gemm.form, sizes, gated, gemm.slices, card.shared) for sizes in rule.launches)
+    return replace(gemm, tiles=made, promote=gemm.form.promoted)
+
+
+def _decoding(plan: GpuPlan, gemm: GemmPlan, card: Card, processors: int) -> GemmPlan:
+    """The GEMM with one tile per slot."""
+    slots, tile = plan.expected_slots, tiles.decode_tile(gemm.form, gemm.slices, card.shared)
+    stages, resident = -(-gemm.slices // tile.slices), tile.blocks * processors
+    chunks = cut(slots * gemm.units, stages, resident, known=slots == plan.slots)
+    return replace(gemm, each=chunks.stages, shares=chunks.shares, pieces=chunks.pieces, tiles=(tile,))
+
+
+def _pipelines(gemms: list[GemmPlan]) -> tuple[str, ...]:
+    """Stages of the largest tile's pipeline and blocks per processor, for each GEMM."""
+    largest = [max(gemm.tiles, key=lambda tile: tile.sizes) for gemm in gemms]
+    return tuple(dict.fromkeys(f"{t.stages} stages of {t.slices} slices, {t.blocks} blocks per SM" for t in largest))

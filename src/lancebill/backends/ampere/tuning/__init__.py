@@ -1,0 +1,1 @@
+"""Tuning data of the Ampere backend, and how plans use it."""

@@ -1,0 +1,30 @@
+"""All kernels that a wheel contains compiled, by the name of the GPUs they are compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lancebill.backends.ampere import shipped as ampere
+from lancebill.backends.gpu.target import compile_target
+from lancebill.backends.hopper import shipped as hopper
+from lancebill.jit.compile import KernelSource
+
+TARGETS = tuple(f"sm_{arch}" for arch in sorted((hopper.ARCH, *ampere.TARGETS)))
+
+
+def shipped_for(target: str) -> list[KernelSource]:
+    """The kernels of one of `TARGETS`."""
+    arch = int(target.removeprefix("sm_"))
+    return list(hopper.shipped() if arch == hopper.ARCH else ampere.shipped(arch))
+
+
+def targets_of(arch: int) -> tuple[str, ...]:
+    """The targets whose kernels a GPU of this compute capability launches."""
+    used = dict.fromkeys((compile_target(arch), *((compile_target(arch, fp8=True),) if arch >= 89 else ())))
+    return tuple(name for name in (f"sm_{number}" for number in used) if name in TARGETS)
+
+
+def all_shipped() -> Iterator[KernelSource]:
+    """The kernels of all targets."""
+    for target in TARGETS:
+        yield from shipped_for(target)

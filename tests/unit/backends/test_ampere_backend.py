@@ -1,0 +1,131 @@
+"""The Ampere backend without a GPU: what it supports on which device, its configurations, and a sample of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lancebill.backends import oracle
+from lancebill.backends.ampere.plan import make_plan
+from lancebill.backends.ampere.steps import steps
+from lancebill.backends.gpu.cards import ARCHS, CARDS, nearest_card
+from lancebill.backends.gpu.kernels import triton_version
+from lancebill.backends.gpu.shipped import TOKENS, problems
+from lancebill.backends.gpu.target import compile_target
+from lancebill.backends.registry import registry
+from lancebill.backends.shipped import TARGETS, shipped_for, targets_of
+from lancebill.jit.build import get_binary
+from lancebill.jit.cache import Cache
+from lancebill.jit.compile import KernelSource
+from lancebill.moe.model_shapes import NAMED
+from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
+from lancebill.numbers.spec_names import parse_activation, parse_spec
+
+RESERVED, REGISTERS = 1024, 65536  # shared memory of a block that the driver takes; registers of an SM
+needs_triton = pytest.mark.skipif(triton_version.triton_version() is None, reason="needs Triton")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Triton were installed: plans need none."""
+    monkeypatch.setattr(triton_version, "problem", lambda: None)
+
+
+def qwen(weights: str, activations: str = "bf16") -> Problem:
+    return NAMED["qwen3-30b-a3b"].problem(parse_spec(weights), parse_activation(activations))
+
+
+def codes(problem: Problem, arch: int) -> set[str]:
+    return {reason.code for reason in registry()["ampere"].check(problem, Device("cuda", arch))}
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "int4-g128", "nvfp4", "fp8-block", "int8"])
+def test_every_gpu_from_ampere_on_has_a_fast_backend(weights: str) -> None:
+    """Hopper keeps its own; elsewhere `ampere` is chosen, with an estimate that follows the card."""
+    estimates = {}
+    for arch in ARCHS:
+        chosen = oracle.select(qwen(weights), Device("cuda", arch)).chosen
+        assert chosen is not None and chosen.plan is not None
+        assert chosen.backend.name == ("hopper" if arch == 90 else "ampere")
+        estimates[arch] = chosen.plan.estimate_us
+    assert estimates[90] < estimates[80] < estimates[120] < estimates[89] < estimates[86] < estimates[87]
+
+
+def test_reasons_of_devices_and_inputs() -> None:
+    assert codes(qwen("mxfp4"), 75) == codes(qwen("mxfp4"), 100) == {"device"}
+    assert {reason.code for reason in registry()["ampere"].check(qwen("mxfp4"), Device("cpu"))} == {"device"}
+    assert codes(qwen("mxfp4", "fp8"), 86) == {"activations"}
+    assert not codes(qwen("mxfp4", "fp8"), 89) and not codes(qwen("mxfp4", "fp8"), 120)
+    assert "spec" in codes(qwen("int5"), 80)
+
+
+def test_the_nearest_card_is_of_the_device_s_architecture() -> None:
+    assert nearest_card(Device("cuda", 86)).name == "A10" and nearest_card(Device("cuda", 86, 0, 82)).name == "RTX 3090"
+    assert nearest_card(Device("cuda", 80, 0, 132)).name == "A100"  # an H200 that counts as sm_80
+    assert nearest_card(Device("cuda", 88)).arch in (87, 89)
+    assert {card.arch for card in CARDS} == set(ARCHS)
+
+
+def test_estimates_grow_with_tokens() -> None:
+    for arch in ARCHS:
+        times = [make_plan(qwen("mxfp4"), tokens, Device("cuda", arch)).estimate_us for tokens in TOKENS]
+        assert times == sorted(times) and times[-1] > 3 * times[0]
+
+
+def test_configurations_fit_the_card_s_shared_memory() -> None:
+    """Of every shipped problem and batch: all resident blocks with all stages, and their registers."""
+    for arch in ARCHS:
+        room = nearest_card(Device("cuda", arch)).shared
+        for problem in problems():
+            if codes(problem, arch):
+                continue
+            for tokens in TOKENS:
+                plan = make_plan(problem, tokens, Device("cuda", arch))
+                for gemm in (plan.w13, plan.w2):
+                    assert gemm is not None
+                    for tile in gemm.tiles:
+                        rows = 0 if plan.decode else max(tile.sizes)
+                        stage = tile.slices * (rows + gemm.form.slice_rows) * 128
+                        assert tile.blocks * (tile.stages * stage + RESERVED) <= room
+                        assert tile.registers * 128 * tile.blocks <= REGISTERS
+
+
+@pytest.mark.parametrize("dispatch", [INDEXED, CONTIGUOUS, BATCHED])
+def test_launches_pass_every_argument_to_kernels_of_one_target(dispatch: str) -> None:
+    for weights, activations, arch in (("mxfp4", "bf16", 86), ("int4-g128", "fp16", 80), ("mxfp4", "fp8", 89)):
+        problem = replace(qwen(weights, activations), dispatch=dispatch)
+        problem = replace(problem, input=problem.activations.spec.dtype) if activations == "fp16" else problem
+        for tokens in (1, 64, 4096):
+            plan = make_plan(problem, tokens, Device("cuda", arch))
+            for step in steps(plan):
+                assert list(step.values) and set(step.values) == {name for name, _ in step.source.arguments}
+                assert step.source.arch == compile_target(arch, fp8=activations == "fp8")
+            assert plan.rule is not None and not plan.rule.overlap
+
+
+def test_few_targets_serve_all_gpus() -> None:
+    assert [compile_target(arch) for arch in ARCHS] == [80, 80, 80, 80, 90, 120, 121]
+    assert targets_of(86) == ("sm_80",) and targets_of(89) == ("sm_80", "sm_89") and targets_of(121) == ()
+    runs = [
+        [KernelSource("m", "k", (), (), arch=arch).runs_on(gpu) for gpu in (80, 86, 89, 90, 120)] for arch in (80, 89)
+    ]
+    assert runs == [[True, True, True, False, False], [False, False, True, False, False]]
+    assert KernelSource("m", "k", (), ()).runs_on(90) and not KernelSource("m", "k", (), (), arch=120).runs_on(121)
+    for target in TARGETS:
+        sources = shipped_for(target)
+        assert {f"sm_{source.arch}" for source in sources} == {target} and len(set(sources)) == len(sources) > 10
+
+
+@needs_triton
+def test_a_sample_of_kernels_compiles_for_an_older_gpu() -> None:
+    """Spills are compile errors. Machine code within an RTX card's limits; PTX that a newer driver can compile."""
+    device = Device("cuda", 86)
+    launches = [*steps(make_plan(qwen("mxfp4"), 1, device)), *steps(make_plan(qwen("mxfp4"), 16, device))[-3:]]
+    for step in launches:
+        found = get_binary(step.source, Cache())
+        blocks = max(step.persistent, 1)
+        assert found.cubin[:4] == b"\x7fELF" and found.registers * found.threads * blocks <= REGISTERS
+        assert blocks * (found.shared + RESERVED) <= nearest_card(device).shared
+    text = get_binary(replace(launches[-1].source, ptx=True), Cache()).cubin
+    assert text.endswith(b"\0") and b".target sm_80" in text and b"griddepcontrol" not in text
