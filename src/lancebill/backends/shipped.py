@@ -20,8 +20,8 @@ def shipped_for(target: str) -> list[KernelSource]:
 
 def targets_of(arch: int) -> tuple[str, ...]:
     """The targets whose kernels a GPU of this compute capability launches."""
-    used = dict.fromkeys((compile_target(arch), *((compile_target(arch, fp8=True),) if arch >= 89 else ())))
-    return tuple(name for name in (f"sm_{number}" for number in used) if name in TARGETS)
+    name = f"sm_{compile_target(arch)}"
+    return (name,) if name in TARGETS else ()
 
 
 def all_shipped() -> Iterator[KernelSource]:

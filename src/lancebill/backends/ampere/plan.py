@@ -25,19 +25,18 @@ def make_plan(
     """The plan for a batch on a device. `tried` and `decode` override the tuning data."""
     tokens, layout, card = bucket(max(tokens, 1)), FragmentLayout(problem), nearest_card(device)
     gemms = [gemm_plan(layout, name) for name in problem.matrices]
-    fp8 = any(gemm.fp8 for gemm in gemms)
-    plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch, fp8=fp8), graphed=tune.graphed(tokens))
+    plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch), graphed=tune.graphed(tokens))
     slots = plan.expected_slots
     rule = reachable(tried or tune.rule(slots / problem.experts), tokens)  # an expert has at most one row of a token
     if decode is None:
-        decode = not fp8 and tune.decodes(plan.slots) and may_decode(plan, layout)
+        decode = tune.decodes(plan.slots) and may_decode(plan, layout)
     if decode:
         gemms = [_decoding(plan, gemm, card, device.processors or card.processors) for gemm in gemms]
     else:
         gemms = [_grouped(problem, gemm, name, rule, card) for gemm, name in zip(gemms, problem.matrices)]
     plan = replace(
         plan,
-        estimate_us=estimate_us(layout, slots, card, _REACHED, rate=2.0 if fp8 else 1.0),
+        estimate_us=estimate_us(layout, slots, card, _REACHED),
         notes=(
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
             *dict.fromkeys(gemm.form.name for gemm in gemms),
@@ -56,7 +55,7 @@ def _grouped(problem: Problem, gemm: GemmPlan, name: str, rule: Rule, card: Card
     """The GEMM with the tile sizes of each launch."""
     gated = problem.is_gated(name)
     made = tuple(tiles.tile(gemm.form, sizes, gated, gemm.slices, card.shared) for sizes in rule.launches)
-    return replace(gemm, tiles=made, promote=gemm.form.promoted)
+    return replace(gemm, tiles=made)
 
 
 def _decoding(plan: GpuPlan, gemm: GemmPlan, card: Card, processors: int) -> GemmPlan:

@@ -34,7 +34,7 @@ def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> WeightForm:
     spec = shape.spec
     act = (_STATIC if activations.static else _ACTIVATIONS).get(activations.spec)
     if act is None:
-        raise _no_form("activations", f"{activations} activations have no Hopper kernel", "use bf16, fp16 or fp8")
+        raise _no_form("activations", f"{activations} activations have no GPU kernel", "use bf16, fp16 or fp8")
     form = _form(spec, act)
     if shape.k % 32 or shape.n % 16:
         raise _no_form("sizes", f"the matrix is {shape.n} x {shape.k}", "K must be a multiple of 32, N of 16")
@@ -46,9 +46,9 @@ def kernel_form(shape: MatrixShape, activations: ActivationSpec) -> WeightForm:
 def _fp8_form(spec: QuantSpec, form: WeightForm) -> WeightForm:
     """The form with fp8 activations: group scales multiply the fp32 sums of 128 columns."""
     if form.code == f.INT8_CODE or form.scale == f.E4M3_G16:
-        raise _no_form("spec", f"{spec} x fp8 has no Hopper kernel yet", "use bf16 activations")
+        raise _no_form("spec", f"{spec} x fp8 has no GPU kernel yet", "use bf16 activations")
     if form.zero and form.scale == f.NO_SCALE:
-        raise _no_form("spec", f"{spec} x fp8: zero points per row have no Hopper kernel", "use zero points per group")
+        raise _no_form("spec", f"{spec} x fp8: zero points per row have no GPU kernel", "use zero points per group")
     if form.scale in (f.NO_SCALE, f.E8M0_G32):
         return form
     if form.group % 128:
@@ -60,7 +60,7 @@ def _fp8_form(spec: QuantSpec, form: WeightForm) -> WeightForm:
 
 def _form(spec: QuantSpec, act: str) -> WeightForm:
     if spec.minimum or not spec.scales:
-        raise _no_form("spec", f"{spec} has no Hopper kernel", None)
+        raise _no_form("spec", f"{spec} has no GPU kernel", None)
     inner, outer = spec.scales[0], spec.scales[1:]
     if any(level.block[1] != ALL for level in outer) or (inner.op != MUL and inner.block[1] != ALL):
         raise _no_form("spec", f"{spec}: only one level of scales may vary along K", None)
@@ -83,7 +83,7 @@ def _form(spec: QuantSpec, act: str) -> WeightForm:
         or (scale == f.F32_GROUP and (zero or group == 32))
         or (code == f.E4M3_CODE and scale != f.F32_GROUP)
     ):
-        raise _no_form("spec", f"{spec}: {inner.dtype} scales for this code have no Hopper kernel", None)
+        raise _no_form("spec", f"{spec}: {inner.dtype} scales for this code have no GPU kernel", None)
     return WeightForm(code, scale, group, act, zero)
 
 
@@ -99,7 +99,7 @@ def _code(spec: QuantSpec) -> str:
             return f.INT8_CODE
         if spec.zero is not None and spec.dtype == uint_type(4) and spec.zero == Zero(ZERO16, spec.scales[0].block):
             return f.INT4_CODE
-    raise _no_form("spec", f"{spec} has no Hopper kernel yet", "use e2m1, int4, int8 or e4m3 codes")
+    raise _no_form("spec", f"{spec} has no GPU kernel yet", "use e2m1, int4, int8 or e4m3 codes")
 
 
 def _no_form(code: str, text: str, hint: str | None) -> NoForm:

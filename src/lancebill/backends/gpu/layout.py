@@ -1,4 +1,4 @@
-"""Weights as the Hopper kernels read them: units of 128 features in fragment order.
+"""Weights as the GPU kernels read them: units of 128 features in fragment order.
 
 A unit of a gated w13 is 64 gate rows followed by the 64 up rows of the same features, so that one thread has both.
 Sizes are padded with zeros to whole units and slices; the factors of padding rows are zero too.

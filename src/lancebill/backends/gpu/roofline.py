@@ -20,18 +20,18 @@ class Efficiency:
     call_us: float
 
 
-def estimate_us(layout: FragmentLayout, slots: int, card: Card, reached: Efficiency, *, rate: float = 1.0) -> float:
+def estimate_us(layout: FragmentLayout, slots: int, card: Card, reached: Efficiency) -> float:
     """The slower of reading and multiplying, in microseconds.
 
     Read are the weights of the experts that `slots` rows activate, and rows between the GEMMs that do not fit into the
-    L2 cache. `rate`: how many times faster than bf16 the tensor cores multiply.
+    L2 cache.
     """
     problem = layout.problem
     activated = problem.experts * (1 - (1 - 1 / problem.experts) ** slots)
     weights = activated * sum(layout.bytes(shape) for shape in problem.matrices.values())
     flops = 2 * slots * sum(shape.n * shape.k for shape in problem.matrices.values())
     reading = (weights + _uncached_bytes(problem, slots, card)) / (card.memory_gbs * 1e9 * reached.memory)
-    multiplying = flops / (card.tensor_tflops * 1e12 * reached.tensor * rate)
+    multiplying = flops / (card.tensor_tflops * 1e12 * reached.tensor)
     return max(reading, multiplying) / _MICROSECOND + reached.call_us
 
 

@@ -1,4 +1,4 @@
-"""The weight forms that the Hopper kernels read, as plain values.
+"""The weight forms that the GPU kernels read, as plain values.
 
 The GEMM processes a *unit* of 128 output features by a *slice* of K at a time. A slice is 128 bytes of a token's row:
 64 columns of 16-bit activations, or 128 of fp8. A unit is two halves of 64 features, one for each accumulator, so that
@@ -6,7 +6,7 @@ one thread has the gate and up rows of the same features.
 
 A form is a code, a scale and an activation type:
 
-* the code defines how packed words become numbers in wgmma's A registers;
+* the code defines how packed words become numbers in the registers of the tensor cores' operand A;
 * the scale, one per row and group of columns, multiplies those numbers in the main loop;
 * scales that cover all of K stay out of the loop: each row has one fp32 factor, which the epilogue applies.
 """
