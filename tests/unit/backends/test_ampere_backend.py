@@ -85,7 +85,7 @@ def test_configurations_fit_the_card_s_shared_memory() -> None:
                     assert gemm is not None
                     for tile in gemm.tiles:
                         rows = 0 if plan.decode else max(tile.sizes)
-                        stage = tile.slices * (rows + gemm.form.slice_rows) * 128
+                        stage = tile.slices * (rows + tile.units * gemm.form.slice_rows) * 128
                         assert tile.blocks * (tile.stages * stage + RESERVED) <= room
                         assert tile.registers * 128 * tile.blocks <= REGISTERS
 

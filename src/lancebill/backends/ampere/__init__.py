@@ -29,7 +29,7 @@ class Ampere(GpuBackend):
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         yield from super().check(problem, device)
         if _multiplies_fp8(problem):
-            yield Reason("activations", "fp8 activations have no mma.sync kernel yet", "use bf16 or fp16")
+            yield Reason("activations", "fp8 activations are not tested with mma.sync yet", "use bf16 or fp16")
 
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
         return make_plan(problem, tokens, device)

@@ -29,7 +29,7 @@ def make_plan(
     slots = plan.expected_slots
     rule = reachable(tried or tune.rule(slots / problem.experts), tokens)  # an expert has at most one row of a token
     if decode is None:
-        decode = tune.decodes(plan.slots) and may_decode(plan, layout)
+        decode = not any(gemm.fp8 for gemm in gemms) and tune.decodes(plan.slots) and may_decode(plan, layout)
     if decode:
         gemms = [_decoding(plan, gemm, card, device.processors or card.processors) for gemm in gemms]
     else:
@@ -54,7 +54,7 @@ def make_plan(
 def _grouped(problem: Problem, gemm: GemmPlan, name: str, rule: Rule, card: Card) -> GemmPlan:
     """The GEMM with the tile sizes of each launch."""
     gated = problem.is_gated(name)
-    made = tuple(tiles.tile(gemm.form, sizes, gated, gemm.slices, card.shared) for sizes in rule.launches)
+    made = tuple(tiles.tile(gemm.form, sizes, gated, gemm.slices, card.shared, gemm.units) for sizes in rule.launches)
     return replace(gemm, tiles=made)
 
 
