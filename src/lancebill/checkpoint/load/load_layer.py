@@ -19,8 +19,9 @@ from lancebill.moe.layout import Layout, Packed
 from lancebill.numbers.codec import Loss
 
 # Bytes of a slice of experts: as packed on a CPU, one byte per code on a GPU. Temporary memory is at most a few times
-# that for each thread. Larger slices mean fewer calls and launches; on a CPU small ones stay in its caches.
-SLICE_BYTES = {"cpu": 5 << 20, "cuda": 256 << 20}
+# that for each thread. Larger slices mean fewer calls and launches: those of a slice take 2 to 3 ms on a CPU, and only
+# one thread at a time makes them.
+SLICE_BYTES = {"cpu": 20 << 20, "cuda": 256 << 20}
 WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
 MOST_GPU_THREADS = 3
 
