@@ -80,6 +80,7 @@ class Part:
             "date": time.strftime("%Y-%m-%d"),
             "machine": {"cpu": platform.machine(), "python": platform.python_version()},
             "seconds": round(self.seconds),
+            "cpu_seconds": round(time.process_time()),
             "figures": {name: vars(figure) for name, figure in figures.items()},
             "details": dict(details),
             "failed": {name: tally.examples for name, tally in tallies.items() if tally.examples},
