@@ -13,6 +13,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := src/lancebill/native src/lancebill/backends/cpu/native src/lancebill/numbers/native
 BUILT_FROM := pyproject.toml setup.py src/lancebill/native/build.py $(wildcard $(addsuffix /*.cpp,$(NATIVE)) $(addsuffix /*.h,$(NATIVE)))
 
+# LOCKED=1 installs exactly the packages of the lock file, checked against their hashes; without it, the newest ones.
+# torch and Triton are not in it: TORCH and TRITON select their builds.
+LOCKED ?=
+LOCK := requirements/dev.txt
+LOCK_WITHOUT := torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cccl \
+	nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile \
+	nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx
+
 # Versions of transformers for test-matrix.
 MATRIX ?= 5.17.0 newest
 
@@ -29,7 +37,7 @@ TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 
-.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format kernels kernels-all wheel site clean
+.PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
 
 help:
 	@echo "make help         show this list"
@@ -46,6 +54,7 @@ help:
 	@echo "make campaign     run the reliability campaign at full size (hours) and record its figures; PARTS=soak for one part"
 	@echo "make lint         run the linters"
 	@echo "make format       format the code and apply the linters' fixes"
+	@echo "make lock         write the lock file from the newest packages; needs uv. LOCKED=1 makes other targets use it"
 	@echo "make kernels      compile Hopper's kernels of the wheel into the user's cache and check them; needs no GPU"
 	@echo "make kernels-all  compile those of all kinds of GPUs, and print what each takes: registers, shared memory"
 	@echo "make wheel        build a wheel with compiled GPU kernels into dist"
@@ -163,6 +172,10 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+lock:
+	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --upgrade --generate-hashes \
+		--no-annotate --no-header $(addprefix --no-emit-package ,$(LOCK_WITHOUT)) --quiet --output-file $(LOCK)
+
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit("lancebill needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
 	@echo "== create a virtual environment in $(VENV) and install torch"
@@ -178,7 +191,8 @@ $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 $(VENV)/.installed-dev: $(VENV)/.torch $(BUILT_FROM)
 	@echo "== install lancebill and its test dependencies"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
-	@$(PIP) install --quiet --editable '.[dev]'
+	@if test -n "$(LOCKED)"; then $(PIP) install --quiet --no-deps --require-hashes -r $(LOCK); fi
+	@$(PIP) install --quiet $(if $(LOCKED),--no-deps) --editable '.[dev]'
 	@touch $@
 
 clean:

@@ -6,13 +6,17 @@ by path because lancebill cannot be imported yet.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import re
 import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -62,6 +66,41 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
+
+    def write_wheelfile(self, wheelfile_base: str, *words: str) -> None:
+        """Also write what the wheel contains and depends on, where PEP 770 puts it."""
+        super().write_wheelfile(wheelfile_base, *words)
+        folder = Path(wheelfile_base) / "sboms"
+        folder.mkdir(exist_ok=True)
+        text = json.dumps(_bill_of_materials(self.distribution, Path(self.bdist_dir)), indent=1)
+        (folder / "lancebill.cdx.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _bill_of_materials(distribution: Distribution, contents: Path) -> dict[str, Any]:
+    """CycloneDX: the binaries in the wheel with their hashes, and the packages that it requires."""
+    name, version = distribution.get_name(), distribution.get_version()
+    binaries = sorted(file for file in contents.rglob("*") if file.suffix in (".so", ".kernel"))
+    files = [
+        {
+            "type": "file",
+            "name": file.relative_to(contents).as_posix(),
+            "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(file.read_bytes()).hexdigest()}],
+        }
+        for file in binaries
+    ]
+    required = {re.split(r"[^\w.-]", line)[0]: line for line in distribution.install_requires}
+    packages = [
+        {"type": "library", "name": package, "purl": f"pkg:pypi/{package}", "description": f"requires {line}"}
+        for package, line in required.items()
+    ]
+    component = {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}"}
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": component},
+        "components": [*files, *packages],
+    }
 
 
 setup(

@@ -105,3 +105,16 @@ def test_public_names_are_defined() -> None:
     assert set(lancebill.__all__) <= set(dir(lancebill))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         lancebill.nothing  # noqa: B018
+
+
+def test_the_lock_file_has_every_development_package() -> None:
+    """Each with a version and hashes; torch and Triton are installed apart, since users select their builds."""
+    lock = (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8")
+    entries = re.findall(r"^([\w.-]+)==\S+ .*\\\n +--hash=sha256:", lock, re.MULTILINE)
+    locked = {name.lower().replace("_", "-") for name in entries}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = re.findall(r"^(?:dependencies|dev) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
+    wanted = {name.lower().replace("_", "-") for text in lists for name in re.findall(r'"([\w.-]+)', text)}
+    assert len(lists) == 2 and len(wanted) > 10
+    assert wanted - {"torch", "triton"} <= locked, "run `make lock`"
+    assert len(entries) == len(re.findall(r"^\w", lock, re.MULTILINE)) and "://" not in lock

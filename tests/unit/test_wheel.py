@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -30,15 +32,30 @@ print(len(sources), "kernels", size, "bytes")
 """
 
 
-def test_a_wheel_contains_the_shipped_kernels(tmp_path: Path) -> None:
+def _newest_wheel() -> Path:
     wheels = sorted(DIST.glob("lancebill-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         pytest.skip("no wheel in dist; `make wheel` builds one")
+    return wheels[-1]
+
+
+def test_a_wheel_contains_the_shipped_kernels(tmp_path: Path) -> None:
+    wheel = _newest_wheel()
     root, empty = tmp_path / "root", tmp_path / "cache"
-    with zipfile.ZipFile(wheels[-1]) as archive:
+    with zipfile.ZipFile(wheel) as archive:
         archive.extractall(root)
     environment = {**os.environ, "PYTHONPATH": str(root), "LANCEBILL_CACHE": str(empty), "LANCEBILL_NO_COMPILE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(root)], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_lists_its_binaries_with_their_hashes() -> None:
+    wheel = _newest_wheel()
+    with zipfile.ZipFile(wheel) as archive:
+        (sbom,) = [name for name in archive.namelist() if name.endswith(".dist-info/sboms/lancebill.cdx.json")]
+        files = [part for part in json.loads(archive.read(sbom))["components"] if part["type"] == "file"]
+        listed = {part["name"]: part["hashes"][0]["content"] for part in files}
+        binaries = [name for name in archive.namelist() if name.endswith((".so", ".kernel"))]
+        assert listed == {name: hashlib.sha256(archive.read(name)).hexdigest() for name in binaries}
