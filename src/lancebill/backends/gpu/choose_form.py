@@ -75,8 +75,10 @@ def _form(spec: QuantSpec, act: str) -> WeightForm:
     zero = spec.zero is not None
     if group == ALL:
         return WeightForm(code, f.NO_SCALE, 0, act, zero)
-    if not (group % 64 == 0 or (group == 32 and inner.block[0] == 1 and code == f.INT4_CODE)):
-        raise _no_form("group", f"groups of {group} columns", "use multiples of 64, or 32 with int4")
+    # A stage of a pipeline has whole groups, or a group has whole stages.
+    aligned = group >= 64 and group & (group - 1) == 0
+    if not (aligned or (group == 32 and inner.block[0] == 1 and code == f.INT4_CODE)):
+        raise _no_form("group", f"groups of {group} columns", "use 64, 128, 256 ..., or 32 with int4")
     scale = _GROUP_SCALES.get(inner.dtype)
     if (
         scale is None
