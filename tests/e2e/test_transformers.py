@@ -23,6 +23,7 @@ from lancebill.checkpoint.read.files import Checkpoint  # noqa: E402
 from lancebill.cli.convert import run_conversion, target_of  # noqa: E402
 from lancebill.errors import CannotEncode, CheckpointProblems, LaunchError, SpecError, UnsupportedProblem  # noqa: E402
 from lancebill.formats import registry  # noqa: E402
+from lancebill.integrations.transformers.fused_modules import FusedAttention, FusedNorm  # noqa: E402
 from lancebill.integrations.transformers.pack_in_memory import pack_experts  # noqa: E402
 from lancebill.integrations.transformers.packed_experts import PackedExperts  # noqa: E402
 from lancebill.integrations.transformers.pretrained import reload_experts  # noqa: E402
@@ -41,6 +42,8 @@ FORMATS = [
     ("nvfp4", "modelopt"),
     ("nf4", "bitsandbytes"),
 ]
+# The others have sinks, norms over all heads, or projections of another kind.
+FUSED_ATTENTION = {"qwen3_moe", "mixtral", "glm4_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,16 @@ def check_equal(ours: Any, reference: Any) -> None:
     assert torch.equal(*generated)
 
 
+def matrix_of(model: Any, name: str) -> torch.Tensor:
+    """The matrix of a linear module, wherever it is now: q, k and v may be rows of one matrix."""
+    parent, _, leaf = name.rpartition(".")
+    block = model.get_submodule(parent)
+    if not isinstance(block, FusedAttention) or leaf == "o_proj":
+        return model.get_submodule(name).weight
+    rows = [block.head_dim * heads for heads in (block.queries, block.keys, block.keys)]
+    return block.qkv.weight.split(rows)[("q_proj", "k_proj", "v_proj").index(leaf)]
+
+
 def attention_of(model: Any) -> set[str]:
     linears = {name for name, module in model.named_modules() if type(module).forward is torch.nn.Linear.forward}
     return {name for name in linears if ".self_attn." in name}
@@ -104,8 +117,10 @@ def test_families_quantised(model_of: Any, family: str, tmp_path: Path) -> None:
     assert {"lm_head", *attention_of(plain)} <= set(rest.packed) and not rest.dequantized
     with torch.no_grad():  # quantised while loading: the reference gets the same numbers
         for name in rest.packed:
-            plain.get_submodule(name).weight.copy_(ours.get_submodule(name).weight)
+            plain.get_submodule(name).weight.copy_(matrix_of(ours, name))
     check_equal(ours, plain)
+    fused = {type(module) for module in ours.modules()} & {FusedAttention, FusedNorm}
+    assert fused == ({FusedAttention, FusedNorm} if family in FUSED_ATTENTION else {FusedNorm})
 
 
 @pytest.mark.parametrize(("spec", "name"), FORMATS, ids=lambda value: value)

@@ -40,6 +40,7 @@ from lancebill.errors import (
 )
 from lancebill.integrations.transformers import gguf_models as gguf
 from lancebill.integrations.transformers.experts_interface import register
+from lancebill.integrations.transformers.fused_modules import fuse
 from lancebill.integrations.transformers.other_tensors import lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
@@ -138,6 +139,8 @@ def from_pretrained(
     _check_loaded(info, folder)
     model.lancebill_rest = pack_rest(model, options, rest)
     model = model.to(target)
+    if target.type == "cpu":
+        fuse(model, wide)
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
