@@ -104,7 +104,7 @@ def measure_load(who: str, folder: Path) -> dict[str, Any]:
     load = ours.from_pretrained if who == OURS else transformers.AutoModelForCausalLM.from_pretrained
     start = time.perf_counter()
     with Peak() as memory:
-        model = load(folder)
+        model = load(folder, dtype=config.dtype)
         seconds = time.perf_counter() - start
     with torch.no_grad():  # check that the loaded model computes
         finite = bool(model(torch.arange(8).unsqueeze(0)).logits.isfinite().all())

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.weight import stack
 
 PROBE_TOKENS = 3
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest value
+# What a module raises that is called in another way, and what we raise for projections that cannot be joined.
+UNSUITABLE = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, LancebillError)
 EAGER = "eager"  # the attention that each model defines for itself; all others are functions that we can call
 
 
@@ -47,7 +49,8 @@ class FusedAttention(nn.Module):
         self.config, self.layer_idx, self.head_dim = source.config, source.layer_idx, source.head_dim
         self.how, self.is_causal = how, True
         self.qkv, self.o_proj = qkv, source.o_proj
-        self.q_norm, self.k_norm = getattr(source, "q_norm", None), getattr(source, "k_norm", None)
+        children = dict(source.named_children())
+        self.q_norm, self.k_norm = children.get("q_norm"), children.get("k_norm")
         self.queries = source.q_proj.out_features // self.head_dim
         self.keys = source.k_proj.out_features // self.head_dim
         self.num_key_value_groups = self.queries // self.keys
@@ -117,7 +120,7 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
     rows = torch.randn(PROBE_TOKENS, weight.shape[0], dtype=dtype, generator=torch.Generator().manual_seed(0))
     try:
         want = module(rows)
-    except Exception:  # called in another way
+    except UNSUITABLE:
         return None
     return fused if _close(want, fused(rows)) else None
 
@@ -139,7 +142,7 @@ def _attention(model: Any, module: Any, dtype: torch.dtype) -> FusedAttention | 
             return None
         fused = FusedAttention(module, _joined(packed[:3], dtype), recorder.how)
         got = fused(rows, **given)[0]
-    except Exception:  # quantised differently, or an attention of another kind, which may raise anything
+    except UNSUITABLE:
         return None
     return fused if _close(want, got) else None
 

@@ -48,7 +48,7 @@ from lancebill.integrations.transformers.save_pretrained import Origin, save_pac
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import UNQUANTISED, LoadOptions
 from lancebill.layer.report import LoadReports
-from lancebill.layer.rules import ActivationRules, WeightRules, split_rest
+from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, split_rest
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
 
@@ -106,10 +106,10 @@ def from_pretrained(
 
     Other matrices that are stored quantised stay packed too. `weights` and `activations` take a spec or rules for the
     experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
-    the type of what is not quantised ("auto": the config's). `gpu_memory` ("20GiB", or bytes) limits the experts on a
-    GPU: the others stay in host memory, computed by the CPU (docs/hybrid.md). `progress` is called with the bytes of
-    experts packed so far and in all. Other keywords are passed to transformers' `from_pretrained`
-    (attn_implementation, ...).
+    the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
+    `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU: the others stay in host memory, computed by the CPU
+    (docs/hybrid.md). `progress` is called with the bytes of experts packed so far and in all. Other keywords are passed
+    to transformers' `from_pretrained` (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
@@ -117,6 +117,9 @@ def from_pretrained(
     target = parse_device(device).torch
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
+    if dtype == "auto" and target.type == "cpu" and not _computes(wide):
+        # Rounds the inputs of quantised matrices as the model would; the other operators compute in fp32.
+        activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[wide])), torch.float32
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
@@ -231,6 +234,13 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
     if chosen is None:
         raise SpecError("this dtype is not supported", expected=" or ".join(("auto", *by_name)), got=requested)
     return config, chosen
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of this dtype as such. Without, torch takes many times as long."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOptions) -> ModelExperts:
