@@ -131,15 +131,7 @@ def from_pretrained(
         other_tensors = gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), wide)
     else:
         other_tensors = lazy_tensors(checkpoint, manifest, wide)
-    model, info = packed_class(class_of(config)).from_pretrained(
-        None,
-        config=config,
-        state_dict=other_tensors,
-        dtype=wide,
-        output_loading_info=True,
-        **kwargs,
-    )
-    _check_loaded(info, folder)
+    model = _without_experts(config, folder, state_dict=other_tensors, dtype=wide, **kwargs)
     model.lancebill_rest = pack_rest(model, options, rest)
     model = model.to(target)
     if target.type == "cpu":
@@ -149,6 +141,14 @@ def from_pretrained(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = model.name_or_path = str(path)
     model.lancebill_origin = Origin.of(model, checkpoint, options)
+    return model
+
+
+def _without_experts(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
+    """The model as transformers loads it, its experts still empty."""
+    made = packed_class(class_of(config)).from_pretrained(None, config=config, output_loading_info=True, **options)
+    model, info = made
+    _check_loaded(info, folder)
     return model
 
 
