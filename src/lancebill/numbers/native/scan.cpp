@@ -20,7 +20,7 @@ bool any_with(const Word* numbers, int64_t count, Word exponent) {
 }  // namespace
 
 int32_t lancebill_contains(const uint8_t* bytes, int64_t count, const uint8_t* wanted, int32_t wanted_count) {
-  for (int i = 0; i < wanted_count; i++) {
+  for (int i = 0; count > 0 && i < wanted_count; i++) {
     if (std::memchr(bytes, wanted[i], count) != nullptr) return 1;
   }
   return 0;
