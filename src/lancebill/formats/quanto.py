@@ -24,6 +24,7 @@ from lancebill.formats.base import (
     Format,
     Module,
     Scheme,
+    checked,
     dense,
     part,
 )
@@ -33,6 +34,8 @@ from lancebill.numbers.spec import CHANNEL, QuantSpec, Scale, fp8_spec, group, i
 from lancebill.numbers.weight import LogicalWeight
 
 METHOD = "quanto"
+BITS, GROUP = (4, 2), 128
+BY_ROW = {"int8": "I8", "float8": "F8_E4M3"}
 BYTES, PACKED, SCALE, SHIFT = ".weight._data", ".weight._data._data", ".weight._scale", ".weight._shift"
 # Scales of activations, stored for every module; 1 where activations are not quantised.
 UNUSED = tuple(
@@ -84,20 +87,23 @@ def row_scheme(stored: str, scale: DType) -> Scheme:
 
 class Quanto(Format):
     name = METHOD
-    ignored = frozenset({"weights", "activations", "modules_to_not_convert"})
+    used = frozenset({"weights"})
+    ignored = frozenset({"activations", "modules_to_not_convert"})
 
     def matches(self, config: Config) -> bool:
         return config.method == METHOD
 
     def scheme(self, config: Config, module: Module) -> Scheme:
-        if not module.stored or stores_plain_floats(module, (BYTES, PACKED, SCALE)):
+        if not module.stored:
+            return _listed(config, module)
+        if stores_plain_floats(module, (BYTES, PACKED, SCALE)):
             return dense(module)
         scale = stored_as(module, (SCALE,), FLOATS)
         if not (module.has(PACKED) or module.has(SHIFT)):
             return row_scheme(stored_as(module, (BYTES,), ("I8", "F8_E4M3")), FLOAT_TYPES[scale])
         codes, levels = module.stored.get(PACKED), module.stored.get(SCALE) or module.stored.get(SHIFT)
         if codes is None or levels is None or len(codes.shape) != 2 or not levels.shape or 0 in codes.shape:
-            return grouped_scheme(4, 128, scale)  # the loader reports what is missing
+            return grouped_scheme(BITS[0], GROUP, scale)  # the loader reports what is missing
         bits = 4 if 2 * codes.shape[0] >= levels.shape[0] else 2
         size = codes.shape[1]
         if size % 8 or size > 1 << 16:
@@ -109,11 +115,26 @@ class Quanto(Format):
         return [key for key in super().unknown_keys(config) if not isinstance(config.quant[key], Mapping)]
 
     def examples(self) -> Iterator[Example]:
-        config = Config(quant={"quant_method": METHOD}, method=METHOD)
-        for bits in (4, 2):
-            yield Example(f"int{bits}", config, grouped_scheme(bits, 64, "BF16"), bias=bits == 4)
-        for stored in ("I8", "F8_E4M3"):
-            yield Example(f"rows-{stored}", config, row_scheme(stored, F32))
+        for bits in BITS:
+            yield Example(f"int{bits}", _config(f"int{bits}"), grouped_scheme(bits, 64, "BF16"), bias=bits == 4)
+        for name, stored in BY_ROW.items():
+            yield Example(name, _config(name), row_scheme(stored, F32))
+
+
+def _listed(config: Config, module: Module) -> Scheme:
+    """Without stored tensors, the map of modules decides, or the config of transformers: `qint4` or `int4`."""
+    own = config.quant.get(module.name, config.quant)
+    named = own.get("weights") if isinstance(own, Mapping) else None
+    if named in (None, "none"):
+        return dense(module)
+    legal = (*BY_ROW, *(f"int{bits}" for bits in BITS))
+    name = str(named).removeprefix("q").removesuffix("_e4m3fn")
+    checked(name, f"weights of {module.name}", str, legal, config.source)
+    return row_scheme(BY_ROW[name], F32) if name in BY_ROW else grouped_scheme(int(name[3:]), GROUP, "BF16")
+
+
+def _config(weights: str) -> Config:
+    return Config(quant={"quant_method": METHOD, "weights": weights}, method=METHOD)
 
 
 FORMAT = Quanto()
