@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from lancebill.backends.gpu.kernels.weight_form import WeightForm
+from lancebill.backends.gpu.kernels.weight_form import BF16, E2M1_CODE, E4M3, E8M0_G32, WeightForm
 from lancebill.backends.gpu.tiles import Tile
 
 _RESERVED = 1024  # shared memory per block that the driver reserves
@@ -51,9 +51,15 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, sha
         if found.blocks == _PAIRED[tokens].blocks:
             return found
     shape = _SHAPES[tokens]
-    if tokens == max(SIZES) and not simple:  # such scales take registers that three blocks do not have
+    if tokens == max(SIZES) and not _needs_few_registers(form):
         shape = shape._replace(blocks=2)
     return _Share(form, tokens, 1, shared, staging).fill(sizes, shape, slices)
+
+
+def _needs_few_registers(form: WeightForm) -> bool:
+    """Whether three blocks with the largest tile have enough registers to unpack the form: MXFP4, bytes per channel."""
+    mxfp4 = form.code == E2M1_CODE and form.scale == E8M0_G32 and form.activations == BF16
+    return mxfp4 or (form.bits == 8 and not form.scale_words and form.activations != E4M3)
 
 
 @cache
