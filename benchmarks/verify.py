@@ -31,7 +31,7 @@ from lancebill.testing.checkpoints import Geometry, generate, save
 from lancebill.testing.models import config
 
 LARGE = Geometry(experts=128, hidden=4096, intermediate=1536, top_k=8)  # the experts of Qwen3-235B
-SMALL = replace(LARGE, experts=4)
+SMALL = replace(LARGE, experts=4, top_k=2)
 FORMATS = (
     ("dense", "bf16"),
     ("fp8", "block-F32"),
