@@ -293,6 +293,21 @@ def _convert_table(file: ResultFile) -> str:
     return markdown_table(("conversion", "source read", "memory"), rows, note)
 
 
+def verify() -> str:
+    return "\n".join(_verify_table(file) for file in newest_files("verify"))
+
+
+def _verify_table(file: ResultFile) -> str:
+    headers, values = file.record["metadata"], file.record["values"]
+    rows = [(f"{row['format']}, {row['spec']}", f"{row['gigabytes_per_second']:.2f} GB/s") for row in values]
+    note = (
+        f"`lancebill verify --values`, bytes read for each second of one core, on {file.machine_title}. The headers of "
+        f"{headers['bytes'] / 1e9:.0f} GB ({headers['tensors']:,} tensors) take {headers['cpu_seconds']:.1f} s of one "
+        f"core; {links(file.name)}"
+    )
+    return markdown_table(("checkpoint", "values checked"), rows, note)
+
+
 def serve() -> str:
     return "\n".join(_serve_line(file) for file in newest_files("serve"))
 
@@ -312,7 +327,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_host, cpu_layer, generate, perplexity, questions, memory,
-        convert, serve, vllm_serving,
+        convert, verify, serve, vllm_serving,
     )
 }  # fmt: skip
 
