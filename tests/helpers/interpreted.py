@@ -287,6 +287,28 @@ def test_rows_by_ids(
     check(out, reference_result(problem, x, routed, torch.empty(x.shape)), activations)
 
 
+def test_places_over_several_chunks_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are placed by expert, then in order: over four chunks, each of which is placed in two steps."""
+    monkeypatch.setattr(rowwise, "SMALL", 8)
+    monkeypatch.setattr(planning, "_CHUNKS", {1 << 20: 256})
+    problem, tokens = make_problem("mxfp4", "bf16", {}), 400
+    plan = make_plan(problem, tokens)
+    constants = dict(steps(plan)[1].source.constants)
+    assert tokens * problem.top_k > 2 * constants["CHUNK"] and constants["CHUNK"] > constants["P"]
+    routed = routing(problem, tokens, 3, "cpu", "holes")
+    machine = Machine(plan, packed(problem, "hopper"), {"ids": routed.ids, "weights": routed.weights})
+    for step in steps(plan)[:2]:
+        machine._dispatch(step, tokens)
+    ids = routed.ids.flatten()
+    order = torch.argsort(ids, stable=True)[(ids < 0).sum() :].to(torch.int32)
+    views = {name: machine.tensors[SCRATCH][name].view(torch.int32).flatten() for name in ("slots", "places", "owners")}
+    assert torch.equal(views["slots"][: len(order)], order)
+    assert torch.equal(views["owners"][: len(order)], ids[order])
+    want = torch.full_like(ids, -1)
+    want[order] = torch.arange(len(order), dtype=torch.int32)
+    assert torch.equal(views["places"][: len(ids)], want)
+
+
 @pytest.mark.parametrize("launches", [1, 3])
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_a_smaller_batch_after_a_larger_one(activations: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
