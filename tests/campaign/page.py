@@ -26,7 +26,7 @@ with failures if there were any. "not run" means that no run is recorded yet, no
 
 `make campaign` runs every part that needs no GPU at full size and records it; `make campaign PARTS=soak` runs one. Each
 command below takes options for its size and, with `--record`, writes a record. Figures held by the test suite are
-counted by `tests/campaign/suite.py`.
+counted by `tests/campaign/suite.py`. A commit that is not in the history was rebased after the run.
 """
 
 
