@@ -16,6 +16,7 @@ _RESERVED = 1024  # shared memory per block that the driver reserves
 _OTHER = 1024  # the next tile's number, and alignment
 _MOST_STAGES, _FEWEST_STAGES = 4, 3
 _THREADS, _REGISTERS = 128, 65536  # of a block, of an SM
+_SM80_SHARED = 164 << 10  # only sm_90 has more, for which the same code needs a few more registers
 
 
 class _Shape(NamedTuple):
@@ -51,7 +52,7 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, sha
         if found.blocks == _PAIRED[tokens].blocks:
             return found
     shape = _SHAPES[tokens]
-    if tokens == max(SIZES) and not _needs_few_registers(form):
+    if tokens == max(SIZES) and not (_needs_few_registers(form) and shared <= _SM80_SHARED):
         shape = shape._replace(blocks=2)
     return _Share(form, tokens, 1, shared, staging).fill(sizes, shape, slices)
 
