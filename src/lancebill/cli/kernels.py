@@ -43,7 +43,7 @@ def list_kernels(folder: Folder = None, arch: Arch = DEFAULT, as_json: Json = Fa
     out = ui.console()
     for row in rows:
         size = "not compiled" if row["bytes"] is None else _resources(row)
-        out.print(f"{row['key'][:12]}  [dim]{size:<48}[/]  {escape(row['label'])}", soft_wrap=True)
+        out.print(f"{row['key'][:12]}  [dim]{size:<62}[/]  {escape(row['label'])}", soft_wrap=True)
     compiled = sum(row["bytes"] is not None for row in rows)
     out.print(f"{compiled} of {len(rows)} kernels are compiled; the cache is {cache.folder}", soft_wrap=True)
 
@@ -155,7 +155,7 @@ def _shipped(arch: str) -> list[KernelSource]:
 
 
 def _resources(row: dict[str, Any]) -> str:
-    return f"{row['bytes']} B, {row['registers']} registers x {row['threads']}, {row['shared']} B shared"
+    return f"{row['bytes']} B, {row['registers']} registers x {row['threads']}, {row['shared']} B shared, {row['spills']} B spilled"
 
 
 def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
@@ -170,6 +170,7 @@ def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
         "registers": None if binary is None else binary.registers,
         "threads": None if binary is None else binary.threads,
         "shared": None if binary is None else binary.shared,
+        "spills": None if binary is None else binary.spills,
     }
 
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import Any
 from lancebill.errors import CompileError
 from lancebill.jit.join_wgmma import join_wgmma
 
+log = logging.getLogger("lancebill")
 # Warnings of ptxas about serialised wgmma and ignored register limits. Such a kernel is too slow to use.
 FATAL_WARNINGS = re.compile(r"C75(?:1[0-4])|C7602")
 HOPPER = 90  # the first with wgmma and programmatic dependent launch
@@ -93,6 +95,7 @@ class Binary:
     threads: int
     registers: int
     descs: tuple[dict[str, Any], ...] = field(default=())
+    spills: int = 0  # bytes of registers
 
     def facts(self) -> dict[str, Any]:
         """Everything but the cubin, for JSON."""
@@ -166,7 +169,7 @@ def compile_kernel(source: KernelSource) -> Binary:
     if source_digest.__wrapped__(source.module) != source_digest(source.module):
         raise CompileError(f"the sources of {source.label} changed while it was compiled", hint="restart the process")
     _check_parameters(source, compiled.asm["ptx"])
-    registers = _check_report(source, report.getvalue())
+    registers, spills = _check_report(source, report.getvalue())
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise CompileError(f"{source.label} needs scratch memory, which our launcher does not provide")
@@ -177,6 +180,7 @@ def compile_kernel(source: KernelSource) -> Binary:
         32 * int(meta.num_warps),
         registers,
         tuple(_to_json_types(d) for d in (meta.tensordesc_meta or ())),
+        spills,
     )
 
 
@@ -275,8 +279,11 @@ def _check_parameters(source: KernelSource, ptx: str) -> None:
         )
 
 
-def _check_report(source: KernelSource, report: str) -> int:
-    """The number of registers; raises if registers spill or ptxas warns of serialised wgmma."""
+def _check_report(source: KernelSource, report: str) -> tuple[int, int]:
+    """Registers, and bytes of them that spill. Raises if ptxas warns of serialised wgmma, and on Hopper if any spill.
+
+    On other GPUs a kernel that spills is slower but right: an assembler that we have not seen must not stop a layer.
+    """
     used = re.search(r"Used (\d+) registers", report)
     if used is None:
         raise CompileError(f"ptxas printed no report for {source.label}", got=report[-200:])
@@ -284,6 +291,9 @@ def _check_report(source: KernelSource, report: str) -> int:
     if fatal:
         raise CompileError(f"{source.label}: ptxas warning {fatal[0]}")
     spills = re.search(r"(\d+) bytes spill stores", report)
-    if spills and int(spills[1]):
-        raise CompileError(f"{source.label} spills {spills[1]} bytes of registers")
-    return int(used[1])
+    spilled = int(spills[1]) if spills else 0
+    if spilled and source.arch == HOPPER:
+        raise CompileError(f"{source.label} spills {spilled} bytes of registers")
+    if spilled:
+        log.warning("%s spills %d bytes of registers", source.label, spilled)
+    return int(used[1]), spilled

@@ -26,7 +26,7 @@ class _Shape(NamedTuple):
     blocks: int  # per SM
 
 
-_SHAPES = {8: _Shape(4, 3), 16: _Shape(2, 4), 32: _Shape(2, 3), 64: _Shape(1, 3)}  # by tokens
+_SHAPES = {8: _Shape(4, 3), 16: _Shape(2, 4), 32: _Shape(2, 3), 64: _Shape(2, 2)}  # by tokens
 _PAIRED = {16: _Shape(2, 3), 32: _Shape(1, 3)}  # tiles of two units, which read their tokens once for both
 _DECODE = _Shape(4, 3)
 SIZES = tuple(_SHAPES)
