@@ -155,7 +155,8 @@ def _shipped(arch: str) -> list[KernelSource]:
 
 
 def _resources(row: dict[str, Any]) -> str:
-    return f"{row['bytes']} B, {row['registers']} registers x {row['threads']}, {row['shared']} B shared, {row['spills']} B spilled"
+    threads = f"{row['registers']} registers x {row['threads']}"
+    return f"{row['bytes']} B, {threads}, {row['shared']} B shared, {row['spills']} B spilled"
 
 
 def _row(source: KernelSource, cache: Any) -> dict[str, Any]:
