@@ -1,8 +1,10 @@
 """Which CPUs compute the experts in host memory.
 
-By default one thread for each physical core of one socket: a second thread of a core reads memory no faster, and memory
-of another socket is slower. The threads are pinned, and between two layers they spin a little longer than other
-calls' do, because the GPU's work in between takes about as long as waking them.
+By default one thread for each physical core of one socket but one: a second thread of a core reads memory no faster,
+and memory of another socket is slower. A core stays free for the thread that waits for the GPU, which spins: with a
+thread on every core, the one that shared its core with it held up all others, and a call took twice as long. The threads
+are pinned, and between two layers they spin a little longer than those of other calls, because the GPU's work in
+between takes about as long as waking them.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ class HostThreads:
 
     @classmethod
     def choose(cls, count: int | None = None, *, pin: bool = True) -> HostThreads:
-        """`count` threads of this machine; by default one for each physical core of a socket."""
+        """`count` threads of this machine; by default one for each physical core of a socket but one."""
         if count is not None and count < 1:
             raise SpecError("the CPU's part needs a thread", where="cpu_threads", got=count)
         cpus = physical_cores(TOPOLOGY, _allowed())
         most = min(len(cpus), allowed_by_quota(QUOTA) or len(cpus))
-        chosen = most if count is None else count
-        # Pinned threads must not share a core with one another, nor with those of a process that has no quota either.
-        return cls(chosen, cpus[:chosen] if pin and chosen <= most == len(cpus) else ())
+        chosen = max(1, most - 1) if count is None else count
+        # With a quota the CPUs are shared with other processes, which may be pinned to the same ones.
+        return cls(chosen, cpus if pin and chosen <= most == len(cpus) else ())
 
 
 def physical_cores(topology: Path, allowed: Collection[int]) -> tuple[int, ...]:

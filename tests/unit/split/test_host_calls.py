@@ -19,7 +19,7 @@ from lancebill.backends.cpu.host_call import HostShape
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.layer.routed_experts import HostExperts, RoutedExperts
 from lancebill.moe.dispatch import Indexed
-from lancebill.split import host_calls
+from lancebill.split import host_calls, host_threads
 from lancebill.split.host_threads import HostThreads, allowed_by_quota, physical_cores
 from lancebill.testing.checkpoints import save
 
@@ -145,7 +145,7 @@ def test_buffers_do_not_overlap(tmp_path: Path) -> None:
     assert call.x.shape == call.out.shape == (5, SIZE.hidden) and not any(v.data_ptr() % 64 for v in views)
 
 
-def test_threads_run_on_the_physical_cores_of_one_socket(tmp_path: Path) -> None:
+def test_threads_run_on_the_physical_cores_of_one_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for cpu in range(12):  # two sockets of three cores with two threads each
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -158,4 +158,12 @@ def test_threads_run_on_the_physical_cores_of_one_socket(tmp_path: Path) -> None
     for text, want in (("250000 100000", 2), ("max 100000", None), ("50000 100000", 1), ("", None)):
         quota.write_text(text)
         assert allowed_by_quota(quota) == want
-    assert HostThreads.choose(1).count == 1 and not HostThreads.choose(3, pin=False).cpus
+    monkeypatch.setattr(host_threads, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(host_threads, "QUOTA", tmp_path / "none")
+    monkeypatch.setattr(host_threads, "_allowed", lambda: range(12))
+    assert HostThreads.choose() == HostThreads(2, (0, 1, 2)), "a core stays free"
+    assert HostThreads.choose(3) == HostThreads(3, (0, 1, 2))
+    assert not HostThreads.choose(4).cpus and not HostThreads.choose(2, pin=False).cpus
+    monkeypatch.setattr(host_threads, "QUOTA", quota)
+    quota.write_text("200000 100000")
+    assert HostThreads.choose() == HostThreads(1), "CPUs that are shared with other processes are not pinned to"
