@@ -4,7 +4,8 @@
                                 [--shares 0,25,50,75] [--tokens 1,4,16] [--threads N] [--out FILE] [--note WORDS]
 
 `split_us` is a replayed CUDA graph of calls with different routing; `gpu_us` the same graph with the GPU's part alone;
-`cpu_us` the CPU's part alone, called from a loop without a GPU. The bar is max(cpu, gpu) / 0.9 + 20 us. `cpu_gbs` is
+`cpu_us` the CPU's part alone, called from a loop without a GPU; `idle_us` the split layer when no token needs the CPU:
+idle_us - gpu_us is what the way to the CPU and back costs. The bar is max(cpu, gpu) / 0.9 + 20 us. `cpu_gbs` is
 the rate at which the CPU reads its activated experts; `read_gbs` is the measured read rate of memory.
 """
 
@@ -69,12 +70,13 @@ class Experts:
         return LayerParts(choice, packed, expert_map=places)
 
 
-def batches(shape: Shape, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def batches(shape: Shape, tokens: int, most: int | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Rows routed uniformly to all experts, or to the first `most`."""
     g = torch.Generator("cuda").manual_seed(tokens)
     made = []
     for _ in range(CALLS):
         x = torch.randn(tokens, shape.hidden, generator=g, device="cuda").bfloat16()
-        ids = torch.rand(tokens, shape.experts, generator=g, device="cuda").topk(shape.top_k).indices.int()
+        ids = torch.rand(tokens, most or shape.experts, generator=g, device="cuda").topk(shape.top_k).indices.int()
         made.append((x, ids, torch.rand(tokens, shape.top_k, generator=g, device="cuda")))
     return made
 
@@ -131,7 +133,14 @@ def measure(layer: RoutedExperts, shape: Shape, tokens: int, threads: HostThread
         return executor.own.run(x, Indexed(ids, weights, layer.expert_map), torch.empty_like(x))
 
     gpu = replayed_us(own, given) if layer.problem.experts else 0.0
-    both = replayed_us(lambda each: layer(each[0], topk_ids=each[1], topk_weights=each[2]), given)
+
+    def whole(each: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        out: Tensor = layer(each[0], topk_ids=each[1], topk_weights=each[2])
+        return out
+
+    held = layer.problem.experts
+    idle = replayed_us(whole, batches(shape, tokens, held)) if held >= shape.top_k else None
+    both = replayed_us(whole, given)
     cpu = cpu_us(layer, given, threads)
     places = layer.host_experts.expert_map
     assert places is not None
@@ -141,6 +150,7 @@ def measure(layer: RoutedExperts, shape: Shape, tokens: int, threads: HostThread
     layer.host_experts.calls.check()
     return {
         "tokens": tokens, "split_us": round(both, 1), "cpu_us": round(cpu, 1), "gpu_us": round(gpu, 1),
+        "idle_us": None if idle is None else round(idle, 1),
         "bar_us": round(bar, 1), "within": both <= bar,
         "cpu_gbs": round(sum(active) / len(active) * each_bytes / cpu / 1e3, 1),
     }  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_failure_is_told_at_the_next_call(folder: Path) -> None:
     want = run(split, given)
     torch.cuda.synchronize()
     calls = split.host_experts.calls  # type: ignore[union-attr]
-    (_, call) = next(iter(calls.eager.values()))
+    call = next(iter(calls.eager.values()))[1].call
     threads, call.work.threads = call.work.threads, 0
     assert run(split, given).isnan().any()
     torch.cuda.synchronize()

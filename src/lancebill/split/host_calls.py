@@ -6,8 +6,12 @@ captured in a graph.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from lancebill.backends.base import Executor
@@ -20,16 +24,24 @@ from lancebill.split.host_threads import HostThreads
 MOST_ROWS = 1024  # of one host call: more are computed piece by piece, in the same buffers
 MOST_CALLS = 64  # kept for eager calls, one for each number of tokens
 _THREADS: list[HostThreads] = []  # of this process, once they are chosen
-_BUFFERS: dict[int, Tensor] = {}  # pinned memory of eager calls by queue: what it holds runs one after the other
+# Pinned memory by queue: its calls run one after the other, so all layers share it. The calls keep it alive.
+_BUFFERS: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
 
 class Queue(Protocol):
     """Steps that run one after the other, at some time."""
 
-    number: int  # no other queue has it
+    key: Hashable  # of all that runs one after the other: a stream, or a stream in a capture
     capturing: bool  # the steps are recorded, and may run many times
 
-    def copy(self, target: Tensor, source: Tensor) -> None: ...
+    def mapped(self, memory: Tensor) -> Tensor:
+        """Host memory of `allocate` as a tensor that steps can read and write where it is."""
+
+    def gather(self, target: Tensor, sources: Sequence[Tensor]) -> None:
+        """Write the bytes of the sources, one after the other, into mapped memory."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy from mapped memory."""
 
     def call(self, function: int, argument: int) -> None: ...
 
@@ -45,65 +57,89 @@ def use_host_threads(threads: HostThreads) -> None:
     _THREADS[:] = [threads]
 
 
+@dataclass(frozen=True, eq=False)
+class MappedCall:
+    """A host call and the memory of its rows, as the queue's device sees it."""
+
+    call: HostCall
+    given: Tensor
+    out: Tensor
+
+
 class HostCalls:
     """The host calls of one split layer. They must not be freed while they may still be made."""
 
     def __init__(self) -> None:
-        self.eager: dict[tuple[HostShape, int, int], tuple[list[int], HostCall]] = {}
-        self.captured: list[HostCall] = []  # a graph does not say when it ends
+        self.eager: dict[tuple[HostShape, Hashable, int], tuple[list[int], MappedCall]] = {}
+        self.captured: list[MappedCall] = []  # a graph does not say when it ends
         self._placed: HostThreads | None = None
-        self._last: Queue | None = None  # that eager calls were put into
+        self._queues: dict[Hashable, Queue] = {}  # that eager calls were put into
 
     def __del__(self) -> None:
-        if self._last is not None:
-            self._last.wait()
+        self._wait()
 
-    def queue(
-        self, queue: Queue, host: Executor, expert_map: Tensor, x: Tensor, dispatch: Indexed, sums: Tensor
-    ) -> None:
-        """Queue the CPU's part of a call: x, ids and weights are dense; `sums` [M, H] in fp32 gets the result."""
+    def queue(self, queue: Queue, host: Executor, expert_map: Tensor, x: Tensor, dispatch: Indexed) -> Tensor:
+        """Queue the CPU's part of a call; x, ids and weights are dense. Returns its sums [M, H] in fp32.
+
+        They are there when the queue has come so far, and until the next call.
+        """
         if not isinstance(host, CpuExecutor):
             raise UnsupportedProblem(
                 "beside a GPU, experts in host memory need the CPU kernels",
                 got=f"backend '{host.backend.name}'",
-                hint="python -m lancebill.backends.cpu.native",
+                hint="`lancebill env` says why they are missing",
             )
         self.check()
-        for first in range(0, x.shape[0], MOST_ROWS):
-            rows = slice(first, first + MOST_ROWS)
-            given = x[rows], dispatch.ids[rows], dispatch.weights[rows]
-            shape = HostShape(len(given[0]), x.dtype, given[1].dtype, given[2].dtype, self._threads(host).count)
-            call = self._call(queue, host, expert_map, shape)
-            for target, source in zip((call.x, call.ids, call.weights), given):
-                queue.copy(target, source)
-            queue.call(call.function, call.argument)
-            queue.copy(sums[rows], call.out)
+        given = x, dispatch.ids, dispatch.weights
+        if x.shape[0] <= MOST_ROWS:
+            return self._step(queue, host, expert_map, given).out
+        sums = torch.empty_like(x, dtype=torch.float32)
+        for pieces in zip(*(tensor.split(MOST_ROWS) for tensor in (*given, sums))):
+            queue.copy(pieces[3], self._step(queue, host, expert_map, pieces[:3]).out)
+        return sums
+
+    def _step(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, given: Sequence[Tensor]) -> MappedCall:
+        dtypes = [tensor.dtype for tensor in given]
+        shape = HostShape(given[0].shape[0], dtypes[0], dtypes[1], dtypes[2], self._threads(host).count)
+        mapped = self._call(queue, host, expert_map, shape)
+        queue.gather(mapped.given, given)
+        queue.call(mapped.call.function, mapped.call.argument)
+        return mapped
 
     def check(self) -> None:
         """Raise if a call has failed since the last check."""
-        for call in [*(call for _, call in self.eager.values()), *self.captured]:
+        for mapped in [*(made for _, made in self.eager.values()), *self.captured]:
             try:
-                call.check()
+                mapped.call.check()
             except LaunchError as error:
                 raise error.within("an earlier call of a split layer") from error
 
-    def _call(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> HostCall:
+    def _call(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> MappedCall:
         if queue.capturing:
-            call = host.host_call(shape, expert_map, queue.allocate)
-            self.captured.append(call)
-            return call
-        self._last = queue
-        addresses, held = [*host.tensors.addresses(), expert_map.data_ptr()], _BUFFERS.get(queue.number)
-        found = None if held is None else self.eager.get((shape, queue.number, held.data_ptr()))
+            self.captured.append(self._make(queue, host, expert_map, shape))
+            return self.captured[-1]
+        self._queues[queue.key] = queue
+        addresses, held = [*host.tensors.addresses(), expert_map.data_ptr()], _BUFFERS.get(queue.key)
+        found = None if held is None else self.eager.get((shape, queue.key, held.data_ptr()))
         if found is not None and found[0] == addresses:
             return found[1]
         if found is not None or len(self.eager) >= MOST_CALLS:
-            queue.wait()  # calls that are dropped here may be waiting there
+            self._wait()
             self.check()
             self.eager.clear()
+        made = self._make(queue, host, expert_map, shape)
+        self.eager[shape, queue.key, made.call.memory.data_ptr()] = addresses, made
+        return made
+
+    def _make(self, queue: Queue, host: CpuExecutor, expert_map: Tensor, shape: HostShape) -> MappedCall:
         call = host.host_call(shape, expert_map, lambda size: _shared(queue, size))
-        self.eager[shape, queue.number, call.memory.data_ptr()] = addresses, call
-        return call
+        return MappedCall(call, queue.mapped(call.given), queue.mapped(call.out))
+
+    def _wait(self) -> None:
+        """Until no eager call is waiting to be made."""
+        for queue in self._queues.values():
+            queue.wait()
+        self._queues.clear()
 
     def _threads(self, host: CpuExecutor) -> HostThreads:
         if not _THREADS:
@@ -115,8 +151,8 @@ class HostCalls:
 
 
 def _shared(queue: Queue, size: int) -> Tensor:
-    """The buffers of eager calls in this queue. Larger ones replace them if need be: calls that exist keep theirs."""
-    held = _BUFFERS.get(queue.number)
+    """The buffers of this queue. Larger ones replace them if need be: calls that exist keep theirs."""
+    held = _BUFFERS.get(queue.key)
     if held is None or held.numel() < size:
-        held = _BUFFERS[queue.number] = queue.allocate(1 << (size - 1).bit_length())
+        held = _BUFFERS[queue.key] = queue.allocate(1 << (size - 1).bit_length())
     return held

@@ -1,10 +1,9 @@
 """Which CPUs compute the experts in host memory.
 
 By default one thread for each physical core of one socket but one: a second thread of a core reads memory no faster,
-and memory of another socket is slower. A core stays free for the thread that waits for the GPU, which spins: with a
-thread on every core, the one that shared its core with it held up all others, and a call took twice as long. The threads
-are pinned, and between two layers they spin a little longer than those of other calls, because the GPU's work in
-between takes about as long as waking them.
+and memory of another socket is slower. A core stays free for the thread that waits for the GPU, which spins: a pinned
+thread that shared its core with that one would hold up all others. The threads are pinned, and between two layers they
+spin a little longer than those of other calls, because the GPU's work in between takes about as long as waking them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -29,10 +31,19 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="the CPU kernel
 class DelayedQueue:
     """Runs its steps when it is told to, as a stream does; with `capturing`, as often as it is told to."""
 
-    number = 0
-
     def __init__(self, capturing: bool = False) -> None:
+        self.key = id(self)
         self.capturing, self.steps, self.allocated = capturing, [], 0  # type: ignore[var-annotated]
+
+    def mapped(self, memory: Tensor) -> Tensor:
+        return memory
+
+    def gather(self, target: Tensor, sources: Sequence[Tensor]) -> None:
+        assert target.nbytes == sum(source.nbytes for source in sources)
+        at = 0
+        for source in sources:
+            self.copy(target[at : at + source.nbytes], source)
+            at += source.nbytes
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert source.is_contiguous() and target.nbytes == source.nbytes
@@ -57,7 +68,7 @@ class DelayedQueue:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers and threads of this test alone."""
-    monkeypatch.setattr(host_calls, "_BUFFERS", {})
+    monkeypatch.setattr(host_calls, "_BUFFERS", WeakValueDictionary())
     monkeypatch.setattr(host_calls, "_THREADS", [HostThreads(2)])
 
 
@@ -70,11 +81,14 @@ def _host_part(folder: Path, **options: Any) -> HostExperts:
 def _queue(queue: DelayedQueue, host: HostExperts, tokens: int, seed: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Where the result will be, the expected one, and what must be kept until it is there."""
     x, ids, weights = make_inputs(tokens, seed)
-    sums = torch.full(x.shape, torch.nan)
     assert host.expert_map is not None
-    host.calls.queue(queue, host.executor, host.expert_map, x, Indexed(ids, weights), sums)
+    sums, result = (
+        host.calls.queue(queue, host.executor, host.expert_map, x, Indexed(ids, weights)),
+        torch.empty(x.shape),
+    )
+    queue.copy(result.fill_(torch.nan), sums)
     want = host.executor.run(x, Indexed(ids, weights, host.expert_map), torch.empty(x.shape))
-    return sums, want, (x, ids, weights)
+    return result, want, (x, ids, weights, sums)
 
 
 def test_queued_calls_give_what_a_direct_call_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +109,13 @@ def test_queued_calls_give_what_a_direct_call_gives(tmp_path: Path, monkeypatch:
 
 def test_a_captured_call_is_replayed_with_new_rows(tmp_path: Path) -> None:
     host, queue = _host_part(tmp_path), DelayedQueue(capturing=True)
-    sums, want, (x, ids, weights) = _queue(queue, host, 3, 0)
+    sums, want, (x, ids, weights, _) = _queue(queue, host, 3, 0)
     other = DelayedQueue(capturing=True)
     _queue(other, host, 3, 1)
-    assert len(host.calls.captured) == 2, "graphs that may run at the same time share nothing"
+    first, second = (mapped.call.memory for mapped in host.calls.captured)
+    assert first.data_ptr() != second.data_ptr(), "graphs that may run at the same time share nothing"
+    _queue(other, host, 2, 2)
+    assert host.calls.captured[2].call.memory is second, "calls of one graph share their buffers"
     for seed in (0, 5):
         for held, new in zip((x, ids, weights), make_inputs(3, seed)):
             held.copy_(new)
@@ -110,7 +127,7 @@ def test_a_captured_call_is_replayed_with_new_rows(tmp_path: Path) -> None:
 def test_a_failed_call_gives_nan_and_an_error_at_the_next(tmp_path: Path) -> None:
     host, queue = _host_part(tmp_path), DelayedQueue()
     sums, _, kept = _queue(queue, host, 3, 0)
-    (_, call) = next(iter(host.calls.eager.values()))
+    call = next(iter(host.calls.eager.values()))[1].call
     call.work.threads = 0
     queue.wait()
     assert sums.isnan().all() and call.call.count == 1 and kept
@@ -140,9 +157,11 @@ def test_buffers_do_not_overlap(tmp_path: Path) -> None:
     assert isinstance(host.executor, CpuExecutor) and host.expert_map is not None
     shape = HostShape(5, torch.bfloat16, torch.int64, torch.float32, 2)
     call = host.executor.host_call(shape, host.expert_map, lambda size: torch.zeros(size, dtype=torch.uint8))
-    views = sorted((call.x, call.ids, call.weights, call.out), key=lambda view: view.data_ptr())
+    views = [call.x, call.ids, call.weights, call.out]
+    assert call.given.data_ptr() == call.x.data_ptr() and call.given.nbytes == sum(v.nbytes for v in views[:3])
     assert all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in pairwise(views))
-    assert call.x.shape == call.out.shape == (5, SIZE.hidden) and not any(v.data_ptr() % 64 for v in views)
+    assert call.x.shape == call.out.shape == (5, SIZE.hidden)
+    assert not call.x.data_ptr() % 64 and not call.out.data_ptr() % 64
 
 
 def test_threads_run_on_the_physical_cores_of_one_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from lancebill.backends.cpu.native import Library, abi
 from lancebill.backends.cpu.plan import CpuPlan
 
 _ALIGN = 256
+_GIVEN = 3  # pieces that the caller writes: x, ids, weights
 Allocate = Callable[[int], Tensor]  # bytes to a uint8 tensor of at least as many
 
 
@@ -35,7 +36,7 @@ class HostShape:
 
 
 class HostCall:
-    """The rows of one call: write `x`, `ids` and `weights`, let CUDA make the call, read `out` (fp32)."""
+    """The rows of one call: write `x`, `ids` and `weights` (together: `given`), let CUDA make the call, read `out`."""
 
     def __init__(
         self,
@@ -58,13 +59,16 @@ class HostCall:
         pieces: list[tuple[tuple[int, ...], torch.dtype]]
         pieces = [(rows, shape.x), (routed, shape.ids), (routed, shape.weights), (rows, torch.float32)]
         pieces.append(((self._scratch_bytes(work),), torch.uint8))
-        sizes = [_round_up(math.prod(size) * dtype.itemsize) for size, dtype in pieces]
-        self.memory = allocate(sum(sizes) + _ALIGN)
-        start = -self.memory.data_ptr() % _ALIGN
+        sizes = [math.prod(size) * dtype.itemsize for size, dtype in pieces]
+        self.memory = allocate(sum(sizes) + 3 * _ALIGN)
+        first = start = -self.memory.data_ptr() % _ALIGN
         views = []
-        for (size, dtype), used in zip(pieces, sizes):
-            views.append(self.memory[start : start + math.prod(size) * dtype.itemsize].view(dtype).view(size))
+        for i, ((size, dtype), used) in enumerate(zip(pieces, sizes)):
+            # What is given is one piece of memory; the result and the scratch memory have cache lines of their own.
+            start = start if i < _GIVEN else _round_up(start - first) + first
+            views.append(self.memory[start : start + used].view(dtype).view(size))
             start += used
+        self.given = self.memory[first : first + sum(sizes[:_GIVEN])]  # x, ids and weights, one after the other
         self.x, self.ids, self.weights, self.out, scratch = views
         work.x, work.out, work.scratch = self.x.data_ptr(), self.out.data_ptr(), scratch.data_ptr()
         work.ids, work.weights = self.ids.data_ptr(), self.weights.data_ptr()
