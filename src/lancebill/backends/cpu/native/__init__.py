@@ -79,7 +79,7 @@ class Library:
         raise LaunchError(f"CPU kernel call failed: {text.decode()}")
 
     def place_threads(self, cpus: Sequence[int], spin_us: int) -> None:
-        """Run worker threads on these CPUs (none: anywhere); without a task they spin this long before they sleep."""
+        """Run worker threads on any of these CPUs (none: of all); without a task they spin this long, then sleep."""
         self.calls.lancebill_place_threads((c_int32 * len(cpus))(*cpus), len(cpus), spin_us)
 
     @property

@@ -231,8 +231,8 @@ uint32_t lancebill_levels(void);                   /* bit i: level i is built an
 const char *lancebill_level_name(int32_t level);   /* such as "avx512"; NULL for an unknown level */
 const char *lancebill_status_text(int32_t status); /* one sentence */
 
-/* From now on worker i of every team runs on cpus[i % count] (count 0: anywhere), and threads without a task spin this
- * many microseconds before they sleep (negative: the default). A caller stays where it is. */
+/* From now on workers run on any of these CPUs (count 0: of all), and threads without a task spin this many microseconds
+ * before they sleep (negative: the default). A caller stays where it is. */
 void lancebill_place_threads(const int32_t *cpus, int32_t count, int32_t spin_us);
 
 /* Scratch bytes of this call; negative: minus the status that lancebill_run would return. */

@@ -33,7 +33,7 @@ constexpr int32_t kSpinMicroseconds = 50;
 // Where threads run and how long they spin. Replaced as a whole, and never freed: threads read it at any time.
 struct Setting {
   int32_t spin_us = kSpinMicroseconds;
-  std::vector<int32_t> cpus;  // worker i runs on cpus[i % size]; empty: anywhere
+  std::vector<int32_t> cpus;  // workers run on any of these; empty: on any of the machine
 };
 
 std::atomic<const Setting*> setting{new Setting};
@@ -77,15 +77,15 @@ bool spin(const Condition& is_over) {
   }
 }
 
-void move_thread(const Setting& to, int thread) {
+void move_thread(const Setting& to) {
 #ifdef __linux__
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  if (!to.cpus.empty()) CPU_SET(to.cpus[thread % to.cpus.size()], &allowed);
+  for (const int32_t cpu : to.cpus) CPU_SET(cpu, &allowed);
   for (int cpu = 0; to.cpus.empty() && cpu < CPU_SETSIZE; cpu++) CPU_SET(cpu, &allowed);
   pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);  // it runs elsewhere if the system refuses
 #else
-  (void)to, (void)thread;
+  (void)to;
 #endif
 }
 
@@ -132,7 +132,7 @@ class Team {
     const Setting* followed = nullptr;
     for (uint32_t round = 0;;) {
       const Setting* now = setting.load();
-      if (now != followed && (followed != nullptr || !now->cpus.empty())) move_thread(*now, thread);
+      if (now != followed && (followed != nullptr || !now->cpus.empty())) move_thread(*now);
       followed = now;
       const auto is_new = [&] { return round_.load(std::memory_order_acquire) != round; };
       while (!spin(is_new)) {
