@@ -71,7 +71,9 @@ def _row(target: Target, runs: dict[str, dict[str, Any]]) -> str:
     for machine, record in sorted(runs.items()):
         figure = record["figures"][target.name]
         failed = f" **({figure['failures']} failed)**" if figure["failures"] else ""
-        reached.append(f"{machine}: {figure['reached']}{failed}")
+        last = record.get("details", {}).get("last format")
+        stopped = f" (stopped after {last}, formats in alphabetical order)" if last else ""
+        reached.append(f"{machine}: {figure['reached']}{stopped}{failed}")
         when.append(f"{record['date']}, {record['commit'][:7]}")
     missing = "not run (needs a GPU)" if target.gpu else "not run"
     command = f"`{target.command}`" if target.script else ""
