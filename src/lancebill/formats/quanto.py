@@ -102,10 +102,10 @@ class Quanto(Format):
         if not (module.has(PACKED) or module.has(SHIFT)):
             return row_scheme(stored_as(module, (BYTES,), ("I8", "F8_E4M3")), FLOAT_TYPES[scale])
         codes, levels = module.stored.get(PACKED), module.stored.get(SCALE) or module.stored.get(SHIFT)
-        if codes is None or levels is None or len(codes.shape) != 2 or not levels.shape or 0 in codes.shape:
+        if codes is None or levels is None or min(len(codes.shape), len(levels.shape)) < 2 or 0 in codes.shape:
             return grouped_scheme(BITS[0], GROUP, scale)  # the loader reports what is missing
-        bits = 4 if 2 * codes.shape[0] >= levels.shape[0] else 2
-        size = codes.shape[1]
+        bits = 4 if 2 * codes.shape[-2] >= levels.shape[-2] else 2
+        size = codes.shape[-1]
         if size % 8 or size > 1 << 16:
             raise UnsupportedFormat("the size of a group", where=module.name, expected="a multiple of 8", got=size)
         return grouped_scheme(bits, size, scale)
