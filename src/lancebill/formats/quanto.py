@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lancebill.errors import BadValue, UnsupportedFormat
+from lancebill.errors import BadValue
 from lancebill.formats._floats import FloatScheme, scale_part, stored_as, stores_plain_floats
 from lancebill.formats._integers import PlainInts
 from lancebill.formats.base import (
@@ -106,8 +106,8 @@ class Quanto(Format):
             return grouped_scheme(BITS[0], GROUP, scale)  # the loader reports what is missing
         bits = 4 if 2 * codes.shape[-2] >= levels.shape[-2] else 2
         size = codes.shape[-1]
-        if size % 8 or size > 1 << 16:
-            raise UnsupportedFormat("the size of a group", where=module.name, expected="a multiple of 8", got=size)
+        if size % 8:
+            return grouped_scheme(bits, GROUP, scale)
         return grouped_scheme(bits, size, scale)
 
     def unknown_keys(self, config: Config) -> list[str]:

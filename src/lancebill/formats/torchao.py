@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lancebill.errors import UnsupportedFormat
 from lancebill.formats._floats import FloatScheme, scale_part, skip_list, stored_as, stores_plain_floats, to_level
 from lancebill.formats._integers import PlainInts
 from lancebill.formats._patterns import compile_pattern
@@ -34,7 +35,6 @@ from lancebill.formats.base import (
     part,
     require,
 )
-from lancebill.formats.stored import Stored
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
 from lancebill.numbers.dtypes import F32, DType, biased_type
 from lancebill.numbers.spec import (
@@ -58,6 +58,7 @@ CODES, SCALE, ZERO, PRE_SCALE = (
 TABLES = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_config"}  # one config per module
 BY_NAME = ("fqn_to_config", "module_fqn_to_config")
 DEFAULT = "_default"
+WHOLE: dict[str, Block] = {"PerTensor": TENSOR, "PerRow": CHANNEL, "PerAxis": CHANNEL}
 INT8_ROWS = ActivationSpec(int_spec(8, CHANNEL, scale=F32))
 
 
@@ -161,7 +162,7 @@ class TorchAo(Format):
         kind = KINDS[name].stored
         if kind == INT4:
             return int4_scheme(_group_size(arguments, name, config.source), scale)
-        block = _block(module, arguments)
+        block = _block(module, arguments, config.source)
         if kind == FP8:
             e4m3 = "float8_e4m3fn"
             checked(_plain(arguments.get("weight_dtype", e4m3)), f"{name}.weight_dtype", str, (e4m3,), config.source)
@@ -188,12 +189,15 @@ class TorchAo(Format):
     def examples(self) -> Iterator[Example]:
         row = {"granularity": _entry("PerRow", dim=-1)}
         yield _example("fp8-rows", "Float8WeightOnlyConfig", row, fp8_scheme(CHANNEL, F32))
-        yield _example("fp8-tensor", "Float8DynamicActivationFloat8WeightConfig", {}, fp8_scheme(TENSOR, F32))
-        yield _example("fp8-blocks", "Float8WeightOnlyConfig", {}, fp8_scheme((128, 128), F32), n=256)
+        both = {"granularity": [_entry("PerTensor"), _entry("PerTensor")]}
+        yield _example("fp8-tensor", "Float8DynamicActivationFloat8WeightConfig", both, fp8_scheme(TENSOR, F32))
+        blocks = {"granularity": _entry("PerBlock", block_size=[128, 128])}
+        yield _example("fp8-blocks", "Float8WeightOnlyConfig", blocks, fp8_scheme((128, 128), F32), n=256)
         yield _example("int8", "Int8WeightOnlyConfig", row, integer_scheme(8, CHANNEL, F32, zero=False))
         for bits, symmetric in ((4, True), (3, False)):
             arguments = {
                 "weight_dtype": _entry("torch.dtype", f"int{bits}"),
+                "granularity": _entry("PerGroup", group_size=32),
                 "mapping_type": _entry("MappingType", "SYMMETRIC" if symmetric else "ASYMMETRIC"),
                 "intx_packing_format": _entry("IntxPackingFormat", "UNPACKED_TO_INT8"),
             }
@@ -244,24 +248,22 @@ def _bits(arguments: Mapping[str, Any], name: str, source: str) -> int:
     return int(checked(_plain(arguments.get("weight_dtype", "int8")), f"{name}.weight_dtype", str, legal, source)[3:])
 
 
-def _block(module: Module, arguments: Mapping[str, Any]) -> Block:
-    """By the stored shapes; without any, by the config."""
-    codes, scale = (next((module.stored[s] for s in names if module.has(s)), None) for names in (CODES, SCALE))
-    if codes is None or scale is None or len(codes.shape) < 2 or 0 in codes.shape or 0 in scale.shape:
-        granularity = arguments.get("granularity") or arguments.get("weight_granularity")
-        size = granularity.get("_data", {}).get("group_size") if isinstance(granularity, Mapping) else None
-        return group(size) if type(size) is int and size > 0 else CHANNEL
-    (n, k), (rows, columns) = codes.shape[-2:], _matrix(scale)
-    if (rows, columns) == (1, 1) and n > 1:
-        return TENSOR
-    if rows == n and columns == 1:
-        return CHANNEL
-    return -(-n // rows), -(-k // columns)
-
-
-def _matrix(stored: Stored) -> tuple[int, int]:
-    rows, columns = (1, 1, *stored.shape)[-2:]
-    return rows, columns
+def _block(module: Module, arguments: Mapping[str, Any], source: str) -> Block:
+    """The block of a scale, by the granularity in the config: of the weight, where there are two."""
+    given = arguments.get("weight_granularity") or arguments.get("granularity")
+    given = given[-1] if isinstance(given, list) and given else given
+    if given is None:
+        scale = next((module.stored[s] for s in SCALE if module.has(s)), None)
+        return TENSOR if scale is not None and scale.shape[-2:] in ((), (1,), (1, 1)) else CHANNEL
+    entry = checked(given, "granularity", dict, (), source)
+    name = checked(entry.get("_type"), "granularity._type", str, (*WHOLE, "PerGroup", "PerBlock"), source)
+    if name in WHOLE:
+        return WHOLE[name]
+    data = checked(entry.get("_data"), f"{name}._data", dict, (), source)
+    sides = (1, data.get("group_size")) if name == "PerGroup" else data.get("block_size")
+    if not isinstance(sides, list | tuple) or len(sides) != 2 or not all(type(s) is int and s > 0 for s in sides):
+        raise UnsupportedFormat(f"the size of '{name}'", where=source, expected="positive numbers", got=sides)
+    return sides[0], sides[1]
 
 
 def _entry(name: str, data: Any = None, **arguments: Any) -> dict[str, Any]:
