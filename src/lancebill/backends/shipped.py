@@ -8,8 +8,7 @@ from lancebill.backends.ampere import shipped as ampere
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.hopper import shipped as hopper
 from lancebill.jit.compile import KernelSource
-
-TARGETS = tuple(f"sm_{arch}" for arch in sorted((hopper.ARCH, *ampere.TARGETS)))
+from lancebill.jit.targets import TARGETS
 
 
 def shipped_for(target: str) -> list[KernelSource]:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
 from lancebill.errors import CompileError, SpecError
+from lancebill.jit.targets import TARGETS
 
 if TYPE_CHECKING:
     from lancebill.jit.compile import KernelSource
@@ -90,7 +91,7 @@ def warmup(
     with ui.reported(as_json):
         import torch
 
-        from lancebill.backends.shipped import TARGETS, targets_of
+        from lancebill.backends.shipped import targets_of
         from lancebill.moe.problem import parse_device
 
         where = parse_device(device)
@@ -145,12 +146,12 @@ def _is_damaged(path: Path, *, installed: bool) -> bool:
 
 def _shipped(arch: str) -> list[KernelSource]:
     """The kernels of a wheel for one kind of GPUs, or for all."""
-    from lancebill.backends.shipped import TARGETS, shipped_for
-
     if arch not in (*TARGETS, ALL):
         raise SpecError(
             "a wheel has no kernels for this architecture", expected=f"{', '.join(TARGETS)} or {ALL}", got=arch
         )
+    from lancebill.backends.shipped import shipped_for
+
     return [source for target in TARGETS if arch in (target, ALL) for source in shipped_for(target)]
 
 

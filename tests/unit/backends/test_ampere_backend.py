@@ -7,17 +7,20 @@ from dataclasses import replace
 import pytest
 
 from lancebill.backends import oracle
+from lancebill.backends.ampere import shipped as ampere_shipped
 from lancebill.backends.ampere.plan import make_plan
 from lancebill.backends.ampere.steps import steps
 from lancebill.backends.gpu.cards import ARCHS, CARDS, nearest_card
 from lancebill.backends.gpu.kernels import triton_version
 from lancebill.backends.gpu.shipped import TOKENS, problems
 from lancebill.backends.gpu.target import compile_target
+from lancebill.backends.hopper import shipped as hopper_shipped
 from lancebill.backends.registry import registry
-from lancebill.backends.shipped import TARGETS, shipped_for, targets_of
+from lancebill.backends.shipped import shipped_for, targets_of
 from lancebill.jit.build import get_binary
 from lancebill.jit.cache import Cache
 from lancebill.jit.compile import KernelSource
+from lancebill.jit.targets import TARGETS
 from lancebill.moe.model_shapes import NAMED
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, INDEXED, Device, Problem
 from lancebill.numbers.spec_names import parse_activation, parse_spec
@@ -111,6 +114,7 @@ def test_few_targets_serve_all_gpus() -> None:
     ]
     assert runs == [[True, True, True, False, False], [False, False, True, False, False]]
     assert KernelSource("m", "k", (), ()).runs_on(90) and not KernelSource("m", "k", (), (), arch=120).runs_on(121)
+    assert [f"sm_{arch}" for arch in sorted((hopper_shipped.ARCH, *ampere_shipped.TARGETS))] == list(TARGETS)
     for target in TARGETS:
         sources = shipped_for(target)
         assert {f"sm_{source.arch}" for source in sources} == {target} and len(set(sources)) == len(sources) > 10

@@ -45,7 +45,7 @@ answer(2, "eval", ".")
 answer(2, "bench", "--shape", "8,64,64,2", "--weights", "mxfp4", "--tokens", "many")
 answer(2, "bench", "--shape", "8,64,64,2", "--weights", "mxfp4", "--json", "no/such/folder/file.json")
 answer(2, "tune", "--shape", "8,64,64,2", "--tokens", "many")
-answer(2, "kernels", "build", "--arch", "sm_80")
+answer(2, "kernels", "build", "--arch", "sm_70")
 print(len(commands))
 """
 

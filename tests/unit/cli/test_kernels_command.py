@@ -62,7 +62,7 @@ def test_build_reports_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_usage_errors_have_no_traceback(tmp_path: Path) -> None:
-    assert call("build", "--arch", "sm_80", "--json", code=2)["error"]["expected"] == "sm_90"
+    assert "sm_90" in call("build", "--arch", "sm_70", "--json", code=2)["error"]["expected"]
     (tmp_path / "file").write_text("in the way")
     summary = call("build", "--folder", tmp_path / "file" / "kernels", "--json", code=1)
     assert summary["error"]["error"] == "CacheError"

@@ -21,7 +21,7 @@ from lancebill.numbers.codec import Loss
 # Bytes of a slice of experts: as packed on a CPU, one byte per code on a GPU. Temporary memory is at most a few times
 # that for each thread. Larger slices mean fewer calls and launches: those of a slice take 2 to 3 ms on a CPU, and only
 # one thread at a time makes them.
-SLICE_BYTES = {"cpu": 20 << 20, "cuda": 256 << 20}
+SLICE_BYTES = {"cpu": 10 << 20, "cuda": 256 << 20}
 WORKING_BYTES = 192 << 20  # of all threads together, counted the same way
 MOST_GPU_THREADS = 3
 

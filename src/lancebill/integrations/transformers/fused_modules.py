@@ -9,6 +9,7 @@ functions (scale, window) is recorded in that comparison.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
     weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", None)
     if len(parameters) != 1 or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
+    if len(signature(module.forward).parameters) != 1:
+        return None  # such as norms with a gate
     fused = FusedNorm(weight, eps)
     rows = torch.randn(PROBE_TOKENS, weight.shape[0], dtype=dtype, generator=torch.Generator().manual_seed(0))
     try:

@@ -106,7 +106,7 @@ def turn_nibbles(words: Tensor, order: Sequence[int]) -> Tensor | None:
     if calls is None:
         return None
     *lead, rows, columns = words.shape
-    out = torch.empty(*lead, 8 * columns, rows // 2, dtype=torch.uint8)
+    out = torch.empty(*lead, 8 * columns, rows // 2, dtype=torch.uint8, device=words.device)
     batch = words.shape[:-2].numel()
     calls.lancebill_turn_nibbles(
         words.data_ptr(), out.data_ptr(), batch, rows, 8 * columns, (c_int32 * len(order))(*order)
@@ -120,7 +120,7 @@ def read_planes(blocks: Tensor, planes: Sequence[PlaneStruct], flip: int, number
     if calls is None:
         return None
     *lead, size = blocks.shape
-    out = torch.empty(*lead, numbers, dtype=torch.uint8)
+    out = torch.empty(*lead, numbers, dtype=torch.uint8, device=blocks.device)
     count = blocks.shape[:-1].numel()
     calls.lancebill_read_planes(
         blocks.data_ptr(), count, size, _array(planes), len(planes), flip, out.data_ptr(), numbers
@@ -134,7 +134,7 @@ def read_nibbles(blocks: Tensor, plane: PlaneStruct) -> Tensor | None:
     if calls is None or plane.run not in (8, 16, 32, 64):
         return None
     *lead, size = blocks.shape
-    out = torch.empty(*lead, plane.size, dtype=torch.uint8)
+    out = torch.empty(*lead, plane.size, dtype=torch.uint8, device=blocks.device)
     calls.lancebill_read_nibbles(blocks.data_ptr(), blocks.shape[:-1].numel(), size, byref(plane), out.data_ptr())
     return out
 
