@@ -1,10 +1,9 @@
 """Which CPUs compute the experts in host memory.
 
 By default one thread for each physical core of one socket but one: a second thread of a core reads memory no faster,
-and memory of another socket is slower. Threads stay on that socket, but the system chooses the core: the thread that
-waits for the GPU and the one that CUDA calls us on need cores too, and a thread that was pinned to theirs held up all
-others (on an H200 with 16 cores a layer at one token took 963 us instead of 688). Long spinning takes those cores away
-as well.
+and memory of another socket is slower. Threads stay on that socket, but the system chooses the core: with one
+thread pinned to each core, a layer at one token took 963 us instead of 688 on an H200's host of 16 cores. A likely
+reason is that the thread that CUDA calls us on needs a core too; long spinning was slower as well.
 """
 
 from __future__ import annotations
