@@ -2,6 +2,7 @@
 // dispatches.
 //
 //   driver [seed] [cases]             random cases on every level of this machine
+//   driver callers N [seed] [cases]   the same from N threads at once, each with its own cases
 //   driver time THREADS [FORMAT ...]  times a decode and a prefill step, next to the memory bandwidth
 //
 // Link it with the objects of all native/*.cpp, each compiled with the flags of its first line. To run the x86 levels
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "lancebill.h"
@@ -137,6 +139,18 @@ int check_levels(unsigned seed, int cases) {
   return failures;
 }
 
+// Several callers at once, as threads of a server are: they share teams of workers, and nothing else.
+int check_callers(int callers, unsigned seed, int cases) {
+  std::vector<int> failures(callers);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < callers; i++)
+    threads.emplace_back([&, i] { failures[i] = check_levels(seed + i * cases, cases); });
+  for (std::thread& thread : threads) thread.join();
+  int all = 0;
+  for (int count : failures) all += count;
+  return all;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -145,6 +159,12 @@ int main(int argc, char** argv) {
                                           "nvfp4", "nf4",       "int8",    "fp8"};
     time_all(std::atoi(argv[2]), argc > 3 ? std::vector<std::string>(argv + 3, argv + argc) : all);
     return 0;
+  }
+  if (argc > 2 && std::strcmp(argv[1], "callers") == 0) {
+    const unsigned seed = argc > 3 ? static_cast<unsigned>(std::atoi(argv[3])) : 1;
+    const int failures = check_callers(std::atoi(argv[2]), seed, argc > 4 ? std::atoi(argv[4]) : 100);
+    std::printf("%d failures\n", failures);
+    return failures != 0;
   }
   const unsigned seed = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 1;
   const int failures = check_levels(seed, argc > 2 ? std::atoi(argv[2]) : 300);

@@ -10,7 +10,7 @@
 
 namespace {
 
-std::mt19937 random_bits;
+thread_local std::mt19937 random_bits;  // each thread has cases of its own
 int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_bits); }
 double normal() { return std::normal_distribution<double>()(random_bits); }
 template <class T>

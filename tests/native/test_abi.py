@@ -22,6 +22,7 @@ ENUMS: dict[str, tuple[type[IntEnum], str]] = {
     "lancebill_float": (abi.Float, "LANCEBILL_"),
     "lancebill_activation": (abi.ActivationKind, "LANCEBILL_"),
     "lancebill_scoring": (abi.Scoring, "LANCEBILL_SCORING_"),
+    "lancebill_step_kind": (abi.DecodeStep, "LANCEBILL_STEP_"),
     "lancebill_level": (abi.IsaLevel, "LANCEBILL_"),
 }
 STRUCTS = {
@@ -30,6 +31,10 @@ STRUCTS = {
     "lancebill_work": abi.WorkStruct,
     "lancebill_call": abi.CallStruct,
     "lancebill_routing": abi.RoutingStruct,
+    "lancebill_dense": abi.DenseStruct,
+    "lancebill_heads": abi.HeadsStruct,
+    "lancebill_step": abi.StepStruct,
+    "lancebill_decode": abi.DecodeStruct,
 }
 
 

@@ -11,6 +11,7 @@ import typer
 
 from lancebill.cli import console as ui
 from lancebill.cli import models
+from lancebill.cli.answering import Answering, AnswerOptions
 from lancebill.errors import SpecError
 
 HELP = "Enter sends; Ctrl-C stops an answer; /clear starts again; /quit or Ctrl-D ends."
@@ -43,17 +44,11 @@ def chat(
         out = ui.console(error=True)
         models.announce(path, model, out)
         out.print(f"[dim]{HELP}[/]")
-        sampling: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens}
-        if temperature > 0:
-            sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        import torch
-
-        torch.manual_seed(seed)
         opening = [] if system is None else [{"role": "system", "content": system}]
-        _talk(model, tokenizer, opening, sampling)
+        _talk(Answering(model, tokenizer, seed), opening, AnswerOptions(tokens, temperature, top_p, top_k))
 
 
-def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: dict[str, Any]) -> None:
+def _talk(answering: Answering, opening: list[dict[str, str]], wanted: AnswerOptions) -> None:
     messages = list(opening)
     for line in _lines():
         if line == "/quit":
@@ -62,12 +57,12 @@ def _talk(model: Any, tokenizer: Any, opening: list[dict[str, str]], sampling: d
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, sampling)})
+        messages.append({"role": "assistant", "content": _answer(answering, messages, wanted)})
 
 
-def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling: dict[str, Any]) -> str:
+def _answer(answering: Answering, messages: list[dict[str, str]], wanted: AnswerOptions) -> str:
     """Print an answer as it is generated; what was printed until Ctrl-C is the answer too."""
-    from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
+    from lancebill.integrations.transformers.streaming import chat_prompt
 
     pieces: list[str] = []
 
@@ -77,7 +72,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling
         sys.stdout.flush()
 
     try:
-        reply = generate_streamed(model, tokenizer, chat_prompt(tokenizer, messages), write=write, **sampling)
+        reply = answering.answer(chat_prompt(answering.tokenizer, messages), wanted, write)
         ending = f"[dim]{reply}[/]"
     except KeyboardInterrupt:
         ending = "[dim]stopped[/]"

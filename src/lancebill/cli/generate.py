@@ -10,6 +10,7 @@ import typer
 
 from lancebill.cli import console as ui
 from lancebill.cli import models
+from lancebill.cli.answering import Answering, AnswerOptions
 from lancebill.cli.console import Json
 from lancebill.errors import SpecError
 
@@ -42,27 +43,21 @@ def generate(
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if not as_json:
             models.announce(path, model, ui.console(error=True))
-        sampling: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": tokens}
-        if temperature > 0:
-            sampling["temperature"] = temperature
+        answering, wanted = Answering(model, tokenizer, seed), AnswerOptions(tokens, temperature)
         if prompt is None and sys.stdin.isatty():
             ui.console(error=True).print("[dim]one prompt per line; Ctrl-D ends[/]")
         answers = [
-            _answer(model, tokenizer, line, raw, seed, as_json, sampling)
+            _answer(answering, line, raw, as_json, wanted)
             for line in ([prompt] if prompt is not None else filter(None, map(str.strip, sys.stdin)))
         ]
         if as_json:
             ui.print_json({"path": str(path), **models.describe(model), "answers": answers})
 
 
-def _answer(
-    model: Any, tokenizer: Any, line: str, raw: bool, seed: int, quiet: bool, sampling: dict[str, Any]
-) -> dict[str, Any]:
-    import torch
+def _answer(answering: Answering, line: str, raw: bool, quiet: bool, wanted: AnswerOptions) -> dict[str, Any]:
+    from lancebill.integrations.transformers.streaming import chat_prompt
 
-    from lancebill.integrations.transformers.streaming import chat_prompt, generate_streamed
-
-    torch.manual_seed(seed)
+    model, tokenizer = answering.model, answering.tokenizer
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
     if not prompt["input_ids"].numel():
         raise SpecError(
@@ -70,10 +65,11 @@ def _answer(
             got=repr(line),
             hint="does the checkpoint have its tokenizer files?",
         )
-    reply = generate_streamed(model, tokenizer, prompt, write=(lambda _: None) if quiet else _stream, **sampling)
+    reply = answering.answer(prompt, wanted, (lambda _: None) if quiet else _stream)
     if not quiet:
         _stream("\n")
-        ui.console(error=True).print(f"[dim]{reply}[/]")
+        how = f"; {model.lancebill_decoding}" if model.device.type == "cuda" else ""
+        ui.console(error=True).print(f"[dim]{reply}{how}[/]")
     return {"prompt": line, **asdict(reply)}
 
 

@@ -61,6 +61,14 @@ def load(path: Path, **options: Any) -> tuple[Any, Any]:
         raise CheckpointError("transformers cannot load a tokenizer", where=str(path), got=why) from None
 
 
+def small_steps(model: Any) -> Any:
+    """The native decoder of a model on the CPU; None if it has none."""
+    from lancebill.integrations.transformers.native_decoder import NativeDecoder, native_decoder
+
+    found = native_decoder(model) if model.device.type == "cpu" else None
+    return found if isinstance(found, NativeDecoder) else None
+
+
 def announce(path: Path, model: Any, out: Console) -> None:
     """Print the size of the experts and the backend of each layer."""
     kinds: dict[str, list[int]] = {}

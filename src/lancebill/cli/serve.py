@@ -55,9 +55,8 @@ def serve(
         ui.console(error=True).print(line, soft_wrap=True)
         options: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         options |= {} if order is None else {"order": order}
-        if chosen is Engine.vllm and gpu_memory is not None:
-            raise SpecError("--gpu-memory is not supported with vLLM yet", hint="--engine transformers")
         if chosen is Engine.vllm:
+            options |= {} if gpu_memory is None else {"gpu_memory": gpu_memory}
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
             words += [] if api_key is None else ["--api-key", api_key]
@@ -88,7 +87,7 @@ def _serve_with_transformers(
     model, tokenizer = models.load(path, **options)
     out = ui.console(error=True)
     models.announce(path, model, out)
-    app, how = start(name, model, tokenizer, context=length, api_key=api_key)
+    app, how = start(name, model, tokenizer, context=length, api_key=api_key, small=models.small_steps(model))
     out.print(f"  {how}", soft_wrap=True)
     out.print(f"serving [bold]{escape(name)}[/] on http://{host}:{port}/v1 (Ctrl-C stops)", soft_wrap=True)
     try:

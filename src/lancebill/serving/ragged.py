@@ -8,6 +8,7 @@ layers, attention of its own kind) runs its sequences one after the other (`Sepa
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 ATTENTION = "lancebill_ragged"
 FIRST_CAPACITY = 64  # tokens; doubled whenever it is used up
-PROBES = ((3, 1, 4, 1, 5), (9, 2, 6))  # token ids of the two sequences that `runner` compares
+PROBES = ((3, 1, 4, 1, 5), (9, 2, 6))  # of the two sequences that `runner` compares; far apart, they are token ids
+SMALL_CALLS = 8  # of native steps instead of one of torch, whose matrix products are faster with many tokens
+SPREAD = 40503  # the first ids of a vocabulary are special tokens, whose logits say little
 KEEP_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer}
 LEAST_COSINE = 0.98  # 16-bit models differ a little between batch sizes; wrong attention differs much more
 
@@ -36,24 +39,74 @@ class Runner(Protocol):
         ...
 
 
+class KeysShape(Protocol):
+    """Keys or values of one layer."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+
+
+class SmallSteps(Protocol):
+    """A faster way to compute steps of a few tokens, which reads and writes the same keys and values.
+
+    `caches` are addresses of arrays of addresses: keys and values of each layer, `[heads, capacity, dim]`.
+    """
+
+    most_rows: int
+    caches: Sequence[Any]  # the shape of each layer's keys and values
+    cache_type: torch.dtype
+
+    def step(
+        self, ids: Sequence[int], positions: Sequence[int], capacities: Sequence[int], caches: Sequence[int],
+        picks: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """Logits after the tokens at `picks`, `[picks, vocabulary]`."""
+        ...
+
+    def current(self) -> bool:
+        """Whether it still computes what the model does."""
+        ...
+
+
 class KeysValues:
     """The keys and values of one sequence, for all layers of a model."""
 
     def __init__(self) -> None:
         self.length = 0  # tokens of completed steps
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._addresses: Any = None
+
+    def reserve(self, shapes: Sequence[KeysShape], dtype: torch.dtype, end: int) -> tuple[int, int]:
+        """Make room for `end` tokens: the capacity, and the address of the array of all addresses."""
+        last = self._layers.get(shapes[-1].layer)
+        if last is None or last[0].shape[2] < end or self._addresses is None:
+            for shape in shapes:
+                like = torch.empty(1, shape.heads, 0, shape.dim, dtype=dtype)
+                self._grow(shape.layer, like, like, end)
+            pairs = [self._layers[layer] for layer in range(max(self._layers) + 1)]
+            addresses = [tensor.data_ptr() for pair in pairs for tensor in pair]
+            self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        return self._layers[shapes[0].layer][0].shape[2], ctypes.addressof(self._addresses)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store those of new tokens, `[1, heads, tokens, dim]`; all of the sequence so far."""
         end = self.length + keys.shape[2]
+        stored = self._grow(layer, keys, values, end)
+        stored[0][:, :, self.length : end] = keys
+        stored[1][:, :, self.length : end] = values
+        return stored[0][:, :, :end], stored[1][:, :, :end]
+
+    def _grow(self, layer: int, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
         stored = self._layers.get(layer)
         if stored is None or stored[0].shape[2] < end:
             old = (None, None) if stored is None else stored
             stored = self._grown(old[0], keys, end), self._grown(old[1], values, end)
-            self._layers[layer] = stored
-        stored[0][:, :, self.length : end] = keys
-        stored[1][:, :, self.length : end] = values
-        return stored[0][:, :, :end], stored[1][:, :, :end]
+            self._layers[layer], self._addresses = stored, None
+        return stored
 
     def _grown(self, old: Tensor | None, new: Tensor, end: int) -> Tensor:
         capacity = max(FIRST_CAPACITY, 1 << (end - 1).bit_length())
@@ -140,14 +193,18 @@ AttentionInterface.register(ATTENTION, _attention_of_transformers)
 class RaggedModel:
     """All sequences of a step in one call of the model."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, small: SmallSteps | None = None) -> None:
+        self.model, self.small = model, small
 
     def new_sequence(self) -> KeysValues:
+        if self.small is not None and not self.small.current():
+            self.small = None  # the model was moved or changed
         return KeysValues()
 
     @torch.inference_mode()
     def step(self, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]) -> Tensor:
+        if self.small is not None and sum(map(len, tokens)) <= SMALL_CALLS * self.small.most_rows:
+            return self._small_step(self.small, sequences, tokens)
         device, counts = self.model.device, [len(each) for each in tokens]
         positions = [sequence.length + i for sequence, count in zip(sequences, counts) for i in range(count)]
         logits = self.model(
@@ -160,6 +217,25 @@ class RaggedModel:
         for sequence, count in zip(sequences, counts):
             sequence.length += count
         return logits[0]  # type: ignore[no-any-return]
+
+    def _small_step(
+        self, small: SmallSteps, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        rows: list[tuple[int, int, int, int]] = []  # token, position, capacity and caches
+        last = []
+        for sequence, new in zip(sequences, tokens):
+            capacity, caches = sequence.reserve(small.caches, small.cache_type, sequence.length + len(new))
+            rows += [(token, sequence.length + i, capacity, caches) for i, token in enumerate(new)]
+            last.append(len(rows) - 1)
+        found = []
+        for first in range(0, len(rows), small.most_rows):
+            end = first + small.most_rows
+            picks = [row - first for row in last if first <= row < end]
+            ids, positions, capacities, addresses = zip(*rows[first:end])
+            found.append(small.step(ids, positions, capacities, addresses, picks))
+        for sequence, new in zip(sequences, tokens):
+            sequence.length += len(new)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class OwnCache:
@@ -189,30 +265,42 @@ class SeparateModel:
         return torch.stack(rows)
 
 
-def runner(model: Any) -> Runner:
+def runner(model: Any, small: SmallSteps | None = None) -> Runner:
     """The fastest way to run this model that gives its own logits, found by trying it on a few tokens."""
     separate = SeparateModel(model)
-    expected = _probe(separate)
+    probes = _probes(model)
+    expected = _probe(separate, probes)
     state = separate.new_sequence()
-    separate.step([state], PROBES[:1])
+    separate.step([state], probes[:1])
     if any(type(layer) not in KEEP_KEYS_AND_VALUES for layer in state.cache.layers):
         return separate  # a state that is more than keys and values: recurrent, compressed
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(ATTENTION)
-        found = _probe(RaggedModel(model))
-        if found.shape == expected.shape and F.cosine_similarity(found, expected, dim=-1).min() >= LEAST_COSINE:
-            return RaggedModel(model)
+        if _agree(_probe(RaggedModel(model), probes), expected):
+            good = small is not None and _agree(_probe(RaggedModel(model, small), probes), expected)
+            return RaggedModel(model, small if good else None)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         pass  # this model's attention does not take our argument
     model.set_attn_implementation(before)
     return separate
 
 
-def _probe(candidate: Runner) -> Tensor:
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    return bool(F.cosine_similarity(found, expected, dim=-1).min() >= LEAST_COSINE)
+
+
+def _probes(model: Any) -> list[list[int]]:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return [[number * SPREAD % vocabulary for number in each] for each in PROBES]
+
+
+def _probe(candidate: Runner, probes: Sequence[Sequence[int]]) -> Tensor:
     """Logits of two sequences in every kind of step: prompts, a piece of a prompt beside a single token."""
-    sequences = [candidate.new_sequence() for _ in PROBES]
-    first = candidate.step(sequences, PROBES)
-    second = candidate.step(sequences, [PROBES[1], PROBES[0][:1]])
-    third = candidate.step(sequences[::-1], [PROBES[0][1:2], PROBES[1][1:2]])
+    sequences = [candidate.new_sequence() for _ in probes]
+    first = candidate.step(sequences, probes)
+    second = candidate.step(sequences, [probes[1], probes[0][:1]])
+    third = candidate.step(sequences[::-1], [probes[0][1:2], probes[1][1:2]])
     return torch.cat([first, second, third]).float()

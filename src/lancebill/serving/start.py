@@ -7,7 +7,7 @@ from typing import Any
 from lancebill.serving.app import App
 from lancebill.serving.engine import BatchEngine, Limits
 from lancebill.serving.metrics import Metrics
-from lancebill.serving.ragged import RaggedModel, runner
+from lancebill.serving.ragged import RaggedModel, SmallSteps, runner
 from lancebill.serving.requests import Served
 from lancebill.serving.sampling import Sampling
 
@@ -15,20 +15,23 @@ LONGEST_CONTEXT = 32768  # by default: keys and values of longer ones may not fi
 
 
 def start(
-    name: str, model: Any, tokenizer: Any, *, context: int | None = None, api_key: str | None = None
-) -> tuple[App, str]:
-    """The application with its engine running, and one line about how it runs."""
+    name: str, model: Any, tokenizer: Any, *, context: int | None = None, api_key: str | None = None,
+    small: SmallSteps | None = None,
+) -> tuple[App, str]:  # fmt: skip
+    """The application with its engine running, and one line about how it runs. `small` is tried for small steps."""
     text_config = model.config.get_text_config()
     longest = int(text_config.max_position_embeddings)
     limits = Limits(min(context or LONGEST_CONTEXT, longest))
-    metrics, chosen = Metrics(), runner(model)
-    engine = BatchEngine(chosen, limits, _ends(model, tokenizer), metrics.count_first_token).start()
+    metrics, chosen = Metrics(), runner(model, small)
+    engine = BatchEngine(chosen, limits, end_tokens(model, tokenizer), metrics.count_first_token).start()
     served = Served(name, tokenizer, limits.context, int(text_config.vocab_size), _defaults(model))
+    if isinstance(chosen, RaggedModel) and chosen.small is not None:
+        return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run batched, natively"
     how = "batched" if isinstance(chosen, RaggedModel) else "in turns (this model keeps more than keys and values)"
     return App(engine, served, metrics, api_key), f"context {limits.context} tokens; requests run {how}"
 
 
-def _ends(model: Any, tokenizer: Any) -> set[int]:
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end an answer."""
     listed = model.generation_config.eos_token_id
     ends = set(listed if isinstance(listed, list) else [listed])

@@ -129,10 +129,10 @@ def _grouped(dispatch: Contiguous | Batched, x: Tensor) -> tuple[Tensor, Tensor 
     if isinstance(dispatch, Contiguous):
         return _plain(dispatch.offsets, torch.int64), None
     counts = dispatch.counts.to(torch.int64)
-    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+    offsets = counts.new_zeros(counts.numel() + 1)
     torch.cumsum(counts, 0, out=offsets[1:])
-    expert = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-    return offsets, torch.arange(int(offsets[-1])) - offsets[expert] + expert * x.shape[1]
+    expert = torch.repeat_interleave(counts)
+    return offsets, torch.arange(int(offsets[-1]), device=x.device) - offsets[expert] + expert * x.shape[1]
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -60,6 +60,12 @@ class CpuExecutor(Executor):
         keep = tuple(tensor for held in packed.values() for tensor in held.values())
         return HostCall(self.native, plan, self._structs(plan, addresses), shape, expert_map, allocate, keep)
 
+    def structs_for(self, form: str, tokens: int) -> tuple[CpuPlan, LayerStructs]:
+        """The plan for a form of dispatch, and the structs of the weights where they are now."""
+        plan = self.plan_for(form, tokens)
+        assert isinstance(plan, CpuPlan)
+        return plan, self._structs(plan, self.tensors.addresses())
+
     def linear_call(self, x: Tensor, plan: Plan) -> LinearCall | None:
         assert isinstance(plan, CpuPlan)
         if x.numel() == 0 or x.dtype not in FLOAT:
@@ -99,18 +105,23 @@ def _fast_call(
         if layout is not found.layout:
             template = call.with_layout(template, found.layout)
             held = found.layout, template
-        work, threads = abi.WorkStruct.from_buffer_copy(template), torch.get_num_threads()
+        work = abi.WorkStruct.from_buffer_copy(template)
         x, ids, weights, out = given[:4]
-        work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), threads
+        work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
         work.ids, work.weights = ids.data_ptr(), weights.data_ptr()
         work.expert_map = given[4].data_ptr() if mapped else None
-        size = scratch.get(threads)
-        if size is None:
-            size = scratch[threads] = native.scratch_bytes(structs.layer, work)
-        native.run(structs.layer, work, size)
+        _run(native, structs, work, scratch)
         return True
 
     return fast_call
+
+
+def _run(native: Library, structs: LayerStructs, work: abi.WorkStruct, scratch: dict[int, int]) -> None:
+    """Run a call; `scratch` keeps the bytes of scratch memory, which depend on the number of threads."""
+    size = scratch.get(work.threads)
+    if size is None:
+        size = scratch[work.threads] = native.scratch_bytes(structs.layer, work)
+    native.run(structs.layer, work, size)
 
 
 def _linear_call(
@@ -119,7 +130,7 @@ def _linear_call(
     """Further calls with an x of the same shape and dtype, as long as the weights have not moved."""
     shape, dtype, device = x.shape, x.dtype, x.device
     result = (*shape[:-1], plan.problem.w13.n)
-    offsets = torch.tensor([0, shape[:-1].numel()])  # kept by the function below: the library reads it
+    offsets = torch.tensor([0, shape[:-1].numel()], device=device)  # kept by the function below: the library reads it
     template = call.linear_work(plan, dtype, offsets)
     scratch: dict[int, int] = {}  # bytes, by number of threads
 
@@ -127,13 +138,11 @@ def _linear_call(
         fits = x.shape == shape and x.dtype == dtype and x.device == device and x.is_contiguous()
         if not fits or tensors.addresses() != addresses:
             return None
-        out = torch.empty(result, dtype=dtype)
-        work, threads = abi.WorkStruct.from_buffer_copy(template), torch.get_num_threads()
-        work.x, work.out, work.threads, work.offsets = x.data_ptr(), out.data_ptr(), threads, offsets.data_ptr()
-        size = scratch.get(threads)
-        if size is None:
-            size = scratch[threads] = native.scratch_bytes(structs.layer, work)
-        native.run(structs.layer, work, size)
+        out = torch.empty(result, dtype=dtype, device=device)
+        work = abi.WorkStruct.from_buffer_copy(template)
+        work.x, work.out, work.threads = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        work.offsets = offsets.data_ptr()
+        _run(native, structs, work, scratch)
         return out
 
     return linear_call

@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ from lancebill.backends.cpu.plan import CpuPlan
 _ALIGN = 256
 _GIVEN = 3  # pieces that the caller writes: x, ids, weights
 Allocate = Callable[[int], Tensor]  # bytes to a uint8 tensor of at least as many
+
+
+class Checked(Protocol):
+    """What can have failed since it was last asked."""
+
+    def check(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,13 @@ class HostCall:
     ) -> None:
         """`keep` are the tensors that `structs` point to."""
         self.native, self.structs, self.expert_map, self.keep = native, structs, expert_map, keep
+        self.mailbox: Checked | None = None  # by which a GPU asks for this call, if it does
         work = indexed_work(plan, shape.tokens, shape.x)
         work.threads, work.out_type = shape.threads, FLOAT[torch.float32]
         work.expert_map = expert_map.data_ptr()
         rows, routed = (shape.tokens, plan.problem.hidden), (shape.tokens, plan.problem.top_k)
-        empty = torch.empty(routed, dtype=shape.ids), torch.empty(routed, dtype=shape.weights)
-        work = with_layout(work, RoutingLayout.of(*empty, expert_map.numel()))
+        ids, weights = (expert_map.new_empty(routed, dtype=dtype) for dtype in (shape.ids, shape.weights))
+        work = with_layout(work, RoutingLayout.of(ids, weights, expert_map.numel()))
         pieces: list[tuple[tuple[int, ...], torch.dtype]]
         pieces = [(rows, shape.x), (routed, shape.ids), (routed, shape.weights), (rows, torch.float32)]
         pieces.append(((self._scratch_bytes(work),), torch.uint8))
@@ -96,6 +104,8 @@ class HostCall:
 
     def check(self) -> None:
         """Raise if a call has failed since the last check."""
+        if self.mailbox is not None:
+            self.mailbox.check()
         status, self.call.status = self.call.status, 0
         if status:
             self.native.raise_status(status)

@@ -102,9 +102,7 @@ class CpuLayout(Layout):
             out["perm"].copy_(order_of(shape, weight))
 
     def unpack(self, shape: MatrixShape, packed: Mapping[str, Tensor]) -> LogicalWeight:
-        form, (n, k) = self.form(shape), self.padded(shape)
-        spec = shape.spec
-        codes = self._take(shape, _unpack_codes(form.values.codes, packed["codes"], n, k))[..., : shape.k]
+        form, spec = self.form(shape), shape.spec
         levels: list[Tensor | None] = [None] * len(spec.levels)
         for place, index in enumerate(form.kept):
             levels[index] = packed[f"kept{place}"].view(spec.levels[index].dtype.storage)
@@ -117,13 +115,22 @@ class CpuLayout(Layout):
         scales, zero = len(spec.scales), int(spec.zero is not None)
         return LogicalWeight(
             spec,
-            _logical_codes(spec.dtype, codes.contiguous()),
+            self._unpack_codes(shape, form, packed["codes"]),
             tuple(complete[:scales]),
             complete[scales] if zero else None,
             tuple(complete[scales + zero :]),
             bias=self._take(shape, as_column(packed["bias"])).squeeze(-1) if shape.bias else None,
             perm=packed["perm"] if shape.act_order else None,
         )
+
+    def _unpack_codes(self, shape: MatrixShape, form: CpuForm, packed: Tensor) -> Tensor | Nibbles:
+        """The codes in their own numbering; 4-bit ones stay two per byte, which is several times faster."""
+        kind, (n, k), dtype = form.values.codes, self.padded(shape), shape.spec.dtype
+        if kind == abi.Codes.TABLE4 and dtype.bits == 4 and shape.k % 2 == 0:
+            rows = self._take(shape, _unpack_nibbles(packed, n, k))[..., : shape.k // 2]
+            return Nibbles(rows.contiguous())
+        codes = self._take(shape, _unpack_codes(kind, packed, n, k))[..., : shape.k]
+        return _logical_codes(dtype, codes.contiguous())
 
     def _write_codes(self, shape: MatrixShape, form: CpuForm, weight: LogicalWeight, out: Tensor) -> None:
         """Codes in the kernels' numbering and order; rejects NaN and infinite ones."""
@@ -275,6 +282,18 @@ def _unpack_codes(kind: abi.Codes, packed: Tensor, n: int, k: int) -> Tensor:
     return units.transpose(-3, -2).reshape(*packed.shape[:-2], n, k)
 
 
+def _unpack_nibbles(packed: Tensor, n: int, k: int) -> Tensor:
+    """4-bit codes as rows of bytes [..., n, k / 2]. A word has four columns of a row of one block in its low nibbles,
+    and of the other block in its high ones."""
+    words = packed.contiguous().view(torch.int32).unflatten(-1, (k // 4, BLOCK))
+    rows = torch.empty(*packed.shape[:-1], 2, BLOCK, k // 4, dtype=torch.int16, device=packed.device)
+    for block, nibbles in enumerate((words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F)):
+        pairs = (nibbles | (nibbles >> 4)) & 0x00FF00FF  # two columns in the bytes 0 and 2
+        joined = (pairs | (pairs >> 8)).view(torch.int16)[..., ::2]
+        rows[..., block, :, :] = joined.transpose(-1, -2)
+    return rows.view(torch.uint8).view(*packed.shape[:-2], n, k // 2)
+
+
 def _stored_codes(dtype: DType, codes: Tensor) -> Tensor:
     """Codes in the kernels' numbering."""
     maps = _code_maps(dtype)
@@ -293,7 +312,7 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _code_maps(dtype: DType) -> tuple[Tensor, Tensor] | None:
     """Maps to and from the kernels' codes if they differ: two's complement to offset binary, 6-bit floats to e4m3."""
-    codes = torch.arange(1 << dtype.bits, dtype=torch.uint8)
+    codes = torch.arange(1 << dtype.bits, dtype=torch.uint8, device="cpu")
     if dtype.bits <= 4:
         return None
     if dtype.table[0] == 0 and dtype.table[-1] < 0 and dtype.table[1] == 1:
@@ -302,7 +321,7 @@ def _code_maps(dtype: DType) -> tuple[Tensor, Tensor] | None:
         stored = E4M3.encode(dtype.decode(codes))
     else:
         return None
-    back = torch.zeros(256, dtype=torch.uint8)
+    back = torch.zeros(256, dtype=torch.uint8, device="cpu")
     back[stored.int()] = codes
     return stored, back
 

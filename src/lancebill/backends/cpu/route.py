@@ -45,9 +45,9 @@ class CpuRouting(BoundRouting):
 
     def run(self, logits: Tensor, input_ids: Tensor | None) -> Routed:
         tokens = logits.shape[0]
-        ids = torch.empty(tokens, self.routing.top_k, dtype=torch.int32)
-        weights = torch.empty(tokens, self.routing.top_k)
-        identity = torch.empty(tokens) if self.routing.zero_experts else None
+        ids = logits.new_empty(tokens, self.routing.top_k, dtype=torch.int32)
+        weights = logits.new_empty(tokens, self.routing.top_k, dtype=torch.float32)
+        identity = logits.new_empty(tokens, dtype=torch.float32) if self.routing.zero_experts else None
         struct = abi.RoutingStruct.from_buffer_copy(self.template)
         struct.logits, struct.tokens, struct.threads = logits.data_ptr(), tokens, torch.get_num_threads()
         struct.ids, struct.weights = ids.data_ptr(), weights.data_ptr()

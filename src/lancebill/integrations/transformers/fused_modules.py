@@ -9,6 +9,7 @@ functions (scale, window) is recorded in that comparison.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -17,14 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lancebill.errors import LancebillError, LaunchError, UnsupportedProblem
+from lancebill.errors import LaunchError, UnsupportedProblem
+from lancebill.integrations.transformers.compare_modules import UNSUITABLE, is_close, random_rows, rotary_angles
 from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.numbers.weight import stack
 
 PROBE_TOKENS = 3
-MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest value
-# What a module raises that is called in another way, and what we raise for projections that cannot be joined.
-UNSUITABLE = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, LancebillError)
 EAGER = "eager"  # the attention that each model defines for itself; all others are functions that we can call
 
 
@@ -39,13 +38,24 @@ class FusedNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Joined(nn.Module):
+    """Matrices of one input that are not in one piece of memory: their results side by side."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
 class FusedAttention(nn.Module):
     """Grouped-query attention with rotary positions, q, k and v in one matrix.
 
     The attributes are those that transformers' attention functions read.
     """
 
-    def __init__(self, source: Any, qkv: QuantizedLinear, how: dict[str, Any]) -> None:
+    def __init__(self, source: Any, qkv: nn.Module, how: dict[str, Any]) -> None:
         super().__init__()
         self.config, self.layer_idx, self.head_dim = source.config, source.layer_idx, source.head_dim
         self.how, self.is_causal = how, True
@@ -100,19 +110,22 @@ def fuse(model: Any, dtype: torch.dtype) -> dict[str, int]:
     done = {"norms": 0, "attentions": 0}
     with torch.no_grad():
         for name, module in list(model.named_modules()):
-            norm = _norm(module, dtype)
+            norm = fused_norm(module, dtype)
             if norm is not None:
                 _replace(model, name, norm)
                 done["norms"] += 1
         for name, module in list(model.named_modules()):
-            attention = _attention(model, module, dtype)
-            if attention is not None:
+            if not any(isinstance(child, QuantizedLinear) for child in module.children()):
+                continue  # nothing to gain: dense matrices are not joined
+            attention = fused_attention(model, module, dtype)
+            if attention is not None and isinstance(attention.qkv, QuantizedLinear):
                 _replace(model, name, attention)
                 done["attentions"] += 1
     return done
 
 
-def _norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
+def fused_norm(module: nn.Module, dtype: torch.dtype | None = None) -> FusedNorm | None:
+    """A norm that gives the same as `module`, for inputs of a dtype (None: the weight's)."""
     parameters = dict(module.named_parameters())
     weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", None)
     if len(parameters) != 1 or weight is None or weight.dim() != 1 or not isinstance(eps, float):
@@ -120,34 +133,34 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> FusedNorm | None:
     if len(signature(module.forward).parameters) != 1:
         return None  # such as norms with a gate
     fused = FusedNorm(weight, eps)
-    rows = torch.randn(PROBE_TOKENS, weight.shape[0], dtype=dtype, generator=torch.Generator().manual_seed(0))
+    rows = random_rows(PROBE_TOKENS, weight.shape[0], dtype=dtype or weight.dtype, device=weight.device)
     try:
-        want = module(rows)
+        return fused if is_close(module(rows), fused(rows)) else None
     except UNSUITABLE:
         return None
-    return fused if _close(want, fused(rows)) else None
 
 
-def _attention(model: Any, module: Any, dtype: torch.dtype) -> FusedAttention | None:
+def fused_attention(model: Any, module: Any, dtype: torch.dtype) -> FusedAttention | None:
+    """An attention that gives the same as `module`, whose matrices it shares where they are not packed."""
     children = dict(module.named_children())
     linears = [children.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    packed = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
-    angles = next((part for part in model.modules() if "inv_freq" in dict(part.named_buffers(recurse=False))), None)
-    if len(packed) < len(linears) or angles is None or model.config._attn_implementation == EAGER:
+    found = [linear for linear in linears if isinstance(linear, (QuantizedLinear, nn.Linear))]
+    angles = rotary_angles(model)
+    if len(found) < len(linears) or angles is None or model.config._attn_implementation == EAGER:
         return None
-    rows = torch.randn(1, PROBE_TOKENS, packed[0].in_features, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    rows = random_rows(1, PROBE_TOKENS, found[0].in_features, dtype=dtype)
     try:
-        positions = angles(rows, torch.arange(PROBE_TOKENS).unsqueeze(0) * 7)
+        positions = angles(rows, torch.arange(PROBE_TOKENS, device="cpu").unsqueeze(0) * 7)
         given: dict[str, Any] = {"position_embeddings": positions, "attention_mask": None}
         with _Recorder(module.config) as recorder:
             want = module(rows, **given)[0]
         if any(isinstance(value, Tensor) for value in recorder.how.values()):
             return None
-        fused = FusedAttention(module, _joined(packed[:3], dtype), recorder.how)
+        fused = FusedAttention(module, _joined(found[:3], dtype), recorder.how)
         got = fused(rows, **given)[0]
     except UNSUITABLE:
         return None
-    return fused if _close(want, got) else None
+    return fused if is_close(want, got) else None
 
 
 class _Recorder:
@@ -172,19 +185,19 @@ class _Recorder:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors, **how)
 
 
-def _joined(parts: list[QuantizedLinear], dtype: torch.dtype) -> QuantizedLinear:
-    first = parts[0]
-    whole = stack([part.stored for part in parts])
+def _joined(parts: Sequence[QuantizedLinear | nn.Linear], dtype: torch.dtype) -> nn.Module:
+    """Packed matrices become one; others stay where they are."""
+    packed = [part for part in parts if isinstance(part, QuantizedLinear)]
+    if len(packed) < len(parts):
+        return Joined(parts)
+    first = packed[0]
+    whole = stack([part.stored for part in packed])
     activations, order = first.problem.activations, first.problem.order
-    if any((part.problem.activations, part.problem.pre_scale) != (activations, False) for part in parts):
+    if any((part.problem.activations, part.problem.pre_scale) != (activations, False) for part in packed):
         raise UnsupportedProblem("the projections have different inputs")
     return QuantizedLinear.from_weight(
         whole, backend=first.choice.requested, activations=activations, dtype=dtype, order=order
     )
-
-
-def _close(want: Tensor, got: Tensor) -> bool:
-    return want.shape == got.shape and bool((want - got).abs().max() <= MOST_ERROR[want.dtype] * want.abs().max())
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

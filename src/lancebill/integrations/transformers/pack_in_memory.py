@@ -12,11 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import nn
+from transformers import GenerationMixin
 
 from lancebill.backends import oracle
 from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.errors import UnsupportedFormat
 from lancebill.integrations.transformers.experts_interface import ModuleExperts, pack_matrices, problem_of
+from lancebill.integrations.transformers.graphed_generation import use_graphs
 from lancebill.integrations.transformers.packed_experts import PackedExperts, expert_modules
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
@@ -32,13 +34,15 @@ def pack_experts(
 ) -> None:
     """Replace every experts module by a packed one; `weights` and `activations` as in `from_pretrained`.
 
-    The dense parameters of each layer are freed once it is packed.
+    The dense parameters of each layer are freed once it is packed. On a GPU the model then generates with CUDA graphs.
     """
     for name, index, module in list(expert_modules(model)):
         place = PackedExperts(index)
         place.experts = _packed(ModuleExperts.of(module), index, weights, activations, backend)
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent).register_module(leaf, place)
+    if isinstance(model, GenerationMixin):
+        use_graphs(model)
 
 
 def _packed(

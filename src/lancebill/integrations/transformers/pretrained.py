@@ -41,6 +41,8 @@ from lancebill.errors import (
 from lancebill.integrations.transformers import gguf_models as gguf
 from lancebill.integrations.transformers.experts_interface import register
 from lancebill.integrations.transformers.fused_modules import fuse
+from lancebill.integrations.transformers.graphed_generation import Decoding, GraphedGeneration
+from lancebill.integrations.transformers.narrow_modules import keep_narrow
 from lancebill.integrations.transformers.other_tensors import lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
@@ -66,14 +68,14 @@ _INSTEAD = {
 _QUANT_KEYS = ("quantization_config", "compression_config")
 
 
-class PackedModel:
+class PackedModel(GraphedGeneration):
     """Mixin for a transformers model class: replaces its experts, and saves them."""
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         assert isinstance(self, nn.Module)
         self.lancebill_origin: Origin | None = None
-        self.lancebill_rest = RestReport()
+        self.lancebill_rest, self.lancebill_decoding = RestReport(), Decoding()
         replace_experts(self)
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
@@ -117,6 +119,7 @@ def from_pretrained(
     target = parse_device(device).torch
     checkpoint = _open(folder)
     config, wide = _config(checkpoint, dtype)
+    stored = wide
     if dtype == "auto" and target.type == "cpu" and not _computes(wide):
         # Rounds the inputs of quantised matrices as the model would; the other operators compute in fp32.
         activations, wide = activations or dict.fromkeys((EXPERTS, REST), str(UNQUANTISED[wide])), torch.float32
@@ -135,6 +138,8 @@ def from_pretrained(
     model.lancebill_rest = pack_rest(model, options, rest)
     model = model.to(target)
     if target.type == "cpu":
+        if stored != wide:
+            keep_narrow(model, stored)
         fuse(model, wide)
     load_experts(model, experts, progress)
     if (folder / "generation_config.json").exists():
@@ -237,9 +242,13 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
 
 
 def _computes(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of this dtype as such. Without, torch takes many times as long."""
+    """Whether this CPU multiplies matrices of this dtype as such. Without, torch takes many times as long.
+
+    oneDNN supports bf16 with AVX-512 alone, but converts it: three times as slow as fp32.
+    """
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return bool(own if torch.cpu._is_avx2_supported() else torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 

@@ -82,6 +82,16 @@ class Library:
         """Run worker threads on any of these CPUs (none: of all); without a task they spin this long, then sleep."""
         self.calls.lancebill_place_threads((c_int32 * len(cpus))(*cpus), len(cpus), spin_us)
 
+    def watch(self, mailbox: int) -> None:
+        """Let a thread of the library serve the mailbox at this address from now on."""
+        status = self.calls.lancebill_watch(mailbox)
+        if status:
+            self.raise_status(status)
+
+    def unwatch(self, mailbox: int) -> None:
+        """When this returns, nothing reads the mailbox any more."""
+        self.calls.lancebill_unwatch(mailbox)
+
     @property
     def host_function(self) -> int:
         """The address of `lancebill_host_call`."""
@@ -142,5 +152,8 @@ def _declare(calls: ctypes.CDLL) -> None:
     calls.lancebill_stream.argtypes = [c_void_p, c_int64, c_int32, c_int32]
     calls.lancebill_huge_pages.argtypes = [c_void_p, c_int64]
     calls.lancebill_place_threads.argtypes = [c_void_p, c_int32, c_int32]
+    calls.lancebill_watch.argtypes = [c_void_p]
+    calls.lancebill_unwatch.argtypes = [c_void_p]
+    calls.lancebill_unwatch.restype = None
     calls.lancebill_host_call.argtypes = [c_void_p]
     calls.lancebill_host_call.restype = None

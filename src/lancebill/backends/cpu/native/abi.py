@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_uint16, c_uint32, c_void_p
 from enum import IntEnum
 
-ABI = 5
+ABI = 7
 MOST_EXPERTS = 2048  # columns of the logits that `lancebill_route` takes
 BAD_TOKEN = 6  # the status of a token id outside the hash table
 
@@ -94,6 +94,20 @@ class IsaLevel(IntEnum):
         return self.name.lower()
 
 
+class DecodeStep(IntEnum):
+    """The small steps of a decode step."""
+
+    NORM = 0
+    DENSE = 1
+    PACKED = 2
+    EXPERTS = 3
+    ROUTE = 4
+    ATTENTION = 5
+    ADD = 6
+    GATE = 7
+    PICK = 8
+
+
 class MatrixStruct(Structure):
     """One matrix of all experts."""
 
@@ -178,6 +192,16 @@ class CallStruct(Structure):
     ]
 
 
+class MailboxStruct(Structure):
+    """Where a GPU asks for calls."""
+
+    _fields_ = [
+        ("request", c_void_p),
+        ("done", c_uint32),
+        ("late", c_uint32),
+    ]
+
+
 class RoutingStruct(Structure):
     """From logits to ids and weights."""
 
@@ -206,4 +230,71 @@ class RoutingStruct(Structure):
         ("ids", c_void_p),
         ("weights", c_void_p),
         ("identity", c_void_p),
+    ]
+
+
+class DenseStruct(Structure):
+    """A matrix as torch stores it."""
+
+    _fields_ = [
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("type", c_int32),
+        ("rows", c_int32),
+        ("columns", c_int32),
+    ]
+
+
+class HeadsStruct(Structure):
+    """The heads of one attention."""
+
+    _fields_ = [
+        ("layer", c_int32),
+        ("queries", c_int32),
+        ("keys", c_int32),
+        ("dim", c_int32),
+        ("angles", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+    ]
+
+
+class StepStruct(Structure):
+    """One small step over the rows of a decode step."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("count", c_int32),
+        ("input", c_void_p),
+        ("out", c_void_p),
+        ("in_stride", c_int64),
+        ("out_stride", c_int64),
+        ("width", c_int64),
+        ("number", c_float),
+        ("what", c_void_p),
+        ("how", c_void_p),
+    ]
+
+
+class DecodeStruct(Structure):
+    """A decode step of a whole model."""
+
+    _fields_ = [
+        ("steps", c_void_p),
+        ("count", c_int32),
+        ("rows", c_int32),
+        ("threads", c_int32),
+        ("level", c_int32),
+        ("scratch", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("positions", c_void_p),
+        ("capacities", c_void_p),
+        ("caches", c_void_p),
+        ("cache_type", c_int32),
+        ("picked", c_int32),
+        ("picks", c_void_p),
     ]

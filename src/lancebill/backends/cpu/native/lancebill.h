@@ -38,7 +38,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LANCEBILL_ABI 5
+#define LANCEBILL_ABI 7
 
 #ifdef __cplusplus
 extern "C" {
@@ -165,6 +165,14 @@ typedef struct lancebill_call {
   int64_t count;              /* calls so far */
 } lancebill_call;
 
+/* Where a GPU asks for calls: in memory that both can write, 64-byte aligned, zero at first. The GPU sets `done` to 0,
+ * then `request`; a thread of the library makes the call and sets `done` to 1. One call at a time. */
+typedef struct lancebill_mailbox {
+  void *request;  /* a lancebill_call; NULL: none */
+  uint32_t done;
+  uint32_t late;  /* set by the GPU if it waited too long */
+} lancebill_mailbox;
+
 /* The scoring functions of lancebill.moe.routing. */
 enum lancebill_scoring {
   LANCEBILL_SCORING_SOFTMAX = 0,
@@ -204,6 +212,63 @@ typedef struct lancebill_routing {
   float *identity; /* [tokens]: total weight of zero experts; may be NULL if there are none */
 } lancebill_routing;
 
+/* A decode step of a whole model: small steps over a few rows of fp32, one after the other. Buffers belong to the caller;
+ * a step reads and writes `rows` rows of them. */
+enum lancebill_step_kind {
+  LANCEBILL_STEP_NORM = 0,      /* out = in / rms(in) * what; what: float[width]; number: epsilon */
+  LANCEBILL_STEP_DENSE = 1,     /* out = matrices times in; what: lancebill_dense[count], results side by side */
+  LANCEBILL_STEP_PACKED = 2,    /* a linear; what: lancebill_layer, how: lancebill_work */
+  LANCEBILL_STEP_EXPERTS = 3,   /* likewise, of experts; ids and weights are those of `how` */
+  LANCEBILL_STEP_ROUTE = 4,     /* from logits; how: lancebill_routing */
+  LANCEBILL_STEP_ATTENTION = 5, /* in: queries, keys and values of all heads, overwritten; what: lancebill_heads */
+  LANCEBILL_STEP_ADD = 6,       /* out += factor * in; the factor is number, or sigmoid(what[row]) if what is set */
+  LANCEBILL_STEP_GATE = 7,      /* out = act(first width columns) * next width columns; what: lancebill_layer */
+  LANCEBILL_STEP_PICK = 8       /* out = the rows in `picks`; later steps have only these */
+};
+
+/* A matrix as torch stores it, [rows][columns]. */
+typedef struct lancebill_dense {
+  const void *weights;
+  const float *bias; /* [rows]; NULL: none */
+  int32_t type;      /* enum lancebill_float */
+  int32_t rows, columns;
+} lancebill_dense;
+
+/* The heads of one attention. Query head h uses key head h / (queries / keys). */
+typedef struct lancebill_heads {
+  int32_t layer;              /* in the caches */
+  int32_t queries, keys, dim;
+  int32_t angles;             /* rotated columns at the start of a head */
+  int32_t window;             /* tokens that a token sees, itself included; <= 0: all */
+  float scale, eps;
+  const float *query_norm, *key_norm; /* [dim]; NULL: none */
+} lancebill_heads;
+
+typedef struct lancebill_step {
+  int32_t kind;  /* enum lancebill_step_kind */
+  int32_t count;
+  const float *input;
+  float *out;
+  int64_t in_stride, out_stride; /* in elements */
+  int64_t width;
+  float number;
+  const void *what, *how;
+} lancebill_step;
+
+typedef struct lancebill_decode {
+  const lancebill_step *steps;
+  int32_t count, rows;
+  int32_t threads, level;
+  void *scratch;             /* the largest that lancebill_scratch_bytes gives for a step of this call */
+  const float *cos, *sin;    /* [rows][angles] */
+  const int64_t *positions;  /* [rows] in its sequence; its keys and values are stored there */
+  const int64_t *capacities; /* [rows] tokens that the caches of its sequence have room for */
+  void *const *const *caches; /* [rows][2 * layers]: keys and values, each [keys][capacity][dim] */
+  int32_t cache_type;        /* enum lancebill_float */
+  int32_t picked;
+  const int32_t *picks;      /* [picked] rows, ascending */
+} lancebill_decode;
+
 enum lancebill_level {
   LANCEBILL_PORTABLE = 0,
   LANCEBILL_NEON = 1,       /* with byte dot products (asimddp) */
@@ -241,8 +306,14 @@ int32_t lancebill_run(const lancebill_layer *layer, const lancebill_work *work);
 
 void lancebill_host_call(void *call); /* a lancebill_call */
 
+/* Serve a mailbox from now on. It must stay where it is until lancebill_unwatch has returned. */
+int32_t lancebill_watch(lancebill_mailbox *box);
+void lancebill_unwatch(lancebill_mailbox *box);
+
 /* Routes all tokens. Nothing is written unless it returns LANCEBILL_OK. */
 int32_t lancebill_route(const lancebill_routing *routing);
+
+int32_t lancebill_decode_step(const lancebill_decode *call);
 
 /* Bytes per expert of the packed arrays, for checks: codes, scales, zeros (0 if absent). */
 void lancebill_packed_bytes(const lancebill_matrix *matrix, int32_t gated, int64_t bytes[3]);

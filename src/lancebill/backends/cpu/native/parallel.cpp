@@ -38,14 +38,6 @@ struct Setting {
 
 std::atomic<const Setting*> setting{new Setting};
 
-void pause_core() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");
-#endif
-}
-
 // Sleeps while `word` is `value`; may wake for no reason.
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 #ifdef __linux__

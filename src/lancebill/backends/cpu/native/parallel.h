@@ -7,6 +7,15 @@ namespace lancebill {
 
 using TaskFunction = void (*)(const void* task, int64_t index, int thread);
 
+// Tells the core that this thread spins.
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
 // Runs call(task, i, thread) for i in [0, count), with thread in [0, threads). The caller is thread 0.
 void run_tasks(int threads, int64_t count, TaskFunction call, const void* task);
 

@@ -1,0 +1,90 @@
+"""How `generate` and `chat` answer: with native decode steps where the model has them, else with transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lancebill.cli import models
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What was asked for; temperature 0 is greedy."""
+
+    tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+
+    def for_transformers(self) -> dict[str, Any]:
+        chosen: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}
+        if self.temperature > 0:
+            chosen["temperature"] = self.temperature
+        if self.temperature > 0 and (self.top_p < 1 or self.top_k):
+            chosen |= {"top_p": self.top_p, "top_k": self.top_k}
+        return chosen
+
+
+class Answering:
+    """Answers prompts of one model, one after the other."""
+
+    def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
+        self.model, self.tokenizer, self.seed = model, tokenizer, seed
+        self.runner = _native_runner(model)
+
+    def answer(self, prompt: dict[str, Any], wanted: AnswerOptions, write: Callable[[str], None]) -> Any:
+        """The whole answer and its speed, a `GeneratedText`; its text is written as it comes."""
+        import torch
+
+        from lancebill.integrations.transformers.streaming import GeneratedText, generate_streamed
+        from lancebill.serving.text import TextStream
+
+        self.seed += 1  # answers of one conversation do not repeat each other's random numbers
+        if self.runner is None:
+            torch.manual_seed(self.seed - 1)
+            return generate_streamed(self.model, self.tokenizer, prompt, write=write, **wanted.for_transformers())
+        stream, pieces, times, start = TextStream(self.tokenizer), list[str](), list[float](), time.perf_counter()
+        for token in self._tokens(prompt["input_ids"][0].tolist(), wanted):
+            times.append(time.perf_counter())
+            if token is not None:
+                pieces.append(stream.add(token))
+                write(pieces[-1])
+        pieces.append(stream.finish())
+        write(pieces[-1])
+        rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+        return GeneratedText("".join(pieces), len(times), times[0] - start, rate)
+
+    def _tokens(self, prompt: list[int], wanted: AnswerOptions) -> Iterator[int | None]:
+        """Generated tokens; the last is None if the model ended its answer."""
+        from lancebill.serving.sampling import Sampling, choose
+        from lancebill.serving.start import end_tokens
+
+        how = Sampling(wanted.temperature, wanted.top_p, wanted.top_k, self.seed - 1)
+        source, ends, earlier = how.generator(), end_tokens(self.model, self.tokenizer), list[int]()
+        sequence, new = self.runner.new_sequence(), prompt
+        while len(earlier) < wanted.tokens:
+            token = choose(self.runner.step([sequence], [new])[0], how, earlier, source).id
+            if token in ends:
+                yield None
+                return
+            earlier.append(token)
+            new = [token]
+            yield token
+
+
+def _native_runner(model: Any) -> Any:
+    """None where native steps do not give what the model does."""
+    from lancebill.serving.ragged import RaggedModel, runner
+
+    small = models.small_steps(model)
+    if small is None:
+        return None
+    before = model.config._attn_implementation
+    found = runner(model, small)
+    if isinstance(found, RaggedModel) and found.small is not None:
+        return found
+    model.set_attn_implementation(before)
+    return None

@@ -1,0 +1,193 @@
+"""`generate` on a GPU: decode steps are captured in CUDA graphs.
+
+transformers' `generate` stays what it is: it prepares inputs, samples, stops. It asks its model for a cache, and for a
+compiled forward where the cache allows that. Here the model answers with a `DecodeCache` and with `DecodeGraphs`.
+`generate(disable_compile=True)` is transformers' own way, without either.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from threading import Lock, local
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.generation import GenerationMode
+
+from lancebill.backends.base import Reason
+from lancebill.integrations.transformers.decode_cache import DecodeCache, keeps_keys_and_values, span_of
+from lancebill.integrations.transformers.decode_graphs import CACHE, CudaRecorder, DecodeGraphs, Recorder
+
+_LOG = logging.getLogger(__name__)
+_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
+_MASKED_ATTENTION = {"sdpa", "eager"}  # they hide what the mask hides; others go by lengths
+_EXPECTED = {"asked", "device"}  # reasons that surprise nobody
+_MOST_KEPT = 4  # batch sizes: each has a cache and graphs
+_MOST_AT_FIRST = 4096  # columns of a new cache; it grows when there are more tokens
+
+MakeRecorder = Callable[[torch.device], Recorder]
+
+
+class _OfThread(local):
+    """What a thread is generating with."""
+
+    graphs: DecodeGraphs | None = None
+
+
+class Decoding:
+    """The captured steps of one model, by batch size, and why the last `generate` did not use them."""
+
+    def __init__(self, recorder: MakeRecorder = CudaRecorder) -> None:
+        self.recorder = recorder
+        self.reason: Reason | None = None
+        self._kept: dict[int, DecodeGraphs] = {}
+        self._lock, self._local = Lock(), _OfThread()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model has weights of its own, and no graphs yet."""
+        return {"recorder": self.recorder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["recorder"])  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"without CUDA graphs: {self.reason}"
+        return f"{sum(graphs.count for graphs in self._kept.values())} CUDA graphs"
+
+    def begin(self, model: Any, batch: int, tokens: int) -> DecodeCache | Reason:
+        """A cache for new sequences of up to this many tokens, or why their steps cannot be captured."""
+        with self._lock:
+            graphs = self._kept.pop(batch, None)
+            if graphs is None:
+                layers = model.config.get_text_config(decoder=True).num_hidden_layers
+                cache = DecodeCache(layers, span_of(min(tokens, _MOST_AT_FIRST)), model.device)
+                graphs = DecodeGraphs(cache, self.recorder(model.device))
+            idle = [size for size, held in self._kept.items() if not held.busy]
+            for size in idle[: max(0, len(self._kept) + 1 - _MOST_KEPT)]:
+                del self._kept[size]
+            self._kept[batch] = graphs  # the newest is last
+            if graphs.busy:
+                return Reason("busy", "another thread generates with this batch size")
+            if graphs.refused is not None:
+                return graphs.refused
+            graphs.busy = True
+        graphs.restart(_stamp(model))
+        self._local.graphs = graphs
+        return graphs.cache
+
+    def end(self) -> None:
+        """The sequences that this thread began are complete, if it began any."""
+        graphs, self._local.graphs = self._local.graphs, None
+        if graphs is not None:
+            graphs.busy, self.reason = False, None
+            if graphs.refused is not None:
+                self.refuse(graphs.refused)
+
+    def refuse(self, reason: Reason) -> None:
+        """A call decodes without graphs."""
+        if reason != self.reason and reason.code not in _EXPECTED:
+            _LOG.warning("generate decodes without CUDA graphs: %s", reason)
+        self.reason = reason
+
+    def of(self, cache: DecodeCache) -> DecodeGraphs:
+        return next(graphs for graphs in self._kept.values() if graphs.cache is cache)
+
+    def clear(self) -> None:
+        """Free the caches and graphs that no call uses."""
+        with self._lock:
+            self._kept = {batch: graphs for batch, graphs in self._kept.items() if graphs.busy}
+
+
+class GraphedGeneration:
+    """Mixin for a transformers model class. `lancebill_decoding` says how the last `generate` decoded."""
+
+    lancebill_decoding: Decoding
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.lancebill_decoding.end()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
+        max_cache_length: int,
+    ) -> Any:  # fmt: skip
+        decoding = self.lancebill_decoding
+        why = _chosen(generation_config, model_kwargs, generation_mode) or _unsuitable(self, decoding)
+        if why is None:
+            batch = batch_size * (generation_config.num_return_sequences or 1)
+            cache = decoding.begin(self, batch, max_cache_length)
+            if isinstance(cache, DecodeCache):
+                model_kwargs[CACHE] = cache
+                return None
+            why = cache
+        decoding.refuse(why)
+        prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
+        return prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        if isinstance(model_kwargs.get(CACHE), DecodeCache):
+            return True
+        valid: bool = super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
+        return valid
+
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        def call(**given: Any) -> Any:
+            cache = given.get(CACHE)
+            if isinstance(cache, DecodeCache):
+                return self.lancebill_decoding.of(cache).run(self, given)  # type: ignore[arg-type]
+            return compiled(compile_config)(**given)
+
+        compiled = super().get_compiled_call  # type: ignore[misc]
+        return call
+
+
+def use_graphs(model: Any, recorder: MakeRecorder = CudaRecorder) -> None:
+    """Let a transformers model generate with graphs. Its class keeps the name, which transformers writes to configs."""
+    if not isinstance(model, GraphedGeneration):
+        base = type(model)
+        model.__class__ = type(base.__name__, (GraphedGeneration, base), {"__module__": base.__module__})
+    model.lancebill_decoding = Decoding(recorder)
+
+
+def _chosen(how: Any, given: dict[str, Any], mode: Any) -> Reason | None:
+    """What the caller of `generate` asked for, and a graph does not give."""
+    wishes = {
+        "disable_compile=True": how.disable_compile,
+        "use_cache=False": how.use_cache is False,
+        f"cache_implementation={how.cache_implementation}": how.cache_implementation is not None,
+        "past_key_values=": given.get(CACHE) is not None,
+        "return_dict_in_generate=True, which returns the cache": how.return_dict_in_generate,
+        str(mode.value): mode not in _MODES,
+    }
+    asked = next((text for text, is_asked in wishes.items() if is_asked), None)
+    return None if asked is None else Reason("asked", asked)
+
+
+def _unsuitable(model: Any, decoding: Decoding) -> Reason | None:
+    """Why no step of this model can be captured."""
+    config = model.config.get_text_config(decoder=True)
+    if model.device.type != "cuda" and decoding.recorder is CudaRecorder:
+        return Reason("device", f"the model is on {model.device}")
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return Reason("cache", "the model has a cache of its own")
+    if not keeps_keys_and_values(config):
+        return Reason("cache", "the model keeps more than keys and values")
+    if config._attn_implementation not in _MASKED_ATTENTION:
+        hint = 'from_pretrained(..., attn_implementation="sdpa")'
+        return Reason("attention", f"{config._attn_implementation} attention does not take the mask of a step", hint)
+    if model.training:
+        return Reason("training", "the model is in training mode", "model.eval()")
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return Reason("hooks", "a module has forward hooks, which a graph does not call")
+    return None
+
+
+def _stamp(model: nn.Module) -> Hashable:
+    """Changes when a tensor of the model is replaced or moves."""
+    return tuple(tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)

@@ -1,0 +1,84 @@
+"""The steps of a decode program against torch in double precision, at every level of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lancebill.backends.cpu.decode_program import DecodeProgram, DecodeRows
+from lancebill.backends.cpu.native import Library, library
+from lancebill.errors import UnsupportedProblem
+from lancebill.moe.activation import Activation
+
+NATIVE = library()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="the CPU kernels are not built")
+LEVELS = () if NATIVE is None else NATIVE.levels
+NOTHING = torch.zeros(1)
+
+
+def program(level: object, rows: int) -> DecodeProgram:
+    assert isinstance(NATIVE, Library)
+    return DecodeProgram(replace(NATIVE, best=level), rows)  # type: ignore[arg-type]
+
+
+def run(steps: DecodeProgram, rows: int, picks: tuple[int, ...] = ()) -> None:
+    steps.run(DecodeRows(NOTHING, NOTHING, range(rows), [rows] * rows, [0] * rows, torch.float32, picks))
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dense_matrices_of_every_type_and_size(level: object, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, columns in ((1, 64), (3, 37), (8, 96), (15, 5)):
+        steps = program(level, rows)
+        matrices = [(torch.randn(n, columns).to(dtype), bias) for n, bias in ((33, None), (6, torch.randn(6)))]
+        x, out = steps.buffer("x", columns).normal_(), steps.buffer("out", 39)
+        steps.dense(x, matrices, out)
+        run(steps, rows)
+        wide = [F.linear(x.double(), w.double(), None if b is None else b.double()) for w, b in matrices]
+        torch.testing.assert_close(out.double(), torch.cat(wide, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_a_row_does_not_depend_on_the_others(level: object) -> None:
+    torch.manual_seed(1)
+    weights, x = torch.randn(21, 70).bfloat16(), torch.randn(13, 70)
+    together = program(level, 13)
+    out = together.buffer("out", 21)
+    together.dense(together.buffer("x", 70).copy_(x), [(weights, None)], out)
+    run(together, 13)
+    for row in range(13):
+        alone = program(level, 1)
+        single = alone.buffer("out", 21)
+        alone.dense(alone.buffer("x", 70).copy_(x[row : row + 1]), [(weights, None)], single)
+        run(alone, 1)
+        assert torch.equal(single[0], out[row])
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_norms_gates_sums_and_picks(level: object) -> None:
+    torch.manual_seed(2)
+    steps, weights = program(level, 4), torch.randn(50)
+    x = steps.buffer("x", 50).normal_()
+    picked, normed, gated = steps.buffer("picked", 50), steps.buffer("normed", 50), steps.buffer("gated", 25)
+    before = x.double()
+    factor = steps.buffer("factor", 1).normal_()
+    steps.add(x, x, gate=factor)
+    steps.pick(x, picked)
+    steps.norm(picked, weights, 1e-5, normed)
+    steps.gate(normed, Activation("silu"), gated)
+    run(steps, 4, picks=(1, 3))
+    summed = (before * (1 + factor.double().sigmoid()))[[1, 3]]
+    want = F.rms_norm(summed, (50,), weights.double(), 1e-5)
+    torch.testing.assert_close(normed[:2].double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gated[:2].double(), F.silu(want[:, :25]) * want[:, 25:], rtol=1e-4, atol=1e-5)
+    assert not normed[2:].any()
+
+
+def test_a_matrix_that_cannot_be_read_raises() -> None:
+    steps = program(LEVELS[-1], 1)
+    with pytest.raises(UnsupportedProblem, match="cannot read"):
+        steps.dense(steps.buffer("x", 8), [(torch.zeros(8, 4).t(), None)], steps.buffer("out", 4))
