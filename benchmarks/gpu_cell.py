@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from machine import clocks, command, commit, gpu_machine
 
+from lancebill.backends.base import Backend
 from lancebill.backends.gpu.backend import GpuBackend
 from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.oracle import select
 from lancebill.backends.reference import BACKEND as REFERENCE
+from lancebill.backends.registry import registry
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import expected_rows
 from lancebill.bench.compare import best, compare
@@ -23,6 +25,7 @@ from lancebill.bench.results import BenchCase, expert_bytes
 from lancebill.bench.workload import Batch, Weights
 from lancebill.jit.build import build_all
 from lancebill.jit.compile import KernelSource
+from lancebill.jit.driver import capability
 from lancebill.jit.load import loadable
 from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.testing.layers import worst_row
@@ -40,10 +43,17 @@ class ReferenceRows:
     want: torch.Tensor
 
 
-def compile_kernels(sizes: Iterable[tuple[Problem, int]], device: str = "cuda") -> None:
-    """Compile our kernels for these layers and numbers of tokens together, so that all cores have work."""
+def compile_kernels(sizes: Sequence[tuple[Problem, int]], device: str = "cuda", backends: Sequence[str] = ()) -> None:
+    """Compile our kernels for these layers and numbers of tokens together, so that all cores have work.
+
+    Those of the chosen backend and of `backends`, as far as these support a layer on the GPU's own architecture.
+    """
     start, where = time.perf_counter(), parse_device(device)
     sources = [source for problem, tokens in sizes for source in kernels_of(problem, tokens, where)]
+    for name in backends:
+        backend, itself = registry()[name], replace(where, arch=capability(where.index))
+        served = [(problem, tokens) for problem, tokens in sizes if not list(backend.check(problem, itself))]
+        sources += [source for problem, tokens in served for source in launched(backend, problem, tokens, itself)]
     for source, why in build_all(sources).items():
         print("does not compile:", source.label, why[-300:])
     print(f"{len(set(sources))} kernels in {time.perf_counter() - start:.1f} s", flush=True)
@@ -51,7 +61,11 @@ def compile_kernels(sizes: Iterable[tuple[Problem, int]], device: str = "cuda") 
 
 def kernels_of(problem: Problem, tokens: int, device: Device) -> list[KernelSource]:
     """What the backend that is chosen on a GPU launches, as the GPU loads it."""
-    backend = select(problem, device).backend
+    return launched(select(problem, device).backend, problem, tokens, device)
+
+
+def launched(backend: Backend, problem: Problem, tokens: int, device: Device) -> list[KernelSource]:
+    """What one of our GPU backends launches, as the GPU loads it."""
     plan = backend.plan(problem, tokens, device)
     if not isinstance(backend, GpuBackend) or not isinstance(plan, GpuPlan):
         return []

@@ -64,7 +64,7 @@ def matrix() -> Iterator[Case]:
         yield Case("int4-g128", tokens=tokens, act_order=True)
         yield from (Case(activations=act, tokens=tokens, dispatch=form)
                     for act in ("bf16", "fp8") for form in ("contiguous", "batched"))  # fmt: skip
-    whole = Case(tokens=16, experts=2, hidden=1536, intermediate=768)  # as many tiles as blocks: chunks are tiles
+    whole = Case(tokens=16, experts=48, hidden=1536, intermediate=768)  # as many tiles as blocks: chunks are tiles
     pieces = Case(tokens=1, experts=2, hidden=2304, intermediate=768)  # few tiles: blocks share them
     for few in (whole, pieces, replace(whole, activations="fp8"), replace(pieces, activations="fp8")):
         yield from (few, replace(few, bias=True, activation="swigluoai"))

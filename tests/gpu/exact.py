@@ -18,6 +18,7 @@ from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import MatrixShape, Packed
 from lancebill.moe.problem import Problem
 from lancebill.numbers.codec import dequantize
+from lancebill.numbers.dtypes import CODEBOOK
 from lancebill.numbers.spec import FP8_CHANNEL
 from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import plausible_weight
@@ -76,6 +77,8 @@ def exact_weight(
     if shape.spec.dtype.bits == 8:  # small integers only
         small = torch.randint(-4, 5, codes.shape, generator=generator, device=device)
         codes = shape.spec.dtype.encode(small.float())
+    if shape.spec.dtype.kind == CODEBOOK:  # exact numbers only
+        codes = shape.spec.dtype.encode(torch.randint(-1, 2, codes.shape, generator=generator, device=device).float())
     if gated:
         half = shape.n // 2
         if outer:

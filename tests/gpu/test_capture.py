@@ -35,6 +35,12 @@ def weights() -> object:
     return make_layer(make_problem(), OURS)
 
 
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """A graph of an earlier test, freed by the garbage collector during a capture, would invalidate the capture."""
+    gc.collect()
+
+
 def new_layer() -> RoutedExperts:
     """A layer that has never run."""
     from lancebill.backends import oracle

@@ -25,6 +25,7 @@ SPECS = [
         "int8", "int8-g128", "fp8", "fp8-block",
     )),
     *((s, "fp8") for s in ("mxfp4", "fp8", "fp8-block", "int4", "int4-g128", "int4-g128-zp")),
+    *((s, "int8") for s in ("int4", "int4-g128", "int4-g128-zp", "int8", "int8-g128")),
 ]  # fmt: skip
 
 
@@ -32,7 +33,7 @@ BATCHES = [3, 70, 600]
 TILES = [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000]
 # Thousands of tiles with one stage each: in the first GEMM, and in the second.
 FLAT = [{"hidden": 128, "intermediate": 4096, "experts": 64}, {"hidden": 4096, "intermediate": 128, "experts": 64}]
-TAKEN = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")]
+TAKEN = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8"), ("int4-g128", "int8"), ("int8", "int8")]
 SIZES = [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)]
 FUNCTIONS = [
     Activation("silu"),
@@ -101,7 +102,7 @@ def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **s
     routed_rows = (routed.ids >= 0).any(1)
     assert not got[~routed_rows[:tokens]].any()
     unquantised = want
-    if activations == "fp8":
+    if problem.activations.spec.quantized:
         plain = make_layer(replace(problem, activations=ACTIVATIONS["bf16"]), "reference")
         unquantised = plain(x, routed, torch.empty_like(want))
     rows = torch.arange(tokens, device="cuda")[routed_rows[:tokens]]

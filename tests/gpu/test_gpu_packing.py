@@ -23,7 +23,8 @@ skip_unless_ours()
 SPECS = [
     *((s, a) for a in ("bf16", "fp16") for s in (
         "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
-        "int8", "int8-g128", "fp8", "fp8-block",
+        "int8", "int8-g128", "fp8", "fp8-block", "int8-g32:fp16", "mxfp8", "int2-g64", "int2-g32:fp16-zp", "int3-g128",
+        "int3-g64-zp", "nf4", "iq4-g32:fp16",
     )),
     *((s, "fp8") for s in ("mxfp4", "fp8", "fp8-block", "int4", "int4-g128", "int4-g128-zp")),
 ]  # fmt: skip

@@ -38,6 +38,8 @@ FORMS = [
     ("int4-g128", "bf16", {"act_order": True}),
     ("nvfp4", "bf16", {"bias": True}),
     ("mxfp4", "fp8-static", {}),
+    ("int4-g128", "int8-static", {"hidden": 512, "intermediate": 256}),
+    ("int8", "int8", {}),
     ("mxfp4", "bf16", {"pre_scale": True}),
     ("mxfp4", "fp8", {"pre_scale": True}),
     ("mxfp4", "bf16", {"activation": Activation("relu2_no_mul")}),

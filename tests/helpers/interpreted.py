@@ -40,7 +40,7 @@ from lancebill.numbers.spec_names import parse_activation
 from lancebill.numbers.weight import stack_experts
 from lancebill.testing.layers import layer_problem, plausible_weight, routing, worst_row
 
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "i8": torch.int8}
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 KINDS = {"*fp32": torch.float32, "*i32": torch.int32}
 
@@ -132,13 +132,13 @@ class Machine:
 
     def _gemm(self, step: Step, name: str, expert: int, x: Tensor, scales: Tensor) -> Tensor:
         matrix, bias = unpacked(self.plan.problem, name, expert)
-        fp8 = self.plan.gemm(name).fp8
-        if fp8:  # undo the column order of fp8 rows; padding columns must be zero
+        quantised = self.plan.gemm(name).byte_inputs
+        if quantised:  # undo the column order of 8-bit rows; padding columns must be zero
             column = torch.arange(x.shape[1]).view(-1, 4, 8, 4).transpose(1, 2).reshape(-1)
             x, whole = torch.empty(x.shape).index_copy_(1, column, x.float()), x.shape[1]
             matrix = torch.cat([matrix, torch.full((len(matrix), whole - matrix.shape[1]), 1e9)], 1)
         projected = x.float() @ matrix.t()
-        if fp8:
+        if quantised:
             projected = projected * scales.unsqueeze(1)
         projected = projected + bias
         constants = dict(step.source.constants)
@@ -168,9 +168,9 @@ class Machine:
         refs = {name: value for name, value in step.values.items() if isinstance(value, Ref)}
         ids, out = self.tensor(refs["ids"])[:tokens], self.tensor(refs["out"]).view(tokens, -1)
         assert not ids.any()
-        rows_ = refs["x" if self.plan.first_gemm.fp8 else "x_desc"]
+        rows_ = refs["x" if self.plan.first_gemm.byte_inputs else "x_desc"]
         x, scales = self.tensor(rows_).view(-1, step.values["width"])[:tokens], torch.ones(tokens)
-        if self.plan.first_gemm.fp8:  # quantise as the kernel does, with fp8 column order
+        if self.plan.first_gemm.byte_inputs:  # quantise as the kernel does, with fp8 column order
             scales = x.float().abs().amax(1) / 448
             scales = torch.where(scales > 0, scales, 1.0)
             whole = F.pad(x.float() / scales.unsqueeze(1), (0, -x.shape[1] % 128)).to(torch.float8_e4m3fn).float()
@@ -230,6 +230,9 @@ FORMS = [
     ("mxfp4", "fp8-static", {"hidden": 288, "intermediate": 320, "pre_scale": True}),
     ("int4-g128", "fp8", {"hidden": 384, "intermediate": 128, "act_order": True}),
     ("mxfp4", "fp8-static", {"pre_scale": True, "top_k": 1, "weight_on_input": True}),
+    ("int4", "int8", {"hidden": 288, "intermediate": 160}),
+    ("int4-g128-zp", "int8-static", {"hidden": 128, "intermediate": 128}),
+    ("int8", "int8", {"hidden": 160, "pre_scale": True}),
 ]
 
 
@@ -368,8 +371,9 @@ def test_single_linear(spec: str, activations: str, options: dict[str, object], 
 
 
 def check(got: Tensor, want: Tensor, activations: str) -> None:
-    """With fp8, one hidden number rounded to a neighbouring e4m3 number moves a result by a few hundredths."""
-    assert worst_row(got.float().nan_to_num(nan=1e9), want.float()) < (0.1 if activations.startswith("fp8") else 8e-3)
+    """One hidden number rounded to a neighbouring e4m3 number moves a result by a few hundredths; int8 is finer."""
+    bound = {"fp8": 0.1, "int8": 0.03}.get(activations.removesuffix("-static"), 8e-3)
+    assert worst_row(got.float().nan_to_num(nan=1e9), want.float()) < bound
 
 
 assert planning.SMALL == rowwise.SMALL

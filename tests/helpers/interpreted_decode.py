@@ -15,7 +15,7 @@ import triton.language as tl
 from interpreted import ROUTING, interpreter, routing_argument, scalars
 
 from lancebill.backends.gpu import row_steps as rowwise
-from lancebill.backends.gpu.kernels import decode_chunks, decode_finish, epilogue, slots
+from lancebill.backends.gpu.kernels import convert_row, decode_chunks, decode_finish, epilogue, slots
 from lancebill.backends.gpu.kernels import dispatch_combine as rows
 from lancebill.backends.hopper.kernels import decode_row
 from lancebill.testing.layers import worst_row
@@ -50,7 +50,12 @@ def count_bits(mask: tl.tensor) -> tl.tensor:
 def decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the helpers of the decode kernel run in the interpreter."""
     for module in (decode_finish, decode_row, decode_chunks):
-        for name, stand_in in (("gl", Gluon()), ("tl", tl), ("range", scalars), ("column_at", rows.column_at.fn)):
+        for name, stand_in in (
+            ("gl", Gluon()),
+            ("tl", tl),
+            ("range", scalars),
+            ("column_at", convert_row.column_at.fn),
+        ):
             monkeypatch.setattr(module, name, stand_in, raising=False)
     monkeypatch.setattr(decode_finish, "sum_pieces", decode_finish.sum_pieces.fn)
     for name in ("pieces_of", "number_of", "find_local_slots", "segment_at", "chunk_length", "pieces_of_token"):
@@ -246,3 +251,19 @@ def test_chunks_cover_the_tiles_of_local_slots(least: int, shares: int) -> None:
         covered += [(tile, first + i) for i in range(stages)]
         assert {(tile * blocks + first + i) // each for i in range(stages)} == {chunk}
     assert covered == list(itertools.product(range(len(local) * units), range(blocks)))
+
+
+def test_int8_rows_round_to_even_saturate_and_have_no_nan() -> None:
+    """Static scales saturate; a row that is not finite gets a scale of NaN, since int8 has no NaN."""
+    x, owners, given = torch.zeros(4, 128), torch.zeros(4, dtype=torch.int32), torch.tensor([0.5])
+    x[0, :7] = torch.tensor([63.5, -64.0, 100.0, -100.0, 0.25, 0.75, -0.25])  # 127, -128, too large, ties
+    x[1, 5], x[2, 9] = float("nan"), -float("inf")
+    for static in (True, False):
+        codes, scales = torch.zeros(4, 128, dtype=torch.int8), torch.zeros(4)
+        rows.prepare_rows[(4,)](
+            x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, static, static
+        )
+        found = codes[0].view(-1, 8, 4, 4).transpose(1, 2).reshape(-1)
+        expected = [127, -128, 127, -128, 0, 2, 0] if static else [81, -81, 127, -127, 0, 1, 0]
+        assert found[:7].tolist() == expected and not codes[3].any()
+        assert scales[1:3].isnan().all() and scales[3] == (0.5 if static else 1.0)

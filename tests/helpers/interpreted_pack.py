@@ -19,7 +19,7 @@ from lancebill.testing.layers import layer_problem, plausible_weight
 
 FORMS = [
     ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g32-zp", "bf16"), ("int4-g128-zp", "fp8"), ("int8", "bf16"),
-    ("fp8-channel", "fp8"),
+    ("fp8-channel", "fp8"), ("mxfp8", "bf16"), ("int2-g32", "bf16"), ("int3-g32-zp", "bf16"), ("nf4-g32", "bf16"),
 ]  # fmt: skip
 
 

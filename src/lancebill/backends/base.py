@@ -251,6 +251,11 @@ class Executor:
                 self.fast_calls.clear()
             self.fast_calls[x.numel()] = call
 
+    def run_linear(self, x: Tensor, out: Tensor) -> Tensor:
+        """`run` of a layer with one matrix and no experts: all rows are its own."""
+        # [0, rows], made on the device without a copy from the host.
+        return self.run(x, Contiguous(torch.arange(0, x.shape[0] + 1, x.shape[0], device=x.device)), out)
+
     def linear_call(self, x: Tensor, plan: Plan) -> LinearCall | None:
         """A function for further calls with an x like this one, of a layer with one matrix; None if there is none."""
         return None

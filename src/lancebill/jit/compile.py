@@ -259,7 +259,7 @@ def _type_name(desc: str | Desc) -> str:
         return desc
     from triton.experimental.gluon import language as gl
 
-    bits = {"i32": 32, "bf16": 16, "fp16": 16, "fp8e4nv": 8}[desc.dtype]
+    bits = {"i32": 32, "bf16": 16, "fp16": 16, "fp8e4nv": 8, "i8": 8}[desc.dtype]
     layout = gl.NVMMASharedLayout(desc.swizzle, bits, desc.rank)
     return f"tensordesc<{desc.dtype}{list(desc.box)},{layout!r}>"
 

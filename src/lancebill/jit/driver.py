@@ -17,6 +17,7 @@ from lancebill.errors import ContextError, DriverError
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream, which captures forbid
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -129,6 +130,15 @@ def copy_async(target: int, source: int, size: int, stream: int) -> None:
     check(
         library().cuMemcpyAsync(by_value(target), by_value(source), ctypes.c_size_t(size), by_value(stream)), "copying"
     )
+
+
+def pin(address: int, size: int) -> bool:
+    """Lock pages of host memory, so that the GPU copies from them directly; False if the driver refuses."""
+    return not library().cuMemHostRegister_v2(by_value(address), ctypes.c_size_t(size), _PORTABLE)
+
+
+def unpin(address: int) -> None:
+    library().cuMemHostUnregister(by_value(address))
 
 
 def launch_host_function(stream: int, function: int, argument: int) -> None:

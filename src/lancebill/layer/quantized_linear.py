@@ -18,7 +18,6 @@ from lancebill.layer.compiled_op import quantized_linear
 from lancebill.layer.packed_module import PackedModule
 from lancebill.layer.recipe import unquantised_inputs
 from lancebill.layer.rules import activation_specs, weight_targets
-from lancebill.moe.dispatch import Contiguous
 from lancebill.moe.layout import W13, MatrixShape
 from lancebill.moe.problem import FAST, Problem
 from lancebill.numbers.codec import dequantize, requantize
@@ -107,9 +106,7 @@ class QuantizedLinear(PackedModule):
         self._check_input(rows)
         out = rows.new_empty(rows.shape[0], self.problem.w13.n)
         if rows.shape[0]:
-            # [0, rows], made on the device without a copy from the host.
-            offsets = torch.arange(0, rows.shape[0] + 1, rows.shape[0], device=rows.device)
-            self.executor.run(rows, Contiguous(offsets), out)
+            self.executor.run_linear(rows, out)
             self.executor.prepare_linear_call(x.detach())
         return without_gradient(out.view(*x.shape[:-1], -1), x)
 

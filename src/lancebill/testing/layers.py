@@ -47,7 +47,8 @@ def plausible_weight(shape: MatrixShape, seed: int, device: str = "cpu", *, exac
     zero = None
     if spec.zero is not None:
         assert spec.zero.dtype == ZERO16
-        zero = torch.randint(0, 17, spec.zero.shape(n, k), generator=generator, device=device).to(torch.int16)
+        largest = min(1 << spec.dtype.bits, 16)
+        zero = torch.randint(0, largest + 1, spec.zero.shape(n, k), generator=generator, device=device).to(torch.int16)
     legal = torch.tensor(spec.dtype.valid_codes, dtype=torch.uint8, device=device)
     codes = legal[torch.randint(len(legal), (n, k), generator=generator, device=device)]
     target = 1.0 / (spec.dtype.max * k**0.5)

@@ -1,4 +1,4 @@
-"""The shipped GPU kernels that tests compile: a sample, or all of them with `--all-kernels` (`make kernels`)."""
+"""The GPU kernels that tests compile: a sample, or all of them with `--all-kernels` (`make kernels`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="module")
-def shipped_kernels(request: pytest.FixtureRequest) -> list[KernelSource]:
+def all_kernels(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--all-kernels", default=False))
+
+
+@pytest.fixture(scope="module")
+def shipped_kernels(all_kernels: bool) -> list[KernelSource]:
     """Of each family the last kernel, which has the largest tiles."""
     pytest.importorskip("triton")
     from lancebill.backends.hopper.shipped import shipped
 
     sources = list(shipped())
-    if request.config.getoption("--all-kernels", default=False):
+    if all_kernels:
         return sources
     return list({(source.kernel, _family(source)): source for source in sources}.values())
 

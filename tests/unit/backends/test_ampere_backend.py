@@ -12,6 +12,7 @@ from lancebill.backends.ampere.plan import make_plan
 from lancebill.backends.ampere.steps import steps
 from lancebill.backends.gpu.cards import ARCHS, CARDS, nearest_card
 from lancebill.backends.gpu.kernels import triton_version
+from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.shipped import TOKENS, problems
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.hopper import shipped as hopper_shipped
@@ -58,7 +59,9 @@ def test_every_gpu_from_ampere_on_has_a_fast_backend(weights: str) -> None:
 def test_reasons_of_devices_and_inputs() -> None:
     assert codes(qwen("mxfp4"), 75) == codes(qwen("mxfp4"), 100) == {"device"}
     assert {reason.code for reason in registry()["ampere"].check(qwen("mxfp4"), Device("cpu"))} == {"device"}
-    assert codes(qwen("mxfp4", "fp8"), 86) == codes(qwen("mxfp4", "fp8"), 120) == {"activations"}
+    assert codes(qwen("mxfp4", "fp8"), 80) == codes(qwen("mxfp4", "fp8"), 86) == {"activations"}
+    assert codes(qwen("mxfp4", "fp8"), 89) == codes(qwen("mxfp4", "fp8"), 120) == set()
+    assert codes(qwen("int4-g128", "int8"), 80) == codes(qwen("int8", "int8-static"), 120) == set()
     assert "spec" in codes(qwen("int5"), 80)
 
 
@@ -73,6 +76,20 @@ def test_estimates_grow_with_tokens() -> None:
     for arch in ARCHS:
         times = [make_plan(qwen("mxfp4"), tokens, Device("cuda", arch)).estimate_us for tokens in TOKENS]
         assert times == sorted(times) and times[-1] > 3 * times[0]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_few_experts_are_not_read_for_every_slot(arch: int) -> None:
+    """32 slots of Mixtral's 8 experts would read each expert four times; those of many experts rarely meet."""
+
+    def decodes(name: str, tokens: int) -> bool:
+        problem = NAMED[name].problem(parse_spec("mxfp4"), parse_activation("bf16"))
+        plan = oracle.select(problem, Device("cuda", arch)).backend.plan(problem, tokens, Device("cuda", arch))
+        assert isinstance(plan, GpuPlan)
+        return plan.decode
+
+    assert [decodes("mixtral-8x7b", tokens) for tokens in (1, 2, 4, 16)] == [True, True, False, False]
+    assert [decodes("deepseek-v4-flash", tokens) for tokens in (1, 4)] == [True, True]
 
 
 def test_configurations_fit_the_card_s_shared_memory() -> None:
@@ -136,3 +153,9 @@ def test_a_sample_of_kernels_compiles_for_an_older_gpu() -> None:
         assert blocks * (found.shared + RESERVED) <= nearest_card(device).shared
     text = get_binary(replace(launches[-1].source, ptx=True), Cache()).cubin
     assert text.endswith(b"\0") and b".target sm_80" in text and b"griddepcontrol" not in text
+
+
+def test_fp8_kernels_are_compiled_for_gpus_that_have_it() -> None:
+    archs = {arch: make_plan(qwen("mxfp4", "fp8"), 64, Device("cuda", arch)).arch for arch in (89, 120)}
+    assert archs == {89: 89, 120: 120}
+    assert make_plan(qwen("int4-g128", "int8"), 64, Device("cuda", 89)).arch == 80

@@ -18,6 +18,11 @@ FORMS = [
     WeightForm("int4", "fp32", 128, BF16),
     WeightForm("int8", "none", 0, BF16),
     WeightForm("e4m3", "fp32", 128, BF16),
+    WeightForm("e4m3", "e8m0", 32, BF16),
+    WeightForm("int8", "fp16", 32, BF16),
+    WeightForm("int2", "bf16", 64, BF16),
+    WeightForm("int3", "bf16", 64, BF16, zero=True),
+    WeightForm("nf4", "fp32", 64, BF16),
     WeightForm("e2m1", "e8m0", 32, E4M3),
 ]
 CARDS = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_90": 228 << 10}  # shared memory of an SM

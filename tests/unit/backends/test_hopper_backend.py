@@ -31,7 +31,8 @@ from lancebill.testing.layers import layer_problem, plausible_weight
 
 SPECS = [
     "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
-    "int8", "int8-g128", "fp8", "fp8-block", "fp8-tensor",
+    "int8", "int8-g128", "fp8", "fp8-block", "fp8-tensor", "int8-g32:fp16", "mxfp8", "int2-g64", "int2-zp",
+    "int3-g32-zp", "int3-g128:fp32", "nf4", "nf4-g32:fp16", "iq4-g32:fp16",
 ]  # fmt: skip
 HOPPER = Device("cuda", 90)
 
@@ -58,9 +59,16 @@ def test_packing_is_a_bijection(spec: str, activations: str) -> None:
             assert round_trip(layout, shape, weight).equals(weight)
 
 
-@pytest.mark.parametrize("spec", ["fp8", "fp8-block", "int4", "int4-g128", "int4-g128:fp16", "int4-g128-zp"])
-def test_packing_for_fp8_inputs_is_a_bijection(spec: str) -> None:
-    layer = problem(spec, "fp8", bias=True)
+INTEGERS = ("int4", "int4-g128", "int4-g128:fp16", "int4-g128-zp")
+BYTE_FORMS = [
+    *((spec, "fp8") for spec in ("fp8", "fp8-block", *INTEGERS)),
+    *((spec, "int8") for spec in ("int8", "int8-g128", *INTEGERS)),
+]
+
+
+@pytest.mark.parametrize(("spec", "inputs"), BYTE_FORMS)
+def test_packing_for_8_bit_inputs_is_a_bijection(spec: str, inputs: str) -> None:
+    layer = problem(spec, inputs, bias=True)
     layout = FragmentLayout(layer)
     for shape in layer.matrices.values():
         weight = plausible_weight(shape, 1)
@@ -78,7 +86,20 @@ def test_packing_pads(hidden: int, intermediate: int, activations: str) -> None:
         assert round_trip(layout, shape, weight).equals(weight)
 
 
-@pytest.mark.parametrize("spec", ["int4-g128", "int4-g128:fp16", "int4-g128-zp", "int8-g128", "fp8-block"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int4-g128",
+        "int4-g128:fp16",
+        "int4-g128-zp",
+        "int8-g128",
+        "fp8-block",
+        "int2-g64",
+        "int3-g64-zp",
+        "nf4",
+        "iq4-g64",
+    ],
+)
 @pytest.mark.parametrize("activations", ["bf16", "fp16"])
 @pytest.mark.parametrize("size", [2.0**-12, 1.0, 2.0**10])
 def test_scales_of_any_size_survive_packing(spec: str, activations: str, size: float) -> None:
@@ -117,6 +138,23 @@ def test_exponents_out_of_range_are_rounded_and_counted() -> None:
     assert error.max() <= step / 2 and error[3].any()
 
 
+@pytest.mark.parametrize("activations", ["bf16", "fp16"])
+def test_mxfp8_keeps_its_exponents(activations: str) -> None:
+    """Scales far above one move to the row's factor; in fp16, groups far below their row's largest are rounded."""
+    layer = problem("mxfp8", activations)
+    layout, weight = FragmentLayout(layer), plausible_weight(layer.w2, 1)
+    scales = (weight.scales[0].int() + 60).to(torch.uint8)
+    weight = replace(weight, scales=(scales,))
+    assert round_trip(layout, layer.w2, weight).equals(weight)
+    scales = scales.clone()
+    scales[3, 1] = scales[3].max() - 30
+    weight = replace(weight, scales=(scales,))
+    error = (dequantize(round_trip(layout, layer.w2, weight)) - dequantize(weight)).abs()
+    assert layout.rerounded.groups == (activations == "fp16")
+    assert error.max() <= 2.0 ** (float(scales[3].max()) - 127 - 22 - 10)  # half of e4m3's smallest number
+    assert bool(error[3].any()) == (activations == "fp16")
+
+
 def test_unsupported_problems_have_reasons() -> None:
     backend = registry()["hopper"]
 
@@ -129,14 +167,19 @@ def test_unsupported_problems_have_reasons() -> None:
     for given in (replace(problem(), dispatch=CONTIGUOUS), replace(problem(), dispatch=BATCHED), linear()):
         assert codes(given) == set()
     assert "input" in codes(replace(problem(), input=F32))
-    assert "spec" in codes(problem("nf4"))
-    assert "activations" in codes(problem("mxfp4", "int8"))
-    assert "group" in codes(problem("int4-g16")) and "group" in codes(problem("int8-g32"))
+    assert "spec" in codes(problem("int5")) and "spec" in codes(problem("mxfp6-e2m3"))
+    assert "group" in codes(problem("nf4-channel"))
+    assert "activations" in codes(problem("mxfp4", "mxfp4"))
+    assert "group" in codes(problem("int4-g16")) and "group" in codes(problem("int2-g16"))
     assert "group" in codes(problem("int4-g64", "fp8"))
     assert "group" in codes(problem("int4-g192", hidden=768, intermediate=384))  # not aligned with stages
     assert "spec" in codes(problem("int8", "fp8")) and "spec" in codes(problem("nvfp4", "fp8"))
-    assert "spec" in codes(problem("int4-zp", "fp8"))
+    assert "spec" in codes(problem("int4-zp", "fp8")) and "spec" in codes(problem("nf4", "fp8"))
+    assert "spec" in codes(problem("mxfp8", "fp8")) and "spec" in codes(problem("int3-g128", "fp8"))
     assert codes(problem("fp8-block", "fp8-static")) == set()
+    assert "spec" in codes(problem("mxfp4", "int8")) and "spec" in codes(problem("fp8", "int8"))
+    assert "group" in codes(problem("int4-g64", "int8")) and "spec" in codes(problem("int4-zp", "int8"))
+    assert codes(problem("int4-g128", "int8")) == codes(problem("int8", "int8-static")) == set()
     for intermediate, own in ((1 << 15, False), (1 << 14, True)):
         for wider, found in ((0, set()), (32, {"sizes"})):
             layer = problem("mxfp4", "fp8", intermediate=intermediate + wider)
@@ -221,7 +264,7 @@ def test_batch_invariant_order_is_free_except_when_decoding(activations: str) ->
 
 def test_decoding_needs_a_counter_for_every_tile() -> None:
     for hidden, intermediate in ((65536, 64), (64, 1 << 17)):
-        layer = problem(hidden=hidden, intermediate=intermediate, experts=32, top_k=8)
+        layer = problem(hidden=hidden, intermediate=intermediate, experts=128, top_k=8)
         assert make_plan(layer, 1).decode
         many = make_plan(layer, 4)
         assert many.decode == (32 * max(many.first_gemm.units, many.gemm("w2").units) <= SECOND)

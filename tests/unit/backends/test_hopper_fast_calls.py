@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,16 @@ from fake_driver import (
     FakeDriver,
     fake_gpu,  # noqa: F401
     layer_and_call,
+    small_problem,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lancebill.backends.oracle import Choice, Verdict
+from lancebill.backends.registry import registry
 from lancebill.errors import LaunchError
+from lancebill.layer.quantized_linear import QuantizedLinear
 from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.problem import Device
 
 
 class RecordOperations(TorchDispatchMode):
@@ -130,3 +136,43 @@ def test_wrong_shapes_are_refused_after_a_fast_call(gpu: FakeDriver, name: str) 
     with pytest.raises(LaunchError, match="fit"):
         layer(given.pop("x"), **given)
     assert gpu.launched == 0
+
+
+def linear_layer() -> QuantizedLinear:
+    layer = small_problem()
+    w13 = replace(layer.matrices["w2"], name="w13")
+    problem = replace(layer, w13=w13, w2=None, experts=1, global_experts=1, top_k=1)
+    backend, device = registry()["hopper"], Device("cuda", 90)
+    verdict = Verdict(backend, (), backend.plan(problem, 1, device))
+    packed = {"w13": backend.layout(problem).allocate(w13, 1, torch.device("cpu"))}
+    return QuantizedLinear(Choice(problem, device, "hopper", (verdict,), verdict), packed)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (1, 1, 128)])
+def test_a_repeated_linear_call_makes_its_result_and_launches_once(gpu: FakeDriver, shape: tuple[int, ...]) -> None:
+    """No offsets, and no graph of a single launch."""
+    layer, x = linear_layer(), torch.zeros(shape, dtype=torch.bfloat16)
+    assert layer(x).shape == (*shape[:-1], 256)
+    gpu.launched = 0
+    with RecordOperations() as ran:
+        layer(x)
+    assert gpu.launched == 1 and ran.seen == ["aten.new_empty.default"]
+
+
+@pytest.mark.parametrize("what", ["stream", "capture", "memory", "misaligned", "dtype", "shape"])
+def test_a_changed_linear_call_is_a_full_call(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    layer, x = linear_layer(), torch.zeros(1, 128, dtype=torch.bfloat16)
+    layer(x)
+    (call,) = layer.executor.fast_linears.values()
+    assert call(x) is not None
+    if what == "stream":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    elif what == "capture":
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    elif what == "memory":
+        layer.w13_codes.data = layer.w13_codes.data.clone()
+    elif what == "misaligned":
+        x = torch.zeros(129, dtype=torch.bfloat16)[1:].view(1, 128)
+    else:
+        x = x.half() if what == "dtype" else x.view(2, 64)
+    assert call(x) is None

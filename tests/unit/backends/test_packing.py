@@ -22,7 +22,7 @@ from lancebill.testing.layers import layer_problem, plausible_weight
 EXPERTS = 3
 SPECS = (
     "mxfp4", "nvfp4", "int4-g32", "int4-g128:fp16", "int4-g32-zp", "int4", "int8-g32", "int8",
-    "fp8-channel", "fp8-tensor", "fp8-block", "mxfp8", "int3-g64", "nf4",
+    "fp8-channel", "fp8-tensor", "fp8-block", "mxfp8", "int2-g64-zp", "int3-g64", "nf4", "iq4-g32:fp16",
 )  # fmt: skip
 SIZES = ((128, 256), (192, 320))  # hidden, intermediate: whole and padded units
 

@@ -203,7 +203,8 @@ def test_chunks_keep_blocks_equally_busy(activations: str, slices: int, tiles: i
         each = max(cut.stages, -(-tiles * blocks // cut.shares))
         chunks = -(-tiles * blocks // each)
         if expected <= tiles:
-            share = max(1.1 * -(-tiles * blocks // resident), 4, blocks / 7 + 1)
+            busy = 2 * 132 if activations == E4M3 and blocks <= 8 else resident  # short fp8 tiles stay whole
+            share = max(1.1 * -(-tiles * blocks // busy), 4, blocks / 7 + 1)
             assert -(-chunks // resident) * each <= share
         starts = [tile * blocks for tile in range(tiles)]
         assert max((start + blocks - 1) // each - start // each + 1 for start in starts) <= cut.pieces <= 8

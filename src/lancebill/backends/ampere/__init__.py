@@ -13,6 +13,7 @@ from lancebill.backends.gpu.choose_form import kernel_form
 from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.step import Step
+from lancebill.backends.gpu.target import FP8_FROM
 from lancebill.moe.problem import Device, Problem
 
 
@@ -28,8 +29,10 @@ class Ampere(GpuBackend):
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         yield from super().check(problem, device)
-        if _multiplies_fp8(problem):
-            yield Reason("activations", "fp8 activations are not tested with mma.sync yet", "use bf16 or fp16")
+        if device.arch in ARCHS and device.arch < FP8_FROM and _multiplies_fp8(problem):
+            yield Reason(
+                "activations", f"fp8 activations need sm_{FP8_FROM} or later, not {device}", "use int8 or bf16"
+            )
 
     def plan(self, problem: Problem, tokens: int, device: Device) -> Plan:
         return make_plan(problem, tokens, device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, F16, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, F16, S8, WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
 from lancebill.backends.gpu.tiles import Tile
 from lancebill.jit.compile import KernelSource
 
 GEMM, DECODE = "lancebill.backends.ampere.kernels.gemm", "lancebill.backends.ampere.kernels.decode"
-ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
+ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv", S8: "i8"}
 
 
 def grouped_gemm(form: WeightForm, tile: Tile, out: str, kind: str, activation: str, *, bias: bool) -> KernelSource:

@@ -8,8 +8,9 @@ from lancebill.backends.ampere import tiles
 from lancebill.backends.ampere.tuning import policy as tune
 from lancebill.backends.gpu.cards import Card, nearest_card
 from lancebill.backends.gpu.chunks import cut
+from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.plan import UNTRIED, GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import Efficiency, estimate_us
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import Rule, bucket, reachable
@@ -25,11 +26,12 @@ def make_plan(
     """The plan for a batch on a device. `tried` and `decode` override the tuning data."""
     tokens, layout, card = bucket(max(tokens, 1)), FragmentLayout(problem), nearest_card(device)
     gemms = [gemm_plan(layout, name) for name in problem.matrices]
-    plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch), graphed=tune.graphed(tokens))
+    fp8 = any(gemm.form.activations == E4M3 for gemm in gemms)
+    plan = GpuPlan(problem, tokens, 0.0, arch=compile_target(device.arch, fp8=fp8), graphed=tune.graphed(tokens))
     slots = plan.expected_slots
     rule = reachable(tried or tune.rule(slots / problem.experts), tokens)  # an expert has at most one row of a token
     if decode is None:
-        decode = not any(gemm.fp8 for gemm in gemms) and tune.decodes(plan.slots) and may_decode(plan, layout)
+        decode = not any(gemm.byte_inputs for gemm in gemms) and tune.decodes(plan.slots) and may_decode(plan, layout)
     if decode:
         gemms = [_decoding(plan, gemm, card, device.processors or card.processors) for gemm in gemms]
     else:
@@ -42,6 +44,7 @@ def make_plan(
             *dict.fromkeys(gemm.form.name for gemm in gemms),
             *_pipelines(gemms),
             f"estimated for {card.name}",
+            *(UNTRIED for gemm in gemms[:1] if gemm.byte_inputs),
         ),
         rule=rule,
         w13=gemms[0],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from lancebill.backends.gpu.kernels.weight_form import BF16, E2M1_CODE, E4M3, E8M0_G32, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import BF16, E2M1_CODE, E8M0_G32, WeightForm
 from lancebill.backends.gpu.tiles import Tile
 
 _RESERVED = 1024  # shared memory per block that the driver reserves
@@ -46,8 +46,8 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, sha
     """
     tokens = max(sizes)
     staging = min(tokens, 32) * (64 if gated else 128) * 2
-    simple = form.scale_words <= 1 and not form.two_part_scale
-    if tokens in _PAIRED and units % 2 == 0 and form.bits == 4 and simple:
+    simple = form.simple and form.scale_words <= 1 and not form.two_part_scale
+    if tokens in _PAIRED and units % 2 == 0 and simple:
         found = _Share(form, tokens, 2, shared, staging).fill(sizes, _PAIRED[tokens], slices)
         if found.blocks == _PAIRED[tokens].blocks:
             return found
@@ -60,7 +60,7 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, slices: int, sha
 def _needs_few_registers(form: WeightForm) -> bool:
     """Whether three blocks with the largest tile have enough registers to unpack the form: MXFP4, bytes per channel."""
     mxfp4 = form.code == E2M1_CODE and form.scale == E8M0_G32 and form.activations == BF16
-    return mxfp4 or (form.bits == 8 and not form.scale_words and form.activations != E4M3)
+    return mxfp4 or (form.bits == 8 and not form.scale_words and not form.byte_inputs)
 
 
 @cache
@@ -89,7 +89,7 @@ class _Share:
 
         Two blocks with two short stages each are better than one block alone, whose waits nothing hides.
         """
-        longest = max(1, wanted.slices * 4 // self.form.bits)
+        longest = max(1, wanted.slices * 4 // self.form.space)
         lengths = [longest >> i for i in range(longest.bit_length())]
         choices = [(blocks, length) for blocks in range(wanted.blocks, 1, -1) for length in lengths]
         last = (2, 1) if self.stages(1, 2) >= 2 else (1, 1)

@@ -11,7 +11,6 @@ from lancebill.backends.base import Backend, Executor, NoForm, Plan, Reason, Ten
 from lancebill.backends.gpu.choose_form import kernel_form
 from lancebill.backends.gpu.executor import GpuExecutor
 from lancebill.backends.gpu.kernels import triton_version
-from lancebill.backends.gpu.kernels.weight_form import E4M3
 from lancebill.backends.gpu.layout import FragmentLayout
 from lancebill.backends.gpu.plan import GpuPlan
 from lancebill.backends.gpu.step import Step
@@ -22,7 +21,7 @@ from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F16, ActivationSpec
 
 _MOST_EXPERTS = 1024
-# The longest row that a block prepares in registers: quantised to fp8, or scaled or reordered for its expert, or both.
+# The longest row that a block prepares in registers: quantised, or scaled or reordered for its expert, or both.
 _MOST_COLUMNS, _MOST_COLUMNS_BOTH = 1 << 15, 1 << 14
 
 
@@ -82,9 +81,9 @@ def _unsupported(problem: Problem) -> Iterator[Reason]:
         except NoForm as why:
             yield why.reason
             continue
-        by_expert, fp8 = problem.pre_scale or shape.act_order, form.activations == E4M3
-        most = _MOST_COLUMNS_BOTH if by_expert and fp8 else _MOST_COLUMNS
-        if shape.k > most and (by_expert or fp8):
+        by_expert = problem.pre_scale or shape.act_order
+        most = _MOST_COLUMNS_BOTH if by_expert and form.byte_inputs else _MOST_COLUMNS
+        if shape.k > most and (by_expert or form.byte_inputs):
             yield Reason("sizes", f"rows of {shape.k} columns", f"up to {most} are prepared in one piece")
 
 

@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lancebill.backends.base import Backend, Executor, FastCall, Plan, TensorTable, call_tensors
+from lancebill.backends.base import Backend, Executor, FastCall, LinearCall, Plan, TensorTable, call_tensors
+from lancebill.backends.call_signature import same_metadata
 from lancebill.backends.gpu.bindings import Bindings
 from lancebill.backends.gpu.call import check_call, dense, is_dense, readable, write_back
-from lancebill.backends.gpu.plan import GpuPlan
-from lancebill.backends.gpu.program import Program
+from lancebill.backends.gpu.plan import SINGLE, GpuPlan
+from lancebill.backends.gpu.program import ALIGNMENT, Program
 from lancebill.backends.gpu.route_program import RouteProgram, RoutePrograms
 from lancebill.backends.gpu.step import Step
 from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.tiles import bucket, buckets
-from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, reserve_workspace
+from lancebill.backends.gpu.workspace import WORKSPACES, Workspace, outside_pools, reserve_workspace
 from lancebill.backends.route_call import RouteCall
 from lancebill.errors import LaunchError
 from lancebill.moe.dispatch import Contiguous, Dispatch, Indexed
@@ -40,6 +41,7 @@ class GpuExecutor(Executor):
         self.steps = steps
         self.captures: dict[int, Tensor] = {}  # counters of graphs that this layer is part of, by address
         self.reserved: Workspace | None = None  # for captured calls
+        self._unread: Tensor | None = None  # see `run_linear`
         self.route_programs = RoutePrograms(compile_target(device.arch))
 
     def plan_key(self, tokens: int) -> int:
@@ -132,6 +134,21 @@ class GpuExecutor(Executor):
 
         return fast_call
 
+    def run_linear(self, x: Tensor, out: Tensor) -> Tensor:
+        """Of a single matrix the kernels read no offsets, and making some would be a launch of its own."""
+        if self._unread is None:
+            self._unread = outside_pools(x.device, None, lambda: torch.zeros(2, dtype=torch.int64, device=x.device))
+        return self.run(x, Contiguous(self._unread), out)
+
+    def linear_call(self, x: Tensor, plan: Plan) -> LinearCall | None:
+        """Further calls with an x like this one on this stream, as long as the weights have not moved; none in a
+        capture, which has memory of its own."""
+        assert isinstance(plan, GpuPlan)
+        if _capturing() or plan.work != SINGLE or x.dtype != plan.problem.input.storage or not is_dense(x):
+            return None
+        program = self.program(plan, x.device, self.workspace(plan, x.device))
+        return _linear_call(program, self.tensors, x)
+
     @classmethod
     def reserve(cls, executors: Sequence[Executor], max_tokens: int) -> int:
         """One workspace for all layers given."""
@@ -154,6 +171,27 @@ class GpuExecutor(Executor):
 
 def _capturing() -> bool:
     return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
+def _linear_call(program: Program, tensors: TensorTable, x: Tensor) -> LinearCall:
+    """A function and not an object with `__call__`, which takes the host longer to call."""
+    shape, dtype, on, like = x.shape, x.dtype, x.device, same_metadata(x)
+    result, tokens = (*shape[:-1], program.bindings.plan.problem.w13.n), shape[:-1].numel()
+    run, device, stream, addresses = program.run, program.bindings.device, program.bindings.stream, tensors.addresses()
+
+    def linear_call(x: Tensor) -> Tensor | None:
+        fits = like(x) or (x.shape == shape and x.dtype == dtype and x.device == on and x.is_contiguous())
+        at = x.data_ptr()
+        if not fits or at % ALIGNMENT or tensors.addresses() != addresses:
+            return None
+        here = torch._C._cuda_getDevice() == device and torch._C._cuda_getCurrentRawStream(device) == stream
+        if not here or torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        out = x.new_empty(result)
+        run(tokens, (at, out.data_ptr(), 0))
+        return out
+
+    return linear_call
 
 
 def run_program(program: Program, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from torch import Tensor
 from lancebill.backends.gpu.choose_form import kernel_form, outer_levels
 from lancebill.backends.gpu.kernels import fragment_order as fragments
 from lancebill.backends.gpu.kernels import weight_form as f
-from lancebill.backends.gpu.kernels.unpack_ptx import INT4_MAGIC, NIBBLE_UNIT, code_shift, row_shift
+from lancebill.backends.gpu.kernels.unpack_codes import MAGIC
 from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import LEAST_EXPONENT, ZERO_BITS
+from lancebill.backends.gpu.kernels.unpack_scales import BYTE_UNIT, code_shift, row_shift, scale_shift
 from lancebill.backends.gpu.kernels.weight_form import HALF, ROWS, WeightForm
 from lancebill.backends.gpu.pack_on_gpu import pack_on_gpu
 from lancebill.moe.layout import Layout, MatrixShape, as_column, as_integer, bias_of, order_of
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import Nibbles, pack_bits
-from lancebill.numbers.dtypes import E2M1
 from lancebill.numbers.spec import CHANNEL, DIV, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight, expand
 
@@ -35,7 +35,13 @@ _COUNTING = Lock()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # e8m0 exponents relative to the row's base: the largest and the smallest that the kernel applies exactly, and the
 # offset of the stored byte (the exponent field of the factor).
-_EXPONENT_RANGE = {f.BF16: (1, -252, 253), f.F16: (1, -23, 29), f.E4M3: (6, LEAST_EXPONENT, -LEAST_EXPONENT)}
+_EXPONENT_RANGE = {
+    (f.E2M1_CODE, f.BF16): (1, -252, 253),
+    (f.E2M1_CODE, f.F16): (1, -23, 29),
+    (f.E2M1_CODE, f.E4M3): (6, LEAST_EXPONENT, -LEAST_EXPONENT),
+    (f.E4M3_CODE, f.BF16): (7, -246, 247),
+    (f.E4M3_CODE, f.F16): (7, -15, 23),
+}
 
 
 @dataclass
@@ -113,7 +119,7 @@ class FragmentLayout(Layout):
         levels: dict[Scale, Tensor] = {}
         for i, level in enumerate(_stored_levels(shape.spec)):
             levels[level] = packed[f"outer{i}"].view(level.dtype.storage)
-        powers = factors / _outer_factors(levels, shape.n, factors.device)
+        powers = factors / (_outer_factors(levels, shape.n, factors.device) * 2.0 ** row_shift(form))
         for level in shape.spec.scales:
             if level not in levels and level in outer_levels(shape.spec):
                 levels[level] = factors.to(level.dtype.storage)
@@ -193,14 +199,14 @@ class FragmentLayout(Layout):
                 if form.zero and weight.zero is not None:
                     bits = bits | self._meta(shape, form, expand(weight.zero, (level.block[0], 1), n, k).int())
                 return codes, fragments.pack_floats(form, bits), factors
-            base = _nibble_base(each, form) if form.subnormal else _excess(each, form)
+            base = _unit_base(each, form) if _has_unit(form) else _excess(each, form)
             factors = factors * _power_of_two(base).float()
             placed = self._meta(shape, form, each.double() * _power_of_two(-base))
             placed = as_integer((placed * _units(form, placed.shape[-2], each.device)).to(each.dtype))
             pack = fragments.pack_floats if form.scale == f.F32_GROUP else fragments.pack_halves
             words.append(pack(form, placed))
         if form.zero and weight.zero is not None:
-            each = expand(weight.zero, (weight.spec.scales[0].block[0], 1), n, k).int() + INT4_MAGIC[form.activations]
+            each = expand(weight.zero, (weight.spec.scales[0].block[0], 1), n, k).int() + MAGIC[form.activations]
             words.append(fragments.pack_halves(form, self._meta(shape, form, each.to(torch.int16))))
         return codes, torch.cat(words, -1), factors
 
@@ -212,7 +218,7 @@ class FragmentLayout(Layout):
 
         A group below the exponent range is raised to its lowest exponent and its codes are rounded again.
         """
-        top, bottom, offset = _EXPONENT_RANGE[form.activations]
+        top, bottom, offset = _EXPONENT_RANGE[form.code, form.activations]
         exponents = weight.scales[0].to(torch.int16) - 127
         base = exponents.amax(-1, keepdim=True) - top
         if form.activations == f.BF16:  # almost every row then needs no base
@@ -222,8 +228,9 @@ class FragmentLayout(Layout):
         codes, raised = weight.stored, int((short > 0).sum())
         self.rerounded.add(raised, relative.numel())
         if raised:
+            number = weight.spec.dtype
             shift = _power_of_two(-short).float().repeat_interleave(32, -1)[..., : weight.k]
-            codes = torch.where(shift < 1, E2M1.encode(E2M1.decode(weight.codes) * shift), weight.codes)
+            codes = torch.where(shift < 1, number.encode(number.decode(weight.codes) * shift), weight.codes)
         return codes, (relative + short + offset).to(torch.uint8), base.float()
 
     def _unpack_level(self, shape: MatrixShape, form: WeightForm, words: Tensor, powers: Tensor) -> Tensor:
@@ -235,7 +242,7 @@ class FragmentLayout(Layout):
         if form.scale in (f.E8M0_G32, f.E4M3_G16):
             values = self._take(shape, fragments.unpack_bytes(form, words, n, groups))
             if form.scale == f.E8M0_G32:
-                offset = _EXPONENT_RANGE[form.activations][2]
+                offset = _EXPONENT_RANGE[form.code, form.activations][2]
                 values = values - (offset - 127) + torch.frexp(powers)[1] - 1
             return values[..., :columns].to(torch.uint8)
         scales = fragments.scale_pairs(form, words)[..., : form.scale_words - form.zero_words]
@@ -258,7 +265,7 @@ class FragmentLayout(Layout):
         else:
             zeros = pairs[..., form.scale_words - form.zero_words :]
             values = self._take(shape, fragments.unpack_halves(form, zeros, n, groups))
-            values = values - INT4_MAGIC[form.activations]
+            values = values - MAGIC[form.activations]
         step = shape.spec.zero.block[0] or shape.n
         return values[..., ::step, :][..., :rows, :columns].to(torch.int16).contiguous()
 
@@ -282,14 +289,22 @@ def _excess(scales: Tensor, form: WeightForm) -> Tensor:
     return (excess if form.activations == f.F16 else excess.clamp(min=0)).float()
 
 
-def _nibble_base(scales: Tensor, form: WeightForm) -> Tensor:
-    """Per row, the power of two that moves from the loop's scale to the factor, to make room for the nibble's unit.
+def _has_unit(form: WeightForm) -> bool:
+    """Whether unpacked codes are in units so small that a scale with the inverse unit needs room made for it."""
+    return form.subnormal or form.code in f.CODEBOOKS
 
-    bf16 has room for scales below 2**-5, which holds for almost every row. fp16 has room below 2**-8; smaller scales
-    are raised too, because fp16 underflows early.
+
+def _unit_base(scales: Tensor, form: WeightForm) -> Tensor:
+    """Per row, the power of two that moves from the loop's scale to the factor, to make room for the codes' unit.
+
+    bf16 has room for scales below 2**-5 (int4), which holds for almost every row. fp16 has room below 2**-8; smaller
+    scales are raised too, because fp16 underflows early.
     """
     exponent = torch.frexp(scales.abs().amax(-1, keepdim=True).float())[1]
-    return ((exponent + 5).clamp(min=0) if form.activations == f.BF16 else exponent + 8).float()
+    unit = (
+        BYTE_UNIT[form.activations] if form.subnormal else code_shift(form) - row_shift(form) + 1
+    )  # rounding may double
+    return ((exponent + unit - 128).clamp(min=0) if form.activations == f.BF16 else exponent + unit - 16).float()
 
 
 def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
@@ -298,7 +313,7 @@ def _units(form: WeightForm, n: int, device: torch.device) -> Tensor:
     Subnormal forms: rows r + 8 use the high nibble, whose unit is 2**4 larger.
     """
     high = torch.arange(n, device=device) >> 3 & 1
-    shift = NIBBLE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + code_shift(form)
+    shift = BYTE_UNIT[form.activations] - 4 * high if form.subnormal else high * 0 + scale_shift(form)
     return _power_of_two(shift).unsqueeze(1)
 
 

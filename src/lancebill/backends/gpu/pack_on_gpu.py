@@ -27,7 +27,7 @@ Moves = tuple[tuple[tuple[int, int, tuple[Part, ...]], ...], ...]  # by word: (n
 def pack_on_gpu(form: WeightForm, rows: Tensor, out: Tensor, padded: tuple[int, int], *, gated: bool) -> bool:
     """Pack rows of bytes [..., n, bytes] into words [..., words]; False if this machine cannot run the kernel.
 
-    4-bit codes are two per byte.
+    4-bit codes are two per byte, all others one.
     """
     if rows.device.type != "cuda" or out.device != rows.device or not out.is_contiguous():
         return False
@@ -58,11 +58,12 @@ def pack_on_gpu(form: WeightForm, rows: Tensor, out: Tensor, padded: tuple[int, 
 def source(form: WeightForm, gated: bool, arch: int = 90) -> KernelSource:
     """The kernel of a form. Forms whose codes have the same bit positions share it."""
     arguments = {"codes": "*u8", "out": "*i32", "rows": "i32", "row_bytes": "i32", "units": "i32", "slices": "i32"}
-    lane_columns = 32 if form.activations == f.E4M3 else 2
+    lane_columns = 32 if form.byte_inputs else 2
+    stored = _stored_bits(form)
     constants = {
         "GATED": gated,
-        "SLICE_BYTES": form.slice_columns * form.bits // 8,
-        "LANE_BYTES": lane_columns * form.bits // 8,
+        "SLICE_BYTES": form.slice_columns * stored // 8,
+        "LANE_BYTES": lane_columns * stored // 8,
         "WORDS": words_of_thread(form),
         "MOVES": moves(form),
     }
@@ -76,7 +77,7 @@ def moves(form: WeightForm) -> Moves:
     """Where the bits of each word come from, from the table of bit positions."""
     words: list[dict[tuple[int, int], dict[int, int]]] = [{} for _ in range(words_of_thread(form))]
     for n3, column, bits in thread_fields(form):
-        byte, start = divmod(column * form.bits, 8)
+        byte, start = divmod(column * _stored_bits(form), 8)
         for bit, word, position in bits:
             parts = words[word].setdefault((n3, byte), {})
             shift = position - (start + bit)
@@ -86,3 +87,8 @@ def moves(form: WeightForm) -> Moves:
               for (n3, byte), parts in sorted(word.items()))
         for word in words
     )  # fmt: skip
+
+
+def _stored_bits(form: WeightForm) -> int:
+    """Bits of a code in the rows that are packed."""
+    return 4 if form.bits == 4 else 8

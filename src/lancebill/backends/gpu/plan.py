@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from lancebill.backends.base import Plan
-from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
+from lancebill.backends.gpu.roofline import activated_experts
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 from lancebill.backends.gpu.workspace import SECOND
 from lancebill.moe.problem import FAST, INDEXED, Problem
@@ -18,6 +19,8 @@ MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispa
 SMALL = 256  # most tokens that a single launch dispatches
 _CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
 _MOST_COUNTED = 1024
+UNTRIED = "these inputs were tested without a GPU only: packing and unpacking emulated, rows interpreted"
+MOST_READS = 1.4  # of an expert, on average, where each slot is a tile; above, tiles of several rows are faster
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,18 @@ class GemmPlan:
     promote: bool = False  # add sums to fp32 totals after every slice
 
     @property
-    def fp8(self) -> bool:
-        return self.form.activations == E4M3
+    def byte_inputs(self) -> bool:
+        return self.form.byte_inputs
+
+    @property
+    def row_type(self) -> torch.dtype | None:
+        """The type of quantised input rows."""
+        return {E4M3: torch.float8_e4m3fn, S8: torch.int8}.get(self.form.activations)
 
     @property
     def converts_rows(self) -> bool:
         """Whether input rows must be converted before the GEMM."""
-        return self.fp8 or self.ordered or self.scaled
+        return self.byte_inputs or self.ordered or self.scaled
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,13 @@ def gemm_plan(layout: FragmentLayout, name: str) -> GemmPlan:
 
 def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
     """Whether kernels with one tile per slot can compute this: input rows do not depend on the expert, and there is a
-    counter for each tile."""
+    counter for each tile. With few experts, slots share experts, whose weights would be read for every slot."""
     problem = plan.problem
     if plan.work not in (INDEXED, SINGLE) or problem.order != FAST:
         return False
     if any(plan.slots * layout.padded(shape)[0] // ROWS > SECOND for shape in problem.matrices.values()):
+        return False
+    if plan.work == INDEXED and plan.expected_slots > MOST_READS * activated_experts(problem, plan.expected_slots):
         return False
     per_expert = problem.w13.act_order or problem.pre_scale
     return not (per_expert or problem.activations.static or problem.second_activations.static)
@@ -126,7 +136,6 @@ def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
 def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every intermediate tensor."""
     problem, slots, first = plan.problem, plan.slots, plan.first_gemm
-    element = {True: torch.float8_e4m3fn, False: problem.input.storage}
     experts = experts_padded(problem)
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "x_scales": ((slots,), torch.float32),
@@ -134,7 +143,10 @@ def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         "counts": ((4 * MOST_SIZES,), torch.int32),
     }
     if plan.work == INDEXED or first.converts_rows:
-        tensors["x"] = (slots, row_width(first, problem.hidden)), element[first.fp8]
+        tensors["x"] = (
+            (slots, row_width(first, problem.hidden)),
+            first.row_type or problem.input.storage,
+        )
     if plan.work == INDEXED:
         tensors["y"] = (slots, problem.w2.n if problem.w2 else 0), problem.input.storage
         tensors["slots"] = tensors["places"] = (slots,), torch.int32
@@ -148,16 +160,16 @@ def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
                 tensors[name] = (0 if whole else slots * gemm.units * gemm.pieces, ROWS), torch.float32
     if plan.w2 is not None:
         tensors["h"] = (slots, problem.intermediate), problem.input.storage
-    if plan.w2 is not None and plan.w2.fp8:
-        tensors["h8"] = (slots, row_width(plan.w2, problem.intermediate)), torch.float8_e4m3fn
+    if plan.w2 is not None and plan.w2.row_type is not None:
+        tensors["h8"] = (slots, row_width(plan.w2, problem.intermediate)), plan.w2.row_type
         tensors["h_scales"] = (slots,), torch.float32
     return tensors
 
 
 def row_width(gemm: GemmPlan, columns: int) -> int:
-    """Columns of an input row in memory: fp8 rows are padded to whole slices."""
+    """Columns of an input row in memory: quantised rows are padded to whole slices."""
     side = gemm.form.slice_columns
-    return -(-columns // side) * side if gemm.fp8 else columns
+    return -(-columns // side) * side if gemm.byte_inputs else columns
 
 
 def experts_padded(problem: Problem) -> int:

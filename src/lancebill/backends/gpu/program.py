@@ -29,7 +29,9 @@ class Program:
         self.bindings = bindings
         self.arguments = [launch.arguments for launch in bindings.launches]
         self.go = launch_function()
-        self.use_graph = not captured and plan.graphed and graphs_available()
+        # A graph of one launch takes the host longer than the launch.
+        several = len(bindings.launches) > 1
+        self.use_graph = several and not captured and plan.graphed and graphs_available()
         # Changed by calls:
         self.tokens = -1
         self.caller: tuple[int, ...] = ()  # what the last call gave

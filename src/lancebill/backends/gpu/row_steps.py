@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lancebill.backends.gpu import row_kernels as src
+from lancebill.backends.gpu.kernels.weight_form import E4M3, S8
 from lancebill.backends.gpu.plan import (
     SMALL,
     GemmPlan,
@@ -20,6 +21,7 @@ from lancebill.backends.gpu.tiles import power_of_two
 
 _FEW_IDS, _MOST_IDS = (256, 512), 4096  # ids that every program of `dispatch_small` reads
 _OWNERS = 1024  # rows whose owners one program writes
+_ROW_ELEMENT = {E4M3: "fp8e4nv", S8: "i8"}
 _IDS, _WEIGHTS = " ".join(src.ID_ARGUMENTS), " ".join(src.WEIGHT_ARGUMENTS)
 
 
@@ -34,7 +36,7 @@ def dispatch_indexed(plan: GpuPlan) -> list[Step]:
     if plan.tokens <= SMALL and plan.slots <= _MOST_IDS:
         most = min(_MOST_IDS, max(1024, power_of_two(SMALL * top_k)))
         ids = next(count for count in (*_FEW_IDS, most) if plan.slots <= count)
-        per_expert = row["FP8"] and (row["ORDERED"] or row["SCALED"] or row["STATIC"])
+        per_expert = row["QUANTISED"] and (row["ORDERED"] or row["SCALED"] or row["STATIC"])
         # Two programs per SM all run at once, but each has half the registers.
         blocks = 2 if row["H"] <= 8192 and ids <= 2048 and not per_expert else 1
         constants = {"R": ids, "P": max(16, power_of_two(top_k)), "E": experts, **row}
@@ -85,11 +87,16 @@ def _sizes(plan: GpuPlan) -> dict[str, int]:
 def _conversion(gemm: GemmPlan) -> dict[str, bool]:
     """How the rows of a GEMM's input are converted."""
     return {
-        "FP8": gemm.fp8,
+        "QUANTISED": gemm.byte_inputs,
         "ORDERED": gemm.ordered,
         "SCALED": gemm.scaled,
         "STATIC": gemm.static,
     }
+
+
+def _row_pointer(gemm: GemmPlan, element: str) -> str:
+    """The pointer type of a GEMM's input rows, which are of type `element` unless they are quantised."""
+    return f"*{_ROW_ELEMENT.get(gemm.form.activations, element)}"
 
 
 def _dispatch_step(
@@ -103,7 +110,7 @@ def _dispatch_step(
         "slots": ("*i32", scratch_ref("slots")),
         "places": ("*i32", scratch_ref("places")),
         "owners": ("*i32", scratch_ref("owners" if plan.needs_owners else "counts")),
-        "out": ("*fp8e4nv" if plan.first_gemm.fp8 else f"*{element}", scratch_ref("x")),
+        "out": (_row_pointer(plan.first_gemm, element), scratch_ref("x")),
         "scales": ("*fp32", scratch_ref("x_scales")),
         "tiles": ("*i32", scratch_ref("tiles")),
         "counts": ("*i32", scratch_ref("counts")),
@@ -154,7 +161,7 @@ def prepare(plan: GpuPlan, name: str, rows: Ref, into: tuple[str, str], per_toke
         "x": (element, rows),
         "owners": ("*i32", scratch_ref("owners" if owned else "counts")),
         **_expert_inputs(gemm, name),
-        "out": ("*fp8e4nv" if gemm.fp8 else element, scratch_ref(into[0])),
+        "out": (_row_pointer(gemm, problem.input.name), scratch_ref(into[0])),
         "scales": ("*fp32", scratch_ref(into[1])),
         "width": ("i32", width),
     }

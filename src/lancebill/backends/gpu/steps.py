@@ -39,7 +39,7 @@ def layer_steps(plan: GpuPlan, gemms: GroupedGemms, decode_gemm: DecodeGemm) -> 
     launches += gemms(plan, "w13", x, "x_scales", scratch_ref("h"), kind)
     rows, scales = "h", "x_scales"
     if plan.w2.converts_rows:
-        rows, scales = ("h8", "h_scales") if plan.w2.fp8 else ("h", "x_scales")
+        rows, scales = ("h8", "h_scales") if plan.w2.byte_inputs else ("h", "x_scales")
         launches.append(prepare(plan, "w2", scratch_ref("h"), (rows, scales), problem.top_k if indexed else 1))
     if not indexed:
         return (*launches, *gemms(plan, "w2", scratch_ref(rows), scales, Ref(CALL, "out"), KEPT))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lancebill.backends.gpu.kernels.weight_form import BF16, BOX, E4M3, F16, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import BF16, BOX, E4M3, F16, S8, WeightForm
 from lancebill.backends.gpu.row_kernels import ID_ARGUMENTS, WEIGHT_ARGUMENTS, packed_bytes
 from lancebill.backends.gpu.tiles import Tile
 from lancebill.jit.compile import Desc, KernelSource
 
 GEMM, DECODE = "lancebill.backends.hopper.kernels.gemm", "lancebill.backends.hopper.kernels.decode"
-ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv"}
+ELEMENT = {BF16: "bf16", F16: "fp16", E4M3: "fp8e4nv", S8: "i8"}
 ALONE, FIRST, LATER = 0, 1, 2  # when a kernel waits for its predecessor: see DEPEND in kernels/gemm.py
 
 
@@ -20,7 +20,7 @@ def grouped_gemm(
     element = ELEMENT[form.activations]
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc(element, (tile.box, form.slice_columns), 128)),
-        ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
+        ("w_desc", Desc("i32", (form.box_rows(tile.slices), 32), 128)),
         ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         ("out", f"*{out}"),
         *((name, "*i32" if name in ("slots", "tiles", "tile_count", "taken") else "*fp32")
@@ -58,7 +58,7 @@ def decode_gemm(
     }  # fmt: skip
     arguments: list[tuple[str, str | Desc]] = [
         ("x_desc", Desc("i32", (8, 32), 128) if form.activations == E4M3 else Desc(out, (8, form.slice_columns), 128)),
-        ("w_desc", Desc("i32", (tile.slices * form.slice_rows, 32), 128)),
+        ("w_desc", Desc("i32", (form.box_rows(tile.slices), 32), 128)),
         ("s_desc", Desc("i32", (_scale_box(form, tile),), 0)),
         *((name, f"*{element}") for name, element in pointers.items()),
         *ID_ARGUMENTS.items(),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, S8, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.plan import GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.plan import SINGLE, UNTRIED, GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.roofline import activated_experts
 from lancebill.backends.gpu.tiles import Rule, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
 from lancebill.backends.hopper.tuning import policy as tune
 from lancebill.moe.problem import Problem
 
 REROUNDED = "groups more than 11 powers of two below their row's largest scale are rounded again; loading counts them"
-_READ_RATE, _TENSOR_RATE = 4.3e6, {False: 6.5e8, True: 1.2e9}  # bytes and flops per microsecond; the latter by fp8
+MOST_SINGLE_ROWS = 2  # of one matrix, which is read for each row where each is a tile
+_READ_RATE = 4.3e6  # bytes per microsecond
+_TENSOR_RATE = {False: 6.5e8, True: 1.2e9}  # flops per microsecond; True: 8-bit inputs
 
 
 def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: bool | None = None) -> GpuPlan:
@@ -38,6 +41,7 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
             *(form.name for form in forms),
             *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
+            *(UNTRIED for form in forms[:1] if form.activations == S8),
         ),
         rule=rule,
         w13=gemms[0],
@@ -50,6 +54,8 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
 
 def _decodes(plan: GpuPlan, layout: FragmentLayout, form: WeightForm) -> bool:
     """Whether to use one tile per slot."""
+    if plan.work == SINGLE and plan.slots > MOST_SINGLE_ROWS:
+        return False
     longest = max(-(-shape.k // form.slice_columns) for shape in plan.problem.matrices.values())
     return may_decode(plan, layout) and tune.decodes(form.activations, plan.slots, longest)
 
@@ -72,8 +78,7 @@ def _decode_gemm(plan: GpuPlan, gemm: GemmPlan) -> GemmPlan:
 
 def _estimate(problem: Problem, layout: FragmentLayout, slots: int) -> float:
     """A roofline in microseconds: weights over the read rate or flops over the tensor rate, plus 10 for launches."""
-    activated = problem.experts * (1 - (1 - 1 / problem.experts) ** slots)
-    loaded = activated * sum(layout.bytes(shape) for shape in problem.matrices.values())
+    loaded = activated_experts(problem, slots) * sum(layout.bytes(shape) for shape in problem.matrices.values())
     flops = 2 * slots * sum(shape.n * shape.k for shape in problem.matrices.values())
-    fp8 = layout.form(problem.w13).activations == E4M3
-    return max(loaded / _READ_RATE, flops / _TENSOR_RATE[fp8]) + 10
+    eight_bit = layout.form(problem.w13).byte_inputs
+    return max(loaded / _READ_RATE, flops / _TENSOR_RATE[eight_bit]) + 10

@@ -59,11 +59,11 @@ def _decode_gemm(plan: GpuPlan, name: str, rows: Ref, out: Ref) -> Step:
     )  # fmt: skip
     codes = Ref(name, "codes", mapped=32)
     values: dict[str, Value] = {
-        "x_desc": codes if gemm.fp8 else replace(rows, mapped=shape.k),
+        "x_desc": codes if gemm.byte_inputs else replace(rows, mapped=shape.k),
         "w_desc": codes,
         "s_desc": Ref(name, "scales" if gemm.form.scale_words else "codes", mapped=0),
-        "x": rows if gemm.fp8 else scratch_ref("counts"),
-        "scales": scratch_ref("x_scales" if name == "w13" else "h_scales" if gemm.fp8 else "counts"),
+        "x": rows if gemm.byte_inputs else scratch_ref("counts"),
+        "scales": scratch_ref("x_scales" if name == "w13" else "h_scales" if gemm.byte_inputs else "counts"),
         **shared.decode_values(plan, name, out),
     }
     return Step(source, values, shared.decode_grid(plan, gemm, tile), tile.blocks)

@@ -109,7 +109,8 @@ def finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, un
     CHUNK: gl.constexpr = chunk_of(config)
     UNITS: gl.constexpr = config.units
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
-    QUANTISED: gl.constexpr = dequant.fp8_inputs(config.form)
+    QUANTISED: gl.constexpr = dequant.byte_inputs(config.form)
+    UNIT: gl.constexpr = dequant.sum_unit(config.form)
     staging = staging.slice(0, CHUNK, 0)
     for i in gl.static_range(chunk_count(config)):
         first, more = row + i * CHUNK, rows - i * CHUNK
@@ -118,9 +119,9 @@ def finish_tile(out, slots, staging, sums, factors, bias, token_scales, tile, un
             unit = group * UNITS + u
             at = (e * units + unit) * 128
             top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
-            top = scale_rows(top, factors + at, bias + at, token_scales, first, more, BIAS, QUANTISED)
+            top = scale_rows(top, factors + at, bias + at, token_scales, first, more, BIAS, QUANTISED, UNIT)
             at += 64
-            bottom = scale_rows(bottom, factors + at, bias + at, token_scales, first, more, BIAS, QUANTISED)
+            bottom = scale_rows(bottom, factors + at, bias + at, token_scales, first, more, BIAS, QUANTISED, UNIT)
             store_rows(out, targets, staging, top, bottom, more, unit * WIDTH, columns, limit, alpha, beta, CHUNK, KIND,
                        ACTIVATION)  # fmt: skip
 

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
 from lancebill.backends.gpu.kernels.stage import scale_block_of, stage_blocks
-from lancebill.backends.gpu.kernels.weight_form import E4M3
 
 
 @gluon.constexpr_function
@@ -37,7 +36,7 @@ def zero_sums(config: gl.constexpr):
     """Zero accumulators [64 features, tokens of a chunk]: for each chunk, both halves of each unit."""
     sums = ()
     for _ in gl.static_range(2 * config.units * chunk_count(config)):
-        sums += (gl.zeros([64, chunk_of(config)], gl.float32, accumulator_layout()),)
+        sums += (gl.zeros([64, chunk_of(config)], dequant.sum_type(config.form), accumulator_layout()),)
     return sums
 
 
@@ -45,7 +44,7 @@ def zero_sums(config: gl.constexpr):
 def operand_layout(config, operand):
     """A register of an operand has 32 bits: two 16-bit numbers, or four of 8 bits."""
     return gl.DotOperandLayout(
-        operand, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 4 if config.form.activations == E4M3 else 2
+        operand, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 4 if config.form.byte_inputs else 2
     )
 
 
@@ -53,8 +52,10 @@ def operand_layout(config, operand):
 def weights_of(ring, stage, slice: gl.constexpr, unit: gl.constexpr, half: gl.constexpr, config: gl.constexpr):
     """A half of a unit's slice as mma's A operand, and the words of its scales."""
     form: gl.constexpr = config.form
-    ROWS: gl.constexpr = config.slices * dequant.slice_rows(form)
-    codes = load_codes(ring.codes.index(stage).slice(unit * ROWS, ROWS, 0), slice, half, form)
+    # A unit's rows follow those of the unit before, like further slices.
+    codes = load_codes(
+        ring.codes, stage * dequant.code_copies(form), unit * config.slices + slice, half, config.slices, form
+    )
     scales = codes
     if dequant.scale_words(form) > 0:
         BLOCK: gl.constexpr = unit * stage_blocks(form, config.slices) + scale_block_of(form, config.slices, slice)
@@ -82,10 +83,11 @@ def multiply_add(sums, weights, scales, tokens, form: gl.constexpr):
     """Add the products of a slice to the sums.
 
     fp8 products are summed separately first and added in fp32: tensor cores may keep only about 14 bits of such sums,
-    and a promoted form's scales multiply the sum of a group.
+    and a promoted form's scales multiply the sum of a group. Sums of int8 products are exact.
     """
-    if dequant.fp8_inputs(form):
-        more = mma_v2(weights, tokens, gl.zeros_like(sums))
+    TYPE: gl.constexpr = dequant.product_type(form)
+    if dequant.byte_inputs(form) and dequant.sum_type(form) == gl.float32:
+        more = mma_v2(weights, tokens, gl.zeros(sums.shape, TYPE, accumulator_layout())).to(gl.float32)
         if dequant.promoted(form):
             more = more * dequant.row_factors(scales, accumulator_layout(), form).expand_dims(1)
         return sums + more

@@ -82,11 +82,12 @@ def allocate_ring(ELEMENT: gl.constexpr, config: gl.constexpr):
     STAGES: gl.constexpr = config.stages
     SLICES: gl.constexpr = config.slices
     COLUMNS: gl.constexpr = dequant.slice_columns(form)
-    ROWS: gl.constexpr = config.units * SLICES * dequant.slice_rows(form)
+    ROWS: gl.constexpr = config.units * dequant.box_rows(form, SLICES)
+    COPIES: gl.constexpr = STAGES * dequant.code_copies(form)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS // 8, 1, 8, [1, 0])  # vectors of 16 bytes
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x = gl.allocate_shared_memory(ELEMENT, [STAGES, power_of_two(config.tokens), SLICES * COLUMNS], SWIZZLED)
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], PLAIN)
+    codes = gl.allocate_shared_memory(gl.int32, [COPIES, ROWS, 32], PLAIN)
     if dequant.scale_words(form) > 0:
         scales = gl.allocate_shared_memory(
             gl.int32, [STAGES, config.units * stage_scale_words(form, SLICES)], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -105,16 +106,23 @@ def copy_weights(w, s, ring, stage, unit, block, slices, scale_blocks, config: g
     form: gl.constexpr = config.form
     SLICES: gl.constexpr = config.slices
     SLICE_ROWS: gl.constexpr = dequant.slice_rows(form)
-    ROWS: gl.constexpr = SLICES * SLICE_ROWS  # of one unit
+    COPIES: gl.constexpr = dequant.code_copies(form)
+    ROWS: gl.constexpr = dequant.box_rows(form, SLICES)  # of one unit
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, ring.codes.shape[1], gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     c = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    first = w + (unit.to(gl.int64) * slices + block * SLICES) * (SLICE_ROWS * 32)
-    inside = r % ROWS < (slices - block * SLICES) * SLICE_ROWS
-    words = r // ROWS * (slices * SLICE_ROWS * 32) + r % ROWS * 32 + c
-    async_copy.async_copy_global_to_shared(
-        ring.codes.index(stage), first + words, mask=inside & (c >= 0), cache_modifier=".cg"
-    )
+    first = w + unit.to(gl.int64) * slices * (SLICE_ROWS * 32)
+    for i in gl.static_range(COPIES):
+        row = block * ROWS
+        end = slices * (ROWS // SLICES)
+        if COPIES == 3:  # two bits of the codes of all slices, then the third
+            row += (block + i) * ROWS if i < 2 else slices * 16
+            end = slices * (16 if i < 2 else 24)
+        at = row + r % ROWS
+        words = r // ROWS * (slices * SLICE_ROWS * 32) + at * 32 + c
+        async_copy.async_copy_global_to_shared(
+            ring.codes.index(stage * COPIES + i), first + words, mask=(at < end) & (c >= 0), cache_modifier=".cg"
+        )
     if dequant.scale_words(form) > 0:
         BLOCK: gl.constexpr = 64 * dequant.scale_words(form)  # words
         WORDS: gl.constexpr = stage_scale_words(form, SLICES)  # of one unit

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from lancebill.backends.gpu.kernels.gluon_names import view
 from lancebill.backends.gpu.kernels.unpack_ptx import Unpack
 from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import ZERO_BITS
-from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, WeightForm
+from lancebill.backends.gpu.kernels.unpack_ptx_int8 import INTEGER_UNIT
+from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, E8M0_G32, F16, S8, WeightForm
 
 
 @gluon.constexpr_function
@@ -37,13 +38,53 @@ def scale_words(form):
 
 
 @gluon.constexpr_function
-def fp8_inputs(form):
-    return form.activations == E4M3
+def byte_inputs(form):
+    return form.byte_inputs
+
+
+@gluon.constexpr_function
+def sum_type(form):
+    """The type of sums over all of K."""
+    return gl.int32 if form.integer_sums else gl.float32
+
+
+@gluon.constexpr_function
+def product_type(form):
+    """The type in which tensor cores sum products."""
+    return gl.int32 if form.activations == S8 else gl.float32
+
+
+@gluon.constexpr_function
+def group_unit(form):
+    """The factor of a promoted form's scales."""
+    return INTEGER_UNIT if form.sixteenfold else 1.0
+
+
+@gluon.constexpr_function
+def sum_unit(form):
+    """What an integer sum over all of K counts."""
+    return INTEGER_UNIT if form.sixteenfold and form.integer_sums else 1.0
 
 
 @gluon.constexpr_function
 def code_bits(form):
-    return form.bits
+    """Bits of a code in the first plane."""
+    return form.planes[0]
+
+
+@gluon.constexpr_function
+def code_copies(form):
+    return form.code_copies
+
+
+@gluon.constexpr_function
+def box_rows(form, SLICES):
+    return form.box_rows(SLICES)
+
+
+@gluon.constexpr_function
+def two_planes(form):
+    return len(form.planes) == 2
 
 
 @gluon.constexpr_function
@@ -87,13 +128,20 @@ def scale_mask(form):
 def asm_tensors(form):
     """The types of the output tensors; each has one element per packed word."""
     unpacked = Unpack(form)
-    kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv}
+    kinds = {BF16: gl.bfloat16, F16: gl.float16, E4M3: gl.float8e4nv, S8: gl.int8}
     return (kinds[form.activations],) * (unpacked.outputs * unpacked.each // unpacked.pack)
 
 
 @gluon.constexpr_function
 def word_layout(rows):
-    """[rows, 32] words of a half: four neighbouring words per thread, the next four 16 rows below."""
+    """[rows, 32] words of a half: four neighbouring words per thread, the next four 16 rows below.
+
+    Eight rows: two neighbouring words per thread.
+    """
+    if rows == 8:
+        return gl.DistributedLinearLayout(
+            [[0, 1]], [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]], [[2, 0], [4, 0]], [], [8, 32]
+        )
     more = [[16, 0], [32, 0]][: rows.bit_length() - 5]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *more], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [rows, 32]
@@ -116,11 +164,21 @@ def lane_layout():
 
 
 @gluon.jit
-def load_codes(stage, slice: gl.constexpr, half: gl.constexpr, form: gl.constexpr):
-    """This thread's words of one half of one slice of a pipeline stage."""
-    ROWS: gl.constexpr = slice_rows(form) // 2
-    LAYOUT: gl.constexpr = word_layout(ROWS)
-    return stage.slice((2 * slice + half) * ROWS, ROWS, 0).load(LAYOUT)
+def load_codes(boxes, box, slice: gl.constexpr, half: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
+    """This thread's words of one half of one slice of a pipeline stage, whose first copy is `box`.
+
+    Of 3-bit codes: the words with two bits of each code, and the word with the third.
+    """
+    if two_planes(form):
+        LAYOUT: gl.constexpr = word_layout(8)
+        PLACE: gl.constexpr = 2 * slice + half
+        two = boxes.index(box + PLACE // SLICES).slice(PLACE % SLICES * 8, 8, 0).load(LAYOUT)
+        both = boxes.index(box + 2).slice(slice * 8, 8, 0).load(LAYOUT)  # of both halves
+        return two, both.reshape([4, 4, 2, 4, 2]).split()[half]
+    else:
+        ROWS: gl.constexpr = slice_rows(form) // 2
+        LAYOUT: gl.constexpr = word_layout(ROWS)
+        return boxes.index(box).slice((2 * slice + half) * ROWS, ROWS, 0).load(LAYOUT)
 
 
 @gluon.jit
@@ -140,7 +198,8 @@ def load_scales(sb, box, block: gl.constexpr, half: gl.constexpr, form: gl.const
 def row_factors(scales, MMA: gl.constexpr, form: gl.constexpr):
     """A promoted form's scale words as fp32 [64], one factor per row of an accumulator."""
     MASK: gl.constexpr = scale_mask(form)
-    factors = (scales & MASK).to(gl.float32, bitcast=True)
+    UNIT: gl.constexpr = group_unit(form)
+    factors = (scales & MASK).to(gl.float32, bitcast=True) * UNIT
     factors = factors.reshape([4, 8, 2]).permute([0, 2, 1]).reshape([64])  # n5n4, n3, n2n1n0
     return gl.convert_layout(factors, gl.SliceLayout(1, MMA), assert_trivial=True)
 
@@ -177,34 +236,43 @@ def _separate(scales, WORDS: gl.constexpr):
 @gluon.jit
 def dequantise(words, scales, MMA: gl.constexpr, form: gl.constexpr):
     """Words and scales of a half to [64, columns of a slice] as wgmma's A operand."""
-    if fp8_inputs(form):
-        return _dequantise_e4m3(words, scales, MMA, form)
+    if byte_inputs(form):
+        return _dequantise_bytes(words, scales, MMA, form)
     else:
         return _dequantise_16(words, scales, MMA, form)
 
 
 @gluon.jit
-def _dequantise_16(words, scales, MMA: gl.constexpr, form: gl.constexpr):
+def _dequantise_16(codes, scales, MMA: gl.constexpr, form: gl.constexpr):
     TEXT: gl.constexpr = asm_text(form)
     CONSTRAINTS: gl.constexpr = asm_constraints(form)
     TENSORS: gl.constexpr = asm_tensors(form)
+    PACK: gl.constexpr = asm_pack(form)
+    BITS: gl.constexpr = code_bits(form)
     COUNT: gl.constexpr = scale_words(form)
-    if code_bits(form) == 4:
-        words = words.reshape([4, 4, 2, 4, 4])  # n5n4, n2n1, n0, k2k1, word
-        ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, words.type.layout))
-    else:
-        words = words.reshape([2, 4, 4, 2, 4, 4])  # k5, then the same
+    words = codes[0] if two_planes(form) else codes
+    if BITS == 8:
+        words = words.reshape([2, 4, 4, 2, 4, 4])  # k5, then as below
         ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(4, gl.SliceLayout(5, words.type.layout)))
+    else:
+        words = words.reshape([4, 4, 2, 4, BITS])  # n5n4, n2n1, n0, k2k1, word
+        ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, words.type.layout))
     operands = (words,)
+    if two_planes(form):
+        third = gl.convert_layout(codes[1], gl.SliceLayout(4, words.type.layout), assert_trivial=True)
+        operands += (third.expand_dims(-1),)
     if COUNT > 0:
         each = _separate(scales.reshape([4, 4, 2, COUNT]), COUNT)
         for i in gl.static_range(COUNT):
             s = gl.convert_layout(each[i], ROWS_LAYOUT, assert_trivial=True)
-            if code_bits(form) == 8:
+            if BITS == 8:
                 s = s.expand_dims(0)
             operands += (s.expand_dims(-1).expand_dims(-1),)
-    parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=4)
-    if code_bits(form) == 4:
+    parts = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TENSORS, is_pure=True, pack=PACK)
+    if BITS == 2:
+        # n5n4, n2n1, n0, k2k1, k0, n3, k3, k4, k5
+        a = _join(parts).permute([0, 5, 1, 2, 8, 7, 6, 3, 4])
+    elif BITS == 4:
         # n5n4, n2n1, n0, k2k1, k5, k0, n3, k3, k4
         a = _join(parts).reshape([4, 4, 2, 4, 2, 2, 2, 2, 2]).permute([0, 6, 1, 2, 4, 8, 7, 3, 5])
     else:
@@ -214,7 +282,7 @@ def _dequantise_16(words, scales, MMA: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def _dequantise_e4m3(words, scales, MMA: gl.constexpr, form: gl.constexpr):
+def _dequantise_bytes(words, scales, MMA: gl.constexpr, form: gl.constexpr):
     TEXT: gl.constexpr = asm_text(form)
     CONSTRAINTS: gl.constexpr = asm_constraints(form)
     TENSORS: gl.constexpr = asm_tensors(form)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lancebill.backends.gpu.kernels.convert_row import prepare_row, stored_columns
 from lancebill.backends.gpu.kernels.slots import load_experts, load_weights
 
 CLASSES = tl.constexpr(8)  # the most tile sizes, and the most launches of a GEMM
@@ -164,87 +165,22 @@ def _load_slots(ids, top_k, slot, inside):
 
 
 @triton.jit
-def column_at(place):
-    """The column stored at a place of an fp8 row. Within a slice, the bits of the place are k4 k3 k2 k6 k5 k1 k0."""
-    return (place & -128) | (place & 3) | ((place & 12) << 3) | ((place & 112) >> 2)
-
-
-@triton.jit
-def _columns(width, W: tl.constexpr, FP8: tl.constexpr):
-    """(column, place, length) of a stored row. fp8 rows are permuted within slices and padded to whole slices."""
-    place = tl.arange(0, W)
-    if FP8:
-        k = (place & -128) + column_at(place & 127)  # a sum: on a call's result the hints would be lost
-        k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
-        return k, place, (width + 127) // 128 * 128
-    else:
-        return place, place, width
-
-
-@triton.jit
-def _divide(x, by):
-    """x / by, correctly rounded: a reciprocal and two correction steps take half the time of divisions.
-
-    The reciprocal is correctly rounded. The first correction then gives x / by or a neighbour, and the second gives the
-    nearest number (Markstein's theorem), unless a residual underflows. Valid for |x| <= 448 * by, so nothing
-    overflows. Zeros lose their sign.
-    """
-    if (by > 2.0**-60) & (by < 2.0**60):
-        reciprocal = tl.div_rn(1.0, by)
-        q = x * reciprocal
-        q = tl.fma(tl.fma(-q, by, x), reciprocal, q)
-        q = tl.fma(tl.fma(-q, by, x), reciprocal, q)
-    else:
-        q = tl.div_rn(x, by)
-    return q
-
-
-@triton.jit
-def _prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, FP8: tl.constexpr, WEIGHTED: tl.constexpr,
-                 ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
-    """A row as the input of expert e, and its fp8 scale.
-
-    ORDERED: permute columns to the order of the expert's weights (act-order). SCALED: multiply by the expert's vector.
-    WEIGHTED: multiply by the routing weight. FP8: divide for e4m3 (largest number 448) by a scale computed from the
-    row, or by the expert's scale from the checkpoint if STATIC. The row is rounded once, when it is stored.
-    """
-    where = k
-    if ORDERED:
-        where = tl.load(perm + e.to(tl.int64) * width + k, mask=inside, other=0)
-    row = tl.load(source + where, mask=inside, other=0.0)
-    if WEIGHTED:
-        row = row.to(tl.float32) * weight
-    if SCALED:
-        row = row.to(tl.float32) * tl.load(pre_scale + e.to(tl.int64) * width + where, mask=inside, other=0.0)
-    scale = 1.0
-    if FP8:
-        value = row.to(tl.float32)
-        if STATIC:
-            scale = tl.load(given + e)
-            row = tl.div_rn(value, scale)
-        else:
-            scale = tl.div_rn(tl.max(tl.abs(value), 0), 448.0)
-            scale = tl.where(scale > 0, scale, 1.0)
-            row = _divide(value, scale)
-    return row, scale
-
-
-@triton.jit
 def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, token, hidden, H: tl.constexpr,
-              TOP_K: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+              TOP_K: tl.constexpr, QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
               SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
     """Copy a token's row to each of its places."""
-    k, at, length = _columns(hidden, H, FP8)
+    k, at, length = stored_columns(hidden, H, QUANTISED)
     inside = k < hidden
     source = x + token.to(tl.int64) * hidden
     weight = 1.0
     if WEIGHTED:
         weight = load_weights(weights, token, 0, True)  # only with top_k = 1
+    TYPE: tl.constexpr = out.dtype.element_ty
     SAME_FOR_ALL: tl.constexpr = not (ORDERED or SCALED or STATIC)
     if SAME_FOR_ALL:
-        row, scale = _prepare_row(source, token, weight, perm, pre_scale, given, k, inside, hidden, FP8, WEIGHTED,
-                                  ORDERED, SCALED, STATIC)  # fmt: skip
-        row = row.to(out.dtype.element_ty)
+        row, scale = prepare_row(source, token, weight, perm, pre_scale, given, k, inside, hidden, TYPE,
+                                 QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+        row = row.to(TYPE)
     targets = ()
     for choice in tl.static_range(TOP_K):  # all loads are issued before the first use
         targets += (tl.load(places + token * TOP_K + choice),)
@@ -254,14 +190,14 @@ def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, t
             target = out + place.to(tl.int64) * length + at
             if SAME_FOR_ALL:
                 tl.store(target, row, mask=at < length)
-                if FP8:
+                if QUANTISED:
                     tl.store(scales + place, scale)
             else:
                 expert = tl.load(owners + place)
-                converted, own_scale = _prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden,
-                                                    FP8, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
-                tl.store(target, converted.to(out.dtype.element_ty), mask=at < length)
-                if FP8:
+                converted, own_scale = prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden,
+                                                   TYPE, QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                tl.store(target, converted.to(TYPE), mask=at < length)
+                if QUANTISED:
                     tl.store(scales + place, own_scale)
 
 
@@ -270,7 +206,7 @@ def dispatch_small(
     ids, id_words, id_row, id_column, expert_map, mapped, experts, weights, weight_kind, weight_row, weight_column, x,
     perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden, capacity,
     R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, FULL: tl.constexpr,
-    SIZES: tl.constexpr, LAUNCHES: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+    SIZES: tl.constexpr, LAUNCHES: tl.constexpr, QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
     SCALED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """One launch for few tokens. Every program counts all ids and copies one row; the last one writes the lists."""
@@ -291,8 +227,8 @@ def dispatch_small(
         before = tl.histogram(tl.maximum(v, 0), E, mask=(v >= 0) & (o < slot0))
         _place(ids, TOP_K, slot0, TOP_K, start + before, slots, places, owners, P, E)
         tl.debug_barrier()
-        _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, b, hidden, H, TOP_K, FP8, WEIGHTED,
-                  ORDERED, SCALED, STATIC)  # fmt: skip
+        _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, b, hidden, H, TOP_K, QUANTISED,
+                  WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
 
 
 @triton.jit
@@ -340,20 +276,20 @@ def place_ids(
 @triton.jit
 def send_rows(
     weights, weight_kind, weight_row, weight_column, x, perm, pre_scale, given, places, owners, out, scales, hidden,
-    H: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
+    H: tl.constexpr, TOP_K: tl.constexpr, QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
     SCALED: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Launch 3 of 3: each program copies one token's row to all its places."""
     gdc_wait()
     gdc_launch_dependents()
     weights = (weights, weight_kind, weight_row, weight_column)
-    _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K, FP8,
-              WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+    _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K,
+              QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
 
 
 @triton.jit
 def prepare_rows(
-    x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, FP8: tl.constexpr,
+    x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, QUANTISED: tl.constexpr,
     ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """Convert rows to the input of the next GEMM, one row per program. Skips rows without an expert.
@@ -363,16 +299,17 @@ def prepare_rows(
     gdc_wait()
     gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64)
-    k, at, length = _columns(width, W, FP8)
+    k, at, length = stored_columns(width, W, QUANTISED)
     inside = k < width
+    TYPE: tl.constexpr = out.dtype.element_ty
     e = tl.zeros([], tl.int32)
     if OWNED:
         e = tl.load(owners + r)
     if e >= 0:
-        row, scale = _prepare_row(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, FP8, False, ORDERED,
-                                  SCALED, STATIC)  # fmt: skip
-        tl.store(out + r * length + at, row.to(out.dtype.element_ty), mask=at < length)
-        if FP8:
+        row, scale = prepare_row(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, TYPE, QUANTISED,
+                                 False, ORDERED, SCALED, STATIC)  # fmt: skip
+        tl.store(out + r * length + at, row.to(TYPE), mask=at < length)
+        if QUANTISED:
             tl.store(scales + r, scale)
 
 

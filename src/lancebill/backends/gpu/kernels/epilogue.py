@@ -104,12 +104,16 @@ def ungated_activation(x, NAME: gl.constexpr):
 
 
 @gluon.jit
-def scale_rows(acc, factors, bias, token_scales, row, rows, BIAS: gl.constexpr, FP8: gl.constexpr):
-    """Apply each feature's factor and bias, and each fp8 token's scale, to an accumulator [64 features, T tokens]."""
+def scale_rows(acc, factors, bias, token_scales, row, rows, BIAS: gl.constexpr, QUANTISED: gl.constexpr,
+               UNIT: gl.constexpr = 1.0):  # fmt: skip
+    """Apply each feature's factor and bias, and each quantised token's scale, to an accumulator [features, tokens].
+
+    Integer sums become numbers here; UNIT is what they count.
+    """
     MMA: gl.constexpr = acc.type.layout
     n = gl.arange(0, acc.shape[0], gl.SliceLayout(1, MMA))
-    acc = acc * gl.load(factors + n).expand_dims(1)
-    if FP8:
+    acc = acc.to(gl.float32) * (gl.load(factors + n) * UNIT).expand_dims(1)
+    if QUANTISED:
         t = gl.arange(0, acc.shape[1], gl.SliceLayout(0, MMA))
         acc = acc * gl.load(token_scales + row + t, mask=t < rows, other=0.0).expand_dims(0)
     if BIAS:

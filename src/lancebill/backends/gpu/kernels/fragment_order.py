@@ -2,8 +2,9 @@
 
 Codes: per unit (128 features) and slice, `slice_rows` rows of 128 bytes, ordered so that each thread of the warpgroup
 loads its own words in 16-byte reads without bank conflicts. Scales: per unit and block of columns, `scale_words` words
-for each pair of rows (r, r + 8). Packing and unpacking share one table of bit positions (`unpack_ptx.places`,
-`unpack_ptx_fp8.places_e4m3`), so they cannot disagree.
+for each pair of rows (r, r + 8). Packing and unpacking share one table of bit positions (`unpack_codes.places`,
+`unpack_ptx_fp8.places_e4m3`, `unpack_ptx_int8.places_s8`), so they cannot disagree. The planes of 3-bit codes are
+apart: first two bits of all slices of a unit, then the third bit.
 
 Sizes are padded to whole units, so the rows of several experts follow each other like the units of one: all functions
 take a leading expert dimension, and words keep it.
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.gpu.kernels import weight_form as f
-from lancebill.backends.gpu.kernels.unpack_ptx import places, scale_rotation
+from lancebill.backends.gpu.kernels.unpack_codes import places
 from lancebill.backends.gpu.kernels.unpack_ptx_fp8 import Bits, places_e4m3
+from lancebill.backends.gpu.kernels.unpack_ptx_int8 import places_s8
+from lancebill.backends.gpu.kernels.unpack_scales import scale_rotation
 from lancebill.backends.gpu.kernels.weight_form import HALF, ROWS, WeightForm
 
 Index = tuple[EllipsisType, int, int, int, int, int]
@@ -62,7 +65,7 @@ def unpack_codes(form: WeightForm, words: Tensor, n: int, k: int) -> Tensor:
 def thread_fields(form: WeightForm) -> Iterator[tuple[int, int, Bits]]:
     """Each code of a thread: n3, its column in the slice (of lane 0), and the positions of its bits."""
     for (_, n3, *rest), bits in _fields(form):
-        if form.activations == f.E4M3:
+        if form.byte_inputs:
             k2, k3, k4, k10 = rest
             yield n3, 16 * k4 + 8 * k3 + 4 * k2 + k10, bits
         else:
@@ -79,7 +82,7 @@ def _fragment_view(form: WeightForm, codes: Tensor) -> Tensor:
     """View codes as [unit, slice, half, n5n4, n2n1, n0, lane % 4, bits that vary inside a thread ...]."""
     n, k = codes.shape
     units, slices = n // ROWS, k // form.slice_columns
-    if form.activations == f.E4M3:
+    if form.byte_inputs:
         # u, half, n5n4, n3, n2n1, n0, slice, k6k5, k4, k3, k2, k1k0
         view = codes.view(units, 2, 4, 2, 4, 2, slices, 4, 2, 2, 2, 4)
         return view.permute(0, 6, 1, 2, 4, 5, 7, 3, 10, 9, 8, 11)  # ... n3, k2, k3, k4, k1k0
@@ -89,24 +92,54 @@ def _fragment_view(form: WeightForm, codes: Tensor) -> Tensor:
 
 def _fields(form: WeightForm) -> Iterator[tuple[Index, Bits]]:
     """The index of each code of a thread, and the positions of its bits."""
-    if form.activations == f.E4M3:
+    if form.byte_inputs:
+        place = places_s8 if form.activations == f.S8 else places_e4m3
         for n3, k2, k3, k4, k10 in itertools.product(range(2), range(2), range(2), range(2), range(4)):
-            yield (Ellipsis, n3, k2, k3, k4, k10), places_e4m3(form, n3, k2, k3, k4, k10)
+            yield (Ellipsis, n3, k2, k3, k4, k10), place(form, n3, k2, k3, k4, k10)
         return
     for n3, k3, k4, k5, k0 in itertools.product(range(2), repeat=5):
         yield (Ellipsis, n3, k3, k4, k5, k0), places(form, n3, k3, k4, k5, k0)
 
 
 def _to_rows(form: WeightForm, words: Tensor) -> Tensor:
-    """Thread order to memory order: four neighbouring words per thread, the next four 16 rows below."""
-    fours = words_of_thread(form) // 4
-    # u, slice, half, n5n4, n2n1, n0, lane, fours, 4  ->  u, slice, half, fours, n5n4, n2n1, n0, lane, 4
-    return words.view(*words.shape[:7], fours, 4).permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
+    """Thread order to memory order, [unit, words]: plane after plane."""
+    counts = [words_of_thread(form) * bits // form.bits for bits in form.planes]
+    return torch.cat([_plane_rows(plane).flatten(1) for plane in words.split(counts, -1)], 1)
 
 
 def _from_rows(form: WeightForm, words: Tensor, k: int) -> Tensor:
-    fours = words_of_thread(form) // 4
-    rows = words.reshape(-1, k // form.slice_columns, 2, fours, 4, 4, 2, 4, 4)
+    """The inverse of `_to_rows`."""
+    slices, each = k // form.slice_columns, words_of_thread(form)
+    units = words.reshape(-1, slices * 256 * each)
+    planes, start = [], 0
+    for bits in form.planes:
+        count = each * bits // form.bits
+        plane = units[:, start : start + slices * 256 * count]
+        planes.append(_plane_threads(plane.reshape(-1, slices, 256 * count), count))
+        start += slices * 256 * count
+    return torch.cat(planes, -1)
+
+
+def _plane_rows(words: Tensor) -> Tensor:
+    """Up to four neighbouring words per thread, the next four 16 rows below. With a single word, those of both halves
+    are neighbours."""
+    if words.shape[-1] == 1:
+        # u, slice, half, n5n4, n2n1, n0, lane, 1  ->  u, slice, n5n4, n2n1, n0, lane, half, 1
+        return words.permute(0, 1, 3, 4, 5, 6, 2, 7)
+    four = min(words.shape[-1], 4)
+    # u, slice, half, n5n4, n2n1, n0, lane, fours, 4  ->  u, slice, half, fours, n5n4, n2n1, n0, lane, 4
+    split: Tensor = words.unflatten(-1, (-1, four))
+    return split.permute(0, 1, 2, 7, 3, 4, 5, 6, 8)
+
+
+def _plane_threads(words: Tensor, count: int) -> Tensor:
+    """The inverse of `_plane_rows` for `count` words per thread, from [unit, slice, words]."""
+    rows: Tensor
+    if count == 1:
+        rows = words.unflatten(-1, (4, 4, 2, 4, 2, 1))
+        return rows.permute(0, 1, 6, 2, 3, 4, 5, 7)
+    four = min(count, 4)
+    rows = words.unflatten(-1, (2, count // four, 4, 4, 2, 4, four))
     return rows.permute(0, 1, 2, 4, 5, 6, 7, 3, 8).flatten(-2)
 
 
@@ -186,6 +219,6 @@ def scale_pairs(form: WeightForm, words: Tensor) -> Tensor:
 def _half_view(form: WeightForm, values: Tensor) -> Tensor:
     """[unit, block, half, n5n4, n2n1n0, part of the block, n3]."""
     n, groups = values.shape
-    parts = 2 if form.group == 32 else 1
+    parts = 2 if form.fine else 1
     view = values.view(n // ROWS, 2, 4, 2, 8, groups // parts, parts)
     return view.permute(0, 5, 1, 2, 4, 6, 3)

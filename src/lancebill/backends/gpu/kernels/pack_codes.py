@@ -86,8 +86,16 @@ def pack_codes(
     low = codes + (expert * rows + start + inside) * row_bytes
     high = low + 8 * row_bytes.to(tl.int64)
     first = piece * SLICE_BYTES + thread % 4 * LANE_BYTES
-    words = out + place.to(tl.int64) * (256 * WORDS) + half * (128 * WORDS) + thread * 4
     low_valid, high_valid = inside < end, inside + 8 < end
+    if WORDS < 4:  # two words of each slice, then the third of each slice, which is next to that of the other half
+        two = out + (place - piece).to(tl.int64) * (256 * WORDS) + piece * 512 + half * 256 + thread * 2
+        w0 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 0)
+        w1 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 1)
+        tl.store(two[:, None] + tl.arange(0, 2)[None, :], tl.join(w0, w1))
+        if WORDS == 3:
+            third = out + (place - piece).to(tl.int64) * 768 + slices * 512 + piece * 256 + thread * 2 + half
+            tl.store(third, _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 2))
+    words = out + place.to(tl.int64) * (256 * WORDS) + half * (128 * WORDS) + thread * 4
     for four in tl.static_range(WORDS // 4):
         w0 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 4 * four)
         w1 = _gather_word(low, high, low_valid, high_valid, first, row_bytes, MOVES, 4 * four + 1)

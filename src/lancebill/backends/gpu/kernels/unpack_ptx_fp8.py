@@ -3,7 +3,7 @@
     k6 k5: lane % 4    k1 k0: byte of the register    k4 k3: wgmma's k32 step    k2: its upper 16 columns
 
 A lane owns 32 neighbouring columns of a slice, a whole group of scales. wgmma expects a different column order, so the
-rows of fp8 tokens, which only our own kernels write, are permuted to match: `dispatch_combine.column_at`.
+rows of fp8 tokens, which only our own kernels write, are permuted to match: `convert_row.column_at`.
 
 e4m3 has four significant bits, enough for every 4-bit code minus a zero point up to 16, so nothing is rounded here.
 Scales that are powers of two are folded into exponents; other scales multiply the accumulators.

@@ -1,8 +1,8 @@
 """The weight forms that the GPU kernels read, as plain values.
 
 The GEMM processes a *unit* of 128 output features by a *slice* of K at a time. A slice is 128 bytes of a token's row:
-64 columns of 16-bit activations, or 128 of fp8. A unit is two halves of 64 features, one for each accumulator, so that
-one thread has the gate and up rows of the same features.
+64 columns of 16-bit activations, or 128 of fp8 or int8. A unit is two halves of 64 features, one for each accumulator,
+so that one thread has the gate and up rows of the same features.
 
 A form is a code, a scale and an activation type:
 
@@ -15,14 +15,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BF16, F16, E4M3 = "bf16", "fp16", "e4m3"  # activations as the tensor cores see them
+BF16, F16, E4M3, S8 = "bf16", "fp16", "e4m3", "s8"  # activations as the tensor cores see them
 ROWS = 128  # output features of a unit
 HALF = 64  # output features of one accumulator
 BOX = 256  # most 32-bit words in one copy of scales (the limit of a TMA box)
 
 # Codes.
 E2M1_CODE, INT4_CODE, INT8_CODE, E4M3_CODE = "e2m1", "int4", "int8", "e4m3"
-CODE_BITS = {E2M1_CODE: 4, INT4_CODE: 4, INT8_CODE: 8, E4M3_CODE: 8}
+INT2_CODE, INT3_CODE = "int2", "int3"
+NF4_CODE, IQ4_CODE = "nf4", "iq4"  # tables of 16 numbers
+CODE_BITS = {
+    E2M1_CODE: 4, INT2_CODE: 2, INT3_CODE: 3, INT4_CODE: 4, INT8_CODE: 8, E4M3_CODE: 8, NF4_CODE: 4, IQ4_CODE: 4,
+}  # fmt: skip
+SMALL_INTEGERS = (INT2_CODE, INT3_CODE, INT4_CODE)  # offset binary, or unsigned with a zero point
+CODEBOOKS = {NF4_CODE: 0, IQ4_CODE: 7}  # the power of two above the largest magnitude
 
 # Scales that are applied inside the main loop.
 NO_SCALE = "none"  # only one factor per row
@@ -51,9 +57,39 @@ class WeightForm:
         return CODE_BITS[self.code]
 
     @property
+    def simple(self) -> bool:
+        """Whether codes are unpacked in few registers: four bits, no table."""
+        return self.bits == 4 and self.code not in CODEBOOKS
+
+    @property
+    def space(self) -> int:
+        """The bits of a code, rounded up to a power of two: stages have power-of-two numbers of slices."""
+        return 4 if self.bits == 3 else self.bits
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of a code that are stored together. Tensors have power-of-two sizes, so three bits are two and one."""
+        return (2, 1) if self.bits == 3 else (self.bits,)
+
+    @property
+    def code_copies(self) -> int:
+        """Copies of equal size that bring a stage's codes: of 3-bit codes two of the first plane, one of the second."""
+        return 3 if self.bits == 3 else 1
+
+    @property
+    def fine(self) -> bool:
+        """Whether the two halves of a slice with 16-bit activations have scales of their own."""
+        return self.group == 32
+
+    @property
+    def byte_inputs(self) -> bool:
+        """Whether activations have 8 bits: rows are quantised, and each has a scale."""
+        return self.activations in (E4M3, S8)
+
+    @property
     def subnormal(self) -> bool:
-        """Whether codes become subnormal numbers, without a magic number to subtract: see `unpack_ptx.NIBBLE_UNIT`."""
-        return self.code == INT4_CODE and not self.zero and self.scale == self.activations
+        """Whether codes become subnormal numbers, without a magic number to subtract: see `unpack_codes.BYTE_UNIT`."""
+        return self.code in SMALL_INTEGERS and not self.zero and self.scale == self.activations
 
     @property
     def two_part_scale(self) -> bool:
@@ -67,14 +103,24 @@ class WeightForm:
     def promoted(self) -> bool:
         """Whether a group's scale multiplies the fp32 sum of its columns instead of the codes.
 
-        fp8 has four significant bits: scaled codes would have to be rounded, plain codes are exact.
+        8-bit numbers have few significant bits: scaled codes would have to be rounded, plain codes are exact.
         """
-        return self.activations == E4M3 and self.scale == F32_GROUP
+        return self.byte_inputs and self.scale == F32_GROUP
+
+    @property
+    def integer_sums(self) -> bool:
+        """Whether sums over all of K are integers: int8 products without scales in the loop."""
+        return self.activations == S8 and not self.promoted
+
+    @property
+    def sixteenfold(self) -> bool:
+        """Whether unpacked codes are 16 times too large: see `unpack_ptx_int8`."""
+        return self.activations == S8 and self.bits == 4 and not self.zero
 
     @property
     def slice_columns(self) -> int:
         """Columns of K in one slice: 128 bytes of a token's row."""
-        return 128 if self.activations == E4M3 else 64
+        return 128 if self.byte_inputs else 64
 
     @property
     def slice_rows(self) -> int:
@@ -92,7 +138,7 @@ class WeightForm:
             return 2
         if self.promoted:
             return 2  # the zero point is in the lowest bits of its scale
-        parts = 2 if self.group == 32 else 1
+        parts = 2 if self.fine else 1
         words = {NO_SCALE: 0, F32_GROUP: 2 * parts}.get(self.scale, parts)
         return words + self.zero_words
 
@@ -101,7 +147,7 @@ class WeightForm:
         """How many of the `scale_words`, at their end, are zero points."""
         if self.promoted:
             return 0
-        return (2 if self.group == 32 else 1) if self.zero else 0
+        return (2 if self.fine else 1) if self.zero else 0
 
     @property
     def block_columns(self) -> int:
@@ -116,6 +162,10 @@ class WeightForm:
     def stage_blocks(self, slices: int) -> int:
         """Blocks of scales in a stage of `slices` slices. Every stage loads the scales of a group that spans stages."""
         return max(1, slices * self.slice_columns // self.block_columns) if self.block_columns else 1
+
+    def box_rows(self, slices: int) -> int:
+        """128-byte rows in one copy of codes for a stage of `slices` slices."""
+        return slices * self.slice_rows // self.code_copies
 
     def stage_scale_words(self, slices: int) -> int:
         """32-bit words of one unit's scales in a stage of `slices` slices."""

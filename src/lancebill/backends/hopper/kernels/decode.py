@@ -43,7 +43,7 @@ def decode_producer(x_desc, w_desc, s_desc, ids, top_k, total_slots, ring, units
     form: gl.constexpr = config.form
     STAGES: gl.constexpr = config.stages
     SLICES: gl.constexpr = config.slices
-    WEIGHTS: gl.constexpr = w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
+    WEIGHTS: gl.constexpr = dequant.code_copies(form) * w_desc.block_type.nbytes + 4 * stage_scale_words(form, SLICES)
     BYTES: gl.constexpr = WEIGHTS if config.row_slices > 0 else WEIGHTS + SLICES * T * 128
     blocks = (slices + SLICES - 1) // SLICES
     if DEPEND and not PREFETCH:
@@ -173,7 +173,9 @@ def decode_gemm(
         xb = gl.allocate_shared_memory(gl.float8e4nv, row_buffer_shape(ROW_SLICES), ROW_LAYOUT)
     else:
         xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES, T, dequant.slice_columns(form)], x_desc.layout)
-    wb = gl.allocate_shared_memory(gl.int32, [STAGES] + w_desc.block_type.shape, w_desc.layout)
+    wb = gl.allocate_shared_memory(
+        gl.int32, [STAGES * dequant.code_copies(form)] + w_desc.block_type.shape, w_desc.layout
+    )
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(
             gl.int32, [STAGES * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout

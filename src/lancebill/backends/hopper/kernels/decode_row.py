@@ -6,11 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from lancebill.backends.gpu.kernels import dispatch_combine as rows
+from lancebill.backends.gpu.kernels import convert_row
 from lancebill.backends.gpu.kernels.decode_finish import T
 from lancebill.backends.gpu.kernels.gluon_names import LARGER_VIEWS, barrier, view
 
-column_at = gluon.jit(rows.column_at.fn)
+column_at = gluon.jit(convert_row.column_at.fn)
 
 
 @gluon.constexpr_function

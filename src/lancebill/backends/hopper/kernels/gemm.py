@@ -173,16 +173,18 @@ def producer(x_desc, w_desc, s_desc, tiles, tile_count, taken, ring, next_tiles,
 
 @gluon.jit
 def finish_unit(out, slots, staging, top, bottom, factors, bias, token_scales, row, rows, unit, columns, limit, alpha,
-                beta, T: gl.constexpr, FP8: gl.constexpr, epilogue: gl.constexpr):  # fmt: skip
+                beta, T: gl.constexpr, form: gl.constexpr, epilogue: gl.constexpr):  # fmt: skip
     """Epilogue of one unit: accumulators to T rows of `out`."""
     KIND: gl.constexpr = epilogue.kind
     ACTIVATION: gl.constexpr = epilogue.activation
     BIAS: gl.constexpr = epilogue.bias
     CHUNK: gl.constexpr = min(T, staging.shape[0])
     WIDTH: gl.constexpr = 64 if KIND == "gated" else 128
+    QUANTISED: gl.constexpr = dequant.byte_inputs(form)
+    UNIT: gl.constexpr = dequant.sum_unit(form)
     targets = load_targets(slots, row, rows, T, CHUNK, KIND)
-    top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, FP8)
-    bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, FP8)
+    top = scale_rows(top, factors, bias, token_scales, row, rows, BIAS, QUANTISED, UNIT)
+    bottom = scale_rows(bottom, factors + 64, bias + 64, token_scales, row, rows, BIAS, QUANTISED, UNIT)
     store_rows(out, targets, staging.slice(0, CHUNK, 0), top, bottom, rows, unit * WIDTH, columns, limit, alpha, beta,
                CHUNK, KIND, ACTIVATION)  # fmt: skip
 
@@ -192,6 +194,7 @@ def compute_tile(out, slots, factors, bias, token_scales, ring, staging, step, e
                  columns, limit, alpha, beta, config: gl.constexpr, epilogue: gl.constexpr):  # fmt: skip
     """GEMM and epilogue of one tile; returns the next step of the ring."""
     UNITS: gl.constexpr = config.units
+    form: gl.constexpr = config.form
     sums, step = tile_gemm(ring, step, blocks, 0, config)
     for u in gl.static_range(UNITS):
         unit = group * UNITS + u
@@ -200,8 +203,8 @@ def compute_tile(out, slots, factors, bias, token_scales, ring, staging, step, e
             top, bottom = sums[2 * (UNITS * i + u)], sums[2 * (UNITS * i + u) + 1]
             first = first_token(config, i)
             finish_unit(out, slots, staging, top, bottom, factors + at, bias + at, token_scales, row + first,
-                        rows - first, unit, columns, limit, alpha, beta, width_at(config, i),
-                        dequant.fp8_inputs(config.form), epilogue)  # fmt: skip
+                        rows - first, unit, columns, limit, alpha, beta, width_at(config, i), form,
+                        epilogue)  # fmt: skip
     return step
 
 
@@ -248,7 +251,9 @@ def grouped_gemm(
     BOX: gl.constexpr = x_desc.block_type.shape[0]
     PITCH: gl.constexpr = largest_size(SIZES)
     xb = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SLICES * (PITCH // BOX), BOX, COLUMNS], x_desc.layout)
-    wb = gl.allocate_shared_memory(gl.int32, [STAGES * UNITS] + w_desc.block_type.shape, w_desc.layout)
+    wb = gl.allocate_shared_memory(
+        gl.int32, [STAGES * UNITS * dequant.code_copies(form)] + w_desc.block_type.shape, w_desc.layout
+    )
     if dequant.scale_words(form) > 0:
         sb = gl.allocate_shared_memory(
             gl.int32, [STAGES * UNITS * scale_copies(form, SLICES)] + s_desc.block_type.shape, s_desc.layout

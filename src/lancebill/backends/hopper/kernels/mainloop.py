@@ -30,7 +30,13 @@ def copy_weights(w_desc, s_desc, ring, stage, bar, unit, block, slices, scale_bl
     """Start the copies of one unit's codes and scales for a stage; `unit` counts over all experts."""
     form: gl.constexpr = config.form
     SLICES: gl.constexpr = config.slices
-    copy_tile(w_desc, [(unit * slices + block * SLICES) * dequant.slice_rows(form), 0], bar, ring.codes.index(stage))
+    COPIES_OF_CODES: gl.constexpr = dequant.code_copies(form)
+    ROWS: gl.constexpr = dequant.box_rows(form, SLICES)
+    for i in gl.static_range(COPIES_OF_CODES):
+        row = unit * slices * dequant.slice_rows(form) + block * ROWS
+        if COPIES_OF_CODES == 3:  # two bits of the codes of all slices, then the third
+            row += (block + i) * ROWS if i < 2 else slices * 16
+        copy_tile(w_desc, [row, 0], bar, ring.codes.index(stage * COPIES_OF_CODES + i))
     if dequant.scale_words(form) > 0:
         COPIES: gl.constexpr = scale_copies(form, SLICES)
         SHARED: gl.constexpr = stages_per_block(form, SLICES)
@@ -73,7 +79,7 @@ def width_count(config):
 def accumulator_layout(config, number):
     """The layout of one width's accumulators."""
     return gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, widths(config)[number], 32 if dequant.fp8_inputs(config.form) else 16]
+        [3, 0], [4, 1], [16, widths(config)[number], 32 if dequant.byte_inputs(config.form) else 16]
     )
 
 
@@ -96,7 +102,7 @@ def tokens_at(xb, slice, first: gl.constexpr, COUNT: gl.constexpr, config: gl.co
 @gluon.jit
 def load_half(wb, sb, stage, slice: gl.constexpr, half: gl.constexpr, SLICES: gl.constexpr, form: gl.constexpr):
     """Packed words of a half of a slice, and their scales (the words again if the form has no scales)."""
-    codes = load_codes(wb.index(stage), slice, half, form)
+    codes = load_codes(wb, stage * dequant.code_copies(form), slice, half, SLICES, form)
     if dequant.scale_words(form) > 0:
         BLOCK: gl.constexpr = scale_block_of(form, SLICES, slice)
         PER_BOX: gl.constexpr = scale_box(form, SLICES) // (64 * dequant.scale_words(form))
@@ -114,19 +120,19 @@ def load_slice(wb, sb, stage, turn: gl.constexpr, SLICES: gl.constexpr, UNITS: g
 
 
 @gluon.jit
-def zero_accumulators(HALVES: gl.constexpr, config: gl.constexpr):
+def zero_accumulators(HALVES: gl.constexpr, TYPE: gl.constexpr, config: gl.constexpr):
     """Zero accumulators of HALVES halves, width after width: [64, width] each."""
     sums = ()
     for i in gl.static_range(width_count(config)):
         for _ in gl.static_range(HALVES):
-            sums += (gl.zeros([64, width_at(config, i)], gl.float32, accumulator_layout(config, i)),)
+            sums += (gl.zeros([64, width_at(config, i)], TYPE, accumulator_layout(config, i)),)
     return sums
 
 
 @gluon.jit
 def start_width(sums, a, xb, slice, number: gl.constexpr, config: gl.constexpr, ADD: gl.constexpr):
     """Issue the wgmma of one width without waiting."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4 if dequant.fp8_inputs(config.form) else 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4 if dequant.byte_inputs(config.form) else 2)
     x = tokens_at(xb, slice, first_token(config, number), width_at(config, number), config)
     a = gl.convert_layout(a, OPERAND, assert_trivial=True)
     return warpgroup_mma(a, x.permute((1, 0)), sums, use_acc=ADD, is_async=True)
@@ -156,7 +162,7 @@ def multiply(ring, step, blocks, first, config: gl.constexpr):
     UNITS: gl.constexpr = config.units
     HALVES: gl.constexpr = 2 * UNITS
     TURNS: gl.constexpr = SLICES * UNITS
-    sums = zero_accumulators(HALVES, config)
+    sums = zero_accumulators(HALVES, dequant.product_type(form), config)
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)
@@ -189,7 +195,7 @@ def promote_sums(totals, half: gl.constexpr, sums, scales, config: gl.constexpr)
     """Add a half's sums of one slice to its totals, times the group's scales if the form is promoted."""
     form: gl.constexpr = config.form
     for i in gl.static_range(width_count(config)):
-        more = sums[i]
+        more = sums[i].to(gl.float32)
         if dequant.promoted(form):
             more = more * dequant.row_factors(scales, accumulator_layout(config, i), form).expand_dims(1)
         totals = totals[: 2 * i + half] + (compute_now(totals[2 * i + half] + more),) + totals[2 * i + half + 1 :]
@@ -217,8 +223,8 @@ def multiply_promoted(ring, step, blocks, first, config: gl.constexpr):
     STAGES: gl.constexpr = config.stages
     SLICES: gl.constexpr = config.slices
     LAYOUT: gl.constexpr = accumulator_layout(config, 0)
-    totals = zero_accumulators(2, config)
-    sums = zero_accumulators(1, config)
+    totals = zero_accumulators(2, gl.float32, config)
+    sums = zero_accumulators(1, dequant.product_type(form), config)
     for block in range(blocks):
         stage = step % STAGES
         mbarrier.wait(ring.full.index(stage), (step // STAGES) & 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lancebill.backends.gpu.chunks import Chunks, cut
-from lancebill.backends.gpu.kernels.weight_form import E4M3, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import E4M3, S8, WeightForm
 from lancebill.backends.gpu.tiles import Rule, Tile, power_of_two
 
 SHARED_PER_SM = 228 * 1024
@@ -23,6 +23,8 @@ _BARRIERS = 512  # barriers and alignment
 _MOST_STAGES = 8
 _DECODE_BLOCKS = 3  # per SM, when decoding
 _RESIDENT = _DECODE_BLOCKS * 132
+_TWO_PER_SM = 2 * 132
+_SHORT_TILE = 8  # stages
 # Slices of an fp8 row in shared memory, when decoding; they fit even at eight copies each (Triton 3.8 and later).
 _MOST_ROW_SLICES = 128
 MOST_PROMOTED = 96
@@ -57,7 +59,7 @@ def rule(activations: str, slots: int, experts: int, units: int) -> Rule:
     """The rule for `slots` rows over `experts` with `units` units in total. With few units, large tiles would leave SMs
     idle at the end."""
     rows = slots / experts
-    for entry in data()["8-bit" if activations == E4M3 else "16-bit"]:
+    for entry in data()["8-bit" if activations in (E4M3, S8) else "16-bit"]:
         fits = entry["rows_up_to"] is None or rows <= entry["rows_up_to"]
         if fits and units >= entry.get("units_from", 0):
             return Rule.parse(entry["tiles"], overlap=entry["overlap"], paired=bool(entry.get("paired", False)))
@@ -65,10 +67,15 @@ def rule(activations: str, slots: int, experts: int, units: int) -> Rule:
 
 
 def decodes(activations: str, slots: int, slices: int) -> bool:
-    """Whether there are so few slots that each becomes a tile. An fp8 row has to fit in shared memory."""
+    """Whether there are so few slots that each becomes a tile. An fp8 row has to fit in shared memory.
+
+    int8 rows are not quantised by the GEMM.
+    """
+    if activations == S8:
+        return False
     if activations == E4M3 and slices > _MOST_ROW_SLICES:
         return False
-    return slots <= int(data()["decode_slots"]["8-bit" if activations == E4M3 else "16-bit"])
+    return slots <= int(data()["decode_slots"]["8-bit" if activations in (E4M3, S8) else "16-bit"])
 
 
 def graphed(tokens: int) -> bool:
@@ -99,13 +106,13 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = F
     """The pipeline of a launch: as many stages of the largest tile as fit in the block's share of shared memory."""
     tokens = max(sizes)
     (slices_16, slices_8), blocks = _SHAPES[tokens]
-    units = 2 if paired and tokens in _PAIRED and form.bits == 4 and not promotes(form) else 1
+    units = 2 if paired and tokens in _PAIRED and form.simple and not promotes(form) else 1
     if units == 2:
         (slices_16, slices_8), blocks = _PAIRED[tokens]
-    elif form.bits == 8 or form.activations == E4M3 or (form.scale_words > 1 and tokens > 8):
+    elif not form.simple or form.byte_inputs or (form.scale_words > 1 and tokens > 8):
         # More words in flight need more registers per thread.
         blocks = min(blocks, 3)
-    slices = slices_8 if form.activations == E4M3 else slices_16
+    slices = slices_8 if form.byte_inputs else slices_16
     if tokens == 24 and units == 1 and form.scale_words > 1:
         slices = min(slices, 2)  # four would spill registers
     room = SHARED_PER_SM // blocks - RESERVED - _BARRIERS - min(tokens, 32) * (64 if gated else 128) * 2
@@ -118,7 +125,7 @@ def tile(form: WeightForm, sizes: tuple[int, ...], gated: bool, paired: bool = F
 
 def decode_slices(form: WeightForm) -> int:
     """Slices of a stage when decoding: long stages keep more bytes in flight."""
-    return (2 if form.activations == E4M3 else 4) * 4 // form.bits
+    return (2 if form.activations == E4M3 else 4) * 4 // form.space
 
 
 @cache
@@ -132,5 +139,14 @@ def decode_tile(form: WeightForm, slices: int) -> Tile:
 
 
 def chunk(form: WeightForm, tiles: int, slices: int, *, known: bool = True) -> Chunks:
-    """How the stages of `tiles` tiles are cut, when decoding."""
-    return cut(tiles, -(-slices // decode_slices(form)), _RESIDENT, known=known)
+    """How the stages of `tiles` tiles are cut, when decoding.
+
+    fp8 is faster with one short tile for each block, even where that leaves a third of the blocks idle: every piece of
+    a tile converts the row again, and is added to the others.
+    """
+    stages = -(-slices // decode_slices(form))
+    if form.activations == E4M3 and known and tiles <= _TWO_PER_SM and stages <= _SHORT_TILE:
+        whole = cut(tiles, stages, _TWO_PER_SM)
+        if whole.pieces == 1:
+            return whole
+    return cut(tiles, stages, _RESIDENT, known=known)

@@ -1,0 +1,71 @@
+"""Tables of kernels for older GPUs, which a Hopper GPU runs as their proxy; from files of `gpu_shapes.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from result_files import geometric_mean, links, markdown_table, result_files, table_by_tokens
+from shape_tables import newest_cells
+
+Row = dict[str, Any]
+MARLIN, HOPPER, PLAIN, INTEGERS = "marlin", "hopper", "bf16", "int8"
+FEW_TOKENS = 256  # up to these, reading weights takes most of the time
+_NOTE = (
+    "µs of a whole layer: kernels compiled for sm_80, whose PTX an H200's driver compiles (Marlin's time over ours, "
+    "and that of our Hopper kernels over ours, in the same run). This is a proxy for GPUs before Hopper, which have "
+    "other rates: it compares kernels that use the same instructions, and says nothing about the times on such a GPU. "
+    "Marlin is vLLM 0.26.0's layer, also mma.sync, also compiled by the driver."
+)
+_INTEGER_NOTE = "The same kernels with int8 activations: µs (the time with bf16 activations over it, in the same run)."
+
+
+def gpu_older() -> str:
+    """For each machine: mean ratios, all cells with 16-bit activations, then int8 activations."""
+    pages = []
+    for machine in dict.fromkeys(file.machine for file in result_files("gpu-older")):
+        rows = newest_cells(result_files("gpu-older", machine))
+        compared = [row for row in rows if MARLIN in row["against"]]
+        tables = [means(compared), cells(compared), integers(rows)]
+        sources = links(*dict.fromkeys(row["run"] for row in rows))
+        pages.append("\n".join([*filter(None, tables), f"From {sources}\n"]))
+    return "\n".join(pages)
+
+
+def means(rows: list[Row]) -> str:
+    """Geometric mean and lowest ratio to Marlin, and to our Hopper kernels with few tokens."""
+    lines = []
+    for spec in dict.fromkeys((row["weights"], row["activations"]) for row in rows):
+        own = [row for row in rows if (row["weights"], row["activations"]) == spec]
+        few = [row for row in own if row["tokens"] <= FEW_TOKENS]
+        lines.append((" x ".join(spec), len(own), _summary(own, MARLIN), _summary(few, HOPPER)))
+    head = ("weights x activations", "cells", "against Marlin", f"against `hopper`, up to {FEW_TOKENS} tokens")
+    return markdown_table(head, lines) if lines else ""
+
+
+def _summary(rows: Iterable[Row], peer: str) -> str:
+    ratios = {f"{row['shape']} at {row['tokens']:,}": row["against"][peer]["ratio"] for row in rows}
+    lowest = min(ratios, key=lambda cell: ratios[cell])
+    return f"{geometric_mean(ratios.values()):.2f}x, lowest {ratios[lowest]:.2f}x ({lowest})"
+
+
+def cells(rows: list[Row]) -> str:
+    table: dict[str, dict[int, str]] = {}
+    for row in rows:
+        ratios = ", ".join(f"{row['against'][peer]['ratio']:.2f}x" for peer in (MARLIN, HOPPER))
+        label = f"{row['shape']}, {row['weights']} x {row['activations']}"
+        table.setdefault(label, {})[row["tokens"]] = f"{row['ours']['us']:,.0f} ({ratios})"
+    return table_by_tokens(table, _NOTE) if table else ""
+
+
+def integers(rows: list[Row]) -> str:
+    """Layers with int8 activations beside the same layer with bf16 activations in the same run."""
+    times = {
+        (row["run"], row["shape"], row["weights"], row["activations"], row["tokens"]): row["ours"]["us"] for row in rows
+    }
+    table: dict[str, dict[int, str]] = {}
+    for (run, shape, weights, activations, tokens), us in times.items():
+        plain = times.get((run, shape, weights, PLAIN, tokens))
+        if activations == INTEGERS and plain is not None:
+            table.setdefault(f"{shape}, {weights}", {})[tokens] = f"{us:,.0f} ({plain / us:.2f}x)"
+    return table_by_tokens(table, _INTEGER_NOTE) if table else ""

@@ -1,0 +1,109 @@
+"""A row of tokens as the input of an expert's GEMM: order, factors and 8-bit numbers (plain Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_at(place):
+    """The column at a place of a quantised row. Within a slice, the bits of the place are k4 k3 k2 k6 k5 k1 k0."""
+    return (place & -128) | (place & 3) | ((place & 12) << 3) | ((place & 112) >> 2)
+
+
+@triton.jit
+def stored_columns(width, W: tl.constexpr, QUANTISED: tl.constexpr):
+    """(column, place, length) of a stored row. Quantised rows are permuted within slices and padded to whole slices."""
+    place = tl.arange(0, W)
+    if QUANTISED:
+        k = (place & -128) + column_at(place & 127)  # a sum: on a call's result the hints would be lost
+        k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
+        return k, place, (width + 127) // 128 * 128
+    else:
+        return place, place, width
+
+
+@triton.jit
+def _divide(x, by):
+    """x / by, correctly rounded: a reciprocal and two correction steps take half the time of divisions.
+
+    The reciprocal is correctly rounded. The first correction then gives x / by or a neighbour, and the second gives the
+    nearest number (Markstein's theorem), unless a residual underflows. Valid for |x| <= 448 * by, so nothing
+    overflows. Zeros lose their sign.
+    """
+    if (by > 2.0**-60) & (by < 2.0**60):
+        reciprocal = tl.div_rn(1.0, by)
+        q = x * reciprocal
+        q = tl.fma(tl.fma(-q, by, x), reciprocal, q)
+        q = tl.fma(tl.fma(-q, by, x), reciprocal, q)
+    else:
+        q = tl.div_rn(x, by)
+    return q
+
+
+@triton.jit
+def _largest(row):
+    """The largest magnitude of a row; NaN if any number is not finite. Bits of magnitudes are ordered as integers."""
+    bits = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    largest = bits.to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, largest, float("nan"))
+
+
+@triton.jit
+def _to_int8(row):
+    """The nearest integers, ties to even, within int8: 1.5 * 2**23 moves an integer to the lowest bits."""
+    row = tl.minimum(tl.maximum(row, -128.0), 127.0)
+    return (row + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
+    """A row divided by its scale, and the scale: the expert's from the checkpoint if STATIC, or computed from the row.
+
+    e4m3 (largest number 448) is rounded when it is stored. int8 has no NaN: a row that is not finite gets a scale of
+    NaN.
+    """
+    if tl.int8 == TYPE:
+        largest = _largest(row)
+        if STATIC:
+            scale = tl.load(given + e)
+            row = tl.div_rn(row, scale)
+            scale = tl.where(largest == largest, scale, largest)
+        else:
+            scale = tl.div_rn(largest, 127.0)
+            scale = tl.where(scale == 0, 1.0, scale)
+            row = _divide(row, scale)
+        row = _to_int8(row)
+    elif STATIC:
+        scale = tl.load(given + e)
+        row = tl.div_rn(row, scale)
+    else:
+        scale = tl.div_rn(tl.max(tl.abs(row), 0), 448.0)
+        scale = tl.where(scale > 0, scale, 1.0)
+        row = _divide(row, scale)
+    return row, scale
+
+
+@triton.jit
+def prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, TYPE: tl.constexpr,
+                QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr,
+                STATIC: tl.constexpr):  # fmt: skip
+    """A row as the input of expert e, and its scale.
+
+    ORDERED: permute columns to the order of the expert's weights (act-order). SCALED: multiply by the expert's vector.
+    WEIGHTED: multiply by the routing weight. QUANTISED: divide by a scale, for TYPE (e4m3 or int8). The row is rounded
+    once, at the end.
+    """
+    where = k
+    if ORDERED:
+        where = tl.load(perm + e.to(tl.int64) * width + k, mask=inside, other=0)
+    row = tl.load(source + where, mask=inside, other=0.0)
+    if WEIGHTED:
+        row = row.to(tl.float32) * weight
+    if SCALED:
+        row = row.to(tl.float32) * tl.load(pre_scale + e.to(tl.int64) * width + where, mask=inside, other=0.0)
+    scale = 1.0
+    if QUANTISED:
+        row, scale = _quantise(row.to(tl.float32), given, e, TYPE, STATIC)
+    return row, scale
