@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.cpu import native
+from lancebill.backends.cpu.native import abi
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.errors import LaunchError
 from lancebill.formats import registry
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.problem import Problem
-from lancebill.split import host_calls
+from lancebill.split import executor as executors
+from lancebill.split import host_calls, large_batches, mailbox, streamed
+from lancebill.split.ways import Rates
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.layers import layer_problem, worst_row
 
@@ -75,8 +78,37 @@ def test_a_split_layer_computes_the_whole_layer(folder: Path, on_gpu: int) -> No
     assert next(moved.host_experts.parameters()).device.type == "cpu"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("way", ["mailbox", "host function"])
+def test_both_ways_to_the_cpu_give_the_same(folder: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    split, given = load(folder, gpu_experts=5), inputs(16)
+    want = run(split, given)
+    monkeypatch.setattr(executors, "MAILBOX_ROWS", 0 if way == "host function" else 1024)
+    for _ in range(20):
+        assert torch.equal(run(split, given), want)
+
+
+def test_a_late_cpu_gives_nan_and_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split, given = load(folder, gpu_experts=5), inputs(3)
+    want = run(split, given)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(mailbox, "LIMIT_S", 0.0)
+    monkeypatch.setattr(mailbox.Mailbox, "ring", lambda *given: None)  # nobody is asked
+    split.host_experts.calls.eager.clear()  # type: ignore[union-attr]
+    words = [abi.MailboxStruct.from_address(address) for address in mailbox._watched]
+    for each in words:
+        each.done = 0
+    assert run(split, given).isnan().all()
+    torch.cuda.synchronize()
+    monkeypatch.undo()
+    with pytest.raises(LaunchError, match="did not compute its part"):
+        run(split, given)
+    assert torch.equal(run(split, given), want)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_replays_equal_eager_calls(folder: Path, tokens: int) -> None:
+def test_replays_equal_eager_calls(folder: Path, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit where nothing is copied; a graph never copies experts, which changes the last bits."""
+    monkeypatch.setattr(large_batches, "FEWEST", 1 << 30)
     split, given = load(folder, gpu_experts=5), inputs(tokens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # never warmed up
@@ -111,8 +143,9 @@ def test_calls_on_two_streams_and_many_steps(folder: Path) -> None:
     assert torch.cuda.memory_allocated() <= held and len(split.host_experts.calls.eager) <= 3  # type: ignore[union-attr]
 
 
-def test_the_gpu_computes_while_the_cpu_does(folder: Path) -> None:
-    """The caller's stream is not blocked by the CPU's part: work that was queued before its join runs."""
+def test_the_gpu_computes_while_the_cpu_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not wait for the CPU's part. (Where experts are copied, it waits for the router.)"""
+    monkeypatch.setattr(large_batches, "FEWEST", 1 << 30)
     split, given = load(folder, gpu_experts=5), inputs(1500)
     run(split, given)
     torch.cuda.synchronize()
@@ -121,6 +154,44 @@ def test_the_gpu_computes_while_the_cpu_does(folder: Path) -> None:
     queued = time.perf_counter() - start
     torch.cuda.synchronize()
     assert queued < (time.perf_counter() - start) / 2, "the host does not wait for the CPU's part"
+
+
+RATES = {
+    "all copied": Rates(copy_gbs=50, cpu_gbs=1e-3, cpu_gflops=1e-3, pack_gbs=200),
+    "both": Rates(copy_gbs=50, cpu_gbs=50, cpu_gflops=5000, pack_gbs=200, call_us=0, wait_us=0),
+}
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("on_gpu", SPLITS)
+def test_copied_experts_compute_the_whole_layer(
+    folder: Path, rates: str, on_gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_batches, "measure_rates", lambda *given: RATES[rates])
+    monkeypatch.setattr(large_batches, "_RATES", {})
+    monkeypatch.setattr(large_batches, "_STAGES", {})
+    each = load(folder, gpu_experts=on_gpu).host_experts.report.bytes // (16 - on_gpu)  # type: ignore[union-attr]
+    monkeypatch.setattr(streamed, "WAVE_BYTES", 3 * each)
+    whole, split = load(folder), load(folder, gpu_experts=on_gpu)
+    large, sent = split.executor.large_batches, []  # type: ignore[attr-defined]
+    choose = large.choose
+    monkeypatch.setattr(large, "choose", lambda dispatch: sent.append(choose(dispatch)) or sent[-1])
+    for tokens in (100, 1500):
+        for seed in range(3):
+            given = inputs(tokens, seed)
+            assert worst_row(run(split, given), run(whole, given)) < 2e-2, (tokens, seed)
+    assert any(ways.streamed for ways in sent)
+    if rates == "both" and on_gpu < 15:
+        assert any(ways.streamed and ways.cpu for ways in sent), sent
+    given = inputs(100)
+    assert torch.equal(run(split, given), run(split, given))
+
+
+def test_rates_are_measured(folder: Path) -> None:
+    split = load(folder, gpu_experts=5)
+    ways = split.executor.large_batches.expected(4096, torch.device("cuda", 0))  # type: ignore[attr-defined]
+    assert len(ways.cpu) + len(ways.streamed) == 11 and ways.estimate_us > 0
+    assert split.executor.large_batches._measured(torch.device("cuda", 0)).copy_gbs > 0.1  # type: ignore[attr-defined]
 
 
 def test_a_failure_is_told_at_the_next_call(folder: Path) -> None:

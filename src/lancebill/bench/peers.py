@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lancebill.bench import peers_cpu, peers_cuda, peers_triton
 from lancebill.bench.peer import Peer, SortingPeer
+from lancebill.bench.peers_kt import KtKernel
 from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
 from lancebill.moe.problem import Problem
@@ -86,6 +87,7 @@ PEERS: dict[str, type[Peer]] = {
     "torch-loop": TorchLoop,
     "torch-loop-fp32": TorchLoopFloat,
     **peers_cpu.PEERS,
+    "kt-kernel": KtKernel,
     **peers_cuda.PEERS,
     **peers_triton.PEERS,
 }

@@ -45,6 +45,7 @@ def describe(result: BenchResult, machine: Mapping[str, Any], command: Sequence[
         "repeats": setup.repeats,
         "evicted_bytes": result.evicted,
         "distinct_experts": setup.distinct,
+        "experts_on_device": setup.split,
         "ceilings": result.ceilings.describe(),
         "problem": setup.problem().describe(),
         "absent_peers": dict(result.absent),

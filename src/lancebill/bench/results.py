@@ -33,6 +33,7 @@ class BenchSetup:
     host: bool = False  # also time the host side of eager calls
     distinct: int | None = None  # number of different experts; the remaining ones repeat their values
     order: str = FAST
+    split: int | None = None  # experts on the device, the others in host memory; None: all on the device
 
     def problem(self) -> Problem:
         problem = self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))

@@ -15,11 +15,10 @@ from lancebill.bench.ceilings import Ceilings, measure_ceilings
 from lancebill.bench.check import check_output
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.results import BenchCase, BenchResult, BenchRow, BenchSetup
+from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Times, host_time, make_clock, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.errors import LancebillError, SpecError
-from lancebill.layer.parts import LayerParts
-from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.moe.simulation import Simulation
@@ -78,7 +77,7 @@ def _measure(
     for choice in choices:
         name = choice.backend.name
         log(f"packing {problem.experts} experts for {name}")
-        layers[name] = _Ours(choice, weights)
+        layers[name] = _Ours(choice, weights, setup.split)
     peers = _make_peers(setup, problem, weights, absent, log)
     for tokens in setup.tokens:
         log(f"{tokens} token{'s' * (tokens != 1)}")
@@ -106,8 +105,8 @@ class _Ours:
     finds rows the kernel did not write.
     """
 
-    def __init__(self, choice: oracle.Choice, weights: Weights) -> None:
-        self.layer = RoutedExperts(LayerParts(choice, weights.packed(choice.backend.layout(choice.problem))))
+    def __init__(self, choice: oracle.Choice, weights: Weights, on_device: int | None) -> None:
+        self.layer = make_layer(choice, weights, on_device)
         self._out = torch.empty(0)
 
     def __call__(self, x: Tensor, ids: Tensor, routed: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ def bench(
     distinct: Annotated[
         int | None, typer.Option("--distinct", min=1, help="Generate only this many different experts and repeat them.")
     ] = None,
+    split: Annotated[
+        int | None, typer.Option("--split", min=0, help="Experts on the device; the CPU computes the others.")
+    ] = None,
     host: Annotated[bool, typer.Option("--host", help="Also measure the host time of eager calls on a GPU.")] = False,
     time_first_forward: Annotated[
         bool,
@@ -65,7 +68,7 @@ def bench(
 
         setup = BenchSetup(
             parse_shape(shape), weights, activations, device, batches, routing, names(backend), names(peers),
-            threads, repeats, host, distinct, order,
+            threads, repeats, host, distinct, order, split,
         )  # fmt: skip
         if plot_file is not None:
             plot.require_matplotlib()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lancebill.backends.oracle import Choice, Verdict
     from lancebill.checkpoint.resolve.manifest import Manifest
     from lancebill.moe.problem import Problem
+    from lancebill.split.ways import Ways
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ def explain(
     ] = None,
     backend: Annotated[str, typer.Option("--backend", help="Require this backend; auto chooses.")] = "auto",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Batch size for the estimates.")] = 64,
+    gpu_experts: Annotated[
+        int | None,
+        typer.Option("--gpu-experts", min=0, help="So many experts on the GPU: which way the others go, by estimate."),
+    ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; explains rank 0.")] = 1,
     revision: ui.Revision = None,
     as_json: Json = False,
@@ -77,11 +82,25 @@ def explain(
             assert shape is not None and weights is not None
             request = _from_shape(shape, weights, activations, tp)
         choice = oracle.explain(request.problem, device or _default_device(), backend, tokens)
+        ways = None if gpu_experts is None else _ways(request.problem, gpu_experts, tokens)
     if as_json:
-        ui.print_json({"source": request.source, "layer": request.layer, "tokens": tokens, **choice.describe()})
+        split = {} if ways is None else {"missing_experts": asdict(ways)}
+        ui.print_json(
+            {"source": request.source, "layer": request.layer, "tokens": tokens, **choice.describe(), **split}
+        )
     else:
         show(request, choice, tokens, ui.console())
+        if ways is not None:
+            ui.console().print(f"experts in host memory: {ways}", soft_wrap=True)
     raise typer.Exit(ui.PROBLEM if choice.chosen is None else ui.FINE)
+
+
+def _ways(problem: Problem, gpu_experts: int, tokens: int) -> Ways:
+    """Which way the experts in host memory go, at assumed rates: a layer on a GPU measures those of its machine."""
+    from lancebill.split.ways import ASSUMED, expected_ways, size_of
+
+    missing = max(0, problem.experts - gpu_experts)
+    return expected_ways(missing, tokens, problem.top_k, problem.global_experts, size_of(problem), ASSUMED)
 
 
 def _check_usage(path: Path | None, shape: str | None, weights: str | None, layer: int | None) -> None:

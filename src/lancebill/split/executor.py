@@ -6,28 +6,21 @@ Each part sums its experts of a token in fp32; the two sums are added in fp32 an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lancebill.backends.base import Executor
 from lancebill.errors import LaunchError
-from lancebill.moe.dispatch import Dispatch, Indexed, localize
+from lancebill.moe.dispatch import Dispatch, Indexed
 from lancebill.moe.router_tensors import RouterTensors
 from lancebill.moe.routing import Routed, Routing
-from lancebill.split.host_calls import HostCalls
-from lancebill.split.side_stream import SideStream
+from lancebill.split.gpu_queues import MailboxQueue, SideStream
+from lancebill.split.host_calls import MOST_ROWS
+from lancebill.split.large_batches import LargeBatches
+from lancebill.split.run_part import HostPart, run_part
 
-
-class HostPart(Protocol):
-    """The experts in host memory. Their executor is looked up in every call: new parameters bring a new one."""
-
-    expert_map: Tensor | None
-    calls: HostCalls  # those that a GPU makes; kept by the layer, because graphs outlive executors
-
-    @property
-    def executor(self) -> Executor: ...
+MAILBOX_ROWS = MOST_ROWS  # with more, there are several calls, which need a stream of their own
 
 
 class SplitExecutor(Executor):
@@ -38,6 +31,7 @@ class SplitExecutor(Executor):
         self.own, self.host = own, host
         self.accepts_any_ids = True
         self.fast_routes = own.fast_routes
+        self.large_batches = LargeBatches(own, host)
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         if not isinstance(dispatch, Indexed) or dispatch.expert_map is None:
@@ -58,12 +52,16 @@ class SplitExecutor(Executor):
         assert self.host.expert_map is not None
         x = x.contiguous()
         dense = Indexed(dispatch.ids.contiguous(), dispatch.weights.contiguous(), dispatch.expert_map)
-        side = SideStream(x.device)
+        if self.large_batches.may_stream(x):
+            ways = self.large_batches.choose(dense)
+            if ways.streamed:
+                return self.large_batches.run(x, dense, ways, out)
+        queue = MailboxQueue(x.device) if len(x) <= MAILBOX_ROWS else SideStream(x.device)
         try:
-            sums = self.host.calls.queue(side, self.host.executor, self.host.expert_map, x, dense)
+            sums = self.host.calls.queue(queue, self.host.executor, self.host.expert_map, x, dense)
             own = self.own.run(x, dense, torch.empty_like(x)) if self.own.problem.experts else None
         finally:
-            side.join()
+            queue.join()
         return out.copy_(sums) if own is None else torch.add(own, sums, out=out)
 
     def route(
@@ -84,14 +82,3 @@ class SplitExecutor(Executor):
     def forget(self) -> None:
         super().forget()
         self.own.forget()
-
-
-def run_part(part: Executor, x: Tensor, dispatch: Indexed, expert_map: Tensor | None) -> Tensor:
-    """The weighted sum over a part's experts, in fp32."""
-    if part.problem.experts == 0:
-        return torch.zeros_like(x, dtype=torch.float32)
-    given = Indexed(dispatch.ids, dispatch.weights, expert_map)
-    if not part.accepts_any_ids:
-        ids = localize(given.ids, expert_map, part.problem.global_experts).contiguous()
-        given = Indexed(ids, given.weights.float().contiguous())
-    return part.run(x, given, torch.empty_like(x, dtype=torch.float32))

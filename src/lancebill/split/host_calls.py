@@ -1,7 +1,7 @@
 """The CPU's part of a call on a GPU: rows go to host memory, CUDA calls the CPU kernels, sums come back.
 
-All of it is queued on a stream of its own (`side_stream.py`). No Python runs between the steps, and the whole may be
-captured in a graph.
+All of it is queued (`gpu_queues.py` has the ways). No Python runs between the steps, and the whole may be captured in
+a graph.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Queue(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy from mapped memory."""
 
-    def call(self, function: int, argument: int) -> None: ...
+    def call(self, call: HostCall) -> None: ...
 
     def allocate(self, size: int) -> Tensor:
         """Bytes in host memory that the queue can copy from and to."""
@@ -55,6 +55,13 @@ class Queue(Protocol):
 def use_host_threads(threads: HostThreads) -> None:
     """Compute experts in host memory with these threads from now on. Calls that were captured keep their number."""
     _THREADS[:] = [threads]
+
+
+def host_threads() -> HostThreads:
+    """The threads that compute experts in host memory."""
+    if not _THREADS:
+        use_host_threads(HostThreads.choose())
+    return _THREADS[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +110,7 @@ class HostCalls:
         shape = HostShape(given[0].shape[0], dtypes[0], dtypes[1], dtypes[2], self._threads(host).count)
         mapped = self._call(queue, host, expert_map, shape)
         queue.gather(mapped.given, given)
-        queue.call(mapped.call.function, mapped.call.argument)
+        queue.call(mapped.call)
         return mapped
 
     def check(self) -> None:
@@ -142,10 +149,8 @@ class HostCalls:
         self._queues.clear()
 
     def _threads(self, host: CpuExecutor) -> HostThreads:
-        if not _THREADS:
-            use_host_threads(HostThreads.choose())
-        if self._placed != _THREADS[0]:
-            self._placed = _THREADS[0]
+        if self._placed != host_threads():
+            self._placed = host_threads()
             host.native.place_threads(self._placed.cpus, self._placed.spin_us)
         return self._placed
 

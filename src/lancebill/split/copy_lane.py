@@ -1,0 +1,61 @@
+"""Copies from host memory on a stream of their own, beside a GPU's other work."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from lancebill.jit import driver
+from lancebill.split.streamed import BUFFERS
+
+_pinned: dict[int, bool] = {}  # by address, whether copies read the memory in place
+
+
+class CudaLane:
+    """The copy stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._released = [torch.cuda.Event() for _ in range(BUFFERS)]
+
+    def begin_batch(self) -> None:
+        """Buffers are read by earlier work of the caller's stream only: let copies wait for it."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for event in self._released:
+            event.record(self.stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        driver.copy_async(target.data_ptr(), source.data_ptr(), source.nbytes, self.stream.cuda_stream)
+
+    def begin(self, buffer: int) -> None:
+        self.stream.wait_event(self._released[buffer])
+
+    def filled(self, buffer: int) -> None:
+        self._filled[buffer].record(self.stream)
+
+    def use(self, buffer: int) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self._filled[buffer])
+
+    def release(self, buffer: int) -> None:
+        self._released[buffer].record(torch.cuda.current_stream(self.device))
+
+
+def pin_in_place(tensor: Tensor) -> bool:
+    """Let a GPU copy from this memory directly. False: it cannot, and copies go through buffers of the driver."""
+    address, size = tensor.data_ptr(), tensor.nbytes
+    if size == 0:
+        return True
+    if address not in _pinned:
+        _pinned[address] = tensor.is_pinned()
+        if not _pinned[address]:
+            _pinned[address] = driver.pin(address, size)
+            weakref.finalize(tensor, _unpin, address).atexit = False
+    return _pinned[address]
+
+
+def _unpin(address: int) -> None:
+    if _pinned.pop(address):
+        driver.unpin(address)

@@ -1,0 +1,131 @@
+"""Large batches of a split layer on a GPU: some experts of the host's part are copied for the batch.
+
+The host must know which experts the rows use before it can queue copies, so such a call waits for the router, and
+cannot be captured: in a graph the CPU computes its whole part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.base import Executor
+from lancebill.backends.cpu.executor import CpuExecutor
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.problem import Problem
+from lancebill.split.copy_lane import CudaLane, pin_in_place
+from lancebill.split.gpu_queues import SideStream
+from lancebill.split.measure_rates import measure_rates
+from lancebill.split.run_part import HostPart
+from lancebill.split.streamed import Stage, add_streamed, count_tokens, wave_maps
+from lancebill.split.ways import ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
+
+FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
+WORTH = 0.5  # of the CPU's time alone: the first measured batches took up to three times their estimates
+_STAGES: dict[tuple[Problem, str, str, str], Stage] = {}  # shared by layers: their calls run one after the other
+_RATES: dict[tuple[Problem, str, str, str], Rates] = {}
+
+
+class LargeBatches:
+    """What a split layer does if many rows come at once."""
+
+    def __init__(self, own: Executor, host: HostPart) -> None:
+        self.own, self.host = own, host
+        self._expected: dict[int, bool] = {}  # by number of tokens
+        self._places: Tensor | None = None  # the map of the host's part, on the device
+        self._cpu_map: Tensor | None = None  # of the experts that the CPU computes in the current batch
+
+    def may_stream(self, x: Tensor) -> bool:
+        """Whether copying is likely to pay, so that waiting for the router does."""
+        tokens = x.shape[0]
+        if (
+            tokens < FEWEST
+            or torch.cuda.is_current_stream_capturing()
+            or not isinstance(self.host.executor, CpuExecutor)
+        ):
+            return False
+        if tokens not in self._expected:
+            self._expected[tokens] = bool(self.expected(tokens, x.device).streamed)
+        return self._expected[tokens]
+
+    def expected(self, tokens: int, device: torch.device) -> Ways:
+        """The division for rows that are routed to all experts alike."""
+        problem = self.host.executor.problem
+        size, rates = expert_size(self.host.executor), self._measured(device)
+        return expected_ways(problem.experts, tokens, problem.top_k, problem.global_experts, size, rates)
+
+    def choose(self, dispatch: Indexed) -> Ways:
+        """The division for these rows. Waits until the device has chosen their experts."""
+        assert self.host.expert_map is not None
+        executor, ids = self.host.executor, dispatch.ids
+        rates = self._measured(ids.device)
+        if self._places is None or self._places.device != ids.device:
+            self._places = self.host.expert_map.to(ids.device)
+        counts = count_tokens(ids, self._places, executor.problem.experts)
+        return choose_ways(counts, ids.shape[0], expert_size(executor), rates)
+
+    def run(self, x: Tensor, dispatch: Indexed, ways: Ways, out: Tensor) -> Tensor:
+        """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's."""
+        assert self.host.expert_map is not None
+        stage, held, side = self._stage(x.device), self.host.executor.tensors.packed(), SideStream(x.device)
+        maps = wave_maps(self.host.expert_map, ways.streamed, stage.experts).to(x.device)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        try:
+            sums = None
+            if ways.cpu:
+                places = self._map_of(ways.cpu)
+                sums = self.host.calls.queue(side, self.host.executor, places, x, dispatch)
+            if self.own.problem.experts:
+                total.add_(self.own.run(x, dispatch, torch.empty_like(x)))
+            lane = lane_of(x.device.index or 0)
+            lane.begin_batch()
+            add_streamed(stage, lane, held, maps, ways.streamed, x, dispatch, total)
+        finally:
+            side.join()
+        return out.copy_(total if sums is None else total.add_(sums))
+
+    def _map_of(self, slots: tuple[int, ...]) -> Tensor:
+        """The CPU's map for this batch. The last batch has ended: this one's ids were read."""
+        assert self.host.expert_map is not None
+        if self._cpu_map is None:
+            self._cpu_map = torch.empty_like(self.host.expert_map)
+        chosen = torch.zeros(self.host.executor.problem.experts + 1, dtype=torch.bool, device="cpu")
+        chosen[list(slots)] = True
+        places = self.host.expert_map
+        return self._cpu_map.copy_(places.masked_fill(~chosen[places.long()], -1))
+
+    def _key(self, device: torch.device) -> tuple[Problem, str, str, str]:
+        return self.host.executor.problem, self.own.backend.name, self.host.executor.backend.name, str(device)
+
+    def _stage(self, device: torch.device) -> Stage:
+        key = self._key(device)
+        if key not in _STAGES:
+            _STAGES[key] = Stage.make(self.own, self.host.executor, device)
+        for tensors in self.host.executor.tensors.packed().values():
+            for tensor in tensors.values():
+                pin_in_place(tensor)
+        return _STAGES[key]
+
+    def _measured(self, device: torch.device) -> Rates:
+        key = self._key(device)
+        if key not in _RATES:
+            executor = self.host.executor
+            assert isinstance(executor, CpuExecutor)
+            _RATES[key] = measure_rates(executor, self._stage(device), lane_of(device.index or 0))
+        return _RATES[key]
+
+
+def expert_size(host: Executor) -> ExpertSize:
+    """The sizes that decide which way an expert goes, with the bytes as they are packed."""
+    packed = host.tensors.packed()
+    stored = sum(t.nbytes // max(1, t.shape[0]) for tensors in packed.values() for t in tensors.values())
+    return replace(size_of(host.problem), bytes=stored)
+
+
+@cache
+def lane_of(device: int) -> CudaLane:
+    """The copies of a GPU."""
+    return CudaLane(torch.device("cuda", device))

@@ -1,0 +1,102 @@
+"""Mailboxes: words in host memory by which kernels ask for calls of the CPU kernels and wait for them.
+
+The memory is never given back, because a thread of the library reads it; mailboxes are used again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import struct
+import weakref
+from collections.abc import Callable, Hashable
+from functools import cache
+
+from torch import Tensor
+
+from lancebill.backends.cpu.native import Library, abi
+from lancebill.errors import LaunchError
+from lancebill.jit import driver
+from lancebill.split.mailbox_kernels import PTX
+
+LIMIT_S = 60.0  # that the GPU waits for the CPU's part, before its result is NaN
+_BYTES, _POOL = 64, 64 << 10  # of a mailbox, which has a cache line of its own, and of the memory for many
+_THREADS = 32
+_watched: dict[int, Library] = {}
+
+
+class Mailbox:
+    """The mailbox of what runs one after the other: a stream, or the captured calls of a graph."""
+
+    def __init__(self, native: Library, address: int, free: list[int]) -> None:
+        """`free` gets the address back."""
+        self.address, self._words = address, abi.MailboxStruct.from_address(address)
+        self._words.request, self._words.done, self._words.late = None, 0, 0
+        native.watch(address)
+        _watched[address] = native
+        weakref.finalize(self, _give_back, address, free).atexit = False
+
+    def ring(self, device: int, stream: int, call: int) -> None:
+        """Queue: ask for this call."""
+        _launch("ring", device, stream, self.address, call)
+
+    def wait(self, device: int, stream: int, sums: Tensor) -> None:
+        """Queue: wait until the call was made. If that takes too long, fill its sums with NaN."""
+        _launch("wait", device, stream, self.address, sums.data_ptr(), sums.numel(), int(LIMIT_S * 1e9))
+
+    def check(self) -> None:
+        """Raise if the GPU has waited too long since the last check."""
+        late, self._words.late = self._words.late, 0
+        if late:
+            raise LaunchError(
+                f"the CPU did not compute its part within {LIMIT_S:g} seconds, so the result is NaN",
+                hint="the process was stopped, or the thread that computes it has ended",
+            )
+
+
+class Mailboxes:
+    """Mailboxes in one kind of memory."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []  # addresses that nobody uses
+        self._memory: list[Tensor] = []
+        self._of_queue: weakref.WeakValueDictionary[Hashable, Mailbox] = weakref.WeakValueDictionary()
+
+    def of_queue(self, key: Hashable, native: Library, allocate: Callable[[int], Tensor]) -> Mailbox:
+        """The mailbox of a queue. It lives as long as its calls do."""
+        found = self._of_queue.get(key)
+        if found is None:
+            if not self.free:
+                self._memory.append(allocate(_POOL))
+                first = -(-self._memory[-1].data_ptr() // _BYTES) * _BYTES
+                self.free.extend(range(first, first + _POOL - _BYTES, _BYTES))
+            found = self._of_queue[key] = Mailbox(native, self.free.pop(), self.free)
+        return found
+
+
+PINNED = Mailboxes()  # in memory that a GPU can use
+
+
+def _give_back(address: int, free: list[int]) -> None:
+    _watched.pop(address).unwatch(address)
+    free.append(address)
+
+
+def _stop() -> None:
+    """Before the process ends, and with it the mapping of the memory."""
+    for address, native in _watched.items():
+        native.unwatch(address)
+
+
+atexit.register(_stop)
+
+
+def _launch(kernel: str, device: int, stream: int, *values: int) -> None:
+    driver.use_context(device)
+    names = [(f"argument{i}", struct.pack("Q", value)) for i, value in enumerate(values)]
+    driver.Launch(_function(kernel, device), _THREADS, 0, stream, names, False, {})(stream)
+
+
+@cache
+def _function(kernel: str, device: int) -> int:
+    with driver.uncaptured():
+        return driver.load_function(PTX.encode() + b"\0", kernel, 0)

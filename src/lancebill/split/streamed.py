@@ -1,0 +1,158 @@
+"""Experts that are copied from host memory to the device for one large batch.
+
+They are copied in waves as they are in host memory, in the layout of the CPU's kernels, and brought into the device's
+layout there: host memory holds every expert once. While a wave is packed and computed, the next one is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lancebill.backends.base import Executor, TensorTable
+from lancebill.moe.dispatch import Indexed
+from lancebill.moe.layout import Layout, Packed
+from lancebill.moe.problem import Problem
+from lancebill.split.run_part import run_part
+
+WAVE_BYTES = 96 << 20  # of experts that are copied, packed and computed together
+BUFFERS = 2  # waves of copied bytes: one is packed while the other is filled
+
+
+class Lane(Protocol):
+    """Copies beside the device's other work. Buffers are numbered."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy of bytes from host memory."""
+
+    def begin(self, buffer: int) -> None:
+        """Let the copies that follow wait until the buffer is no longer read."""
+
+    def filled(self, buffer: int) -> None:
+        """All copies into the buffer are queued."""
+
+    def use(self, buffer: int) -> None:
+        """Let the device's other work wait for the buffer's copies."""
+
+    def release(self, buffer: int) -> None:
+        """The work queued so far is the last that reads the buffer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Room on the device for the experts of a wave: as they are in host memory, twice, and as the device wants them."""
+
+    host: Layout
+    own: Layout
+    problem: Problem  # of a wave
+    raw: tuple[dict[str, Packed], ...]
+    packed: dict[str, Packed]
+    executor: Executor
+
+    @classmethod
+    def make(cls, own: Executor, host: Executor, device: torch.device) -> Stage:
+        each = sum(tensor[0].nbytes for held in host.tensors.packed().values() for tensor in held.values())
+        count = max(1, min(host.problem.experts, WAVE_BYTES // each))
+        problem = replace(own.problem, experts=count)
+        layout, source = own.backend.layout(problem), host.backend.layout(host.problem)
+        held = host.tensors.packed()
+
+        def room() -> dict[str, Packed]:
+            return {
+                m: {n: torch.empty((count, *t.shape[1:]), dtype=t.dtype, device=device) for n, t in tensors.items()}
+                for m, tensors in held.items()
+            }
+
+        packed = {}
+        for matrix, shape in problem.matrices.items():
+            packed[matrix] = layout.allocate(shape, count, device)
+            others = room()[matrix]
+            packed[matrix] |= {n: t for n, t in others.items() if n not in source.storage(shape)}
+            for tensor in packed[matrix].values():  # kernels may read places that were never filled
+                tensor.zero_()
+        executor = own.backend.executor(problem, own.device, TensorTable.of(packed))
+        return cls(source, layout, problem, tuple(room() for _ in range(BUFFERS)), packed, executor)
+
+    @property
+    def experts(self) -> int:
+        return self.problem.experts
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of all buffers."""
+        held = (*self.raw, self.packed)
+        return sum(t.nbytes for packed in held for tensors in packed.values() for t in tensors.values())
+
+    def pack(self, buffer: int, count: int) -> None:
+        """Bring the first experts of a buffer into the device's layout. Input scales have no layout."""
+        for matrix, shape in self.problem.matrices.items():
+            raw = {name: tensor[:count] for name, tensor in self.raw[buffer][matrix].items()}
+            into = {name: tensor[:count] for name, tensor in self.packed[matrix].items()}
+            self.own.pack(shape, self.host.unpack(shape, raw), into)
+            for name in raw.keys() - self.host.storage(shape).keys():
+                into[name].copy_(raw[name])
+
+
+def count_tokens(ids: Tensor, expert_map: Tensor, experts: int) -> dict[int, float]:
+    """How many rows each expert of a part has, counted where the ids and the map are. Waits for the result."""
+    known = (ids >= 0) & (ids < expert_map.numel())
+    slots = expert_map[ids.clamp(0, expert_map.numel() - 1).long()].long()
+    slots = slots.masked_fill(~known | (slots < 0), experts).flatten()  # the last place is for all others
+    counts = torch.zeros(experts + 1, device=ids.device).scatter_add_(
+        0, slots, torch.ones_like(slots, dtype=torch.float32)
+    )
+    return {slot: count for slot, count in enumerate(counts[:experts].tolist()) if count}
+
+
+def add_streamed(
+    stage: Stage, lane: Lane, held: Mapping[str, Packed], maps: Tensor, slots: Sequence[int], x: Tensor,
+    dispatch: Indexed, total: Tensor,
+) -> None:  # fmt: skip
+    """Add the results of experts that are copied for this batch to `total` (fp32).
+
+    `held` are the tensors of the part in host memory, `slots` its experts that are copied, and `maps` has a row for
+    each wave: `wave_maps`, on the device.
+    """
+    waves = [slots[first : first + stage.experts] for first in range(0, len(slots), stage.experts)]
+    for step in range(len(waves) + 1):
+        if step < len(waves):
+            _copy_wave(stage, lane, held, waves[step], step % BUFFERS)
+        if step:
+            buffer, wave = (step - 1) % BUFFERS, waves[step - 1]
+            lane.use(buffer)
+            stage.pack(buffer, len(wave))
+            lane.release(buffer)
+            total.add_(run_part(stage.executor, x, dispatch, maps[step - 1], x.dtype))
+
+
+def wave_maps(expert_map: Tensor, slots: Sequence[int], each: int) -> Tensor:
+    """For every wave, the place of each physical id among its experts, or -1."""
+    rows = []
+    for first in range(0, len(slots), each):
+        wave = torch.tensor(slots[first : first + each], dtype=torch.long, device="cpu")
+        places = torch.full((int(expert_map.max()) + 2,), -1, dtype=torch.int32, device="cpu")
+        places[wave] = torch.arange(len(wave), dtype=torch.int32, device="cpu")
+        rows.append(places[expert_map.long()])  # -1 finds the last place, which is -1
+    return torch.stack(rows)
+
+
+def _copy_wave(stage: Stage, lane: Lane, held: Mapping[str, Packed], wave: Sequence[int], buffer: int) -> None:
+    lane.begin(buffer)
+    for place, first, count in _runs(wave):
+        for matrix, tensors in held.items():
+            for name, tensor in tensors.items():
+                lane.copy(stage.raw[buffer][matrix][name][place : place + count], tensor[first : first + count])
+    lane.filled(buffer)
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring experts are copied in one piece: the place of the first in the wave, its slot, their number."""
+    for _, group in groupby(enumerate(slots), key=lambda each: each[1] - each[0]):
+        run = list(group)
+        yield run[0][0], run[0][1], len(run)

@@ -1,0 +1,99 @@
+"""Which experts of a large batch the CPU computes, and which are copied to the GPU for the batch. Pure functions.
+
+The CPU's time for an expert grows with its tokens, a copy's does not: the experts with the fewest tokens are the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lancebill.moe.problem import Problem
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does in a second, measured while the CPU computes and copies run."""
+
+    copy_gbs: float  # host to device
+    cpu_gbs: float  # bytes of experts with one token
+    cpu_gflops: float  # experts with many tokens
+    pack_gbs: float  # bytes that the GPU brings into its own layout
+    wave_us: float = 0.0  # that the GPU computes the experts of one wave, of no tokens
+    token_us: float = 0.0  # and for each token of the batch
+    wave_experts: int = 1
+    call_us: float = 20.0  # to the CPU and back
+    wait_us: float = 150.0  # until the host knows which experts are used, and the first copies are queued
+
+
+ASSUMED = Rates(copy_gbs=50.0, cpu_gbs=120.0, cpu_gflops=4000.0, pack_gbs=100.0)  # PCIe 5 x16, 16 cores with AMX
+
+
+@dataclass(frozen=True)
+class ExpertSize:
+    """One expert: bytes in host memory, operations for a token; and bytes of a token's row to the CPU and back."""
+
+    bytes: int
+    flops: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The experts that each way takes, and how long it takes them."""
+
+    cpu: tuple[int, ...]
+    streamed: tuple[int, ...]
+    cpu_us: float
+    stream_us: float
+    cpu_alone_us: float  # if nothing were copied
+
+    @property
+    def estimate_us(self) -> float:
+        return max(self.cpu_us, self.stream_us)
+
+    def __str__(self) -> str:
+        return (
+            f"the CPU computes {len(self.cpu)} experts ({self.cpu_us:,.0f} us), "
+            f"{len(self.streamed)} are copied to the GPU ({self.stream_us:,.0f} us); "
+            f"the CPU alone: {self.cpu_alone_us:,.0f} us"
+        )
+
+
+def size_of(problem: Problem) -> ExpertSize:
+    """An expert as its specs store it; rows come back in fp32."""
+    shapes = problem.matrices.values()
+    stored = sum(shape.n * shape.k * shape.spec.bits_per_weight(shape.n, shape.k) / 8 for shape in shapes)
+    return ExpertSize(round(stored), 2 * sum(shape.n * shape.k for shape in shapes), problem.hidden * 4)
+
+
+def choose_ways(counts: Mapping[int, float], tokens: int, size: ExpertSize, rates: Rates) -> Ways:
+    """The fastest division of experts, given the tokens of each. Experts without tokens go neither way."""
+    order = sorted((expert for expert, count in counts.items() if count > 0), key=lambda e: (counts[e], e))
+    on_cpu = [max(size.bytes / rates.cpu_gbs, counts[e] * size.flops / rates.cpu_gflops) / 1e3 for e in order]
+    # Rows come back over the same wire as the copies, so they delay both ways.
+    rows_us = tokens * size.row_bytes / rates.copy_gbs / 1e3
+    compute_us = (rates.wave_us + tokens * rates.token_us) / rates.wave_experts
+    on_gpu = size.bytes / rates.pack_gbs / 1e3 + compute_us
+    each = max(size.bytes / rates.copy_gbs / 1e3, on_gpu)
+    last = on_gpu * rates.wave_experts  # the last wave is computed when all copies have ended
+
+    alone = sum(on_cpu) + rates.call_us + rows_us
+
+    def ways(first: int, cpu_us: float) -> Ways:
+        left = len(order) - first
+        cpu = cpu_us + rates.call_us + rows_us if first else 0.0
+        stream = rates.wait_us + left * each + last + (rows_us if first else 0.0) if left else 0.0
+        return Ways(tuple(order[:first]), tuple(sorted(order[first:])), cpu, stream, alone)
+
+    found = [ways(first, total) for first, total in enumerate(accumulate(on_cpu, initial=0.0))]
+    return min(found, key=lambda each: (each.estimate_us, len(each.streamed)))
+
+
+def expected_ways(experts: int, tokens: int, top_k: int, global_experts: int, size: ExpertSize, rates: Rates) -> Ways:
+    """The division if a router chooses all experts equally often; `experts` of them are in host memory."""
+    used = 1 - (1 - min(1.0, top_k / global_experts)) ** tokens
+    active = round(experts * used)
+    each = tokens * top_k / global_experts / used if used else 0.0
+    return choose_ways(dict.fromkeys(range(active), max(1.0, each)), tokens, size, rates)
