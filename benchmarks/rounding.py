@@ -4,8 +4,8 @@
 
 The demo's mixture computes exactly what its dense model computes. So each expert's matrices are quantised and
 dequantised, put back into the dense model, and that is measured in fp32: no kernel takes part. The model's weights
-were rounded once before, by the tool that wrote the file. Windows do not overlap. The project contains no text: pass
-your own.
+were rounded once before, by the tool that wrote the file. Windows do not overlap. Rounding runs on one CPU core, as a
+thread of `convert` does; only perplexity is measured on the device. The project contains no text: pass your own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lancebill.demo.model import EXPERTS
 from lancebill.demo.vocabulary import read_metadata, save_tokenizer
 from lancebill.evaluate.perplexity import perplexity
 from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.native import library
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--specs", default=SPECS)
     parser.add_argument("--tokens", type=int, help="use only the first tokens of the text")
     parser.add_argument("--window", type=int, default=2048, help="tokens in one window")
+    parser.add_argument("--batch", type=int, default=1, help="windows in one batch")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/rounding")
     chosen = parser.parse_args()
     chosen.out = chosen.out or result_path("rounding", chosen.device)
@@ -53,7 +55,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = token_ids(chosen)
     model = dense_model(chosen.gguf).to(chosen.device)
-    experts = {name: matrix.detach().clone() for name, matrix in feed_forward(model)}
+    experts = {name: matrix.detach().cpu().clone() for name, matrix in feed_forward(model)}
     found: dict[str, Any] = {
         **origin(Path(__file__).name),
         "machine": whole_model_machine(chosen.device),
@@ -62,6 +64,7 @@ def main() -> None:
         "tokens": ids.numel(),
         "whole_text": chosen.tokens is None,
         "window": chosen.window,
+        "native": library() is not None,
         "unquantised": measure(model, ids, chosen),
         "rows": [],
     }
@@ -95,36 +98,37 @@ def compare(
     row: dict[str, Any] = {"spec": str(spec)}
     for word, search in (("plain", False), ("search", True)):
         to = partial(quantize, spec=spec, search=search)
-        rms, seconds = round_experts(model, experts, to, chosen.device)
+        rms, seconds = round_experts(model, experts, to)
         row[word] = {"rms_error": rms, "rounding_seconds": round(seconds, 2), **measure(model, ids, chosen)}
     row["perplexity_ratio"] = row["search"]["perplexity"] / row["plain"]["perplexity"]
+    row["seconds_ratio"] = row["search"]["rounding_seconds"] / row["plain"]["rounding_seconds"]
     return row
 
 
-def round_experts(
-    model: Any, experts: dict[str, Tensor], to: Callable[[Tensor], Any], device: str
-) -> tuple[float, float]:
+def round_experts(model: Any, experts: dict[str, Tensor], to: Callable[[Tensor], Any]) -> tuple[float, float]:
     """Replace every matrix by its rounded form; returns the relative RMS error and the seconds that rounding took."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     error = energy = seconds = 0.0
     for name, weight in feed_forward(model):
         columns = name.endswith("down_proj")
         parts = []
         for part in experts[name].chunk(EXPERTS, dim=1 if columns else 0):
-            start = time.process_time() if device == "cpu" else time.perf_counter()
-            rounded = to(part.contiguous())
-            if device != "cpu":
-                torch.cuda.synchronize()
-            seconds += (time.process_time() if device == "cpu" else time.perf_counter()) - start
+            part = part.contiguous()
+            start = time.process_time()
+            rounded = to(part)
+            seconds += time.process_time() - start
             parts.append(dequantize(rounded))
         result = torch.cat(parts, dim=1 if columns else 0)
         error += float((result - experts[name]).double().square().sum())
         energy += float(experts[name].double().square().sum())
         weight.data.copy_(result)
+    torch.set_num_threads(threads)
     return (error / energy) ** 0.5, seconds
 
 
 def measure(model: Any, ids: Tensor, chosen: argparse.Namespace) -> dict[str, float]:
-    found = perplexity(model, ids, window=chosen.window, stride=chosen.window, batch=1)
+    found = perplexity(model, ids, window=chosen.window, stride=chosen.window, batch=chosen.batch)
     return {"perplexity": found.value, "stderr": found.stderr}
 
 

@@ -19,8 +19,25 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.cli.verify import examine
 from lancebill.numbers.codec import dequantize
 
-EXPERTS, HIDDEN, INTERMEDIATE = 2, 256, 128
+EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY = 2, 256, 128, 64
 PROJECTIONS = [(expert, name) for expert in range(EXPERTS) for name in ("gate", "up", "down")]
+# By model type: the sizes that the families name differently.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "moe_intermediate_size": INTERMEDIATE, "intermediate_size": INTERMEDIATE, "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS, "head_dim": 64,
+    },
+    "mixtral": {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "num_experts_per_tok": EXPERTS},
+    "deepseek_v3": {
+        "moe_intermediate_size": INTERMEDIATE, "intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64, "v_head_dim": 64,
+    },
+    "gpt_oss": {
+        "intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "num_experts_per_tok": EXPERTS, "head_dim": 64,
+    },
+}  # fmt: skip
 Matrices = dict[tuple[int, str], Tensor]  # by expert and projection: gate, up, down
 
 
@@ -32,9 +49,30 @@ def tiny_qwen3_moe(dtype: torch.dtype = torch.bfloat16) -> Any:
     config = Qwen3MoeConfig(
         hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, moe_intermediate_size=INTERMEDIATE, num_hidden_layers=1,
         num_experts=EXPERTS, num_experts_per_tok=EXPERTS, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-        vocab_size=64, architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=VOCABULARY, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config).to(dtype)
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A random model of one layer of experts, which `FAMILIES` names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model(family, **size, vocab_size=VOCABULARY, **FAMILIES[family])
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def tiny_tokenizer() -> Any:
+    """Tools that calibrate ask for a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), unk_token="0", pad_token="0", eos_token="0"
+    )
 
 
 def linear_experts(dtype: torch.dtype = torch.float32) -> torch.nn.ModuleList:

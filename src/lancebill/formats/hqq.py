@@ -6,15 +6,15 @@ stored tensor cannot be sliced. The library stores its settings next to each wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lancebill.errors import BadValue, CannotEncode, UnsupportedFormat
+from lancebill.errors import BadValue, UnsupportedFormat
 from lancebill.formats._floats import skip_list, stored_as, stores_plain_floats
+from lancebill.formats._group_rows import pack_groups, unpack_groups
 from lancebill.formats.base import (
     BIAS,
     FLOAT_TYPES,
@@ -71,23 +71,6 @@ class HqqScheme(Scheme):
     def stored_size(self, stored: Callable[[str], Tensor | None]) -> tuple[int, int] | None:
         shape = stored("shape")
         return (int(shape[0]), int(shape[1])) if shape is not None and shape.numel() == 2 else None
-
-
-def unpack_groups(words: Tensor, bits: int, shifts: Sequence[int]) -> Tensor:
-    """Codes, one row per group: the first rows are at the first shift of all words, and so on."""
-    return torch.cat([(words >> shift) & ((1 << bits) - 1) for shift in shifts]).to(torch.uint8)
-
-
-def pack_groups(weight: LogicalWeight, size: int, shifts: Sequence[int]) -> Tensor:
-    """The inverse, in int32 words where a byte is not enough."""
-    if weight.k % size:
-        raise CannotEncode("groups must end with their row", expected=f"a multiple of {size} columns", got=weight.k)
-    groups = weight.codes.reshape(-1, size).to(torch.int32 if max(shifts) > 7 else torch.uint8)
-    groups = torch.nn.functional.pad(groups, (0, 0, 0, -groups.shape[0] % len(shifts)))
-    words = torch.zeros_like(groups[: groups.shape[0] // len(shifts)])
-    for shift, piece in zip(shifts, groups.chunk(len(shifts))):
-        words |= piece << shift
-    return words
 
 
 def _shifts(bits: int) -> range:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lancebill.errors import BadValue
 from lancebill.formats._floats import FloatScheme, scale_part, stored_as, stores_plain_floats
+from lancebill.formats._group_rows import pack_groups, unpack_groups
 from lancebill.formats._integers import PlainInts
 from lancebill.formats.base import (
     BIAS,
@@ -28,7 +29,6 @@ from lancebill.formats.base import (
     dense,
     part,
 )
-from lancebill.formats.hqq import pack_groups, unpack_groups
 from lancebill.numbers.dtypes import F32, DType, uint_type
 from lancebill.numbers.spec import CHANNEL, QuantSpec, Scale, fp8_spec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight

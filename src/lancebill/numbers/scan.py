@@ -75,3 +75,32 @@ def extent(dtype: DType, codes: Tensor) -> Extent:
     magnitudes = dtype.decode(codes).abs_()
     low, high = (float(value) for value in torch.aminmax(magnitudes))
     return Extent(low, high, all_finite(magnitudes))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one look at all bytes of a tensor tells."""
+
+    digest: int  # the sum of the bytes, eight at a time: different for almost all pairs of tensors
+    any: int  # all bits that occur
+    low: int
+    high: int
+
+
+def survey(data: Tensor) -> Survey:
+    """The survey of a uint8 tensor that is not empty."""
+    data = data.contiguous().reshape(-1)
+    rest = int(data[len(data) // 8 * 8 :].sum()) << 64
+    found = native.survey(data)
+    if found is not None:
+        return Survey(found.sum + rest, found.any, found.low, found.high)
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    low, high = (int(byte) for byte in torch.aminmax(data))
+    return Survey(int(words.sum()) + rest, _all_bits(data), low, high)
+
+
+def _all_bits(data: Tensor) -> int:
+    while len(data) > 1:
+        half = -(-len(data) // 2)
+        data = data[:half] | data[-half:]  # of an odd number the middle one is in both
+    return int(data[0])

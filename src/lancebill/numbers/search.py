@@ -19,10 +19,11 @@ from torch import Tensor
 
 from lancebill.numbers.blocks import apply_per_block, finest, reduce_blocks, rows_of
 from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, TERNARY
+from lancebill.numbers.native.rounding import BlockNumbers, try_scales
 from lancebill.numbers.scales import Grid, Levels, Rows
 from lancebill.numbers.spec import ALL, DIV, QuantSpec, Scale
 
-_CHUNK = 1 << 16  # elements rounded at a time: a few fp32 copies of them fit a core's cache
+_CHUNK = 1 << 19  # elements rounded at a time
 # What is tried besides the fitted scale: offsets of its code if it is a small float, else factors.
 _NEXT_POWER = (1,)
 _NEIGHBOURS = (-1, 1, -2, 2, 3, -3, 4, 5, 6, -4, -5)
@@ -39,16 +40,16 @@ def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec:
     if inner is None or spec.minimum:  # no format that we write has a minimum
         return levels
     scale, fitted = spec.scales[inner], levels.scales[inner]
-    candidates = torch.stack([fitted, *_candidates(scale, spec, fitted)])
     others = [i for i in range(len(spec.scales)) if i != inner]
     outer = grid.product([spec.scales[i] for i in others], [levels.scales[i] for i in others])
-    factors = scale.dtype.decode(candidates).double()
-    steps = (outer / factors if scale.op == DIV else outer * factors).float()
-    trial = _Trial(rows, spec, levels, grid, steps)
-    chosen = torch.empty_like(fitted)
-    for low, high in _bands(size, grid.block[0]):
-        blocks = slice(low // (grid.block[0] or 1), None if grid.block[0] == ALL else -(-high // grid.block[0]))
-        chosen[blocks] = _least(candidates[:, blocks], trial.errors(low, high))
+    trial, chosen, side = _Trial(rows, spec, levels, grid), torch.empty_like(fitted), grid.block[0]
+    for low, high in _bands(size, side):
+        blocks = slice(low // (side or 1), None if side == ALL else -(-high // side))
+        candidates = torch.stack([fitted[blocks], *_candidates(scale, spec, fitted[blocks])])
+        factors = scale.dtype.decode(candidates).double()
+        outer_of = outer if len(outer) == 1 else outer[blocks]
+        steps = (outer_of / factors if scale.op == DIV else outer_of * factors).float()
+        chosen[blocks] = _least(candidates, trial.errors(steps, low, high))
     return replace(levels, scales=tuple(chosen if i == inner else t for i, t in enumerate(levels.scales)))
 
 
@@ -83,37 +84,58 @@ def _bands(size: tuple[int, int], side: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Rounds a matrix with every candidate; `steps` is [candidates, blocks along n, blocks along k]."""
+    """Rounds a matrix with every candidate."""
 
     rows: Rows
     spec: QuantSpec
     levels: Levels
     grid: Grid
-    steps: Tensor
 
-    def errors(self, low: int, high: int) -> Tensor:
-        """The sum of weighted squared errors of each block of rows [low, high), for each candidate."""
+    def errors(self, steps: Tensor, low: int, high: int) -> Tensor:
+        """The sum of weighted squared errors of each block of rows [low, high), for each candidate.
+
+        `steps` is [candidates, blocks of these rows, blocks along k].
+        """
         (_, k), side = self.grid.size, self.grid.block[0]
-        per_row = torch.empty(len(self.steps), high - low, self.steps.shape[2], device=self.grid.device)
+        per_row = torch.empty(len(steps), high - low, steps.shape[2], device=self.grid.device)
         count = max(1, _CHUNK // k)
         for first in range(low, high, count):
             last = min(high, first + count)
-            values = self.rows(first, last)
-            for i, steps in enumerate(self.steps):
-                per_row[i, first - low : last - low] = self._rounded(
-                    values, rows_of(steps, side, first, last), first, last
-                )
+            ours = torch.stack([rows_of(step, side, first - low, last - low) for step in steps])
+            ours = ours.expand(-1, last - first, -1)
+            per_row[:, first - low : last - low] = self._rounded(ours, first, last)
         return reduce_blocks(torch.sum, per_row, 1, side)
 
-    def _rounded(self, values: Tensor, steps: Tensor, low: int, high: int) -> Tensor:
-        """The weighted squared errors of `values` with these steps, summed over the columns of each block."""
-        side, zero = self.grid.block[1], self.spec.zero
-        position = apply_per_block(torch.mul, values, 1 / steps, side)
-        if zero is not None and self.levels.zero is not None:
-            offset = zero.dtype.decode(rows_of(self.levels.zero, zero.block[0], low, high))
-            apply_per_block(torch.add, position, offset, zero.block[1], out=position)
+    def _rounded(self, steps: Tensor, low: int, high: int) -> Tensor:
+        """The weighted squared errors of rows [low, high) with these steps, summed over the columns of each block."""
+        values, side, zero = self.rows(low, high), self.grid.block[1], None
+        if self.spec.zero is not None and self.levels.zero is not None:
+            level = self.spec.zero
+            numbers = level.dtype.decode(rows_of(self.levels.zero, level.block[0], low, high))
+            zero = BlockNumbers(numbers, level.block[1])
+        inverse = 1 / steps
+        errors = try_scales(values, inverse, side or values.shape[1], self.spec.dtype, zero)
+        if errors is None:
+            errors = torch.stack([self._errors(values, each, side, zero) for each in inverse])
+        return errors.mul_(steps.square())
+
+    def _errors(self, values: Tensor, inverse: Tensor, side: int, zero: BlockNumbers | None) -> Tensor:
+        position = apply_per_block(torch.mul, values, inverse, side)
+        if zero is not None:
+            apply_per_block(torch.add, position, zero.numbers, zero.side, out=position)
         error = self.spec.dtype.nearest(position).sub_(position).mul_(values).square_()
-        return reduce_blocks(torch.sum, error, 1, side) * steps.square()
+        return reduce_blocks(_sum_by_halves, error, 1, side)
+
+
+def _sum_by_halves(numbers: Tensor, axis: int, keepdim: bool = False) -> Tensor:
+    """The sum in an order that vector units follow too: the upper half is added to the lower one, again and again."""
+    numbers = numbers.movedim(axis, -1)
+    width = 1 << (numbers.shape[-1] - 1).bit_length()
+    numbers = torch.nn.functional.pad(numbers, (0, width - numbers.shape[-1]))
+    while width > 1:
+        width //= 2
+        numbers = numbers[..., :width] + numbers[..., width:]
+    return numbers if keepdim else numbers.squeeze(-1)
 
 
 def _least(candidates: Tensor, errors: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from lancebill.formats.base import Example
 from lancebill.native import build
 from lancebill.numbers import native, scan
 from lancebill.numbers.bit_packing import Nibbles, transposed, turn_awq
-from lancebill.numbers.codec import CEIL, FLOOR, requantize
-from lancebill.numbers.native.rounding import _encoding
+from lancebill.numbers.codec import CEIL, FLOOR, quantize, requantize
+from lancebill.numbers.native.rounding import _code_type
 from lancebill.numbers.spec import DENSE_F32, QuantSpec
 from lancebill.numbers.weight import LogicalWeight, same_bits
 from lancebill.testing import conformance
@@ -76,7 +76,7 @@ def test_every_format_decodes_to_the_same_bits() -> None:
 
 def specs() -> dict[str, QuantSpec]:
     found = {str(example.scheme.spec): example.scheme.spec for _, example in conformance.all_examples()}
-    return {name: spec for name, spec in found.items() if spec.quantized and _encoding(spec.dtype) is not None}
+    return {name: spec for name, spec in found.items() if spec.quantized and _code_type(spec.dtype) is not None}
 
 
 @pytest.mark.parametrize("spec", specs().values(), ids=str)
@@ -96,6 +96,15 @@ def test_rounding_gives_the_codes_and_the_error_of_torch(spec: QuantSpec) -> Non
         assert math.isclose(cost.rms_error, expected.rms_error, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("spec", specs().values(), ids=str)
+def test_search_finds_the_scales_of_torch(spec: QuantSpec) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for n, k in ((3, 80), (130, 400), (2, 1024)):
+        values = torch.randn(n, k, generator=generator) * torch.exp2(torch.arange(k) // 32 % 8 * 2.0 - 8)
+        values[0, :70], values[1, 5] = 0.0, 1e30
+        assert quantize(values, spec, search=True).equals(by_torch(quantize, values, spec, search=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_scans_find_single_numbers(dtype: torch.dtype) -> None:
     for bad in (math.nan, math.inf, -math.inf):
@@ -109,10 +118,20 @@ def test_scans_find_single_numbers(dtype: torch.dtype) -> None:
     assert not scan.contains_any(codes[:0], (0,)) and not scan.contains_any(codes, ())
 
 
+def test_surveys_are_those_of_torch() -> None:
+    for size in (1, 7, 8, 4095, 4099, 10000):
+        data = random_bits(size) & 0x7E
+        assert scan.survey(data) == by_torch(scan.survey, data)
+    assert scan.survey(torch.tensor([3, 0, 8], dtype=torch.uint8)) == scan.Survey(11 << 64, 11, 0, 8)
+
+
 STRUCTS = {
+    "lancebill_survey": native.SurveyStruct,
     "lancebill_plane": native.PlaneStruct,
     "lancebill_level": native.LevelStruct,
+    "lancebill_code_type": native.CodeTypeStruct,
     "lancebill_rounding": native.RoundingStruct,
+    "lancebill_trials": native.TrialsStruct,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lancebill.checkpoint.read.slices import Reader
 from lancebill.errors import BadValue, LancebillError
 from lancebill.formats.base import FLOATS
@@ -18,7 +20,7 @@ def check_tensor(read: Reader, name: str, header: Stored) -> LancebillError | No
     try:
         if not header.shape:
             return None if all_finite(read(name, ())) else _error(name)
-        width = max(1, _elements(header) // max(1, header.shape[0]))
+        width = max(1, math.prod(header.shape[1:]))
         rows = max(1, CHUNK // width)
         for first in range(0, header.shape[0], rows):
             if not all_finite(read(name, (slice(first, first + rows),))):
@@ -26,13 +28,6 @@ def check_tensor(read: Reader, name: str, header: Stored) -> LancebillError | No
     except LancebillError as error:
         return error
     return None
-
-
-def _elements(header: Stored) -> int:
-    count = 1
-    for side in header.shape:
-        count *= side
-    return count
 
 
 def _error(name: str) -> BadValue:

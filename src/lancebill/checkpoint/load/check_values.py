@@ -13,6 +13,7 @@ What only a comparison with other experts shows is in `compare_experts`: each ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from lancebill.errors import BadValue, LancebillError
 from lancebill.numbers.bit_packing import Nibbles, as_bytes
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, ZERO16, DType
-from lancebill.numbers.scan import Extent, any_negative, contains_any, extent
+from lancebill.numbers.scan import Extent, Survey, any_negative, contains_any, extent, survey
 from lancebill.numbers.spec import DIV, TENSOR, Scale
 from lancebill.numbers.weight import LogicalWeight, expand
 
@@ -99,23 +100,22 @@ class _Checker:
     def __init__(self, projection: Projection, weight: LogicalWeight) -> None:
         self.projection, self.weight, self.spec = projection, weight, weight.spec
         self.extents = [extent(level.dtype, codes) for level, codes in zip(weight.spec.scales, weight.scales)]
+        self.survey = _survey(weight)
         self.codes_extent = self._codes_extent()
 
     def _codes_extent(self) -> Extent:
         """Of the codes, as far as it is quick to tell: integers are only told apart from a constant."""
-        dtype, stored = self.spec.dtype, self.weight.stored
-        if isinstance(stored, Nibbles):
-            if dtype.ordered:
-                mask = dtype.magnitude_mask
-                return Extent(0.0, dtype.max if int((stored.data & (mask << 4 | mask)).max()) else 0.0)
-            stored = stored.data
-        elif dtype.wide is not None or dtype.ordered:
-            return extent(dtype, stored)
-        low, high = torch.aminmax(stored)
+        dtype, stored, survey = self.spec.dtype, self.weight.stored, self.survey
+        packed = isinstance(stored, Nibbles)
+        if survey is None or (dtype.ordered and not packed):
+            return extent(dtype, self.weight.codes)
+        if dtype.ordered:
+            mask = dtype.magnitude_mask
+            return Extent(0.0, dtype.max if survey.any & (mask << 4 | mask) else 0.0)
         invalid = set(range(len(dtype.table))) - set(dtype.valid_codes)
         if invalid:
-            return Extent(0.0, dtype.max, not contains_any(stored, invalid))
-        return Extent(0.0, dtype.max if low != high or bool(dequantize(self.weight).any()) else 0.0)
+            return Extent(0.0, dtype.max, not contains_any(self.weight.codes, invalid))
+        return Extent(0.0, dtype.max if survey.low != survey.high or bool(dequantize(self.weight).any()) else 0.0)
 
     def problems(self) -> Iterator[BadValue]:
         weight, spec = self.weight, self.spec
@@ -142,7 +142,7 @@ class _Checker:
         for i, (level, codes, found) in enumerate(zip(self.spec.scales, self.weight.scales, self.extents)):
             what, role = f"scale {i + 1}", self._scale_role(i)
             if found.high == level.dtype.max and level.dtype.table and codes.numel() > 1:
-                top = codes == level.dtype.encode(torch.tensor(level.dtype.max))
+                top = codes == level.dtype.encode(torch.tensor(level.dtype.max, device=codes.device))
                 if 2 * int(torch.count_nonzero(top)) > codes.numel():
                     hint = "the scales were not fitted to these weights: quantise them again"
                     yield from self._report(role, what, f"saturated at {level.dtype.max:g}", top, hint)
@@ -177,15 +177,14 @@ class _Checker:
                 peak = peak / found.low if found.low else 0.0
             else:
                 peak *= found.high
-        stored = self.weight.stored
-        tensors = (stored.data if isinstance(stored, Nibbles) else stored, *self.weight.scales)
+        codes = _digest(self.weight.codes) if self.survey is None else self.survey.digest
         whole = [i for i, level in enumerate(self.spec.scales) if level.block == TENSOR]
         scale = [1 / self.extents[i].high if self.spec.scales[i].op == DIV else self.extents[i].high for i in whole]
         return Profile(
             self.projection,
-            tuple(_digest(tensor) for tensor in tensors),
+            (codes, *(_digest(tensor) for tensor in self.weight.scales)),
             peak,
-            float(torch.tensor(scale, dtype=torch.float64).prod()) if scale else None,
+            math.prod(scale) if scale else None,
             _scalars(self.weight.inputs),
         )
 
@@ -212,6 +211,9 @@ class _Checker:
             return
         if spec.zero.dtype == ZERO16:
             highest = 1 << spec.dtype.bits
+            low, high = (int(end) for end in torch.aminmax(weight.zero))
+            if low >= 0 and high <= highest:
+                return
             bad = (weight.zero < 0) | (weight.zero > highest)
             yield from self._report("zero", "zero points", f"outside 0 to {highest}", bad)
         elif not extent(spec.zero.dtype, weight.zero).finite:
@@ -219,7 +221,7 @@ class _Checker:
 
     def _order(self) -> Iterator[BadValue]:
         perm = self.weight.perm
-        if perm is not None and not torch.equal(perm.sort().values, torch.arange(self.weight.k, dtype=perm.dtype)):
+        if perm is not None and perm.sort().values.tolist() != list(range(self.weight.k)):
             yield BadValue("the act-order is not a permutation", where=self._where("perm"))
 
     def _report(self, role: str, what: str, how: str, bad: Tensor, hint: str | None = None) -> Iterator[BadValue]:
@@ -244,8 +246,12 @@ def _scalars(inputs: Mapping[str, Tensor]) -> dict[str, float]:
     return {role: float(tensor) for role, tensor in scales.items() if tensor.numel() == 1}
 
 
+def _survey(weight: LogicalWeight) -> Survey | None:
+    """Of the codes as they are held, if a byte holds one or two of them."""
+    stored = weight.stored
+    data = stored.data if isinstance(stored, Nibbles) else stored
+    return survey(data) if data.dtype == torch.uint8 and data.numel() else None
+
+
 def _digest(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes, eight at a time: quick, and different for almost all pairs of matrices."""
-    data = as_bytes(tensor).reshape(-1)
-    whole = len(data) // 8 * 8
-    return int(data[:whole].view(torch.int64).sum()) + (int(data[whole:].sum()) << 64)
+    return survey(as_bytes(tensor)).digest if tensor.numel() else 0

@@ -82,7 +82,10 @@ class LayerIndex:
         self.config, self.tensors, self.sizes = config, tensors, expert_sizes(config.model)
         self.naming = naming or names.find_family(config.model)
         self.format = fmt or detect(config)
-        self.form, self._modules, self._rivals = _modules_by_layer(self.naming, tensors, self.sizes)
+        candidates = _modules_by_layer(self.naming, tensors, self.sizes)
+        fitting = (one for one in candidates if self._resolves(*one)) if len(candidates) > 1 else iter(candidates)
+        self.form, self._modules = next(fitting, candidates[0])
+        self._rivals = [form for form, modules in candidates if form is not self.form and modules]
         self.layers = tuple(sorted(self._modules))
         expert_tensors = _tensor_names(self._modules)
         self._others = {name: stored for name, stored in tensors.items() if name not in expert_tensors}
@@ -118,6 +121,16 @@ class LayerIndex:
         manifest.problems.extend(_too_few_experts(manifest))
         return manifest
 
+    def _resolves(self, form: NameForm, modules: _Modules) -> bool:
+        """Whether there are layers, and the first has no problem with this form."""
+        if not modules:
+            return False
+        index = min(modules)
+        builder = LayerBuilder(
+            self.config, self.format, form, index, modules[index], self.tensors, biased=self.naming.biased, rivals=[]
+        )
+        return builder.build(None) is not None and not builder.problems
+
     def _general_problems(self) -> Iterable[CheckpointError]:
         """Errors that belong to no layer."""
         yield from _stray_tensors(self.form, (name for name in self._others if not self.naming.router.claim(name)))
@@ -148,16 +161,16 @@ _Modules = dict[int, dict[tuple[int | None, str], ModuleTensors]]  # by layer, t
 
 def _modules_by_layer(
     row: Naming, tensors: Mapping[str, Stored], sizes: ExpertSizes
-) -> tuple[NameForm, _Modules, list[NameForm]]:
-    """The form that matches most tensor names, the expert modules it finds, and forms that match as many.
+) -> list[tuple[NameForm, _Modules]]:
+    """The forms that match most tensor names, each with the expert modules it finds, the likeliest first.
 
-    Forms may differ only in the orientation of stacked matrices; then the shapes decide.
+    Forms may differ only in the orientation of stacked matrices. Shapes tell them apart, unless the format itself
+    stores some matrices as [K, N].
     """
     found = [(form, *_modules_of(form, tensors)) for form in row.forms]
     most = max(count for _, count, _ in found)
     best = [(form, modules) for form, count, modules in found if count == most]
-    form, modules = next((one for one in best if _is_oriented(*one, tensors, sizes)), best[0])
-    return form, modules, [rival for rival, _ in best if rival is not form and most]
+    return sorted(best, key=lambda one: not _is_oriented(one[0], one[1], tensors, sizes))
 
 
 def _modules_of(form: NameForm, tensors: Iterable[str]) -> tuple[int, _Modules]:

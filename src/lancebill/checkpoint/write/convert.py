@@ -7,8 +7,9 @@ written where; this module moves the values, rounds only where the target spec r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -18,15 +19,16 @@ from lancebill.checkpoint.load.load_experts import load_projection
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.manifest import Projection
+from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
 from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan_output
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats.base import Scheme
-from lancebill.numbers.codec import FLOOR, Loss, dequantize, loss, quantize, requantize
+from lancebill.numbers.codec import FLOOR, Loss, dequantize, keeps_codes, loss, quantize, recasts, requantize
 from lancebill.numbers.dtypes import ZERO16
-from lancebill.numbers.spec import DENSE_F32
+from lancebill.numbers.spec import DENSE_BF16, DENSE_F32, TENSOR, QuantSpec
 from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
 
 COPY_BYTES = 32 << 20  # chunk size for tensors that are copied unchanged
@@ -131,23 +133,35 @@ class _ExpertConverter:
         self.out, self.report, self.progress = out, report, progress
 
     def convert_all(self) -> None:
-        for job, cost in map_in_order(self._convert, self.output.jobs):
-            self.report.layers[job.layer] = self.report.layers.get(job.layer, Loss()).merge(cost)
-            self.progress(sum(_bytes(self.source, p) // _shares(p) for p in job.sources))
+        for jobs, cost in map_in_order(self._convert, _together(self.output)):
+            self.report.layers[jobs[0].layer] = self.report.layers.get(jobs[0].layer, Loss()).merge(cost)
+            self.progress(sum(_bytes(self.source, p) // _shares(p) for job in jobs for p in job.sources))
 
-    def _convert(self, job: Job) -> Loss:
-        """Read, requantise and write one output module; returns its quantisation error."""
-        scheme, cost, fitted = self.output.scheme, Loss(), []
-        for projection in job.sources:
-            weight = load_projection(self.source.read, projection).to(torch.device(self.options.device))
-            result, part = fit_to_scheme(weight, scheme, self.options.mx_rule, search=self.options.search)
+    def _convert(self, jobs: Sequence[Job]) -> Loss:
+        """Read, requantise and write the output modules of one expert; returns their quantisation error."""
+        device = torch.device(self.options.device)
+        loaded = [load_projection(self.source.read, p).to(device) for job in jobs for p in job.sources]
+        fitted, cost = self._fit(loaded)
+        for job in jobs:
+            parts, fitted = fitted[: len(job.sources)], fitted[len(job.sources) :]
+            weight = parts[0] if len(parts) == 1 else stack(parts)
+            if len(parts) > 1 and self.output.form.interleaved:
+                weight = weight.rows(torch.arange(weight.n).view(2, -1).t().reshape(-1))
+            self._write(job, self.output.scheme.encode(weight))
+        return cost
+
+    def _fit(self, weights: Sequence[LogicalWeight]) -> tuple[list[LogicalWeight], Loss]:
+        """The weights in the target's spec; gate and up with one scale, if the spec has a scale of whole matrices."""
+        scheme, options, cost, fitted = self.output.scheme, self.options, Loss(), []
+        joined = [_join_values(weights)] if len(weights) > 1 and _share_scale(weights, scheme.spec) else list(weights)
+        for weight in joined:
+            result, part = fit_to_scheme(weight, scheme, options.mx_rule, search=options.search)
             fitted.append(result.to(torch.device("cpu")))
             cost = cost.merge(part)
-        weight = fitted[0] if len(fitted) == 1 else stack(fitted)
-        if len(fitted) > 1 and self.output.form.interleaved:
-            weight = weight.rows(torch.arange(weight.n).view(2, -1).t().reshape(-1))
-        self._write(job, scheme.encode(weight))
-        return cost
+        if len(fitted) < len(weights):
+            ends = [0, *accumulate(weight.n for weight in weights)]
+            fitted = [fitted[0].cut(rows, (0, fitted[0].k)) for rows in pairwise(ends)]
+        return fitted, cost
 
     def _write(self, job: Job, tensors: Mapping[str, Tensor]) -> None:
         for role, tensor in tensors.items():
@@ -161,6 +175,37 @@ class _ExpertConverter:
                 self.out.write(name, tensor.unsqueeze(0), expert)
 
 
+def _together(output: Output) -> list[tuple[Job, ...]]:
+    """The jobs that are converted at the same time: gate and up of an expert, if they get one scale."""
+    if not _tensor_scales(output.scheme.spec):
+        return [(job,) for job in output.jobs]
+    halves = (GATE, UP)
+    groups = groupby(output.jobs, lambda job: (job.layer, job.expert, job.stored in halves or job.stored))
+    return [tuple(jobs) for _, jobs in groups]
+
+
+def _tensor_scales(spec: QuantSpec) -> bool:
+    """Whether a scale of whole matrices is stored. Runtimes take one for gate and up, which they multiply as one."""
+    return any(level.block == TENSOR and level.dtype.wide is not None for level in spec.scales)
+
+
+def _share_scale(weights: Sequence[LogicalWeight], spec: QuantSpec) -> bool:
+    """Whether gate and up are fitted together: not where each of them stays as it is."""
+    return _tensor_scales(spec) and not all(recasts(w.spec, spec) or keeps_codes(w.spec, spec) for w in weights)
+
+
+def _join_values(weights: Sequence[LogicalWeight]) -> LogicalWeight:
+    """The values of gate over up, unquantised, in natural column order."""
+    return stack([weight if weight.spec == DENSE_BF16 else _unquantized(weight) for weight in weights])
+
+
+def _unquantized(weight: LogicalWeight) -> LogicalWeight:
+    values = dequantize(weight)
+    if "pre_quant_scale" in weight.inputs:
+        values *= weight.inputs["pre_quant_scale"].float().reshape(1, -1)
+    return LogicalWeight(DENSE_F32, values, bias=weight.bias)
+
+
 def fit_to_scheme(
     weight: LogicalWeight, scheme: Scheme, mx_rule: str = FLOOR, *, search: bool = False
 ) -> tuple[LogicalWeight, Loss]:
@@ -171,8 +216,7 @@ def fit_to_scheme(
     """
     spec = scheme.spec
     if "pre_quant_scale" in weight.inputs:
-        values = dequantize(weight) * weight.inputs["pre_quant_scale"].float().reshape(1, -1)
-        weight = LogicalWeight(DENSE_F32, values, bias=weight.bias)
+        weight = _unquantized(weight)
     weight = replace(weight, inputs={})
     result, cost = requantize(weight, spec, mx_rule=mx_rule, search=search, keep_order=scheme.act_order)
     if _zero_fits(result, scheme):

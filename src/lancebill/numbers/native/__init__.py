@@ -32,6 +32,21 @@ class LevelStruct(Structure):
     _fields_ = [("numbers", c_void_p), ("stride", c_int32), ("side", c_int32), ("divide", c_int32)]
 
 
+class CodeTypeStruct(Structure):
+    """A type of codes. The fields of `lancebill_code_type`."""
+
+    _fields_ = [
+        ("encoding", c_int32),
+        ("low", c_float),
+        ("high", c_float),
+        ("offset", c_int32),
+        ("mask", c_int32),
+        ("mantissa", c_int32),
+        ("bias", c_int32),
+        ("bits", c_int32),
+    ]
+
+
 class RoundingStruct(Structure):
     """Values, levels, codes and the error of rounding. The fields of `lancebill_rounding`."""
 
@@ -45,14 +60,7 @@ class RoundingStruct(Structure):
         ("zero", LevelStruct),
         ("scales", LevelStruct * MOST_SCALES),
         ("scale_count", c_int32),
-        ("encoding", c_int32),
-        ("low", c_float),
-        ("high", c_float),
-        ("offset", c_int32),
-        ("mask", c_int32),
-        ("mantissa", c_int32),
-        ("bias", c_int32),
-        ("bits", c_int32),
+        ("type", CodeTypeStruct),
         ("beyond_low", c_float),
         ("beyond_high", c_float),
         ("squares", c_double),
@@ -61,6 +69,28 @@ class RoundingStruct(Structure):
         ("peak", c_float),
         ("saturated", c_int64),
         ("flushed", c_int64),
+    ]
+
+
+class SurveyStruct(Structure):
+    """What all bytes have in common. The fields of `lancebill_survey`."""
+
+    _fields_ = [("sum", c_int64), ("any", c_uint8), ("low", c_uint8), ("high", c_uint8)]
+
+
+class TrialsStruct(Structure):
+    """Values, scales to try and the error of each. The fields of `lancebill_trials`."""
+
+    _fields_ = [
+        ("values", c_void_p),
+        ("inverse", c_void_p),
+        ("errors", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("candidates", c_int32),
+        ("side", c_int32),
+        ("zero", LevelStruct),
+        ("type", CodeTypeStruct),
     ]
 
 
@@ -76,6 +106,7 @@ def library() -> ctypes.CDLL | None:
         ]  # fmt: skip
         calls.lancebill_read_nibbles.argtypes = [c_void_p, c_int64, c_int64, POINTER(PlaneStruct), c_void_p]
         calls.lancebill_contains.argtypes = [c_void_p, c_int64, POINTER(c_uint8), c_int32]
+        calls.lancebill_survey_bytes.argtypes = [c_void_p, c_int64, POINTER(SurveyStruct)]
         calls.lancebill_not_finite.argtypes = [c_void_p, c_int64, c_int32, c_uint32]
     return calls
 
@@ -155,6 +186,16 @@ def all_finite(numbers: Tensor, exponent: int) -> bool | None:
     if calls is None:
         return None
     return not calls.lancebill_not_finite(numbers.data_ptr(), numbers.numel(), numbers.element_size(), exponent)
+
+
+def survey(data: Tensor) -> SurveyStruct | None:
+    """What all bytes of a tensor have in common."""
+    calls = library_for(data)
+    if calls is None:
+        return None
+    found = SurveyStruct()
+    calls.lancebill_survey_bytes(data.data_ptr(), data.numel(), byref(found))
+    return found
 
 
 def _array(planes: Sequence[PlaneStruct]) -> ctypes.Array[PlaneStruct]:

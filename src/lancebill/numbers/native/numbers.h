@@ -27,6 +27,15 @@ typedef struct lancebill_level {
 enum lancebill_encoding { LANCEBILL_INTEGER = 0, LANCEBILL_MINIFLOAT = 1 };
 enum lancebill_most { LANCEBILL_MOST_SCALES = 3 };
 
+/* A type of codes. */
+typedef struct lancebill_code_type {
+  int32_t encoding; /* an enum lancebill_encoding */
+  float low, high;  /* the largest codes' values: positions beyond are clamped */
+  int32_t offset;   /* integers: subtracted from the value to give the code ... */
+  int32_t mask;     /* ... of which these bits are stored */
+  int32_t mantissa, bias, bits; /* minifloats */
+} lancebill_code_type;
+
 /* Rounding of a matrix under given levels, and its error. */
 typedef struct lancebill_rounding {
   const float *values; /* [rows][columns] */
@@ -37,17 +46,30 @@ typedef struct lancebill_rounding {
   /* the value of a code: (its table entry - zero) * scale ... - minimum */
   lancebill_level scales[LANCEBILL_MOST_SCALES];
   int32_t scale_count;
-  int32_t encoding; /* an enum lancebill_encoding */
-  float low, high;  /* the largest codes' values: positions beyond are clamped */
-  int32_t offset;   /* integers: subtracted from the value to give the code ... */
-  int32_t mask;     /* ... of which these bits are stored */
-  int32_t mantissa, bias, bits; /* minifloats */
+  lancebill_code_type type;
   float beyond_low, beyond_high; /* positions outside are counted as saturated */
   /* results */
   double squares, energy; /* sums of squared errors and of squared values */
   float worst, peak;      /* largest error and largest value */
   int64_t saturated, flushed;
 } lancebill_rounding;
+
+/* Rounding of a matrix with several scales in turn, of which only the error counts. */
+typedef struct lancebill_trials {
+  const float *values;  /* [rows][columns] */
+  const float *inverse; /* [candidates][rows][blocks]: a position is value * inverse + zero */
+  float *errors;        /* [candidates][rows][blocks]: sums of ((rounded position - position) * value)**2 */
+  int64_t rows, columns;
+  int32_t candidates;
+  int32_t side; /* columns of a block; the last one of a row may have fewer */
+  lancebill_level zero;
+  lancebill_code_type type;
+} lancebill_trials;
+
+typedef struct lancebill_survey {
+  int64_t sum;            /* of the whole words of 8 bytes, modulo 2**64 */
+  uint8_t any, low, high; /* all bits that occur, the smallest and the largest byte */
+} lancebill_survey;
 
 #pragma GCC visibility push(default)
 /* [batch][rows][columns] of 1, 2 or 4 bytes to [batch][columns][rows]. */
@@ -73,7 +95,12 @@ int32_t lancebill_contains(const uint8_t *bytes, int64_t count, const uint8_t *w
 /* Whether any number of 2 or 4 bytes has all bits of `exponent` set: NaN and infinity. */
 int32_t lancebill_not_finite(const void *numbers, int64_t count, int32_t bytes, uint32_t exponent);
 
+/* What all bytes have in common. */
+void lancebill_survey_bytes(const uint8_t *bytes, int64_t count, lancebill_survey *found);
+
 void lancebill_round(lancebill_rounding *work);
+
+void lancebill_try_scales(const lancebill_trials *work);
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

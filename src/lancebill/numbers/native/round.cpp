@@ -4,19 +4,14 @@
 // Each step is the same fp32 operation as in numbers/codec.py and numbers/dtypes.py, in the same order.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "encode.h"
 #include "numbers.h"
 
 namespace lancebill {
 namespace {
 
 constexpr int kPiece = 16;  // columns that are rounded together
-
-// The number of a level for a column of a row.
-float number_at(const lancebill_level& level, int64_t row, int64_t column) {
-  return level.numbers[row * level.stride + (level.side ? column / level.side : 0)];
-}
 
 // The end of the columns that share all numbers of all levels with `first`.
 int64_t piece_end(const lancebill_rounding& w, int64_t first) {
@@ -27,18 +22,6 @@ int64_t piece_end(const lancebill_rounding& w, int64_t first) {
   limit(w.minimum), limit(w.step), limit(w.zero);
   for (int i = 0; i < w.scale_count; i++) limit(w.scales[i]);
   return end;
-}
-
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
 }
 
 // The numbers that all columns of a piece share. Missing ones are neutral: x + -0 and x / 1 are x, bit for bit.
@@ -60,31 +43,6 @@ struct Error {
   int64_t saturated = 0, flushed = 0;
 };
 
-struct Encoded {
-  uint32_t code;
-  float value;  // of the code: the position, rounded
-};
-
-// Half to even: adding 1.5 * 2**23 leaves an integer in the low bits of the mantissa.
-inline Encoded encode_integer(const lancebill_rounding& w, float position) {
-  constexpr float kRounder = 12582912.0f;
-  const float shifted = std::min(std::max(position, w.low), w.high) + kRounder;
-  const uint32_t rounded = bits_of(shifted) - bits_of(kRounder);
-  return {(rounded - static_cast<uint32_t>(w.offset)) & static_cast<uint32_t>(w.mask), shifted - kRounder};
-}
-
-// As `_encode_minifloat` in numbers/dtypes.py.
-inline Encoded encode_minifloat(const lancebill_rounding& w, float position) {
-  const uint32_t smallest = static_cast<uint32_t>(128 - w.bias) << 23;
-  const uint32_t shift = static_cast<uint32_t>(23 - w.mantissa), sign = bits_of(position) & 0x80000000;
-  const float magnitude = std::min(std::fabs(position), w.high);
-  const uint32_t exponent = std::max(bits_of(magnitude) & 0x7F800000, smallest);
-  const float shifter = float_of(exponent + (shift << 23)), shifted = magnitude + shifter;
-  const uint32_t code = bits_of(shifted) - bits_of(shifter) + ((exponent - smallest) >> shift);
-  const uint32_t kept = w.low == 0 && sign ? 0 : 0xFFFFFFFF;  // types without a sign: negative values become 0
-  return {((code | sign >> (32 - w.bits)) & kept), float_of((bits_of(shifted - shifter) | sign) & kept)};
-}
-
 // Columns that share all numbers: kPiece of them, or fewer.
 template <bool kWhole, int kEncoding>
 inline void round_columns(const lancebill_rounding& w, const Numbers& at, const float* __restrict want, int count,
@@ -93,7 +51,7 @@ inline void round_columns(const lancebill_rounding& w, const Numbers& at, const 
   float got[kPiece], position[kPiece];
   for (int i = 0; i < n; i++) {
     position[i] = (want[i] + at.minimum) / at.step + at.zero;
-    const Encoded e = kEncoding == LANCEBILL_INTEGER ? encode_integer(w, position[i]) : encode_minifloat(w, position[i]);
+    const Encoded e = kEncoding == LANCEBILL_INTEGER ? encode_integer(w.type, position[i]) : encode_minifloat(w.type, position[i]);
     codes[i] = static_cast<uint8_t>(e.code);
     got[i] = e.value - (at.zero == 0 ? 0.0f : at.zero);
   }
@@ -125,7 +83,7 @@ template <int kEncoding>
 void round_rows(lancebill_rounding& work) {
   const lancebill_rounding w = work;  // a copy, which the codes that are written cannot alias
   Error sum;
-    for (int64_t row = 0; row < w.rows; row++) {
+  for (int64_t row = 0; row < w.rows; row++) {
     for (int64_t first = 0, end; first < w.columns; first = end) {
       end = piece_end(w, first);
       const Numbers numbers(w, row, first);
@@ -149,5 +107,5 @@ void round_rows(lancebill_rounding& work) {
 using namespace lancebill;
 
 void lancebill_round(lancebill_rounding* work) {
-  work->encoding == LANCEBILL_INTEGER ? round_rows<LANCEBILL_INTEGER>(*work) : round_rows<LANCEBILL_MINIFLOAT>(*work);
+  work->type.encoding == LANCEBILL_INTEGER ? round_rows<LANCEBILL_INTEGER>(*work) : round_rows<LANCEBILL_MINIFLOAT>(*work);
 }

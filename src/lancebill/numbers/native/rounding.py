@@ -1,4 +1,4 @@
-"""The call that rounds values to codes under given levels and measures the error, in one pass."""
+"""The calls that round values to codes under given levels and measure the error, in one pass."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lancebill.numbers.dtypes import FLOAT, INTEGER, DType
-from lancebill.numbers.native import MOST_SCALES, LevelStruct, RoundingStruct, library_for
+from lancebill.numbers.native import (
+    MOST_SCALES,
+    CodeTypeStruct,
+    LevelStruct,
+    RoundingStruct,
+    TrialsStruct,
+    library_for,
+)
 
 _INTEGER, _MINIFLOAT = 0, 1  # enum lancebill_encoding
 
@@ -38,9 +46,9 @@ def round_rows(
 ) -> RoundingStruct | None:
     """Rounds fp32 `values` into `codes`; positions outside `limits` count as saturated. None if it does not apply."""
     numbers = [level for level in (levels.step, *levels.scales, levels.zero, levels.minimum) if level is not None]
-    encoding = _encoding(dtype)
+    code_type = _code_type(dtype)
     calls = library_for(values, codes, *(level.numbers for level in numbers))
-    if calls is None or encoding is None or len(levels.scales) > MOST_SCALES:
+    if calls is None or code_type is None or len(levels.scales) > MOST_SCALES:
         return None
     rows, columns = values.shape
     work = RoundingStruct(values.data_ptr(), codes.data_ptr(), rows, columns)
@@ -48,12 +56,26 @@ def round_rows(
     work.scale_count = len(levels.scales)
     for i, scale in enumerate(levels.scales):
         work.scales[i] = _struct(scale)
-    work.encoding, work.offset, work.mask = encoding
-    work.low, work.high, work.bits = dtype.min, dtype.max, dtype.bits
-    work.mantissa, work.bias = dtype.ieee or (0, 0)
+    work.type = code_type
     work.beyond_low, work.beyond_high = limits
     calls.lancebill_round(byref(work))
     return work
+
+
+def try_scales(values: Tensor, inverse: Tensor, side: int, dtype: DType, zero: BlockNumbers | None) -> Tensor | None:
+    """Weighted squared errors [candidates, rows, blocks] in units of the steps, whose inverses have the same shape.
+
+    Blocks have `side` columns. None if it does not apply.
+    """
+    code_type = _code_type(dtype)
+    calls = library_for(values, inverse, *([] if zero is None else [zero.numbers]))
+    if calls is None or code_type is None or (dtype.kind == FLOAT and dtype.min == 0):
+        return None
+    errors = torch.empty_like(inverse)
+    addresses = (values.data_ptr(), inverse.data_ptr(), errors.data_ptr())
+    work = TrialsStruct(*addresses, *values.shape, len(inverse), side, _struct(zero), code_type)
+    calls.lancebill_try_scales(byref(work))
+    return errors
 
 
 def _struct(level: BlockNumbers | None) -> LevelStruct:
@@ -63,9 +85,12 @@ def _struct(level: BlockNumbers | None) -> LevelStruct:
     return LevelStruct(level.numbers.data_ptr(), columns if rows > 1 else 0, level.side, int(level.divide))
 
 
-def _encoding(dtype: DType) -> tuple[int, int, int] | None:
-    """Kind, offset and mask; None for types whose codes are searched in a table."""
+def _code_type(dtype: DType) -> CodeTypeStruct | None:
+    """None for types whose codes are searched in a table."""
     if dtype.kind == INTEGER and dtype.table:
         twos_complement = dtype.table[0] == 0 and dtype.table[-1] < 0
-        return (_INTEGER, 0, (1 << dtype.bits) - 1) if twos_complement else (_INTEGER, round(dtype.table[0]), 255)
-    return (_MINIFLOAT, 0, 0) if dtype.kind == FLOAT and dtype.ieee is not None else None
+        offset, mask = (0, (1 << dtype.bits) - 1) if twos_complement else (round(dtype.table[0]), 255)
+        return CodeTypeStruct(_INTEGER, dtype.min, dtype.max, offset, mask, 0, 0, dtype.bits)
+    if dtype.kind == FLOAT and dtype.ieee is not None:
+        return CodeTypeStruct(_MINIFLOAT, dtype.min, dtype.max, 0, 0, *dtype.ieee, dtype.bits)
+    return None

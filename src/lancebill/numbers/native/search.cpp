@@ -1,0 +1,89 @@
+// flags: -ffp-contract=off
+// The errors of several scales for every block: see `_Trial` in numbers/search.py, which sums in the same order.
+#include <vector>
+
+#include "encode.h"
+#include "numbers.h"
+
+namespace lancebill {
+namespace {
+
+constexpr int64_t kLanes = 16;  // the sum of fewer numbers is written out
+
+int64_t power_of_two_from(int64_t count) {
+  int64_t power = kLanes;
+  while (power < count) power *= 2;
+  return power;
+}
+
+// Adds the upper half to the lower one until one number is left. `count` is a power of two of at least kLanes.
+LANCEBILL_INLINE float sum_by_halves(float* numbers, int64_t count) {
+  for (count /= 2; count >= kLanes; count /= 2) {
+    for (int64_t i = 0; i < count; i++) numbers[i] += numbers[i + count];
+  }
+  float eight[8], four[4];
+  for (int i = 0; i < 8; i++) eight[i] = numbers[i] + numbers[i + 8];
+  for (int i = 0; i < 4; i++) four[i] = eight[i] + eight[i + 4];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The sum of weighted squared errors of a block of kCount columns (0: any number) with one scale.
+template <int kEncoding, int kCount>
+LANCEBILL_INLINE float try_scale(const lancebill_code_type& type, const float* __restrict values, int64_t count,
+                                 float inverse, float zero, float* __restrict errors) {
+  const int64_t n = kCount ? kCount : count, padded = kCount ? kCount : power_of_two_from(count);
+  for (int64_t i = 0; i < n; i++) {
+    const float position = values[i] * inverse + zero;
+    const float rounded =
+        kEncoding == LANCEBILL_INTEGER ? nearest_integer(type, position) : nearest_minifloat(type, position);
+    const float error = (rounded - position) * values[i];
+    errors[i] = error * error;
+  }
+  for (int64_t i = n; i < padded; i++) errors[i] = 0;
+  return sum_by_halves(errors, padded);
+}
+
+template <int kEncoding, int kCount>
+LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* errors) {
+  const lancebill_code_type type = t.type;
+  const int64_t blocks = (t.columns + t.side - 1) / t.side, all = t.rows * blocks;
+  for (int64_t at = 0; at < all; at++) {
+    const int64_t row = at / blocks, first = at % blocks * t.side, count = std::min<int64_t>(t.side, t.columns - first);
+    const float* values = t.values + row * t.columns + first;
+    const float zero = t.zero.numbers == nullptr ? -0.0f : number_at(t.zero, row, first);
+    for (int64_t c = 0; c < t.candidates; c++) {
+      t.errors[c * all + at] = try_scale<kEncoding, kCount>(type, values, count, t.inverse[c * all + at], zero, errors);
+    }
+  }
+}
+
+template <int kEncoding>
+LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* errors) {
+  const bool whole = t.columns % t.side == 0;
+  if (whole && t.side == 16) return try_scales<kEncoding, 16>(t, errors);
+  if (whole && t.side == 32) return try_scales<kEncoding, 32>(t, errors);
+  if (whole && t.side == 128) return try_scales<kEncoding, 128>(t, errors);
+  try_scales<kEncoding, 0>(t, errors);
+}
+
+LANCEBILL_INLINE void try_scales_of(const lancebill_trials& t, float* errors) {
+  t.type.encoding == LANCEBILL_INTEGER ? try_scales<LANCEBILL_INTEGER>(t, errors)
+                                       : try_scales<LANCEBILL_MINIFLOAT>(t, errors);
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx2"))) void with_avx2(const lancebill_trials& t, float* errors) { try_scales_of(t, errors); }
+#endif
+
+}  // namespace
+}  // namespace lancebill
+
+using namespace lancebill;
+
+void lancebill_try_scales(const lancebill_trials* work) {
+  std::vector<float> errors(power_of_two_from(work->side));
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx2")) return with_avx2(*work, errors.data());
+#endif
+  try_scales_of(*work, errors.data());
+}
