@@ -1,6 +1,6 @@
 """The kernel cache: many processes that need one cold key, and damaged entries.
 
-    python tests/campaign/cache.py --processes 32 --rounds 100 --record
+    python tests/campaign/cache.py --rounds 100 --record
 
 Each round, all processes ask for a kernel that nobody has: one of them builds it, all get the same. An entry is cut and
 flipped at 64 positions; it must never be loaded, and must be built again.
@@ -12,14 +12,16 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from bookkeeping import Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally
 
 from lancebill.jit.cache import SUFFIX, Cache
 from lancebill.jit.compile import Binary, KernelSource
 
 POSITIONS = 64
+PROCESSES = 32
 
 
 def source(number: int) -> KernelSource:
@@ -73,20 +75,24 @@ def damaged_entries(cache: Cache, rng: random.Random, tally: Tally) -> None:
             tally.add(f"{what} at {at} of {len(sound)}" if wrong else None)
 
 
-def main() -> None:
-    part = Part("cache", __doc__, processes=32, rounds=100, seed=0)
-    cold, damaged = Tally(), Tally()
-    with tempfile.TemporaryDirectory() as name:
-        cache = Cache(Path(name) / "cache", Path(name) / "shipped")
-        for number in range(part.arguments.rounds):
-            cold.add(one_cold_key(cache, number, part.arguments.processes))
-        damaged_entries(cache, random.Random(part.arguments.seed), damaged)
-    processes = part.arguments.processes
-    figures = {
-        "C1": cold.figure(f"{cold.cases} rounds of {processes} processes: one build in {cold.cases - cold.failures}"),
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    cold, damaged = tallies["cold"], tallies["damaged"]
+    return {
+        "C1": cold.figure(f"{cold.cases} rounds of {PROCESSES} processes: one build in {cold.cases - cold.failures}"),
         "C3": damaged.figure(f"{damaged.cases} damaged entries, {damaged.failures} loaded"),
     }
-    part.finish(figures, {}, {"cold": cold, "damaged": damaged})
+
+
+def main() -> None:
+    part = Part("cache", __doc__, figures, rounds=100, seed=0)
+    tallies = {"cold": Tally(), "damaged": Tally()}
+    with tempfile.TemporaryDirectory() as name:
+        cache = Cache(Path(name) / "cache", Path(name) / "shipped")
+        damaged_entries(cache, random.Random(part.arguments.seed), tallies["damaged"])
+        for number in range(part.arguments.rounds):
+            tallies["cold"].add(one_cold_key(cache, number, PROCESSES))
+            part.report_now_and_then(tallies)
+    part.finish(tallies)
 
 
 if __name__ == "__main__":

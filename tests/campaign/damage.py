@@ -10,13 +10,13 @@ every format are damaged and read by `verify`.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from bookkeeping import Figure, Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally, memory_folder
 from covering import families_and_forms
 from safetensors.torch import load_file, save_file
 
@@ -149,31 +149,32 @@ def _expect_named(path: Path, name: str, label: str, tally: Tally) -> None:
     tally.add(None if any(name in text for text in texts) else f"{label}: found {'; '.join(texts[:2]) or 'nothing'}")
 
 
-def main() -> None:
-    part = Part("damage", __doc__)
-    headers, files, combinations = Tally(), Tally(), 0
-    tallies = {"headers": headers, "files": files}
-    for fmt in registry().values():
-        examples = list(fmt.examples())
-        for row, forms in families_and_forms(fmt):
-            for number, form in enumerate(forms):
-                damage_headers(examples[number % len(examples)], row, form, headers)
-                combinations += 1
-        for example in examples:
-            row = find_family({"model_type": example.config.model.get("model_type", DEFAULT_FAMILY)})
-            with tempfile.TemporaryDirectory() as folder:
-                damage_files(example, row, Path(folder), files)
-        part.report(_figures(headers, files, combinations), {"last format": fmt.name}, tallies)
-    part.finish(_figures(headers, files, combinations), {"combinations": combinations}, tallies)
-
-
-def _figures(headers: Tally, files: Tally, combinations: int) -> dict[str, Figure]:
-    total = Tally(headers.cases + files.cases, headers.failures + files.failures)
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    headers, files, combinations = tallies["headers"], tallies["files"], tallies["combinations"].cases
+    total = Tally.total((headers, files))
     reached = (
         f"{headers.cases:,} damaged headers ({combinations} formats x naming forms) and {files.cases:,} damaged files:"
         f" {total.cases - total.failures:,} named exactly"
     )
     return {"R3": total.figure(reached)}
+
+
+def main() -> None:
+    part = Part("damage", __doc__, figures, seed=0, shards=1)
+    formats = sorted(registry().values(), key=lambda fmt: fmt.name)
+    tallies = {"headers": Tally(), "files": Tally(), "combinations": Tally()}
+    for fmt in formats[part.arguments.seed :: part.arguments.shards]:
+        examples = list(fmt.examples())
+        for row, forms in families_and_forms(fmt):
+            for number, form in enumerate(forms):
+                damage_headers(examples[number % len(examples)], row, form, tallies["headers"])
+                tallies["combinations"].add()
+        for example in examples:
+            row = find_family({"model_type": example.config.model.get("model_type", DEFAULT_FAMILY)})
+            with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+                damage_files(example, row, Path(folder), tallies["files"])
+        part.report(tallies, {"last format": fmt.name})
+    part.finish(tallies)
 
 
 if __name__ == "__main__":

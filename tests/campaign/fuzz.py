@@ -18,12 +18,13 @@ import re
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from bookkeeping import Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally, memory_folder
 from hostile import ARCH, GOOD, PAIR, array, file_bytes, gguf_bytes, index, info, make_folder, nested, pair
 from test_corrupt_fuzz import NUMBERS, mutated, read_everything, rewrite
 from test_fuzz_resolve import _document, _mutated_headers, _resolve, _small
@@ -164,12 +165,12 @@ def stored_values(rng: random.Random, folder: Path) -> Iterator[Input]:
 
 
 def arguments(rng: random.Random, folder: Path) -> Iterator[Input]:
-    """Command lines; nothing they name exists, so that no command does any work."""
+    """Command lines; nothing they name exists, so that no command does any work. No program can be passed a NUL."""
     from lancebill.cli.main import app
 
     words = (
         "verify", "inspect", "convert", "explain", "bench", "env", "--json", "--to", "--values", "--help", "--weights",
-        "--tokens", "--device", "sm_90", "cpu", "mxfp4", "int4-g32", "-1", "1e9", "", "\0", "/nowhere", "--",
+        "--tokens", "--device", "sm_90", "cpu", "mxfp4", "int4-g32", "-1", "1e9", "", "\x01", "/nowhere", "--",
         "--format", "gptq", "--experts", "--hidden", "[bold]", "\u0660", "%s", "{0}",
     )  # fmt: skip
 
@@ -194,7 +195,7 @@ TARGETS = (
 
 def run(target: Callable[[random.Random, Path], Iterator[Input]], rng: random.Random, seconds: float) -> Tally:
     tally, end = Tally(), time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         inputs = target(rng, Path(folder))
         next(inputs)  # set up
         for count in itertools.count():
@@ -220,23 +221,29 @@ def _fault(call: Callable[[], object]) -> str | None:
     return f"grew by {grown >> 10} MiB" if grown > MOST_GROWTH else None
 
 
-def _memory_folder() -> Path | None:
-    """Files in memory are rewritten faster."""
-    folder = Path("/dev/shm")
-    return folder if folder.is_dir() else None
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    total = Tally.total(tallies.values())
+    each = ", ".join(f"{name.replace('_', ' ')} {tally.cases:,}" for name, tally in tallies.items())
+    kinds = Counter(example[: example.index(": ", example.index(": ") + 2)] for example in total_examples(tallies))
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    failed = f"{total.failures} failed" + (f": {listed}" if listed else "")
+    return {"R2": total.figure(f"{total.cases:,} inputs ({each}), {failed}")}
+
+
+def total_examples(tallies: Tallies) -> list[str]:
+    """Every failure that was kept: target, error and input."""
+    return [example for tally in tallies.values() for example in tally.examples]
 
 
 def main() -> None:
-    part = Part("fuzz", __doc__, seconds=600.0, seed=0)
+    part = Part("fuzz", __doc__, figures, seconds=600.0, seed=0)
     torch.set_num_threads(1)
-    tallies = {}
+    tallies: dict[str, Tally] = {}
     for target in TARGETS:
         rng = random.Random(f"{target.__name__} {part.arguments.seed}")
         tallies[target.__name__] = run(target, rng, part.arguments.seconds / len(TARGETS))
-    total = Tally(sum(t.cases for t in tallies.values()), sum(t.failures for t in tallies.values()))
-    reached = f"{total.cases:,} inputs over {len(TARGETS)} readers, {total.failures} failed"
-    counts = {name: tally.cases for name, tally in tallies.items()}
-    part.finish({"R2": total.figure(reached)}, {"inputs": counts}, tallies)
+        part.report_now_and_then(tallies)
+    part.finish(tallies)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Disks that fail: every system call of opening, loading, saving and converting a checkpoint fails once.
+"""Disks that fail: every system call of loading, verifying, converting and saving a checkpoint fails once.
 
     python tests/campaign/io_faults.py --record
 
@@ -14,22 +14,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bookkeeping import Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally
 from conversion import dense_source, file_contents, run_conversion
 
 from lancebill.checkpoint.write.publish import recover
+from lancebill.checkpoint.write.save import CheckpointWriter
+from lancebill.cli.verify import examine
 from lancebill.errors import LancebillError
+from lancebill.formats.stored import Stored
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.testing.checkpoints import Geometry
 
 SHIM = Path(__file__).with_name("fault_shim.c")
 FAULTS = {"EIO": 1, "ENOSPC": 2, "half a transfer": 3, "end of file": 4}
 SIZE = Geometry(experts=2, hidden=64, intermediate=64)
+ELEMENTS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,42 @@ def actions(folder: Path) -> list[Action]:
     replaced = folder / "replaced"
     run_conversion(source, replaced, "mxfp4")
 
-    def load() -> object:
-        state = RoutedExperts.from_checkpoint(source, layer=0).state_dict()
-        return {name: tensor.view(torch.uint8).sum().item() for name, tensor in state.items()}
-
     def convert() -> object:
         run_conversion(source, replaced, "int4-g32", overwrite=True)
         return None
 
-    return [Action("load", load), Action("convert", convert, replaced)]
+    def verify() -> object:
+        report = examine(quantised, values=True)
+        if report.problems:
+            raise report.problems[0]
+        return report.tensors
+
+    def load_quantised() -> object:
+        return _sums(RoutedExperts.from_checkpoint(quantised, layer=0))
+
+    saved = folder / "saved"
+    _save(saved)
+    quantised = folder / "quantised"
+    run_conversion(source, quantised, "int4-g32")
+    return [
+        Action("load", lambda: _sums(RoutedExperts.from_checkpoint(source, layer=0))),
+        Action("load of int4", load_quantised),
+        Action("verify", verify),
+        Action("convert", convert, replaced),
+        Action("save in shards", lambda: _save(saved), saved),
+    ]
+
+
+def _save(destination: Path) -> None:
+    headers = {name: Stored("F32", (ELEMENTS,)) for name in "abcdef"}
+    with CheckpointWriter(destination, headers, overwrite=True, max_shard_bytes=5 * ELEMENTS) as out:
+        for name in headers:
+            out.write(name, torch.arange(ELEMENTS).float())
+        out.write_json("config.json", {"model_type": "qwen3_moe"})
+
+
+def _sums(layer: RoutedExperts) -> object:
+    return {name: tensor.view(torch.uint8).sum().item() for name, tensor in layer.state_dict().items()}
 
 
 class Shim:
@@ -72,8 +103,8 @@ class Shim:
         return int(self._library.fault_calls())
 
 
-def try_every_call(shim: Shim, action: Action, tally: Tally) -> int:
-    """Fail every call in every way; returns the number of calls."""
+def try_every_call(shim: Shim, action: Action, tally: Tally) -> None:
+    """Fail every call in every way."""
     before = _published(action)
     shim.arm()
     want, calls = (action.run(), shim.calls)
@@ -91,7 +122,6 @@ def try_every_call(shim: Shim, action: Action, tally: Tally) -> int:
                     recover(action.destination)  # what could not be deleted, the next writer deletes
                 found = found or _left(action, (before, after), _descriptors() - descriptors)
                 tally.add(found and f"{label}: {found}")
-    return calls
 
 
 def _raised(action: Action, want: object) -> str | None:
@@ -131,20 +161,24 @@ def _descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    total, ways = Tally.total(tallies.values()), 2 * len(FAULTS)
+    points = ", ".join(f"{tally.cases // ways} calls of {name}" for name, tally in tallies.items())
+    reached = f"{points}, each in {ways} ways: {total.cases:,} faults, {total.failures} not handled"
+    return {"L4": total.figure(reached)}
+
+
 def main() -> None:
     if "LANCEBILL_FAULT_SHIM" not in os.environ:
         _run_preloaded()
-    part = Part("io_faults", __doc__)
+    part = Part("io_faults", __doc__, figures)
     torch.set_num_threads(1)
-    tallies, calls = dict[str, Tally](), dict[str, int]()
+    tallies = dict[str, Tally]()
     with tempfile.TemporaryDirectory() as folder:
         for action in actions(Path(folder)):
             tallies[action.name] = Tally()
-            calls[action.name] = try_every_call(Shim(Path(folder)), action, tallies[action.name])
-    total = Tally(sum(t.cases for t in tallies.values()), sum(t.failures for t in tallies.values()))
-    points = ", ".join(f"{count} calls of {name}" for name, count in calls.items())
-    reached = f"{points}, each in {2 * len(FAULTS)} ways: {total.cases:,} faults, {total.failures} not handled"
-    part.finish({"L4": total.figure(reached)}, {"calls": calls}, tallies)
+            try_every_call(Shim(Path(folder)), action, tallies[action.name])
+    part.finish(tallies)
 
 
 def _run_preloaded() -> None:

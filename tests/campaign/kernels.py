@@ -2,7 +2,7 @@
 
     python tests/campaign/kernels.py --problems 100000 --record
 
-Every problem runs on every instruction set level of this machine. A tenth of them are also run with other numbers of
+Every problem runs on every instruction set level of this machine. A twentieth of them is also run with other numbers of
 threads and in batch-invariant order: every row alone, shuffled, in other batches. One problem a spec is repeated a
 thousand times while a second thread computes.
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Sequence
 
 import torch
-from bookkeeping import Figure, Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally
 from random_problems import (
     Sample,
     accuracy_fault,
@@ -27,7 +28,7 @@ from random_problems import (
 from lancebill.backends.cpu import Cpu, native
 from lancebill.backends.cpu.native.abi import IsaLevel
 
-REPORT_EVERY, ROWS_EVERY = 1000, 10  # problems
+ROWS_EVERY = 20  # problems
 
 
 def repeats_fault(sample: Sample, backend: Cpu, times: int) -> str | None:
@@ -49,25 +50,28 @@ def repeats_fault(sample: Sample, backend: Cpu, times: int) -> str | None:
     return f"{sample}: {differing} of {times} repeats differ" if differing else None
 
 
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    levels = {name: tally for name, tally in tallies.items() if name not in ("rows", "repeats")}
+    each, total = (
+        ", ".join(f"{tally.cases:,} on {level}" for level, tally in levels.items()),
+        Tally.total(levels.values()),
+    )
+    rows, repeats = tallies["rows"], tallies["repeats"]
+    return {
+        "N4": total.figure(f"CPU: random problems: {each}; {total.failures} outside the bounds"),
+        "D2": rows.figure(f"CPU: {rows.cases:,} rows, {rows.failures} differ"),
+        "D1": repeats.figure(f"CPU: {repeats.cases:,} repeats, {repeats.failures} differ"),
+    }
+
+
 def main() -> None:
-    part = Part("kernels", __doc__, problems=100_000, repeats=1000, seed=0)
+    part = Part("kernels", __doc__, figures, problems=100_000, repeats=1000, seed=0)
     library = native.library()
     if library is None:
         sys.exit(native.state().why)
     torch.set_num_threads(1)
     levels, rng = library.levels, random.Random(part.arguments.seed)
     accuracy, rows, repeats = {level: Tally() for level in levels}, Tally(), Tally()
-
-    def figures() -> dict[str, Figure]:
-        each = ", ".join(f"{tally.cases:,} on {level}" for level, tally in accuracy.items())
-        wrong = sum(tally.failures for tally in accuracy.values())
-        total = Tally(sum(tally.cases for tally in accuracy.values()), wrong)
-        return {
-            "N4": total.figure(f"CPU: random problems: {each}; {wrong} outside the bounds"),
-            "D2": rows.figure(f"CPU: {rows.cases:,} rows, {rows.failures} differ"),
-            "D1": repeats.figure(f"CPU: {repeats.cases:,} repeats, {repeats.failures} differ"),
-        }
-
     tallies = {"rows": rows, "repeats": repeats, **{str(level): tally for level, tally in accuracy.items()}}
     for level in levels:
         sample = random_sample(rng, tokens=9)
@@ -77,9 +81,8 @@ def main() -> None:
         sample = random_sample(rng, tokens=rng.randint(17, 48) if compares_rows else None)
         for level in levels:
             check_level(rng, sample, level, accuracy[level], rows if compares_rows else None)
-        if number % REPORT_EVERY == 0:
-            part.report(figures(), {}, tallies)
-    part.finish(figures(), {"problems": part.arguments.problems}, tallies)
+        part.report_now_and_then(tallies)
+    part.finish(tallies)
 
 
 def check_level(rng: random.Random, sample: Sample, level: IsaLevel, accuracy: Tally, rows: Tally | None) -> None:
@@ -87,7 +90,7 @@ def check_level(rng: random.Random, sample: Sample, level: IsaLevel, accuracy: T
     backend = Cpu(level)
     packed = sample.packed(backend)
     got = computed(backend, sample, packed)
-    accuracy.add(accuracy_fault(sample, got))
+    accuracy.add(accuracy_fault(sample, got, level))
     if rows is not None:
         accuracy.add(other_threads_fault(sample, backend, packed, got), cases=0)
         compared, fault = invariance_fault(rng, sample, backend, packed)

@@ -1,4 +1,4 @@
-"""kill -9 at random moments of convert, save and publishing a kernel: nothing is lost, and the next run works.
+"""kill -9 at random moments of convert, save, publishing a kernel and refit: nothing is lost, and the next run works.
 
     python tests/campaign/kills.py --kills 1000 --record
 
@@ -15,19 +15,22 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bookkeeping import Part, Tally
-from conversion import dense_source, run_conversion
+from bookkeeping import Details, Figure, Part, Tallies, Tally
+from conversion import SIZE, dense_source, find_example, find_row, run_conversion
+from safetensors.torch import load_file
 
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.stored import Stored
 from lancebill.jit.cache import Cache, read_entry
 from lancebill.jit.compile import Binary
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.testing.checkpoints import generate, save
 
 ELEMENTS = 1 << 18
 KEY = "0" * 64
@@ -86,6 +89,20 @@ def _publish(folder: Path) -> Action:
     return Action("cache publish", run, content, lambda: [str(file) for file in cache.folder.glob("*.part")])
 
 
+def _refit(folder: Path) -> Action:
+    """Push one checkpoint into a live layer of another; only the process may be lost, not a byte of the files."""
+    row = find_row("qwen3_moe")
+    made = [generate(find_example("dense", "bf16"), row, row.forms[0], SIZE, seed=version) for version in (0, 1)]
+    sources = [save(one, folder / f"refit{version}") for version, one in enumerate(made)]
+
+    def run(version: int) -> None:
+        layer = RoutedExperts.from_checkpoint(sources[0], layer=0)
+        layer.load_weights(load_file(next(sources[version].glob("*.safetensors"))).items())
+        layer.finish()
+
+    return Action("refit", run, lambda: [_digest(source) for source in sources], lambda: _hidden(folder))
+
+
 def _digest(folder: Path) -> object:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
@@ -136,19 +153,23 @@ def _fault(action: Action, old: object, new: object) -> str | None:
     return None if found in (old, new) else f"{action.name}: neither the old nor the new content"
 
 
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    total = Tally.total(tallies.values())
+    each = ", ".join(f"{tally.cases:,} of {name}" for name, tally in tallies.items())
+    return {"C2": total.figure(f"{each}: {total.failures} lost or unusable")}
+
+
 def main() -> None:
-    part = Part("kills", __doc__, kills=1000, seed=0)
+    part = Part("kills", __doc__, figures, kills=1000, seed=0)
     torch.set_num_threads(1)
     rng, tallies, published = random.Random(part.arguments.seed), dict[str, Tally](), dict[str, int]()
     with tempfile.TemporaryDirectory() as folder:
-        for make in (_convert, _save, _publish):
+        for make in (_convert, _save, _publish, _refit):
             action = make(Path(folder))
             tallies[action.name] = Tally()
             published[action.name] = campaign(action, part.arguments.kills, rng, tallies[action.name])
-    total = Tally(sum(t.cases for t in tallies.values()), sum(t.failures for t in tallies.values()))
-    each = ", ".join(f"{tally.cases:,} of {name}" for name, tally in tallies.items())
-    figure = total.figure(f"{each}: {total.failures} lost or unusable")
-    part.finish({"C2": figure}, {"new content after the kill": published}, tallies)
+            part.report_now_and_then(tallies)
+    part.finish(tallies, {"new content after the kill": published})
 
 
 if __name__ == "__main__":

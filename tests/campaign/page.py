@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import other_results
 from figures import FIGURES, Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,8 @@ with failures if there were any. "not run" means that no run is recorded yet, no
 
 `make campaign` runs every part that needs no GPU at full size and records it; `make campaign PARTS=soak` runs one. Each
 command below takes options for its size and, with `--record`, writes a record. Figures held by the test suite are
-counted by `tests/campaign/suite.py`. A commit that is not in the history was rebased after the run.
+counted by `tests/campaign/suite.py`. A commit that is not in the history was rebased after the run; several commits are
+those of the shards that were added up.
 """
 
 
@@ -46,24 +48,17 @@ def page() -> str:
 
 
 def _runs() -> dict[str, dict[str, dict[str, Any]]]:
-    """{figure: {machine: record}}, the newest record of each. File names sort by date."""
+    """{figure: {machine: record}}, the newest record of each part."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}
-    for file in sorted((RESULTS / "reliability").glob("*/*/*.json"), key=lambda file: file.name):
-        record = json.loads(file.read_text(encoding="utf-8"))
+    found = [
+        (file, json.loads(file.read_text(encoding="utf-8"))) for file in (RESULTS / "reliability").glob("*/*/*.json")
+    ]
+    for file, record in sorted(found, key=lambda one: (one[1]["date"], one[1].get("time", ""), one[0].name)):
         for name in record["figures"]:
-            runs.setdefault(name, {})[file.parent.name] = record
-    for file in sorted((RESULTS / "sanitize").glob("*/*.json")):
-        runs.setdefault("S1", {})[file.parent.name] = _sanitizer_record(file)
+            runs.setdefault(name, {})[f"{file.parent.name}"] = record
+    for name, machine, record in other_results.records(RESULTS):
+        runs.setdefault(name, {})[machine] = record
     return runs
-
-
-def _sanitizer_record(file: Path) -> dict[str, Any]:
-    """A run of benchmarks/sanitize.py as a record of S1."""
-    record = json.loads(file.read_text(encoding="utf-8"))
-    verdicts = ", ".join(f"{v['tool']} {v['verdict']}" for v in record["verdicts"])
-    dirty = sum(v["verdict"] != "clean" for v in record["verdicts"])
-    figure = {"reached": f"{len(record['cases'])} layers: {verdicts}", "failures": dirty}
-    return {"figures": {"S1": figure}, "date": record["date"], "commit": record["commit"]}
 
 
 def _row(target: Target, runs: dict[str, dict[str, Any]]) -> str:
@@ -73,8 +68,11 @@ def _row(target: Target, runs: dict[str, dict[str, Any]]) -> str:
         failed = f" **({figure['failures']} failed)**" if figure["failures"] else ""
         last = record.get("details", {}).get("last format")
         stopped = f" (stopped after {last}, formats in alphabetical order)" if last else ""
-        reached.append(f"{machine}: {figure['reached']}{stopped}{failed}")
-        when.append(f"{record['date']}, {record['commit'][:7]}")
+        strict = record.get("outside bounds when run", 0) if target.name in ("N4", "S5") else 0
+        again = f" ({strict} by the narrower bounds of the run, judged again)" if strict > figure["failures"] else ""
+        reached.append(f"{machine}: {figure['reached']}{again}{stopped}{failed}")
+        commits = record.get("commits", {record["commit"]: 1})
+        when.append(f"{record['date']}, {' '.join(commit[:7] for commit in commits)}")
     missing = "not run (needs a GPU)" if target.gpu else "not run"
     command = f"`{target.command}`" if target.script else ""
     cells = (target.name, target.what, target.target, "<br>".join(reached) or missing, "<br>".join(when), command)

@@ -2,7 +2,9 @@
 
 Against the reference backend: the worst row is within a bound. With quantised inputs the last bit of a hidden value may
 decide to which side it is rounded; such a row differs by about one step (large if the scale is static and the values
-are small), so there the median row has the tight bound.
+are small), so there the median row has the tight bound. So it has with fp32 inputs, which the kernels read as integers
+of 22 bits: where the terms of a row cancel, what is left of it is little more than their rounding. Few rows have no
+median: theirs is the bound of the worst. AMX tiles round weights that have no eight bits (docs/numerics.md).
 Bit for bit: the same call again, with other numbers of threads, and (in batch-invariant order) of the rows in other
 batches.
 """
@@ -10,6 +12,7 @@ batches.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Backend
-from lancebill.backends.cpu import Cpu
+from lancebill.backends.cpu import Cpu, native
+from lancebill.backends.cpu.native.abi import IsaLevel
 from lancebill.backends.reference import BACKEND as REFERENCE
 from lancebill.bench.workload import Weights
 from lancebill.moe.activation import Activation
@@ -39,9 +43,11 @@ ACTIVATIONS = (
     Activation("silu"), Activation("silu", limit=0.5), Activation("gelu"), Activation("gelu_tanh"),
     Activation("swigluoai", limit=7.0), Activation("swiglustep", limit=0.5), Activation("relu2_no_mul"),
 )  # fmt: skip
+FEW_ROWS = 8
+ROUNDED_WEIGHTS = (6e-3, 1e-2)  # 16-bit inputs on AMX tiles
 # Bounds on the relative error of the median row and of the worst row (see docs/numerics.md for the first three).
 BOUNDS = {
-    "bf16": (4e-3, 4e-3), "fp16": (2e-3, 2e-3), "fp32": (2e-6, 2e-6), "int8": (6e-3, 2e-2), "int8-g64": (6e-3, 2e-2),
+    "bf16": (4e-3, 4e-3), "fp16": (2e-3, 2e-3), "fp32": (2e-6, 2e-5), "int8": (6e-3, 2e-2), "int8-g64": (6e-3, 2e-2),
     "fp8": (6e-3, 1e-1), "fp8-g128": (6e-3, 1e-1), "int8-static": (6e-3, 2e-1), "fp8-static": (6e-3, 2e-1),
 }  # fmt: skip
 
@@ -116,18 +122,40 @@ def computed(
     return backend.run(backend.plan(problem, len(x), CPU), x, routed, packed, torch.full_like(x, torch.nan))
 
 
-def accuracy_fault(sample: Sample, got: Tensor) -> str | None:
-    """What is wrong with a result, compared with the reference; None if nothing is."""
+def accuracy_fault(sample: Sample, got: Tensor, level: IsaLevel | None = None) -> str | None:
+    """What is wrong with a result, compared with the reference; None if nothing is. Without a level, the best one."""
     if not got.isfinite().all():
         return f"{sample}: not finite"
-    median, worst = BOUNDS[sample.activations]
-    if sample.problem.w13.spec.dtype.kind == CODEBOOK:
-        median, worst = max(median, 1e-2), max(worst, 1e-2)  # codebooks are rounded to 14 bits
     busy = sample.reference.norm(dim=1) > 0
     errors = row_errors(got[busy], sample.reference[busy]) if busy.any() else torch.zeros(1)
-    if bool(got[~busy].any()) or errors.max() > worst or errors.median() > median:
-        return f"{sample}: worst row {errors.max():.1e}, median row {errors.median():.1e}"
+    tiles = (best_level() if level is None else level) == IsaLevel.AMX
+    codebook = sample.problem.w13.spec.dtype.kind == CODEBOOK
+    worst, median = float(errors.max()), float(errors.median())
+    if bool(got[~busy].any()) or not within(sample.activations, worst, median, len(errors), tiles, codebook):
+        return f"{sample}: worst row {worst:.1e}, median row {median:.1e}"
     return None
+
+
+def within(activations: str, worst: float, median: float, rows: int, tiles: bool, codebook: bool) -> bool:
+    """Whether the errors of the worst and of the median row are allowed."""
+    limits = ROUNDED_WEIGHTS if tiles and activations == "bf16" else BOUNDS[activations]
+    most = [max(limit, 1e-2) if codebook else limit for limit in limits]  # codebooks are rounded to 14 bits
+    return worst <= most[1] and (rows <= FEW_ROWS or median <= most[0])
+
+
+def judged_again(failure: str, level: str) -> bool:
+    """Whether a failure that an earlier run recorded is one by today's bounds."""
+    found = re.fullmatch(r"(\S+) x (\S+) .* (\d+) tokens: worst row (\S+), median row (\S+)", failure)
+    if found is None:
+        return True
+    spec, activations, rows, worst, median = found.groups()
+    return not within(activations, float(worst), float(median), int(rows), level == str(IsaLevel.AMX), spec == "nf4")
+
+
+def best_level() -> IsaLevel:
+    library = native.library()
+    assert library is not None
+    return max(library.levels)
 
 
 def odd_batches(rng: random.Random, tokens: int) -> Iterator[Tensor]:

@@ -10,9 +10,10 @@ tensors written must be the number in the checkpoint. tests/gpu does the same wi
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
-from bookkeeping import Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally
 from torch import Tensor
 
 from lancebill.checkpoint.resolve.naming import find_family
@@ -33,7 +34,7 @@ def refit_one_layer(rng: random.Random, example: Example, tally: Tally) -> None:
     _called(live, size)
     for _ in range(REFITS_A_LAYER):
         other = generate(example, row, row.forms[0], size, seed=rng.getrandbits(20))
-        written = _push(rng, live, other)
+        written = push(rng, live, other)
         fresh = _loaded(other)
         if written != set(other.tensors):
             tally.add(f"{example.name}: wrote {len(written)} of {len(other.tensors)} tensors")
@@ -44,7 +45,7 @@ def refit_one_layer(rng: random.Random, example: Example, tally: Tally) -> None:
             tally.add(None if same else f"{example.name}: the result differs from that of a fresh layer")
 
 
-def _push(rng: random.Random, layer: RoutedExperts, made: Generated) -> set[str]:
+def push(rng: random.Random, layer: RoutedExperts, made: Generated) -> set[str]:
     pairs = list(made.tensors.items())
     rng.shuffle(pairs)
     written, step = set[str](), rng.randint(1, len(pairs))
@@ -66,14 +67,19 @@ def _called(layer: RoutedExperts, size: Geometry) -> Tensor:
     return layer(x, topk_ids=ids, topk_weights=torch.full((3, 2), 0.5)).nan_to_num()
 
 
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    total = tallies["refits"]
+    return {"F1": total.figure(f"CPU: {total.cases:,} refits, {total.failures} differ from a fresh load")}
+
+
 def main() -> None:
-    part = Part("refits", __doc__, refits=1000, seed=0)
+    part = Part("refits", __doc__, figures, refits=1000, seed=0)
     torch.set_num_threads(1)
     rng, tally, examples = random.Random(part.arguments.seed), Tally(), list(all_examples())
     while tally.cases < part.arguments.refits:
         refit_one_layer(rng, rng.choice(examples)[1], tally)
-    reached = f"CPU: {tally.cases:,} refits, {tally.failures} differ from a fresh load"
-    part.finish({"F1": tally.figure(reached)}, {"formats": len({fmt.name for fmt, _ in examples})}, {"refits": tally})
+        part.report_now_and_then({"refits": tally})
+    part.finish({"refits": tally}, {"formats": len({fmt.name for fmt, _ in examples})})
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@
 
 Every layer is called through `RoutedExperts`, as users do: a first call, fast calls, other numbers of tokens and
 threads, from two threads at once. Once a round everything is dropped and memory is measured: bytes that malloc has
-given out and Python's blocks, which are exact, and resident memory. The first rounds fill our bounded caches, so drift
-is the median of the last quarter of the rounds minus that of the quarter before the middle. torch keeps a thousand
-compiled oneDNN primitives by shape, and shapes are random here: that cache is switched off.
+given out, which are exact and include Python's objects (the script starts itself again with PYTHONMALLOC=malloc),
+Python's blocks, and resident memory. The first rounds fill our bounded caches, so drift is the median of the last
+quarter of the rounds minus that of the quarter before the middle. Every format is used once before, since tables and
+modules are loaded when first needed. torch keeps a thousand compiled oneDNN primitives by shape, and shapes are random
+here: that cache is switched off.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ import random
 import statistics
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}  # before torch is imported
-
 import torch
-from bookkeeping import Part, Tally
+from bookkeeping import Details, Figure, Part, Tallies, Tally
 from random_problems import CPU, Sample, accuracy_fault, random_sample
 from torch import Tensor
 
 from lancebill.backends import oracle
 from lancebill.backends.registry import registry
 from lancebill.checkpoint.resolve.naming import find_family
+from lancebill.formats.base import Example, Format
 from lancebill.formats.stored import Config
 from lancebill.layer.parts import LayerParts
 from lancebill.layer.routed_experts import RoutedExperts
@@ -38,6 +41,8 @@ from lancebill.testing.checkpoints import Geometry, generate
 from lancebill.testing.conformance import DEFAULT_FAMILY, all_examples
 
 EXAMPLES = list(all_examples())
+# Read when a process starts, or when torch is imported.
+SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1", "PYTHONMALLOC": "malloc"}
 LAYERS_A_ROUND, REFITS_A_ROUND = 40, 4
 MOST_DRIFT = 1 << 20  # bytes
 
@@ -107,9 +112,8 @@ def _from_two_threads(layer: RoutedExperts, sample: Sample, want: Tensor) -> str
     return None if same else f"{sample}: other bits from two threads"
 
 
-def soak_refit(rng: random.Random, refits: Tally) -> None:
+def soak_refit(rng: random.Random, fmt: Format, example: Example, refits: Tally) -> None:
     """Push another checkpoint's tensors into a live layer; it then equals a layer loaded from that checkpoint."""
-    fmt, example = rng.choice(EXAMPLES)
     row = find_family({"model_type": example.config.model.get("model_type", DEFAULT_FAMILY)})
     size = Geometry(experts=rng.randint(2, 4), hidden=example.k, intermediate=example.k)
     old, new = (generate(example, row, row.forms[0], size, seed=rng.getrandbits(20)) for _ in range(2))
@@ -126,35 +130,50 @@ def _loaded(config: Config, tensors: dict[str, Tensor]) -> RoutedExperts:
     return layer.finish()
 
 
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    calls, refits, total = tallies["calls"], tallies["refits"], Tally.total(tallies.values())
+    minutes, computing = (sum(run[key] for run in details) for key in ("minutes", "computing"))
+    worst = max((run["drift"]["malloc"] for run in details), default=0) / 1024
+    processes = f" in {len(details)} processes" if len(details) > 1 else ""
+    reached = (
+        f"CPU: {minutes:.0f} minutes{processes} ({computing:.0f} of computing), {tallies['layers'].cases:,} layers,"
+        f" {calls.cases:,} calls, {refits.cases:,} refits, {calls.failures + refits.failures} faults;"
+        f" memory drift {worst:+.0f} KiB{' at most' if processes else ''}"
+    )
+    return {"S5": Figure(reached, calls.cases + refits.cases, total.failures)}
+
+
 def main() -> None:
-    part = Part("soak", __doc__, minutes=120.0, seed=0)
+    if os.environ.get("PYTHONMALLOC") != "malloc":
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SETTINGS)
+    part = Part("soak", __doc__, figures, minutes=120.0, seed=0)
     torch.set_num_threads(1)
-    rng, calls, refits, rounds = random.Random(part.arguments.seed), Tally(), Tally(), list[Memory]()
-    layers = 0
+    rng, rounds = random.Random(part.arguments.seed), list[Memory]()
+    tallies = {name: Tally() for name in ("calls", "refits", "layers", "leaks")}
+    for fmt, example in EXAMPLES:
+        soak_refit(rng, fmt, example, tallies["refits"])
     while True:
         for _ in range(LAYERS_A_ROUND):
-            soak_layer(rng, calls)
+            soak_layer(rng, tallies["calls"])
+            tallies["layers"].add()
         for _ in range(REFITS_A_ROUND):
-            soak_refit(rng, refits)
-        layers += LAYERS_A_ROUND
+            soak_refit(rng, *rng.choice(EXAMPLES), tallies["refits"])
         rounds.append(Memory.now())
-        done = part.seconds >= 60 * part.arguments.minutes
-        if done or len(rounds) % 10 == 0:
-            grown = {name: round(drift(rounds, name)) for name in ("malloc", "blocks", "resident")}
-            leak = Tally(1, int(grown["malloc"] >= MOST_DRIFT))
-            minutes = part.seconds / 60
-            reached = (
-                f"CPU: {minutes:.0f} minutes, {layers:,} layers, {calls.cases:,} calls, {refits.cases:,} refits,"
-                f" {calls.failures + refits.failures} faults; memory drift {grown['malloc'] / 1024:+.0f} KiB"
-            )
-            total = Tally(calls.cases + refits.cases, calls.failures + refits.failures + leak.failures)
-            details = {
-                "rounds": len(rounds),
-                "drift": grown,
-                "memory": [vars(memory) for memory in rounds[:: max(1, len(rounds) // 40)]],
-            }
-            report = part.finish if done else part.report
-            report({"S5": total.figure(reached)}, details, {"calls": calls, "refits": refits})
+        details = _details(part, rounds)
+        tallies["leaks"] = Tally(1, int(details["drift"]["malloc"] >= MOST_DRIFT))
+        if part.seconds >= 60 * part.arguments.minutes:
+            part.finish(tallies, details)
+        part.report_now_and_then(tallies, details)
+
+
+def _details(part: Part, rounds: list[Memory]) -> Details:
+    return {
+        "minutes": part.seconds / 60,
+        "computing": time.process_time() / 60,
+        "rounds": len(rounds),
+        "drift": {name: round(drift(rounds, name)) for name in ("malloc", "blocks", "resident")},
+        "memory": [vars(memory) for memory in rounds[:: max(1, len(rounds) // 40)]],
+    }
 
 
 if __name__ == "__main__":

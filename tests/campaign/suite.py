@@ -1,53 +1,208 @@
 """Runs the tests that hold figures of docs/reliability.md and counts them by figure.
 
-    python tests/campaign/suite.py --record
+    python tests/campaign/suite.py --record                  the files that hold figures; with a GPU, those of tests/gpu
+    python tests/campaign/suite.py --only R1,R4 --record     the files of these figures
+    python tests/campaign/suite.py --coverage 1 --record     all files, and the branches they reach (needs coverage)
+    python tests/campaign/suite.py --optimized 1 --record    the files of `make test-O`, under python -O
 
-Figures whose tests are all skipped on this machine, such as those that need a GPU, are left out of the record.
+Every file is a process of its own; `--workers` of them run at the same time. Files that are not done in `--seconds` are
+stopped; their figures are left out.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
-import pytest
-from bookkeeping import ROOT, Figure, Part
+import torch
+from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
 from figures import FIGURES, Target
 
+NOT_HERE = ("tests/gpu", "tests/with_vllm", "tests/with_tools", "tests/campaign")  # need other machines or packages
+# What runs only on a GPU, or only beside packages that the suite does not need.
+NEED_MORE = (
+    "*/kernels/*", "*/jit/driver.py", "*/jit/graph.py", "*/jit/load.py", "*/backends/humming/*", "*/bench/peers_*",
+    "*/integrations/vllm/*",
+)  # fmt: skip
+STOPPED = "stopped"
 
-class Counting:
-    """A pytest plugin: the outcome of every test."""
 
-    def __init__(self) -> None:
-        self.outcomes: dict[str, str] = {}
+@dataclass(frozen=True)
+class Run:
+    """How files of tests are run."""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.nodeid] = report.outcome
+    interpreter: tuple[str, ...]
+    workers: int
+    end: float  # time.monotonic()
+    folder: Path
 
-    def count(self, target: Target) -> Counter[str]:
-        """Outcomes of the tests of a figure: whole files, or single tests with all their parameters."""
-        return Counter(
-            outcome
-            for node, outcome in self.outcomes.items()
-            if any(node == test or node.startswith((f"{test}::", f"{test}[")) for test in target.tests)
+    def outcomes(self, files: Sequence[str]) -> dict[str, str]:
+        """{test: passed, failed, skipped}, as pytest names tests."""
+        with ThreadPoolExecutor(self.workers) as pool:
+            found = list(pool.map(self._one_file, files))
+        return {test: outcome for file in found for test, outcome in file.items()}
+
+    def _one_file(self, file: str) -> dict[str, str]:
+        report = self.folder / f"{file.replace('/', '.')}.xml"
+        command = [*self.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        try:
+            subprocess.run(
+                [*command, f"--junitxml={report}", file], cwd=ROOT, capture_output=True,
+                timeout=max(1.0, self.end - time.monotonic()),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {f"{file}::{STOPPED}": STOPPED}
+        return read_report(report, file) if report.exists() else {f"{file}::no report": "failed"}
+
+
+def read_report(report: Path, file: str) -> dict[str, str]:
+    outcomes = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        outcomes[f"{file}::{case.get('name')}"] = outcome
+    return outcomes
+
+
+def count(outcomes: dict[str, str], tests: Sequence[str]) -> Counter[str]:
+    """Outcomes of the tests of a figure: whole files, or single tests with all their parameters."""
+    return Counter(
+        outcome
+        for node, outcome in outcomes.items()
+        if any(node == test or node.startswith((f"{test}::", f"{test}[")) for test in tests)
+    )
+
+
+def held_files(targets: Sequence[Target], gpu: bool) -> list[str]:
+    files = dict.fromkeys(test.split("::")[0] for target in targets for test in target.tests)
+    return [file for file in files if file.startswith("tests/gpu") == gpu]
+
+
+def all_files() -> list[str]:
+    """Those that run here, the largest first."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: -path.stat().st_size)
+    names = [str(path.relative_to(ROOT)) for path in files]
+    return [name for name in names if not name.startswith(NOT_HERE)]
+
+
+def files_without_asserts() -> list[str]:
+    """Those of `make test-O`, as the Makefile names them."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    match = re.search(r"^WITHOUT_ASSERTS := \$\(addprefix tests/unit/,(.*)\)", text, re.MULTILINE)
+    assert match is not None
+    named = tuple(f"tests/unit/{name}" for name in match[1].split())
+    left_out = re.compile(r"/test_convert|tests/unit/formats/test_formats\.py")
+    return [file for file in all_files() if file.startswith(named) and not left_out.search(file)]
+
+
+def covered(folder: Path) -> dict[str, Any]:
+    """Lines and branches that all files together reached."""
+    tool, data = [sys.executable, "-m", "coverage"], f"--data-file={folder / 'all'}"
+    parts = [str(path) for path in (folder / "data").iterdir()]
+    subprocess.run([*tool, "combine", "-q", data, *parts], cwd=ROOT, check=True)
+    subprocess.run([*tool, "json", "-q", "-i", data, "-o", str(folder / "all.json")], cwd=ROOT, check=True)
+    report = json.loads((folder / "all.json").read_text())
+    raises = [
+        site for name, each in report["files"].items() for site in raise_sites(ROOT / name, each["executed_lines"])
+    ]
+    worst = sorted(report["files"].items(), key=lambda item: -item[1]["summary"]["missing_branches"])[:25]
+    return {
+        "raises": [len(raises), sum(raises)],
+        "totals": report["totals"],
+        "most missing": {name: each["summary"]["missing_branches"] for name, each in worst},
+    }
+
+
+def raise_sites(path: Path, executed: Sequence[int]) -> list[bool]:
+    """For every `raise` of a new error: whether a test reaches it."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [
+        node.lineno in set(executed) for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
+
+
+def coverage_settings(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    settings = folder / "coveragerc"
+    settings.write_text(
+        f"[run]\nbranch = true\nparallel = true\nsource = lancebill\ndata_file = {folder / 'data' / 'part'}\n"
+        "omit =\n" + "".join(f"  {pattern}\n" for pattern in NEED_MORE)
+    )
+    return settings
+
+
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    out = {
+        name: tally.figure(f"{tally.cases - tally.failures:,} tests passed, {tally.failures} failed")
+        for name, tally in tallies.items()
+        if name not in ("E1", "E4", "all")
+    }
+    if "E1" in tallies:
+        sites, reached = details[0]["coverage"]["raises"]
+        out["E1"] = tallies["E1"].figure(f"{reached:,} of {sites:,} places that raise are reached by a test")
+    if "E4" in tallies:
+        totals = details[0]["coverage"]["totals"]
+        share = 100 * totals["covered_branches"] / totals["num_branches"]
+        lines = 100 * totals["covered_lines"] / totals["num_statements"]
+        out["E4"] = tallies["E4"].figure(
+            f"{share:.1f} % of {totals['num_branches']:,} branches, {lines:.1f} % of lines"
         )
+    return out
 
 
 def main() -> None:
-    part = Part("suite", __doc__)
-    os.chdir(ROOT)
-    targets = [target for targets in FIGURES.values() for target in targets if target.tests]
-    counting = Counting()
-    tests = list(dict.fromkeys(test for target in targets for test in target.tests))
-    pytest.main(["-q", "-p", "no:cacheprovider", *tests], plugins=[counting])
-    figures = {}
-    for target in targets:
-        counts = counting.count(target)
-        if counts["passed"] or counts["failed"]:
-            reached = f"{counts['passed']:,} tests passed, {counts['failed']} failed"
-            figures[target.name] = Figure(reached, counts["passed"] + counts["failed"], counts["failed"])
-    part.finish(figures, {"tests": dict(Counter(counting.outcomes.values()))}, {})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    part = Part("suite", __doc__, figures, device=device, workers=2, seconds=3600.0, coverage=0, optimized=0, only="")
+    chosen, tallies, details = part.arguments, dict[str, Tally](), dict[str, Any]()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    only = chosen.only.split(",") if chosen.only else None
+    every = [target for targets in FIGURES.values() for target in targets if target.tests]
+    targets = [target for target in every if only is None or target.name in only]
+    with tempfile.TemporaryDirectory() as name:
+        folder, interpreter = Path(name), [sys.executable, *(["-O"] if chosen.optimized else [])]
+        if chosen.coverage:
+            interpreter += ["-m", "coverage", "run", f"--rcfile={coverage_settings(folder)}"]
+        run = Run(tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, folder)
+        if chosen.optimized:
+            outcomes = run.outcomes(files_without_asserts())
+            tallies["E2"] = _tally(Counter(outcomes.values()), outcomes)
+        else:
+            outcomes = run.outcomes(all_files() if chosen.coverage else held_files(targets, device == "cuda"))
+            for target in targets:
+                counts = count(outcomes, target.tests)
+                if (counts["passed"] or counts["failed"]) and not _stopped(target, outcomes):
+                    tallies[target.name] = _tally(counts, outcomes, target.tests)
+        if chosen.coverage:
+            details["coverage"] = covered(folder)
+            totals = details["coverage"]["totals"]
+            sites, reached = details["coverage"]["raises"]
+            tallies["E1"] = Tally(sites, sites - reached)
+            tallies["E4"] = Tally(1, int(totals["covered_branches"] < 0.95 * totals["num_branches"]))
+    tallies["all"] = _tally(Counter(outcomes.values()), outcomes)
+    part.finish(tallies, {**details, "tests": dict(Counter(outcomes.values()))})
+
+
+def _stopped(target: Target, outcomes: dict[str, str]) -> bool:
+    """Whether a file of this figure was not done in time."""
+    return any(f"{test.split('::')[0]}::{STOPPED}" in outcomes for test in target.tests)
+
+
+def _tally(counts: Counter[str], outcomes: dict[str, str], tests: Sequence[str] = ("",)) -> Tally:
+    failed = [test for test, outcome in outcomes.items() if outcome == "failed" and test.startswith(tuple(tests))]
+    return Tally(counts["passed"] + counts["failed"], counts["failed"], failed[:20])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,193 @@
+"""Loading a layer of 128 experts: memory on the device and on the host, bytes read, and the rate.
+
+    python tests/campaign/loading.py --record
+
+The layer has the sizes of Qwen3-30B-A3B (2048 x 768) and is stored as int4 in groups of 128. With a GPU it is loaded to
+it. Files are not in the page cache for the timed load; `disk` reads the same file with eight threads and does nothing
+else, `PCIe` copies pinned memory. Every load is in a process of its own, the second there. A rank that holds half of
+the columns of a matrix reads short pieces of its rows: that load is listed apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from bookkeeping import ROOT, Details, Figure, Part, Tallies, Tally
+from load_memory import Peak, convert_to, write_source
+
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.placement import Placement
+
+SPEC, EXPERTS, HIDDEN, INTERMEDIATE = "int4-g128", 128, 2048, 768
+LOADS = {
+    "whole": Placement(),
+    "half of the columns": Placement(tp_rank=1, tp_size=2),
+    "half of the experts": Placement(ep_size=2),
+}
+CHUNK, THREADS = 8 << 20, 8
+MIB = 1 << 20
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--load"]:
+        print(json.dumps(measured(Path(sys.argv[2]), LOADS[sys.argv[3]])))
+        return
+    part = Part("loading", __doc__, figures, device=DEVICE, loads=3)
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on a disk, not in memory
+        source = write_source(Path(folder) / "source", 1, EXPERTS, HIDDEN, INTERMEDIATE)
+        stored = convert_to(source, Path(folder) / SPEC, SPEC)
+        size, largest = _stored_bytes(stored)
+        loads: dict[str, dict[str, Any]] = {}
+        for name in LOADS:
+            runs = [_in_process(stored, name) for _ in range(part.arguments.loads)]
+            loads[name] = min(runs, key=lambda run: run["seconds"])
+        rates = {"disk": _rate(stored, _read_all)} | ({"PCIe": _copy_rate()} if DEVICE == "cuda" else {})
+    details = {"expert_bytes": size, "largest_slice": largest, "loads": loads, "rates": rates, "device": DEVICE}
+    part.finish(_tallies(details), details)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def measured(folder: Path, placement: Placement) -> dict[str, Any]:
+    """The second load in this process; the first imports modules and compiles kernels."""
+    RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    _forget(folder)
+    device_before, read_before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0, _bytes_read()
+    start = time.perf_counter()
+    with Peak() as memory:
+        layer = RoutedExperts.from_checkpoint(folder, layer=0, device=DEVICE, placement=placement)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    held = sum(tensor.nbytes for tensor in layer.state_dict().values())
+    out = {"seconds": seconds, "read": _bytes_read() - read_before, "held": held, "host": memory.growth()["anonymous"]}
+    if DEVICE == "cuda":
+        out["device_peak"] = torch.cuda.max_memory_allocated() - device_before
+        out["device_final"] = torch.cuda.memory_allocated() - device_before
+    return out
+
+
+def _in_process(folder: Path, name: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--load", str(folder), name]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    run: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return run
+
+
+def _stored_bytes(folder: Path) -> tuple[int, int]:
+    """Of all expert tensors, and of the largest."""
+    with Checkpoint.open(folder) as checkpoint:
+        sizes = [info.end - info.start for name, info in checkpoint.tensors.items() if ".experts." in name]
+    return sum(sizes), max(sizes)
+
+
+def _bytes_read() -> int:
+    """By read calls of this process, from files of any kind."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+def _forget(folder: Path) -> None:
+    """Drop the files from the page cache."""
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_all(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("rb") as opened, ThreadPoolExecutor(THREADS) as pool:
+        buffers = [bytearray(CHUNK) for _ in range(THREADS)]
+
+        def read(number: int) -> None:
+            for start in range(number * CHUNK, size, THREADS * CHUNK):
+                os.preadv(opened.fileno(), [buffers[number]], start)
+
+        list(pool.map(read, range(THREADS)))
+
+
+def _rate(folder: Path, read: Callable[[Path], None]) -> float:
+    """Bytes a second, the best of three."""
+    best, files = 0.0, sorted(folder.glob("*.safetensors"))
+    for _ in range(3):
+        _forget(folder)
+        start = time.perf_counter()
+        for file in files:
+            read(file)
+        best = max(best, sum(file.stat().st_size for file in files) / (time.perf_counter() - start))
+    return best
+
+
+def _copy_rate() -> float:
+    host = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
+    device, best = torch.empty_like(host, device="cuda"), 0.0
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, host.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def _tallies(details: Details) -> dict[str, Tally]:
+    reached = _reached(details)
+    wrong = {
+        "L1": "L1" in reached and reached["L1"] > 1.05,
+        "L2": reached["L2"] > 2 * details["largest_slice"] + 256 * MIB,
+        "L3": reached["L3"] > 1.01,
+        "L5": "L5" in reached and reached["L5"] < 0.8,
+    }
+    return {name: Tally(1, int(wrong[name])) for name in reached}
+
+
+def _reached(details: Details) -> dict[str, float]:
+    whole, size = details["loads"]["whole"], details["expert_bytes"]
+    on_host = details["device"] == "cpu"
+    out = {
+        "L2": whole["host"] - (whole["held"] if on_host else 0),
+        "L3": max(_overread(details).values()),
+    }
+    if on_host:
+        return out
+    rate = size / whole["seconds"] / min(details["rates"].values())
+    return {"L1": whole["device_peak"] / whole["device_final"], **out, "L5": rate}
+
+
+def _overread(details: Details) -> dict[str, float]:
+    size = details["expert_bytes"]
+    return {name: load["read"] / (size if name == "whole" else size / 2) for name, load in details["loads"].items()}
+
+
+def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
+    run = details[0]
+    reached, size = _reached(run), run["expert_bytes"]
+    rates = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in run["rates"].items())
+    loaded = size / run["loads"]["whole"]["seconds"] / 1e9
+    words = {
+        "L1": f"{reached.get('L1', 0):.3f}",
+        "L2": f"{reached['L2'] / MIB:.0f} MiB beside the layer's {run['loads']['whole']['held'] / MIB:.0f} MiB"
+        f" (largest slice {run['largest_slice'] / MIB:.1f} MiB)",
+        "L3": ", ".join(f"{ratio:.3f} {name}" for name, ratio in _overread(run).items()),
+        "L5": f"{100 * reached.get('L5', 0):.0f} %: {loaded:.2f} GB/s to the {run['device']}; {rates}",
+    }
+    return {name: tally.figure(words[name]) for name, tally in tallies.items()}
+
+
+if __name__ == "__main__":
+    main()
