@@ -34,22 +34,26 @@ from vllm_models import CHECKPOINTS, MODELS, model_folder
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe",
     "GptOssForCausalLM": "vllm.model_executor.models.gpt_oss",
+    "DeepseekV4ForCausalLM": "vllm.models.deepseek_v4",
 }
+SET_BEFORE = ("VLLM_USE", "VLLM_DEEP_GEMM", "DG_JIT_USE")  # variables that select kernels
 CLIENT = "LLM.generate in the engine's process, all prompts at once"
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     arguments = parse()
     root, out = Path(arguments.models), Path(arguments.out)
     record = start_of_record(arguments)
+    asked = list(dict.fromkeys(engine.partition(":")[0] for engine in arguments.engines))
     if not arguments.fresh:
         begin = time.perf_counter()
-        import_vllm()
+        import_vllm(asked)
         say(f"imported in {time.perf_counter() - begin:.1f} s")
         if in_child(first_tensor, None, 60) is not None:
             say("CUDA cannot be used after this import: every engine imports vLLM itself")
             os.execv(sys.executable, [sys.executable, *sys.argv, "--fresh"])
-    for name in dict.fromkeys(engine.partition(":")[0] for engine in arguments.engines):
+    for name in asked:
         in_child(lambda name=name: model_folder(name, root, device()), None, 120)
     for number, engine in enumerate(arguments.engines):
         model, _, backend = engine.partition(":")
@@ -71,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", nargs="*", default=["32x8192", "4x65536"], help="prompts x tokens of each")
     parser.add_argument("--sequences", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--capture", nargs="*", type=int, default=list(Sizes.capture), help="tokens of captured steps")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--kv-gib", type=float, default=32.0)
@@ -89,6 +94,7 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
     return Sizes(
         max_tokens=arguments.step_tokens,
         kv_gib=arguments.kv_gib,
+        capture=tuple(arguments.capture),
         compiler=arguments.compiler,
         prompts=prompts,
         sequences=tuple(arguments.sequences),
@@ -105,20 +111,22 @@ def start_of_record(arguments: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "machine": gpu_machine() if device() == "cuda" else {"gpu": None},
         "versions": {name: version for name, version in versions.items() if version is not None},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SET_BEFORE)},
         "client": CLIENT,
         "sizes": dataclasses.asdict(sizes_of(arguments)),
         "engines": [],
     }
 
 
-def import_vllm() -> None:
-    """What every engine needs, without touching the GPU."""
+def import_vllm(models: list[str]) -> None:
+    """What every engine of these models needs, without touching the GPU."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     for module in ("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker"):
         import_module(module)
     from vllm import ModelRegistry
 
-    for architecture, module in ARCHITECTURES.items():  # as a class, or vLLM imports it in a subprocess to look at it
+    for architecture in dict.fromkeys(MODELS[name]["architectures"][0] for name in models):
+        module = ARCHITECTURES[architecture]  # as a class, or vLLM imports it in a subprocess to look at it
         ModelRegistry.register_model(architecture, getattr(import_module(module), architecture))
 
 
@@ -152,7 +160,7 @@ def measure(model: str, name: str, folder: Path, arguments: argparse.Namespace, 
     backend, sizes = BACKENDS[name], sizes_of(arguments)
     set_environment(backend)
     if arguments.fresh:
-        import_vllm()
+        import_vllm([model])
     llm, found = start(model, folder, backend, sizes)
     found["experts"] = who_computes(llm)
 
@@ -189,6 +197,7 @@ def in_child(work: Any, log: Path | None, limit: int) -> str | None:
     child = os.fork()
     if child == 0:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         status = 1
         with contextlib.suppress(BaseException):
             if log is not None:
@@ -207,17 +216,27 @@ def in_child(work: Any, log: Path | None, limit: int) -> str | None:
 
 
 def wait_for(child: int, limit: int, log: Path | None) -> str | None:
+    """What went wrong with a child; it is ended after `limit` seconds, or with this process."""
     deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return None if code == 0 else f"exit {code}: {last_lines(log)}"
-        time.sleep(0.05)
+    try:
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                code = os.waitstatus_to_exitcode(status)
+                return None if code == 0 else f"exit {code}: {last_lines(log)}"
+            time.sleep(0.05)
+    except BaseException:
+        end(child)
+        raise
+    end(child)
+    return f"stopped after {limit} s: {last_lines(log)}"
+
+
+def end(child: int) -> None:
+    """Kill a child and what it started: it has a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return f"stopped after {limit} s: {last_lines(log)}"
 
 
 def last_lines(log: Path | None, count: int = 12) -> str:

@@ -10,6 +10,7 @@ from vllm_answers import compared as answers_compared
 from vllm_models import CHECKPOINTS
 
 Engine = dict[str, Any]
+BUSY = "experts_busy_us_per_step"
 TITLES = {
     "qwen3-v4-experts": "Qwen3's attention with the experts of DeepSeek-V4-Flash, 6 layers",
     "gpt-oss-120b": "gpt-oss-120b, 6 layers",
@@ -20,7 +21,7 @@ TITLES = {
 
 
 def vllm_serving() -> str:
-    """For each model and kind of activations the newest run that has ours and a peer."""
+    """For each model, kind of activations and length of answers the newest run that has ours and a peer."""
     blocks = [_serving_table(file, engines) for file, engines in _newest_groups().values()]
     return "\n".join([*blocks, *_answer_table()]) or "Nothing has been measured yet.\n"
 
@@ -34,15 +35,20 @@ def _whole(engines: list[Engine]) -> list[Engine]:
     return [one for one in engines if one["model"] in TITLES and one.get("decode") and "failure" not in one]
 
 
-def _newest_groups() -> dict[tuple[str, str], tuple[ResultFile, list[Engine]]]:
-    groups: dict[tuple[str, str], tuple[ResultFile, list[Engine]]] = {}
+def _kind(engine: Engine) -> tuple[str, str, int]:
+    """Runs of one kind replace each other in the tables."""
+    return engine["model"], engine["activations"], max(case["out"] for case in engine["decode"])
+
+
+def _newest_groups() -> dict[tuple[str, str, int], tuple[ResultFile, list[Engine]]]:
+    groups: dict[tuple[str, str, int], tuple[ResultFile, list[Engine]]] = {}
     for file in result_files("vllm-serving"):
         engines = _whole(file.record["engines"])
-        for key in dict.fromkeys((engine["model"], engine["activations"]) for engine in engines):
-            held = [engine for engine in engines if (engine["model"], engine["activations"]) == key]
+        for key in dict.fromkeys(map(_kind, engines)):
+            held = [engine for engine in engines if _kind(engine) == key]
             if len({_is_ours(engine) for engine in held}) == 2:
                 groups[key] = file, held
-    return {key: groups[key] for key in sorted(groups, key=lambda key: (list(TITLES).index(key[0]), key[1]))}
+    return {key: groups[key] for key in sorted(groups, key=lambda key: (list(TITLES).index(key[0]), *key[1:]))}
 
 
 def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
@@ -60,18 +66,23 @@ def _serving_table(file: ResultFile, engines: list[Engine]) -> str:
     sizes, versions = file.record["sizes"], file.record["versions"]
     graphs = str(engines[0]["graphs"]).rpartition(".")[2]
     note = (
-        f"{title}: tokens per second, median of {sizes['trials']} trials (ours over the best peer); seconds to load "
+        f"{title}: tokens per second, {_trials(sizes['trials'])} (ours over the best peer); seconds to load "
         f"the checkpoint; µs during which kernels of experts run in a step of one sequence (sum: of their durations, "
-        f"so that our two launches of a layer, which overlap, count twice). vLLM {versions['vllm']}, {graphs}, "
-        f"{sizes['compiler']}; {file.record['client']}; {links(file.name)}"
+        f"so that our two launches of a layer, which overlap, count twice; a figure beside a sum is of a later run "
+        f"without peers). vLLM {versions['vllm']}, {graphs}, "
+        f"{sizes['compiler']}; {file.record['client']}; {links(file.name, *_later_files(engines))}"
     )
     return markdown_table(("", *head, "load", "experts"), rows, note)
+
+
+def _trials(count: int) -> str:
+    return "one trial" if count == 1 else f"median of {count} trials"
 
 
 def _case_name(case: dict[str, int]) -> str:
     if case["out"] == 1:
         return f"{case['prompts']} prompts of {case['in']:,}"
-    return f"{case['prompts']} x {case['out']} new"
+    return f"{case['prompts']} x {case['out']:,} new"
 
 
 def _rates(engine: Engine) -> list[float]:
@@ -87,8 +98,29 @@ def _experts(engine: Engine) -> str:
     kernels = engine.get("kernels_of_one_sequence")
     if kernels is None:
         return ""
-    busy = kernels.get("experts_busy_us_per_step")
-    return f"{busy:,.0f}" if busy is not None else f"{kernels['experts_us_per_step']:,.0f} (sum)"
+    if BUSY in kernels:
+        return f"{kernels[BUSY]:,.0f}"
+    later = _later_run(engine)
+    alone = "" if later is None else f", {later[1]['kernels_of_one_sequence'][BUSY]:,.0f}"
+    return f"{kernels['experts_us_per_step']:,.0f} (sum){alone}"
+
+
+def _later_run(engine: Engine) -> tuple[ResultFile, Engine] | None:
+    """The newest run of an engine that has the time during which kernels of its experts run."""
+    found = [
+        (file, one)
+        for file in result_files("vllm-serving")
+        for one in _whole(file.record["engines"])
+        if (one["model"], one["backend"]) == (engine["model"], engine["backend"])
+        and BUSY in one.get("kernels_of_one_sequence", {})
+    ]
+    return found[-1] if found else None
+
+
+def _later_files(engines: list[Engine]) -> list[str]:
+    """The files of figures that `_experts` takes from a later run."""
+    without = [one for one in engines if BUSY not in one.get("kernels_of_one_sequence", {BUSY: 0})]
+    return [later[0].name for one in without if (later := _later_run(one)) is not None]
 
 
 def _backend_name(engine: Engine) -> str:

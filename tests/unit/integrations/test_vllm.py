@@ -28,6 +28,7 @@ from lancebill.integrations.vllm.placement import (
 from lancebill.integrations.vllm.settings import Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover
 from lancebill.layer.recipe import LoadOptions
+from lancebill.moe.problem import CONTIGUOUS
 from lancebill.testing.checkpoints import Generated
 
 SIGNATURES = json.loads(Path(__file__).with_name("vllm_signatures.json").read_text(encoding="utf-8"))
@@ -58,6 +59,10 @@ def test_settings() -> None:
         ({"weights": [["0-x", "mxfp4"]]}, "lancebill.weights.*0-x"),
         ({"weights": [["0", "mxfp4", 1]]}, "lancebill.weights"),
         ({"activations": 4}, "lancebill.activations"),
+        ({"gpu_memory": "much"}, "lancebill.gpu_memory.*20GiB"),
+        ({"gpu_memory": True}, "lancebill.gpu_memory"),
+        ({"gpu_experts": -1}, "lancebill.gpu_experts"),
+        ({"gpu_experts": 1, "gpu_memory": "1GiB"}, "gpu_memory and gpu_experts"),
         ([], "not an object"),
     ],
 )
@@ -163,6 +168,36 @@ def test_only_taken_experts_leave_the_stream() -> None:
     assert takeover.summary().startswith("layers 0: vLLM (no rule names them); layers 1: lancebill's ")
     with pytest.raises(CheckpointProblems, match="never pushed"):
         take(made, Settings()).finish(0)
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["loaded", "random"])
+def test_experts_may_stay_in_host_memory(random: bool) -> None:
+    """With the CPU as the device of both parts. `gpu_memory` is about GPUs: on a CPU it changes nothing."""
+    made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
+    takeover = take(made, settings(gpu_experts=1), random=random)
+    whole = take(made, settings(gpu_memory="1 B"), random=random)
+    x, ids, weights = make_inputs()
+
+    def check() -> None:
+        for index in (0, 1):
+            split, layer = takeover.finish(index), whole.finish(index)
+            assert split.is_split and not layer.is_split and split.problem.experts == 1
+            got, want = (part(x, topk_ids=ids, topk_weights=weights).float() for part in (split, layer))
+            assert torch.allclose(got, want, atol=2e-2 * float(want.abs().max()))
+
+    for each in (takeover, whole):
+        list(each.divert([] if random else stream(made)))
+    check()
+    assert takeover.reserve(64) == whole.reserve(64)
+    assert "experts in host memory" in takeover.summary()
+    for each in (takeover, whole):
+        list(each.divert(stream(other)))
+        each.end_stream()
+    check()
+    with pytest.raises(LaunchError, match="split"):
+        takeover.movable(0)
+    refused = take(made, settings(gpu_experts=1), layers=0)
+    assert not refused.decide(0, OPTIONS, (), CONTIGUOUS).taken
 
 
 def test_refits_are_exact_and_may_come_in_pieces() -> None:

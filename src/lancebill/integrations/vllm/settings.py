@@ -11,6 +11,7 @@ from lancebill.backends.registry import registry
 from lancebill.errors import SpecError
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, has_rule, weight_targets
 from lancebill.moe.problem import BATCH_INVARIANT, FAST, ORDERS
+from lancebill.split.split import parse_bytes
 
 SECTION = "lancebill"
 OFFER, REQUIRE, OFF = MODES = ("offer", "require", "off")
@@ -22,7 +23,8 @@ class Settings:
 
     `offer` takes the layers that a fast backend computes and leaves the others to vLLM, `require` raises where it
     cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
-    names to vLLM. `linear` offers quantised dense layers too.
+    names to vLLM. `linear` offers quantised dense layers too. `gpu_memory` (of all layers on this rank) or
+    `gpu_experts` (of each layer) limit the experts on a GPU: the others stay in host memory, computed by the CPU.
     """
 
     mode: str = OFFER
@@ -31,6 +33,8 @@ class Settings:
     backend: str = oracle.AUTO
     order: str = FAST
     linear: str = OFF
+    gpu_memory: int | str | None = None
+    gpu_experts: int | None = None
 
     @property
     def takes_any(self) -> bool:
@@ -58,7 +62,11 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
         backend=_choice(section, "backend", (oracle.AUTO, *registry()), oracle.AUTO),
         order=_choice(section, "order", ORDERS, order),
         linear=_choice(section, "linear", (OFFER, OFF), OFF),
+        gpu_memory=_amount(section, "gpu_memory"),
+        gpu_experts=_count(section, "gpu_experts"),
     )
+    if settings.gpu_memory is not None and settings.gpu_experts is not None:
+        raise SpecError("give one of the two", where=SECTION, got="gpu_memory and gpu_experts")
     if batch_invariant and settings.order != BATCH_INVARIANT:
         raise SpecError(
             "vLLM was asked for batch invariance, and lancebill for another order",
@@ -81,6 +89,27 @@ def _choice(section: Mapping[object, object], key: str, legal: Sequence[str], de
     value = section.get(key, default)
     if value not in legal or not isinstance(value, str):
         raise SpecError("unknown value", where=f"{SECTION}.{key}", expected=" or ".join(legal), got=repr(value))
+    return value
+
+
+def _amount(section: Mapping[object, object], key: str) -> int | str | None:
+    """An amount of memory."""
+    value = section.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise SpecError("not an amount of memory", where=f"{SECTION}.{key}", expected='"20GiB"', got=repr(value))
+    with _within(key):
+        parse_bytes(value)
+    return value
+
+
+def _count(section: Mapping[object, object], key: str) -> int | None:
+    value = section.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SpecError("not a number of experts", where=f"{SECTION}.{key}", expected="0 or more", got=repr(value))
     return value
 
 

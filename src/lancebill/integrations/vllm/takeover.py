@@ -23,7 +23,7 @@ from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.recipe import LoadOptions, Recipe
 from lancebill.layer.reserve import reserve
 from lancebill.layer.routed_experts import RoutedExperts
-from lancebill.moe.problem import INDEXED
+from lancebill.moe.problem import INDEXED, parse_device
 
 
 @contextmanager
@@ -177,7 +177,9 @@ class Takeover:
 
     def _with_settings(self, options: LoadOptions) -> LoadOptions:
         s = self.settings
-        return replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
+        changed = replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
+        memory = None if parse_device(options.device).kind == "cpu" else s.gpu_memory  # a CPU has all of it
+        return replace(changed, gpu_memory=memory, gpu_experts=s.gpu_experts)
 
     def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
@@ -193,6 +195,8 @@ class Takeover:
         choice = recipe.choice
         if not choice.backend.fast and self.settings.backend == AUTO:
             return Decision(False, f"vLLM (no fast backend of lancebill)\n{choice.table()}")
+        if recipe.host is not None and form != INDEXED:
+            return Decision(False, f"vLLM (experts in host memory, and {form} dispatch)")
         unable = list(choice.backend.check(replace(choice.problem, dispatch=form), choice.device))
         if unable:
             return Decision(False, f"vLLM ({form} dispatch: " + "; ".join(map(str, unable)) + ")")
@@ -216,5 +220,9 @@ class Takeover:
 
 
 def _described(recipe: Recipe, choice: Choice) -> str:
-    problem = choice.problem
-    return f"lancebill's {choice.backend.name} ({problem.w13.spec} x {problem.activations})"
+    problem, host = choice.problem, recipe.host
+    ours = f"lancebill's {choice.backend.name} ({problem.w13.spec} x {problem.activations})"
+    if host is None:
+        return ours
+    left = host.choice.problem.experts
+    return f"{ours}, {problem.experts} experts, and {host.choice.backend.name}, {left} experts in host memory"

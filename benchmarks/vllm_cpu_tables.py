@@ -1,0 +1,52 @@
+"""What was measured of vLLM on CPUs: tests of all cells, accuracy through the server, decode beside transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from result_files import ResultFile, links, markdown_table, newest_files
+
+
+def vllm_cpu() -> str:
+    lines = [_tests_line(file) for file in newest_files("vllm-cpu")]
+    lines += [_accuracy_table(file) for file in newest_files("serve-accuracy")]
+    lines += [_decode_line(file) for file in newest_files("decode-engines")]
+    return "\n".join(lines) or "Nothing has been recorded yet.\n"
+
+
+def _tests_line(file: ResultFile) -> str:
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in file.record["counts"].items())
+    largest = file.record["largest_distance"]
+    version = file.record["packages"]["vllm-cpu"]
+    return (
+        f"`{file.record['command']}` with vLLM {version}: {counts}; the largest difference of a log-probability is "
+        f"{largest:.1e}; {links(file.name)}\n"
+    )
+
+
+def _accuracy_table(file: ResultFile) -> str:
+    run = file.record
+    rows = [(row["variant"], *_scores(row)) for row in run["variants"]]
+    note = (
+        f"The first {run['questions']} questions of GSM8K, {run['shots']} examples in the prompt, answers of at most "
+        f"{run['tokens']} tokens, asked of a running vLLM server (the demo's SmolLM2-135M); p by McNemar's exact "
+        f"test against the first variant; {links(file.name)}"
+    )
+    return markdown_table(("variant", "strict", "flexible", "p, strict", "p, flexible"), rows, note)
+
+
+def _scores(row: dict[str, dict[str, float]]) -> Iterator[str]:
+    readings = [row["strict"], row["flexible"]]
+    yield from (f"{one['value']:.1%} ± {one['stderr']:.1%}" for one in readings)
+    yield from (f"{one['p']:.2g}" if "p" in one else "" for one in readings)
+
+
+def _decode_line(file: ResultFile) -> str:
+    run = file.record
+    mode = "compiled" if run["compiled"] else "eager"
+    return (
+        f"Decode of one sequence with lancebill's experts, {run['dtype']}, {run['threads']} threads, median of "
+        f"{len(run['tokens_per_second']['vllm'])} turns: vLLM {run['vllm']} ({mode}) "
+        f"{run['medians']['vllm']:.1f} tokens/s, transformers {run['medians']['transformers']:.1f}, "
+        f"{run['vllm_over_transformers']:.2f}x; {links(file.name)}\n"
+    )
