@@ -31,11 +31,13 @@ VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= torchao hqq quanto modelopt
+TOOLS ?= torchao hqq quanto modelopt bitsandbytes llamacpp
 TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
+TOOL_bitsandbytes := bitsandbytes==0.50.2 transformers==5.22.2 accelerate
+TOOL_llamacpp := gguf==0.19.0 cyllama==0.2.18 safetensors typer
 
 .PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
 
@@ -98,7 +100,8 @@ test-tool-%:
 	@echo "== $*"
 	@test -x .venv-tool-$*/bin/python || $(PYTHON) -m venv .venv-tool-$*
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
-	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet $(TOOL_$*) pytest
+	@.venv-tool-$*/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > .venv-tool-$*/torch.txt
+	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv-tool-$*/torch.txt $(TOOL_$*) pytest
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@OMP_NUM_THREADS=$(JOBS) .venv-tool-$*/bin/python -m pytest tests/with_tools/test_$*.py -W ignore
 	@test -n "$(KEEP)" || rm -rf .venv-tool-$*
@@ -150,8 +153,9 @@ ROUNDS ?= 20000
 fuzz: $(VENV)/.installed-dev
 	@FUZZ_ROUNDS=$(ROUNDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/unit/checkpoint/test_fuzz_resolve.py
 
-# The parts of docs/reliability.md that need no GPU, one after the other; a part that fails does not stop the others.
-PARTS ?= suite damage io_faults kills cache refits kernels fuzz soak
+# The parts of docs/reliability.md that need no GPU, one after the other; a part that fails does not stop the others. With
+# a GPU: PARTS="gpu gpu_refits loading suite". tests/campaign/shards.py runs parts on many cores for a limited time.
+PARTS ?= suite damage io_faults kills cache refits loading races kernels fuzz soak
 campaign: $(VENV)/.installed-dev
 	@for part in $(PARTS); do echo "== $$part"; \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/campaign/$$part.py --record || failed="$$failed $$part"; done; \

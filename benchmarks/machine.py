@@ -14,6 +14,7 @@ from string import ascii_lowercase
 
 from result_files import RESULTS, ROOT
 
+_CHOOSING = ("LANCEBILL_GPU", "LANCEBILL_NATIVE")  # variables that choose kernels
 ARM_PARTS = {"0xd0c": "neoverse-n1"}
 
 
@@ -73,7 +74,8 @@ def nvidia_smi(query: str) -> str:
 def command(script: str) -> str:
     """The command line, with file names but without this machine's folders."""
     words = (Path(word).name if Path(word).exists() or Path(word).is_absolute() else word for word in sys.argv[1:])
-    return " ".join(["python", f"benchmarks/{script}", *words])
+    kernels = [f"{name}={os.environ[name]}" for name in _CHOOSING if name in os.environ]
+    return " ".join([*kernels, "python", f"benchmarks/{script}", *words])
 
 
 def without_local_paths(text: str) -> str:

@@ -120,6 +120,13 @@ def _routing(file: ResultFile) -> Iterator[Row]:
         yield {**labels, **found, "peers": {}}
 
 
+def _gpu_linear(file: ResultFile) -> Iterator[Row]:
+    """One matrix with few rows: a replayed call with cold caches, against a kernel that only reads, and host time."""
+    for row in file.record["rows"]:
+        names = ("n", "k", "rows", "us", "of_read", "host_us")
+        yield {"weights": row["spec"], "activations": "bf16", **{name: row[name] for name in names}, "peers": {}}
+
+
 def _generate(file: ResultFile) -> Iterator[Row]:
     rows, model = file.record["rows"], file.record["model"]
     for row in rows:
@@ -131,10 +138,18 @@ def _generate(file: ResultFile) -> Iterator[Row]:
             "model": f"{model['shape']}, {model['layers']} layers",
             "weights": weights,
             "activations": activations,
+            "decode": row.get("decode", "eager"),
             "batch": row["batch"],
             "tokens_per_s": row["tokens_per_second"],
             "peers": {f"transformers {r['experts']}": r["tokens_per_second"] for r in same_batch},
         }
+
+
+def _demo_decode(file: ResultFile) -> Iterator[Row]:
+    """One stream of the demo model on a CPU, in turns with llama.cpp."""
+    rates = file.record["tokens_per_second"]
+    labels = {"model": "the demo model", "weights": "mxfp4", "tokens": file.record["tokens"]}
+    yield {**labels, "tokens_per_s": rates["ours"], "peers": {"llama.cpp": rates["theirs"]}}
 
 
 def _perplexity(file: ResultFile) -> Iterator[Row]:
@@ -212,11 +227,15 @@ def _vllm_serving(file: ResultFile) -> Iterator[Row]:
 TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "gpu-layer": _gpu_layer,
     "gpu-shapes": _gpu_shapes,
+    "gpu-older": _gpu_shapes,
     "cpu-layer": _cpu_layer,
     "first-forward": _first_forward,
     "host-time": _host_time,
     "routing": _routing,
     "generate": _generate,
+    "generate-graphs": _generate,
+    "demo-decode": _demo_decode,
+    "gpu-linear": _gpu_linear,
     "perplexity": _perplexity,
     "questions": _questions,
     "memory": _memory,

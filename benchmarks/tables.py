@@ -17,6 +17,7 @@ from typing import Any
 
 import summary
 from gpu_tables import gpu_host, gpu_layer, layer_runs, mean_ratio, newest_cells
+from older_tables import gpu_older
 from result_files import (
     ROOT,
     ResultFile,
@@ -28,6 +29,7 @@ from result_files import (
     table_by_tokens,
 )
 from shape_tables import gpu_shapes
+from vllm_cpu_tables import vllm_cpu
 from vllm_tables import vllm_serving
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "vllm.md")
@@ -107,16 +109,10 @@ def _cpu_headline() -> tuple[str, str, str]:
 
 
 def _generate_headline() -> tuple[str, str, str]:
-    (file,) = newest_files("generate")
-    batches = sorted({row["batch"] for row in file.record["rows"]})
-    rates = {(row["experts"], row["batch"]): row["tokens_per_second"] for row in file.record["rows"]}
-    ours, theirs = (
-        " and ".join(f"{rates[experts, batch]:,.0f}" for batch in (batches[0], batches[-1]))
-        for experts in ("mxfp4:bf16", "grouped_mm")
-    )
-    layers = file.record["model"]["layers"]
-    label = f"`generate`, Qwen3-30B-A3B shape with {layers} layers, MXFP4, batches of {batches[0]} and {batches[-1]}"
-    return label, f"{ours} tokens/s; transformers' bf16 experts {theirs}", file.machine_title
+    file = max(result_files("generate-graphs"), key=lambda file: (file.record["model"]["layers"], file.name))
+    rates = {row["decode"]: f"{row['tokens_per_second']:,.0f}" for row in file.record["rows"]}
+    label = f"`generate`, Qwen3-30B-A3B shape, {file.record['model']['layers']} layers, MXFP4, one sequence"
+    return label, f"{rates['graphs']} tokens/s; without CUDA graphs {rates['eager']}", file.machine_title
 
 
 def _memory_headline() -> tuple[str, str, str]:
@@ -192,7 +188,40 @@ def _cpu_spread(rows: list[dict[str, Any]]) -> float:
 
 
 def generate() -> str:
-    return "\n".join(_generate_table(file) for file in newest_files("generate"))
+    tables = [*(_generate_table(file) for file in newest_files("generate")), _graphs_table(), _demo_table()]
+    return "\n".join(filter(None, tables))
+
+
+def _demo_table() -> str:
+    """One stream of the demo model on CPUs, in turns with llama.cpp: the newest run of each machine."""
+    files = newest_files("demo-decode")
+    rows = []
+    for file in files:
+        rates, ratio = file.record["tokens_per_second"], file.record["ours_over_theirs"]
+        rows.append((file.machine_title, f"{rates['ours']:.1f}", f"{rates['theirs']:.1f}", f"{ratio:.2f}x"))
+    note = (
+        "Tokens per second of one stream of the demo model (MXFP4 experts): `lancebill generate` and llama.cpp in "
+        "turns on the same numbers, after the first token; medians. llama.cpp is a wheel whose code ends at AVX2. "
+        + links(*(file.name for file in files))
+    )
+    return markdown_table(("machine", "lancebill", "llama.cpp", "ratio"), rows, note) if files else ""
+
+
+def _graphs_table() -> str:
+    """Our decode steps with and without CUDA graphs: the newest run of each model."""
+    newest = {tuple(file.record["model"].values()): file for file in result_files("generate-graphs")}
+    rows = []
+    for (shape, layers, _), file in newest.items():
+        by = {row["decode"]: row for row in file.record["rows"]}
+        cells = [f"{by[decode]['tokens_per_second']:,.0f}" for decode in ("eager", "graphs")]
+        rows.append((f"{shape}, {layers} layers, {by['graphs']['experts']}", *cells, by["graphs"]["same_tokens"]))
+    note = (
+        "Tokens per second of `generate` for one sequence, random weights, with transformers' own steps and with CUDA "
+        "graphs; the share of tokens before the first difference between both. (Captured steps round norms and "
+        "attention differently, and with random weights the best logits are close. 48 layers without graphs: one run "
+        "without warm-up.) " + links(*(file.name for file in newest.values()))
+    )
+    return markdown_table(("model", "without graphs", "with graphs", "same tokens"), rows, note)
 
 
 def _generate_table(file: ResultFile) -> str:
@@ -326,8 +355,8 @@ def _serve_line(file: ResultFile) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
-        explain, headlines, gpu_layer, gpu_shapes, gpu_host, cpu_layer, generate, perplexity, questions, memory,
-        convert, verify, serve, vllm_serving,
+        explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, generate, perplexity, questions,
+        memory, convert, verify, serve, vllm_cpu, vllm_serving,
     )
 }  # fmt: skip
 

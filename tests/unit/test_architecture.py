@@ -190,6 +190,7 @@ LOOKUPS: dict[str, tuple[set[str], str]] = {
     "backends/gpu/kernels/gluon_names.py": ({"hasattr"}, "names that differ between Triton versions"),
     "integrations/transformers/experts_interface.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/fused_modules.py": ({"getattr"}, "an attribute that only some norms have"),
+    "integrations/transformers/step_modules.py": ({"vars"}, "attributes that only some model families set"),
     "integrations/transformers/packed_experts.py": ({"getattr"}, "attributes that only some model families set"),
     "integrations/transformers/pretrained.py": ({"hasattr", "delattr"}, "removes keys of a transformers config"),
 }
