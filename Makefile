@@ -177,7 +177,7 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix .
 
 lock:
-	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --upgrade --generate-hashes \
+	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 --upgrade --generate-hashes \
 		--no-annotate --no-header $(addprefix --no-emit-package ,$(LOCK_WITHOUT)) --quiet --output-file $(LOCK)
 
 $(VENV)/.torch:
