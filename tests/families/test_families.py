@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,10 +31,33 @@ JUDGED = [name for row in TABLE for name in judged_types(row) if name in MODELS]
 SPELLINGS = [(name, names) for name in JUDGED for names in (HUB, STACKED) if (name, names) not in UNWRITABLE]
 
 
+def release(version: str) -> tuple[int, ...]:
+    return Version(version).release[:2]
+
+
+def check_unlisted(names: set[str], version: str) -> None:
+    """Families without row and reason: an error, but only a warning where transformers is newer than the lists."""
+    if names and release(version) > release(TRANSFORMERS):
+        warnings.warn(f"new in transformers {version}, not read yet: {', '.join(sorted(names))}", stacklevel=2)
+    else:
+        assert names == set(), "transformers has families with experts that are not known here"
+
+
+def test_only_a_newer_transformers_may_have_unlisted_families() -> None:
+    major, minor = release(TRANSFORMERS)
+    check_unlisted(set(), f"{major}.{minor}.0")
+    for version in (f"{major}.{minor}.9", f"{major}.{minor - 1}.0", f"{major}.{minor}.0.dev0"):
+        with pytest.raises(AssertionError, match="not known here"):
+            check_unlisted({"a_new_one"}, version)
+    for version in (f"{major}.{minor + 1}.0", f"{major + 1}.0.0rc1"):
+        with pytest.warns(UserWarning, match="not read yet: a_new_one, b_new_one"):
+            check_unlisted({"b_new_one", "a_new_one"}, version)
+
+
 def test_every_family_has_a_row_or_a_reason() -> None:
     found = set(mixtures())
-    assert found - set(families()) == set(), "transformers has families with experts that are not known here"
-    if transformers.__version__.startswith(TRANSFORMERS):
+    check_unlisted(found - set(families()), transformers.__version__)
+    if release(transformers.__version__) == release(TRANSFORMERS):
         assert set(families()) - found == set(), "a row or a reason for something that has no experts"
     ours = {name for row in TABLE for name in row.model_types}
     assert ours >= set(REMOTE_CODE) and not ours & WITHOUT_ROW.keys()
@@ -43,7 +68,8 @@ def test_every_user_of_the_experts_interface_is_a_family() -> None:
     models = Path(transformers.__file__).parent / "models"
     users = {file.parent.name for file in models.glob("*/modeling_*.py") if "@use_experts" in file.read_text("utf-8")}
     packages = {CONFIG_MAPPING[name].__module__.split(".")[-2] for name in families() if name in CONFIG_MAPPING}
-    assert users - packages == {"openai_privacy_filter"}, "only this one classifies tokens and is not causal"
+    assert "openai_privacy_filter" in users - packages, "it classifies tokens and is not causal"
+    check_unlisted(users - packages - {"openai_privacy_filter"}, transformers.__version__)
 
 
 def is_judged_by_default(case: tuple[str, str]) -> bool:
