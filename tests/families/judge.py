@@ -40,7 +40,8 @@ def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
     report = examine(folder)
     assert report.layers and report.ok, [problem.render() for problem in report.problems]
     if any(takes_routed_rows(module) for module in model.modules()):
-        model = lancebill.from_pretrained(folder, **EXACT)
+        original, model = model, lancebill.from_pretrained(folder, **EXACT)
+        check_left_experts(original, model)
         layers = {name: (place.experts, place) for name, place in packed_experts(model)}
     else:
         layers = dict(_blocks(model, folder))
@@ -51,6 +52,15 @@ def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
     for name, (layer, _) in layers.items():
         if layer.routing is not None:
             check_routing(layer, *calls[name])
+
+
+def check_left_experts(original: nn.Module, model: nn.Module) -> None:
+    """Experts outside the language model, as of an encoder of images, are transformers' own, with their own weights."""
+    replaced = [name for name, _ in packed_experts(model)]
+    for name, module in original.named_modules():
+        if takes_routed_rows(module) and name not in replaced:
+            for left, own in zip(model.get_submodule(name).parameters(), module.parameters(), strict=True):
+                assert torch.equal(left, own), f"{name} has other weights"
 
 
 def _blocks(model: nn.Module, folder: Path) -> Iterator[tuple[str, tuple[RoutedExperts, nn.Module]]]:

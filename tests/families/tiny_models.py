@@ -25,8 +25,9 @@ SIZES: dict[str, Any] = {
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 3,
     "num_experts_per_token": 3, "moe_topk": 3, "moe_top_k": 3, "moe_k": 3, "top_k_experts": 3, "zero_expert_num": 3,
     "n_group": 1, "num_expert_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1,
-    "swiglu_limit": 0.5, "router_hidden_size": 8, "vocab_size": 64, "vocab_size_per_layer_input": 64,
-    "hidden_size_per_layer_input": 8, "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64,
+    "swiglu_limit": 0.5, "mlp_gate_softcap": 0.8, "mlp_up_softcap": 0.6, "router_hidden_size": 8, "vocab_size": 64,
+    "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "max_position_embeddings": 64,
+    "n_positions": 64, "max_seq_len": 64,
     # attention
     "num_attention_heads": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 4, "kv_channels": 8, "head_dim": 8,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
@@ -38,7 +39,8 @@ SIZES: dict[str, Any] = {
     "linear_num_heads": 4,
     # towers for images and sound
     "depth": 2, "out_hidden_size": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 16,
-    "output_dim": 32, "downsample_hidden_size": 8, "audio_hidden_size": 32,
+    "output_dim": 32, "text_hidden_size": 32, "adapter_in_dim": 32, "adapter_input_size": 32, "adapter_out_dim": 32,
+    "downsample_hidden_size": 8, "audio_hidden_size": 32,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
@@ -51,6 +53,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_group": 4, "topk_group": 2},
     "deepseek_v4": {"num_hash_layers": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1},
+    "dots3_note": {"vision_config": {"pyramid_num_routed": [-1, 8]}},
+    "dots3_note_text": {"n_group": 4, "topk_group": 2},
     "flint": {"mlp_only_layers": [0]},
     "gemma4": {"text_config": _GEMMA},
     "gemma4_text": _GEMMA,

@@ -15,7 +15,7 @@ WITHOUT_ROW = {
     "ernie4_5_vl_moe": "every layer has two mixtures of different sizes, for text and for images",
     "muse_spark": "a norm follows every expert",
 }
-TRANSFORMERS = "5.22"  # the version that the lists are of
+TRANSFORMERS = "5.23"  # the version that the lists are of
 # Rows from published configs: their code is on the hub, not in transformers, so no judge checks the routing.
 REMOTE_CODE = ("bailing_moe", "bailing_moe_v2", "deepseek", "kimi_k2")
 # Types of the text section of a multimodal config, which is no model of its own.

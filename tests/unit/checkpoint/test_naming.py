@@ -73,6 +73,21 @@ def test_parse_name_splits_names_and_ignores_lora_wrapping() -> None:
         assert names.parse_name(form, other) is None
 
 
+def test_only_modules_of_the_language_model_have_the_familys_experts() -> None:
+    dots = names.find_family({"model_type": "dots3_note"})
+    for home in ("model.layers.1.mlp.experts", "model.language_model.layers.12.mlp.experts"):
+        assert dots.has_experts_in(home)
+    for other in (
+        "model.vision_tower.blocks.1.mlp.experts",
+        "model.vision_tower.layers.1.mlp.experts",
+        "talker.model.layers.1.mlp.experts",
+        "model.layers.1.mlp",
+        "model.layers.01.mlp.experts",
+        "model.layers.1.mlp.experts.0",
+    ):
+        assert not dots.has_experts_in(other)
+
+
 def test_mixtral_projections_are_recognised() -> None:
     mixtral = names.find_family({"model_type": "mixtral"}).forms[0]
     parsed = [

@@ -179,6 +179,18 @@ PUBLISHED: list[tuple[dict[str, Any], Routing, Activation]] = [
         Routing(2, NONE, custom=SparseMixer(0.01)),
         Activation(),
     ),
+    (
+        {"model_type": "dots3_note", "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+         "vision_config": {"num_experts_per_tok": 2, "router_scaling_factor": 3.0}},
+        replace(_ONE_GROUP, routed_scaling_factor=1.0),
+        Activation(),
+    ),
+    (
+        {"model_type": "inkling2", "text_config": {"num_experts_per_tok": 8, "route_scale": 8.0,
+         "scoring_func": "sigmoid", "mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0, "hidden_act": "silu"}},
+        Routing(8, SIGMOID, renormalize=True, epsilon=1e-20, correction=True, routed_scaling_factor=8.0),
+        Activation("situ", limit=25.0, beta=4.0),
+    ),
     ({"model_type": "jamba", "num_experts_per_tok": 2, "num_experts": 16}, Routing(2), Activation()),
     (
         {"model_type": "dbrx", "ffn_config": {"moe_top_k": 4, "ffn_act_fn": {"name": "gelu"}}},
@@ -234,6 +246,8 @@ def test_limits_come_from_the_config() -> None:
     config = {"swiglu_limit": 5.0, "swiglu_alpha": 1.5}
     assert activation_for(config, "gpt_oss") == Activation("swigluoai", limit=5.0, alpha=1.5)
     assert activation_for({}, "deepseek_v4").limit == 10.0
+    softcaps = {"mlp_gate_softcap": 2.0, "mlp_up_softcap": 3.0}
+    assert activation_for(softcaps, "inkling2") == Activation("situ", limit=3.0, beta=2.0)
     for none in (None, 0, 0.0):
         assert activation_for({"swiglu_limit": none}, "deepseek_v4") == Activation("silu")
 
@@ -293,6 +307,7 @@ def test_keys_of_other_families_are_accepted_if_they_change_nothing() -> None:
         ("qwen3_moe", {"swiglu_limit": 7.0}),
         ("gpt_oss", {"swiglu_limit": None}),
         ("gpt_oss", {"swiglu_limit": -1.0}),
+        ("inkling2", {"mlp_up_softcap": 0.0}),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "elu"}}}),
     ],
 )

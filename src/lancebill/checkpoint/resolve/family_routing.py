@@ -108,6 +108,11 @@ def _named(key: str, names: Mapping[str, str] = _GATED) -> Key:
 
 
 ACTIVATION = _named("hidden_act")
+# Inkling-2 squashes both halves with tanh; its code reads no `hidden_act`.
+SOFTCAPS = (
+    Key("mlp_gate_softcap", {}, lambda value: {"beta": float(value)}),
+    Key("mlp_up_softcap", {}, lambda value: {"limit": float(value)}),
+)
 # Step's limit on each layer's experts, applied after the activation.
 STEP_LIMITS = Key(
     "swiglu_limits", {None: {}, 0: {}}, lambda value: {"name": "swiglustep", "limit": float(value)}, per_layer=True
@@ -191,6 +196,7 @@ ROWS: dict[str, FamilyRouting] = {
     "axk": _DEEPSEEK_V3,
     "glm4_moe": _ONE_GROUP_BIASED,
     "dots1": _ONE_GROUP_BIASED,
+    "dots3_note": _ONE_GROUP_BIASED,
     "solar_open": _ONE_GROUP_BIASED,
     "mimo_v2_flash": _ONE_GROUP_BIASED,
     "exaone_moe": _ONE_GROUP_BIASED,
@@ -214,6 +220,12 @@ ROWS: dict[str, FamilyRouting] = {
     ),
     "minimax_m2": FamilyRouting(_SIGMOID_BIASED, (SCORING, ROUTING_BIAS)),
     "minimax_m3": FamilyRouting(_SIGMOID_SCALED_AFTER, (SCALE,), _SWIGLUOAI, (LIMIT, ALPHA)),
+    "inkling2": FamilyRouting(
+        {**_SIGMOID_BIASED, "routed_scaling_factor": 8.0},
+        (SCORING, _scale("route_scale")),
+        Activation("situ", limit=25.0, beta=4.0),
+        SOFTCAPS,
+    ),
     "laguna": FamilyRouting(_SIGMOID_SCALED_AFTER, (_scale("moe_routed_scaling_factor"), *LAGUNA_DEFAULTS)),
     "step3p7": FamilyRouting(
         _SIGMOID_SCALED_AFTER, (_scale("moe_router_scaling_factor"),), activation_keys=(ACTIVATION, STEP_LIMITS)

@@ -64,6 +64,11 @@ class NameForm:
         )
 
     @cached_property
+    def at_home(self) -> re.Pattern[str]:
+        """Matches the name of the module that contains the experts of a layer."""
+        return re.compile(_below(self.prefixes, self.home))
+
+    @cached_property
     def below_home(self) -> re.Pattern[str]:
         """Matches every name below `home`, also of layers whose number is spelled otherwise."""
         return re.compile(rf"{_below(self.prefixes, self.home, ANY_DIGITS)}\..*")
@@ -193,3 +198,7 @@ class Naming:
             if parsed is not None:
                 return Claim(parsed.layer, parsed.expert)
         return self.router.claim(name)
+
+    def has_experts_in(self, module: str) -> bool:
+        """Whether the module with this name contains experts of this family: not those of an encoder of images."""
+        return any(form.at_home.fullmatch(module) for form in self.forms)

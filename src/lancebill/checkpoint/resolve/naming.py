@@ -65,6 +65,10 @@ _GEMMA = (
     NameForm(f"{_LAYER}.experts.switch_glu", _SEPARATE_NAMES),
 )  # fmt: skip
 _STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)
+_INKLING = (
+    NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True), _MLP_STACKED,
+    NameForm(_MLP, _LLAMA_NAMES),
+)  # fmt: skip
 
 _MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
 _CORRECTED = Router(correction=_in_layer("mlp.gate.e_score_correction_bias"))
@@ -116,6 +120,7 @@ TABLE: tuple[Naming, ...] = (
     ), _STANDARD, _CORRECTED),
     Naming("glm5_next", ("glm5_next", "glm5_next_text"), _STANDARD, _CORRECTED),
     Naming("dots1", ("dots1",), (*_STANDARD, _MLX_EXPERTS), _CORRECTED),
+    Naming("dots3_note", ("dots3_note", "dots3_note_text"), _STANDARD, _CORRECTED),
     Naming("solar_open", ("solar_open",), _STANDARD, _CORRECTED),
     Naming("mimo_v2_flash", ("mimo_v2_flash",), _STANDARD, _CORRECTED),
     Naming("axk", ("axk1", "axk2"), _STANDARD, _CORRECTED),
@@ -196,9 +201,9 @@ TABLE: tuple[Naming, ...] = (
         _in_layer("moe.gate.weight", "mlp.gate.weight"),
         correction=_in_layer("moe.router_bias", "mlp.gate.e_score_correction_bias"),
     )),
-    Naming("inkling", ("inkling_mm_model", "inkling_text"), (
-        NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True),
-        _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES),
+    Naming("inkling", ("inkling_mm_model", "inkling_text"), _INKLING),
+    Naming("inkling2", ("inkling2", "inkling2_text"), _INKLING, Router(
+        correction=_in_layer("mlp.gate.bias", "mlp.gate.e_score_correction_bias")
     )),
     Naming("dbrx", ("dbrx",), (
         NameForm(

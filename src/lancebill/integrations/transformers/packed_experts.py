@@ -6,7 +6,7 @@ expert ids, weights), so one class works for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
+from lancebill.checkpoint.resolve.naming import find_family
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.report import LoadReport
@@ -110,12 +111,19 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
         yield name, _layer_index(name), module
 
 
-def replace_experts(model: nn.Module) -> None:
-    """Replace every experts module by an empty `PackedExperts`.
+def replace_experts(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Replace the experts modules of the family of `config` by empty `PackedExperts`.
 
-    transformers initialises some experts from the module around them. It must not look for them there any more.
+    Experts of other parts of a model (an encoder of images, a talker) are left to transformers. It initialises some
+    experts from the module around them: it must not look for them there any more.
     """
-    for name, index, _ in list(expert_modules(model)):
+    modules = list(expert_modules(model))
+    naming = find_family(config)
+    found = [(name, index) for name, index, _ in modules if naming.has_experts_in(name)]
+    if not found:
+        what = f"the experts of this model are not where {naming.family} has them"
+        raise UnsupportedProblem(what, where=modules[0][0], expected=" or ".join(form.home for form in naming.forms))
+    for name, index in found:
         parent, _, leaf = name.rpartition(".")
         block: Any = model.get_submodule(parent)
         block.register_module(leaf, PackedExperts(index))

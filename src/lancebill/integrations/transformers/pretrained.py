@@ -76,7 +76,7 @@ class PackedModel(GraphedGeneration):
         assert isinstance(self, nn.Module)
         self.lancebill_origin: Origin | None = None
         self.lancebill_rest, self.lancebill_decoding = RestReport(), Decoding()
-        replace_experts(self)
+        replace_experts(self, config.to_dict())
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write a standard checkpoint in the experts' format; see `save_pretrained.save_packed`."""
