@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lancebill.backends.cpu.decode_program import DecodeProgram, DecodeRows
+from lancebill.backends.cpu.decode_program import DecodeHeads, DecodeProgram, DecodeRows
 from lancebill.backends.cpu.native import Library, library
 from lancebill.errors import UnsupportedProblem
 from lancebill.moe.activation import Activation
@@ -82,3 +83,49 @@ def test_a_matrix_that_cannot_be_read_raises() -> None:
     steps = program(LEVELS[-1], 1)
     with pytest.raises(UnsupportedProblem, match="cannot read"):
         steps.dense(steps.buffer("x", 8), [(torch.zeros(8, 4).t(), None)], steps.buffer("out", 4))
+
+
+def attended(
+    level: object,
+    dtype: torch.dtype,
+    heads: DecodeHeads,
+    qkv: torch.Tensor,
+    caches: list[torch.Tensor],
+    rows: list[tuple[int, int]],
+) -> torch.Tensor:
+    """Attention of rows of (sequence, position); `caches` of each sequence, `[keys and values, heads, tokens, dim]`."""
+    steps = program(level, len(rows))
+    out = steps.buffer("out", heads.queries * heads.dim)
+    steps.attention(steps.buffer("qkv", qkv.shape[1]).copy_(qkv), heads, out)
+    arrays = [(ctypes.c_void_p * 2)(*(part.data_ptr() for part in cache)) for cache in caches]
+    cos, sin = torch.ones(len(rows), heads.angles), torch.zeros(len(rows), heads.angles)
+    places = [position for _, position in rows]
+    capacities = [caches[which].shape[2] for which, _ in rows]
+    steps.run(DecodeRows(cos, sin, places, capacities, [ctypes.addressof(arrays[w]) for w, _ in rows], dtype, ()))
+    return out.clone()
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim", "window"),
+    [(4, 4, 64, None), (8, 2, 128, None), (6, 2, 20, 7), (14, 2, 36, 70)],
+    ids=["own-keys", "four-share", "three-share-window", "seven-share-window"],
+)
+def test_attention(level: object, dtype: torch.dtype, queries: int, keys: int, dim: int, window: int | None) -> None:
+    torch.manual_seed(3)
+    heads = DecodeHeads(0, queries, keys, dim, dim, dim**-0.5, window)
+    caches = [torch.randn(2, keys, tokens, dim).to(dtype) for tokens in (150, 9)]
+    rows = [(0, 139), (0, 140), (0, 141), (1, 4)]
+    qkv = torch.randn(len(rows), (queries + 2 * keys) * dim)
+    found = attended(level, dtype, heads, qkv, caches, rows)
+    q, k, v = qkv.view(len(rows), -1, dim).split([queries, keys, keys], dim=1)
+    for row, (which, position) in enumerate(rows):
+        for part, new in enumerate((k, v)):
+            assert torch.equal(caches[which][part][:, position], new[row].to(dtype))
+        first = 0 if window is None else max(0, position + 1 - window)
+        stored = caches[which][:, :, first : position + 1].double().repeat_interleave(queries // keys, dim=1)
+        want = F.scaled_dot_product_attention(q[row].double().unsqueeze(1), stored[0], stored[1])
+        torch.testing.assert_close(found[row].double(), want.flatten(), rtol=1e-5, atol=1e-5)
+        alone = attended(level, dtype, heads, qkv[row : row + 1], caches, [(which, position)])
+        assert torch.equal(alone[0], found[row])

@@ -15,6 +15,7 @@ constexpr int64_t kTaskBytes = 32 << 10;  // of a dense matrix
 const RowKernels* kernels_for(int32_t level) {
   if (level >= LANCEBILL_AVX512VNNI && rows_avx512 != nullptr) return rows_avx512();
   if (level >= LANCEBILL_AVX2 && rows_avx2 != nullptr) return rows_avx2();
+  if (level == LANCEBILL_NEON && rows_neon != nullptr) return rows_neon();
   return rows_portable == nullptr ? nullptr : rows_portable();
 }
 
@@ -103,12 +104,14 @@ struct Run {
         kernels.store(values + head * dim, dim, call.cache_type, cache(row, heads.layer, 1), place);
       }
     }
-    parallel(call.threads, int64_t{rows} * heads.queries, [&](int64_t task, int) {
-      const int64_t row = task / heads.queries, head = task % heads.queries, end = call.positions[row] + 1;
-      const int64_t place = head / (heads.queries / heads.keys) * call.capacities[row] * dim * size;
+    const int64_t shared = heads.queries / heads.keys;  // heads with the same keys
+    const int64_t each = int64_t{rows} * heads.keys >= 2 * call.threads ? shared : 1;
+    parallel(call.threads, int64_t{rows} * heads.queries / each, [&](int64_t task, int) {
+      const int64_t row = task * each / heads.queries, head = task * each % heads.queries;
+      const int64_t place = head / shared * call.capacities[row] * dim * size, end = call.positions[row] + 1;
       const char *keys = cache(row, heads.layer, 0) + place, *values = cache(row, heads.layer, 1) + place;
       const int64_t first = end > window ? end - window : 0;
-      kernels.attend(in(step, row) + head * dim, keys, values, call.cache_type, dim, first, end, heads.scale,
+      kernels.attend(in(step, row) + head * dim, each, keys, values, call.cache_type, dim, first, end, heads.scale,
                      out(step, row) + head * dim);
     });
   }

@@ -5,95 +5,13 @@
 #pragma once
 
 #include "activate.h"
-#include "convert.h"
 #include "row_kernels.h"
-#if defined(__F16C__)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // false positives of GCC 12 in its own _mm512_undefined_ps
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#endif
+#include "row_vectors.h"
 
 namespace lancebill {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-template <class Vector>
-LANCEBILL_INLINE Vector vector_at(const void* p) {
-  Vector v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-
-LANCEBILL_INLINE void store_at(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof v); }
-LANCEBILL_INLINE Floats spread(float x) { return x - Floats{}; }
-
-// The second half of the lanes is added to the first until one is left.
-LANCEBILL_INLINE float lanes_sum(Floats v) {
-#if defined(__AVX2__)
-#if defined(__AVX512F__)
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
-#else
-  const __m256 eight = (__m256)v;
-#endif
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
-#else
-  float lanes[kLanes];
-  store_at(lanes, v);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
-#endif
-}
-
-// Stored numbers of each type: a vector of them as fp32, one of them, and how to store one.
-struct StoredBf16 {
-  using Number = uint16_t;
-  static LANCEBILL_INLINE Floats load(const Number* p) {
-    const Words wide = __builtin_convertvector(vector_at<Halves>(p), Words) << 16;
-    return vector_at<Floats>(&wide);
-  }
-  static float one(Number h) { return from_bf16(h); }
-  static Number stored(float x) { return to_bf16(x); }
-};
-
-struct StoredF16 {
-  using Number = uint16_t;
-  static LANCEBILL_INLINE Floats load(const Number* p) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(vector_at<__m256i>(p));
-#elif defined(__F16C__) && defined(__AVX2__)
-    return (Floats)_mm256_cvtph_ps(vector_at<__m128i>(p));
-#else
-    Floats v;
-    for (int i = 0; i < kLanes; i++) v[i] = from_f16(p[i]);
-    return v;
-#endif
-  }
-  static float one(Number h) { return from_f16(h); }
-  static Number stored(float x) { return to_f16(x); }
-};
-
-struct StoredF32 {
-  using Number = float;
-  static LANCEBILL_INLINE Floats load(const Number* p) { return vector_at<Floats>(p); }
-  static float one(Number x) { return x; }
-  static Number stored(float x) { return x; }
-};
+constexpr int64_t kPiece = 64;  // keys that are attended to at once
 
 template <class Function>
 LANCEBILL_INLINE void with_type(int32_t type, const Function& function) {
@@ -102,16 +20,6 @@ LANCEBILL_INLINE void with_type(int32_t type, const Function& function) {
     case LANCEBILL_F16: return function(StoredF16{});
     default: return function(StoredF32{});
   }
-}
-
-template <class Stored>
-LANCEBILL_INLINE float dot(const typename Stored::Number* w, const float* x, int64_t count) {
-  Floats sum = {};
-  int64_t k = 0;
-  for (; k + kLanes <= count; k += kLanes) sum += Stored::load(w + k) * vector_at<Floats>(x + k);
-  float total = lanes_sum(sum);
-  for (; k < count; k++) total += Stored::one(w[k]) * x[k];
-  return total;
 }
 
 // N rows of the matrix times M rows of x.
@@ -125,7 +33,7 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
   for (; k + kLanes <= columns; k += kLanes) {
     Floats weights[N];
     LANCEBILL_EACH(n, N) {
-      __builtin_prefetch(w + n * columns + k + ahead, 0, 3);
+      if (kPrefetchRows) __builtin_prefetch(w + n * columns + k + ahead, 0, 3);
       weights[n] = Stored::load(w + n * columns + k);
     }
     LANCEBILL_EACH(i, M) {
@@ -142,40 +50,61 @@ LANCEBILL_INLINE void dense_block(const lancebill_dense& m, int64_t row, const f
   }
 }
 
-template <class Stored, int N>
-LANCEBILL_INLINE void dense_rows(const lancebill_dense& m, int64_t row, const float* x, int64_t x_stride, int64_t count,
-                                 float* out, int64_t out_stride) {
-  int64_t i = 0;
-  for (; kLanes == 16 && N % 2 == 0 && i + 8 <= count; i += 8) {  // sixteen sums: where there are enough registers
-    for (int n = 0; n < N; n += 2) {
-      dense_block<Stored, 2, 8>(m, row + n, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-    }
-  }
-  for (; i + 4 <= count; i += 4) {
-    dense_block<Stored, N, 4>(m, row, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  }
-  for (; i + 2 <= count; i += 2) {
-    dense_block<Stored, N, 2>(m, row, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  }
-  if (i < count) dense_block<Stored, N, 1>(m, row, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+// Rows [first, end) of the matrix, N at a time, times M rows of x.
+template <class Stored, int N, int M>
+LANCEBILL_INLINE void dense_rows(const lancebill_dense& m, int64_t first, int64_t end, const float* x,
+                                 int64_t x_stride, float* out, int64_t out_stride) {
+  int64_t row = first;
+  for (; row + N <= end; row += N) dense_block<Stored, N, M>(m, row, x, x_stride, out, out_stride);
+  for (; row < end; row++) dense_block<Stored, 1, M>(m, row, x, x_stride, out, out_stride);
 }
 
-// Rows [first, end) of the matrix times all rows of x.
+// Rows [first, end) of the matrix times all rows of x. A few rows of x stay in the first cache while all rows of the
+// matrix pass.
+template <class Stored>
+LANCEBILL_INLINE void dense_of(const lancebill_dense& m, int64_t first, int64_t end, const float* x, int64_t x_stride,
+                               int64_t count, float* out, int64_t out_stride) {
+  int64_t i = 0;
+  for (; i + kManyInputs <= count; i += kManyInputs) {
+    dense_rows<Stored, kManyRows, kManyInputs>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride,
+                                               out_stride);
+  }
+  for (; i + 4 <= count; i += 4) {
+    dense_rows<Stored, 4, 4>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  }
+  for (; i + 2 <= count; i += 2) {
+    dense_rows<Stored, 4, 2>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  }
+  if (i < count) {
+    dense_rows<Stored, kSingleRows, 1>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  }
+}
+
 void dense(const lancebill_dense& m, int64_t first, int64_t end, const float* x, int64_t x_stride, int64_t count,
            float* out, int64_t out_stride) {
   with_type(m.type, [&](auto stored) {
-    using Stored = decltype(stored);
-    int64_t row = first;
-    for (; row + kDenseRows <= end; row += kDenseRows) {
-      dense_rows<Stored, kDenseRows>(m, row, x, x_stride, count, out, out_stride);
-    }
-    for (; row < end; row++) dense_rows<Stored, 1>(m, row, x, x_stride, count, out, out_stride);
+    dense_of<decltype(stored)>(m, first, end, x, x_stride, count, out, out_stride);
   });
+}
+
+LANCEBILL_INLINE float sum_of_squares(const float* x, int64_t width) {
+  constexpr int kSums = 4;
+  Floats sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kLanes <= width; i += kSums * kLanes) {
+    LANCEBILL_EACH(n, kSums) {
+      const Floats v = vector_at<Floats>(x + i + n * kLanes);
+      sums[n] += v * v;
+    }
+  }
+  float total = lanes_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < width; i++) total += x[i] * x[i];
+  return total;
 }
 
 // Root mean square norm of one row; `out` may be `x`.
 void norm(const float* x, const float* weights, int64_t width, float eps, float* out) {
-  const float factor = 1.0f / __builtin_sqrtf(dot<StoredF32>(x, x, width) / static_cast<float>(width) + eps);
+  const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, width) / static_cast<float>(width) + eps);
   for (int64_t i = 0; i < width; i++) out[i] = x[i] * factor * weights[i];
 }
 
@@ -213,43 +142,78 @@ void store(const float* x, int64_t count, int32_t type, void* out, int64_t first
   });
 }
 
-// One head's attention to the tokens [first, end) of its sequence. Softmax in pieces, each relative to the largest
-// score so far.
-void attend(const float* q, const void* keys, const void* values, int32_t type, int64_t dim, int64_t first, int64_t end,
-            float scale, float* __restrict out) {
-  constexpr int64_t kPiece = 64;
+// Adds `count` values of one column of vectors, weighted by the scores of Q queries: V vectors from column `i` on.
+template <class Stored, int Q, int V>
+LANCEBILL_INLINE void add_values(const typename Stored::Number* values, int64_t dim, int64_t i, int64_t count,
+                                 const float (*scores)[kPiece], const float* before, float* out) {
+  Floats sums[Q][V];
+  LANCEBILL_EACH(q, Q) {
+    LANCEBILL_EACH(v, V) sums[q][v] = vector_at<Floats>(out + q * dim + i + v * kLanes) * spread(before[q]);
+  }
+  for (int64_t t = 0; t < count; t++) {
+    LANCEBILL_EACH(v, V) {
+      const Floats value = Stored::load(values + t * dim + i + v * kLanes);
+      LANCEBILL_EACH(q, Q) sums[q][v] += value * spread(scores[q][t]);
+    }
+  }
+  LANCEBILL_EACH(q, Q) {
+    LANCEBILL_EACH(v, V) store_at(out + q * dim + i + v * kLanes, sums[q][v]);
+  }
+}
+
+// Q neighbouring heads with the same keys and values, attending to the tokens [first, end) of their sequence. Softmax
+// in pieces, each relative to the largest score so far.
+template <class Stored, int Q>
+LANCEBILL_INLINE void attend_heads(const float* q, const typename Stored::Number* keys,
+                                   const typename Stored::Number* values, int64_t dim, int64_t first, int64_t end,
+                                   float scale, float* __restrict out) {
+  constexpr int kVectors = min_of(8, kValueSums / Q);
+  float scores[Q][kPiece], largest[Q], total[Q] = {}, before[Q];
+  for (int64_t i = 0; i < Q * dim; i++) out[i] = 0;
+  for (int h = 0; h < Q; h++) largest[h] = -__builtin_inff();
+  for (int64_t start = first; start < end; start += kPiece) {
+    const int64_t count = min_of(kPiece, end - start);
+    const lancebill_dense piece = {keys + start * dim, nullptr, 0, kPiece, static_cast<int32_t>(dim)};
+    dense_of<Stored>(piece, 0, count, q, dim, Q, scores[0], kPiece);
+    for (int h = 0; h < Q; h++) {
+      float top = largest[h];
+      for (int64_t t = 0; t < count; t++) top = max_of(top, scores[h][t] *= scale);
+      for (int64_t t = count; t < kPiece; t++) scores[h][t] = top - 87;  // no token: next to nothing, and not summed
+      for (int64_t t = 0; t < kPiece; t++) scores[h][t] = exponential(scores[h][t] - top);
+      before[h] = start == first ? 0 : exponential(largest[h] - top);
+      total[h] *= before[h];
+      for (int64_t t = 0; t < count; t++) total[h] += scores[h][t];
+      largest[h] = top;
+    }
+    const auto* own = values + start * dim;
+    int64_t i = 0;
+    for (; i + kVectors * kLanes <= dim; i += kVectors * kLanes) {
+      add_values<Stored, Q, kVectors>(own, dim, i, count, scores, before, out);
+    }
+    for (; i + kLanes <= dim; i += kLanes) add_values<Stored, Q, 1>(own, dim, i, count, scores, before, out);
+    for (; i < dim; i++) {
+      for (int h = 0; h < Q; h++) {
+        float sum = out[h * dim + i] * before[h];
+        for (int64_t t = 0; t < count; t++) sum += Stored::one(own[t * dim + i]) * scores[h][t];
+        out[h * dim + i] = sum;
+      }
+    }
+  }
+  for (int h = 0; h < Q; h++) {
+    for (int64_t i = 0; i < dim; i++) out[h * dim + i] /= total[h];
+  }
+}
+
+void attend(const float* q, int64_t heads, const void* keys, const void* values, int32_t type, int64_t dim,
+            int64_t first, int64_t end, float scale, float* out) {
   with_type(type, [&](auto stored) {
     using Stored = decltype(stored);
     const auto* k = static_cast<const typename Stored::Number*>(keys);
     const auto* v = static_cast<const typename Stored::Number*>(values);
-    float scores[kPiece], largest = -__builtin_inff(), total = 0;
-    for (int64_t i = 0; i < dim; i++) out[i] = 0;
-    for (int64_t start = first; start < end; start += kPiece) {
-      const int64_t count = min_of(kPiece, end - start);
-      float top = largest;
-      for (int64_t t = 0; t < count; t++) {
-        scores[t] = scale * dot<Stored>(k + (start + t) * dim, q, dim);
-        top = max_of(top, scores[t]);
-      }
-      for (int64_t t = count; t < kPiece; t++) scores[t] = top - 87;  // no token: next to nothing, and not summed
-      for (int64_t t = 0; t < kPiece; t++) scores[t] = exponential(scores[t] - top);
-      const float before = start == first ? 0 : exponential(largest - top);
-      total *= before;
-      for (int64_t t = 0; t < count; t++) total += scores[t];
-      int64_t i = 0;
-      for (; i + kLanes <= dim; i += kLanes) {
-        Floats sum = vector_at<Floats>(out + i) * spread(before);
-        for (int64_t t = 0; t < count; t++) sum += Stored::load(v + (start + t) * dim + i) * spread(scores[t]);
-        store_at(out + i, sum);
-      }
-      for (; i < dim; i++) {
-        float sum = out[i] * before;
-        for (int64_t t = 0; t < count; t++) sum += Stored::one(v[(start + t) * dim + i]) * scores[t];
-        out[i] = sum;
-      }
-      largest = top;
-    }
-    for (int64_t i = 0; i < dim; i++) out[i] /= total;
+    int64_t h = 0;
+    for (; h + 4 <= heads; h += 4) attend_heads<Stored, 4>(q + h * dim, k, v, dim, first, end, scale, out + h * dim);
+    for (; h + 2 <= heads; h += 2) attend_heads<Stored, 2>(q + h * dim, k, v, dim, first, end, scale, out + h * dim);
+    if (h < heads) attend_heads<Stored, 1>(q + h * dim, k, v, dim, first, end, scale, out + h * dim);
   });
 }
 

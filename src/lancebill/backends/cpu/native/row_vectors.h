@@ -1,0 +1,120 @@
+// Vectors of fp32 for rows.h, in the width of the level, and the stored numbers that they are loaded from.
+#pragma once
+
+#include "convert.h"
+#if defined(__F16C__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // false positives of GCC 12 in its own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+namespace lancebill {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+// Sums that stay in registers, rows of a matrix times rows of x: enough to hide the latency of an addition.
+#if defined(__AVX512F__)
+constexpr int kManyInputs = 8, kManyRows = 2, kSingleRows = 4;
+constexpr bool kPrefetchRows = true;
+constexpr int kValueSums = 16;  // of attention
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kManyInputs = 4, kManyRows = 4, kSingleRows = 8;
+constexpr bool kPrefetchRows = false;  // a vector is an eighth of a cache line: too many prefetches
+constexpr int kValueSums = 16;
+#else
+constexpr int kManyInputs = 4, kManyRows = 4, kSingleRows = 4;
+constexpr bool kPrefetchRows = true;
+constexpr int kValueSums = 8;
+#endif
+
+template <class Vector>
+LANCEBILL_INLINE Vector vector_at(const void* p) {
+  Vector v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+LANCEBILL_INLINE void store_at(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof v); }
+LANCEBILL_INLINE Floats spread(float x) { return x - Floats{}; }
+
+// The second half of the lanes is added to the first until one is left.
+LANCEBILL_INLINE float lanes_sum(Floats v) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+  const __m256 eight = (__m256)v;
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vaddvq_f32((float32x4_t)v);  // neighbours first
+#else
+  float lanes[kLanes];
+  store_at(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+#endif
+}
+
+// Stored numbers of each type: a vector of them as fp32, one of them, and how to store one.
+struct StoredBf16 {
+  using Number = uint16_t;
+  static LANCEBILL_INLINE Floats load(const Number* p) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    const uint16x8_t numbers = vcombine_u16(vld1_u16(p), vcreate_u16(0));
+    return (Floats)vzip1q_u16(vdupq_n_u16(0), numbers);  // a shift would have half the rate
+#else
+    const Words wide = __builtin_convertvector(vector_at<Halves>(p), Words) << 16;
+    return vector_at<Floats>(&wide);
+#endif
+  }
+  static float one(Number h) { return from_bf16(h); }
+  static Number stored(float x) { return to_bf16(x); }
+};
+
+struct StoredF16 {
+  using Number = uint16_t;
+  static LANCEBILL_INLINE Floats load(const Number* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(vector_at<__m256i>(p));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps(vector_at<__m128i>(p));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    Floats v;
+    for (int i = 0; i < kLanes; i++) v[i] = from_f16(p[i]);
+    return v;
+#endif
+  }
+  static float one(Number h) { return from_f16(h); }
+  static Number stored(float x) { return to_f16(x); }
+};
+
+struct StoredF32 {
+  using Number = float;
+  static LANCEBILL_INLINE Floats load(const Number* p) { return vector_at<Floats>(p); }
+  static float one(Number x) { return x; }
+  static Number stored(float x) { return x; }
+};
+
+}  // namespace
+}  // namespace lancebill
