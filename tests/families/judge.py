@@ -17,12 +17,19 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 import lancebill
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve import manifest as manifests
+from lancebill.checkpoint.resolve.naming import find_family
+from lancebill.checkpoint.resolve.router_check import router_problems
 from lancebill.cli.verify import examine
+from lancebill.errors import MissingTensor
 from lancebill.integrations.transformers.packed_experts import packed_experts, takes_routed_rows
 from lancebill.layer.model_experts import ModelExperts
 from lancebill.layer.routed_experts import RoutedExperts
 
 TOKENS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+# A diffusion model reads the prompt from its cache and refines a canvas.
+INPUTS: dict[str, dict[str, Any]] = {"diffusion_gemma": {"decoder_input_ids": TOKENS.flip(1)}}
 EXACT = {"backend": "reference", "dtype": torch.float32}
 # Families whose experts cannot be called with ids and weights: the block around them, and what it adds to their output.
 BLOCKS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
@@ -35,10 +42,12 @@ BLOCKS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
 def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
     """Save a tiny model with the hub's names or transformers' own, and compare."""
     model = tiny_model(model_type)
-    want = model(TOKENS, use_cache=False).logits
+    inputs = INPUTS.get(model_type, {"use_cache": False})
+    want = model(TOKENS, **inputs).logits
     model.save_pretrained(folder, save_original_format=hub_names)
     report = examine(folder)
     assert report.layers and report.ok, [problem.render() for problem in report.problems]
+    check_missing_router_tensors(folder)
     if any(takes_routed_rows(module) for module in model.modules()):
         original, model = model, lancebill.from_pretrained(folder, **EXACT)
         check_left_experts(original, model)
@@ -46,12 +55,25 @@ def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
     else:
         layers = dict(_blocks(model, folder))
     with recorded(model, layers) as calls:
-        got = model(TOKENS, use_cache=False).logits
+        got = model(TOKENS, **inputs).logits
     error = (got - want).norm() / want.norm()
     assert error < 2e-6, f"logits differ by {error:.1e}"
     for name, (layer, _) in layers.items():
         if layer.routing is not None:
             check_routing(layer, *calls[name])
+
+
+def check_missing_router_tensors(folder: Path) -> None:
+    """Without any one of the router's tensors a layer cannot route, and `verify` says which one is missing."""
+    with Checkpoint.open(folder) as checkpoint:
+        headers, row = checkpoint.headers, find_family(checkpoint.config.model)
+        dropped = [name for name in headers if row.router.gate_layer(name) is not None or row.router.claim(name)]
+        assert any(row.router.gate_layer(name) is not None for name in dropped), "no gate"
+        for name in dropped:
+            left = {other: stored for other, stored in headers.items() if other != name}
+            problems = list(router_problems(manifests.build(checkpoint.config, left)))
+            assert [type(problem) for problem in problems] == [MissingTensor], f"without {name}: {problems}"
+            assert any(name.endswith(spelled) for spelled in str(problems[0].expected).split(" or "))
 
 
 def check_left_experts(original: nn.Module, model: nn.Module) -> None:
@@ -70,7 +92,7 @@ def _blocks(model: nn.Module, folder: Path) -> Iterator[tuple[str, tuple[RoutedE
     for index in experts.layers:
         names = [name for name, _ in model.named_modules() if name.endswith(f"layers.{index}.{place}")]
         layer, block = experts.layer(index), model.get_submodule(names[0])
-        gate = _gate(model, layer)[1]
+        gate = _gate(model, layer, names[0])[1]
 
         def compute(module: nn.Module, given: Any, output: Any, layer: Any = layer, gate: Any = gate) -> Any:
             x = given[0].reshape(-1, given[0].shape[-1])
@@ -93,7 +115,7 @@ def recorded(model: nn.Module, layers: dict[str, tuple[RoutedExperts, nn.Module]
         if layer.routing is None:
             continue
         seen: dict[str, Tensor] = {}
-        path, gate = _gate(model, layer)
+        path, gate = _gate(model, layer, name)
         for above in (path.rpartition(".")[0], path):  # LongCat reads the gate's weight without calling it
             hooks.append(model.get_submodule(above).register_forward_pre_hook(_keep(seen)))
 
@@ -114,12 +136,13 @@ def _keep(seen: dict[str, Tensor]) -> Callable[[nn.Module, Any], None]:
     return keep
 
 
-def _gate(model: nn.Module, layer: RoutedExperts) -> tuple[str, Any]:
-    """The module of a layer's gate matrix, by its name in the naming table."""
+def _gate(model: nn.Module, layer: RoutedExperts, experts: str) -> tuple[str, Any]:
+    """The module of a layer's gate matrix, by its name in the naming table: the one nearest to the experts."""
     assert layer.refit is not None
     recipe = layer.refit.recipe
     gates = recipe.manifest.naming.router.gates(recipe.plan.layer.index)
-    return next((name, module) for name, module in model.named_modules() if f"{name}.weight" in gates)
+    found = [(name, module) for name, module in model.named_modules() if f"{name}.weight" in gates]
+    return max(found, key=lambda one: sum(a == b for a, b in zip(one[0].split("."), experts.split("."))))
 
 
 def check_routing(layer: RoutedExperts, logits: Tensor, given: Any) -> None:

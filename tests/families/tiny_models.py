@@ -52,6 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 3},
     "deepseek_v3": {"n_group": 4, "topk_group": 2},
     "deepseek_v4": {"num_hash_layers": 1},
+    "diffusion_gemma": {"text_config": _GEMMA},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1},
     "dots3_note": {"vision_config": {"pyramid_num_routed": [-1, 8]}},
     "dots3_note_text": {"n_group": 4, "topk_group": 2},

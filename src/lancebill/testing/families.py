@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lancebill.checkpoint.resolve.naming import TABLE, Naming
+from lancebill.checkpoint.resolve.naming import REFUSED, TABLE, Naming
 
-WITHOUT_ROW = {
-    "diffusion_gemma": "a diffusion model: an encoder and a decoder share its experts",
-    "doge": "an expert is one pair of vectors, found by product keys, not a pair of matrices",
-    "ernie4_5_vl_moe": "every layer has two mixtures of different sizes, for text and for images",
-    "muse_spark": "a norm follows every expert",
-}
+REFUSED_REMOTE_CODE = ("ernie4_5_moe_vl",)  # refused families whose code is on the hub only
+WITHOUT_ROW = {name: why for name, why in REFUSED.items() if name not in REFUSED_REMOTE_CODE}
 TRANSFORMERS = "5.23"  # the version that the lists are of
 # Rows from published configs: their code is on the hub, not in transformers, so no judge checks the routing.
 REMOTE_CODE = ("bailing_moe", "bailing_moe_v2", "deepseek", "kimi_k2")
 # Types of the text section of a multimodal config, which is no model of its own.
 TEXT_SECTIONS = (
-    "deepseek_ocr2_text", "glm4v_moe_text", "glm5_next_text", "mistral_large4_text", "qwen3_omni_moe_text",
-    "qwen3_vl_moe_text", "step3p7_text", "unlimited_ocr_text",
+    "deepseek_ocr2_text", "diffusion_gemma_text", "glm4v_moe_text", "glm5_next_text", "mistral_large4_text",
+    "qwen3_omni_moe_text", "qwen3_vl_moe_text", "step3p7_text", "unlimited_ocr_text",
 )  # fmt: skip
 _NOT_MODELS = {"gguf", *REMOTE_CODE, *TEXT_SECTIONS}
 

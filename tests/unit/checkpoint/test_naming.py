@@ -108,6 +108,15 @@ def test_an_unknown_family_is_an_error_and_a_custom_row_works() -> None:
     assert not manifests.build(made.config, made.headers, row).problems
 
 
+@pytest.mark.parametrize("model_type", names.REFUSED)
+def test_a_refused_family_says_why(model_type: str) -> None:
+    for model in ({"model_type": model_type}, {"model_type": "a_wrapper", "text_config": {"model_type": model_type}}):
+        with pytest.raises(UnsupportedFormat) as raised:
+            names.find_family(model)
+        assert names.REFUSED[model_type] in raised.value.what
+    assert all(model_type not in row.model_types for row in names.TABLE)
+
+
 def test_sizes_are_read_from_nested_configs() -> None:
     sizes = expert_sizes(
         {

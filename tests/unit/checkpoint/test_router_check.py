@@ -50,3 +50,32 @@ def test_hash_tables_zero_experts_and_routers_of_their_own() -> None:
     assert problems("longcat_flash", {correction: (6,)}, zero_expert_num=2) == []
     assert problems("inkling", {}) == []
     assert problems("mixtral", {}, norm_topk_prob=False) == [UnsupportedFormat]
+
+
+@pytest.mark.parametrize("row", names.TABLE, ids=lambda row: row.family)
+def test_a_layer_of_a_whole_model_has_a_gate(row: names.Naming) -> None:
+    """In every spelling. A file of experts alone needs none; a quantised gate has other tensors."""
+    prefixes = row.forms[0].prefixes
+    prefix = "model." if "model." in prefixes else prefixes[0]
+    for template in row.router.gate_templates:
+        name = prefix + template.format(layer=0)
+        norm = name.partition(".0.")[0] + ".0.norm.weight"
+        assert missing_gates(row, {norm: (32,)}) == [template.format(layer=0) for template in row.router.gate_templates]
+        assert not missing_gates(row, {norm: (32,), name: (4, 32)})
+        assert not missing_gates(row, {norm: (32,), name.removesuffix("weight") + "qweight": (4, 4)})
+        assert missing_gates(row, {norm: (32,), name.removesuffix("weight") + "global_scale": (1,)})
+        assert not missing_gates(row, {})
+
+
+def missing_gates(row: names.Naming, others: dict[str, tuple[int, ...]]) -> list[str]:
+    made = generate(next(iter(registry()["dense"].examples())), row, row.forms[0], SIZE)
+    headers = made.headers | {name: Stored("F32", shape) for name, shape in others.items()}
+    found = [p for p in router_problems(manifests.build(made.config, headers, row)) if "router's gate" in p.what]
+    assert all(type(problem) is MissingTensor for problem in found)
+    return [name for problem in found for name in str(problem.expected).split(" or ")]
+
+
+def test_a_family_with_biases_has_one_in_its_router() -> None:
+    gate = {"model.layers.0.mlp.router.weight": (4, 32)}
+    assert problems("gpt_oss", gate) == [MissingTensor]
+    assert problems("gpt_oss", {**gate, "model.layers.0.mlp.router.bias": (4,)}) == []

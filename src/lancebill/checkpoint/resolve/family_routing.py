@@ -152,6 +152,9 @@ _SOFTMAX_AFTER: Fields = {"scoring": SOFTMAX, "after_top_k": True}
 _LLAMA4: Fields = {"scoring": SIGMOID, "after_top_k": True, "weight_on_input": True}
 _SWIGLUOAI = Activation("swigluoai", limit=7.0)
 _RELU2 = Activation("relu2_no_mul")
+_GEMMA4 = FamilyRouting(
+    {**_SOFTMAX_NORMED, "expert_scale": True}, (), Activation("gelu_tanh"), (_named("hidden_activation"),)
+)
 
 ROWS: dict[str, FamilyRouting] = {
     # softmax over all experts
@@ -174,12 +177,8 @@ ROWS: dict[str, FamilyRouting] = {
     "deepseek_ocr": FamilyRouting({"scoring": SOFTMAX}, (NORM, SCORING, SCALE, *GROUPS, BY_SCORE)),
     "mistral4": FamilyRouting({**_SOFTMAX_NORMED, "epsilon": 1e-20}, (NORM, SCALE, *ONE_GROUP)),
     "mistral_large4": FamilyRouting({**_SOFTMAX_NORMED, "epsilon": 1e-20}, (SCALE, *ONE_GROUP)),
-    "gemma4": FamilyRouting(
-        {**_SOFTMAX_NORMED, "expert_scale": True},
-        (),
-        Activation("gelu_tanh"),
-        (_named("hidden_activation"),),
-    ),
+    "gemma4": _GEMMA4,
+    "diffusion_gemma": _GEMMA4,
     "ernie4_5_moe": FamilyRouting({**_SOFTMAX_NORMED, "correction": True}),
     "longcat_flash": FamilyRouting(
         {"scoring": SOFTMAX, "correction": True, "routed_scaling_factor": 6.0}, (SCALE, ZERO_EXPERTS, ZERO_KIND)

@@ -39,10 +39,10 @@ def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
 def _layers(naming: Naming, tensors: Iterable[str]) -> tuple[set[int], set[int]]:
     """The layers of all tensors, and those that have a router."""
     present, routed = set[int](), set[int]()
-    patterns = {form.in_layer.pattern: form.in_layer for form in naming.forms}
     for name in tensors:
-        matches = (pattern.fullmatch(name) for pattern in patterns.values())
-        present.update(int(match["layer"]) for match in matches if match is not None)
+        index = naming.layer_of(name)
+        if index is not None:
+            present.add(index)
         gated = naming.router.gate_layer(name)
         if gated is not None:
             routed.add(gated)

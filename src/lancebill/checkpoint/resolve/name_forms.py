@@ -136,6 +136,11 @@ class Router:
         given = {"bias": self.bias, "correction": self.correction, "table": self.table, "scale": self.scale}
         return {role: _tuple(names) for role, names in given.items() if names}
 
+    @property
+    def gate_templates(self) -> tuple[str, ...]:
+        """The names of the gate matrix, below the prefix."""
+        return _tuple(self.weight)
+
     def names(self, layer: int) -> dict[str, str]:
         """{tensor name under any prefix: role} for the router tensors that a layer keeps."""
         return {
@@ -147,7 +152,7 @@ class Router:
 
     def gates(self, layer: int) -> tuple[str, ...]:
         """The names that the gate matrix of a layer may have."""
-        return tuple(prefix + name.format(layer=layer) for name in _tuple(self.weight) for prefix in self.prefixes)
+        return tuple(prefix + name.format(layer=layer) for name in self.gate_templates for prefix in self.prefixes)
 
     def claim(self, name: str) -> Claim | None:
         """The router tensor with this name; None if a layer keeps no such tensor."""
@@ -162,9 +167,21 @@ class Router:
         matches = (pattern.fullmatch(name) for pattern in self._gate_patterns)
         return next((int(match["layer"]) for match in matches if match is not None), None)
 
+    def gate_part(self, name: str) -> int | None:
+        """The layer whose gate has a part with this name, its matrix or what a quantised one is stored as."""
+        if self.claim(name) is not None:
+            return None
+        matches = (pattern.fullmatch(name) for pattern in self._gate_parts)
+        return next((int(match["layer"]) for match in matches if match is not None), None)
+
+    @cached_property
+    def _gate_parts(self) -> tuple[re.Pattern[str], ...]:
+        modules = (template.rpartition(".")[0] for template in self.gate_templates)
+        return tuple(re.compile(rf"{_below(self.prefixes, module)}\.[^.]*") for module in modules)
+
     @cached_property
     def _gate_patterns(self) -> tuple[re.Pattern[str], ...]:
-        return tuple(re.compile(_below(self.prefixes, template)) for template in _tuple(self.weight))
+        return tuple(re.compile(_below(self.prefixes, template)) for template in self.gate_templates)
 
     @cached_property
     def _patterns(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
@@ -198,6 +215,15 @@ class Naming:
             if parsed is not None:
                 return Claim(parsed.layer, parsed.expert)
         return self.router.claim(name)
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer of any tensor, an expert's or not; None if it is in no layer."""
+        matches = (pattern.fullmatch(name) for pattern in self._layers)
+        return next((int(match["layer"]) for match in matches if match is not None), None)
+
+    @cached_property
+    def _layers(self) -> tuple[re.Pattern[str], ...]:
+        return tuple({form.in_layer.pattern: form.in_layer for form in self.forms}.values())
 
     def has_experts_in(self, module: str) -> bool:
         """Whether the module with this name contains experts of this family: not those of an encoder of images."""

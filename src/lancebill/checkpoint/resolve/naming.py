@@ -28,8 +28,8 @@ from lancebill.checkpoint.resolve.name_forms import (
 from lancebill.errors import UnsupportedFormat
 
 __all__ = [
-    "DOWN", "GATE", "GATE_UP", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName", "Router", "find_family",
-    "parse_name",
+    "DOWN", "GATE", "GATE_UP", "REFUSED", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName", "Router",
+    "find_family", "parse_name",
 ]  # fmt: skip
 
 _LLAMA_NAMES = {GATE: ".{expert}.gate_proj", UP: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}
@@ -64,6 +64,8 @@ _GEMMA = (
     NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES),
     NameForm(f"{_LAYER}.experts.switch_glu", _SEPARATE_NAMES),
 )  # fmt: skip
+_GEMMA_ROUTER = Router(_in_layer("router.proj.weight"), scale=_in_layer("router.per_expert_scale"))
+_DIFFUSION_PREFIXES = ("model.decoder.", "model.encoder.language_model.")  # which share experts, stored once
 _STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)
 _INKLING = (
     NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True), _MLP_STACKED,
@@ -73,6 +75,10 @@ _INKLING = (
 _MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
 _CORRECTED = Router(correction=_in_layer("mlp.gate.e_score_correction_bias"))
 _BLOCK_CORRECTIONS = ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias")
+_TWO_MIXTURES = (
+    "every layer has two mixtures, for tokens of text and of images, with experts of two sizes in one numbering, "
+    "a gate each and one correction of both"
+)
 
 TABLE: tuple[Naming, ...] = (
     Naming("mixtral", ("mixtral",), (
@@ -154,7 +160,7 @@ TABLE: tuple[Naming, ...] = (
     Naming("longcat_flash", ("longcat_flash",), _STANDARD, Router(
         _in_layer("mlp.router.classifier.weight"), correction=_in_layer("mlp.router.e_score_correction_bias")
     )),
-    Naming("zaya", ("zaya",), _STANDARD),
+    Naming("zaya", ("zaya",), _STANDARD, Router(_in_layer("mlp.gate.router_mlp.out_proj.weight"))),
 
     # Families with names of their own.
     Naming("deepseek_v4", ("deepseek_v4",), (
@@ -187,9 +193,12 @@ TABLE: tuple[Naming, ...] = (
     Naming("lfm2_moe", ("lfm2_moe",), (NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED, _MLX_FEED), Router(
         _in_layer("feed_forward.gate.weight"), correction=_in_layer("feed_forward.expert_bias")
     )),
-    Naming("gemma4", ("gemma4", "gemma4_text"), _GEMMA, Router(
-        _in_layer("router.proj.weight"), scale=_in_layer("router.per_expert_scale")
-    )),
+    Naming("gemma4", ("gemma4", "gemma4_text"), _GEMMA, _GEMMA_ROUTER),
+    Naming(
+        "diffusion_gemma", ("diffusion_gemma", "diffusion_gemma_text"),
+        tuple(replace(form, prefixes=_DIFFUSION_PREFIXES) for form in _GEMMA),
+        replace(_GEMMA_ROUTER, prefixes=_DIFFUSION_PREFIXES),
+    ),
     Naming("aria", ("aria", "aria_text"), (
         NameForm(_MLP, {GATE_UP: ".fc1", DOWN: ".fc2"}, transposed=_BOTH), _STACKED_TRANSPOSED,
         NameForm(_MLP, _LLAMA_NAMES),
@@ -236,6 +245,15 @@ TABLE: tuple[Naming, ...] = (
 )  # fmt: skip
 
 
+# Families that a row cannot describe, and why.
+REFUSED = {
+    "doge": "an expert is one pair of vectors, found by product keys, not a pair of matrices",
+    "ernie4_5_vl_moe": _TWO_MIXTURES,
+    "ernie4_5_moe_vl": _TWO_MIXTURES,  # the same, as published with code of its own
+    "muse_spark": "a norm follows every expert, before its output is weighted, which no kernel computes",
+}
+
+
 def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
     """The row for a config.json, by its `model_type` or that of its text_config."""
     model_types = [section.get("model_type") for section in config_sections(model)][::-1]
@@ -246,6 +264,8 @@ def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Na
         raise UnsupportedFormat(
             "no config.json, which says what model this is", hint="copy it from the model that these tensors belong to"
         )
+    for name in (name for name in model_types if isinstance(name, str) and name in REFUSED):
+        raise UnsupportedFormat(f"model_type {quoted(name)} is not supported: {REFUSED[name]}", where="config.json")
     raise UnsupportedFormat(
         f"no naming row for model_type {quoted(model_types[0])}",
         where="config.json",

@@ -1,9 +1,9 @@
-"""What a layer needs to route, besides the gate's logits: is it stored, and does it fit?"""
+"""What a layer needs to route: is it stored, and does it fit?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lancebill.checkpoint.resolve.manifest import Manifest
 from lancebill.checkpoint.resolve.routing_config import routes_itself, routing_for
@@ -13,6 +13,36 @@ from lancebill.moe.routing import Routing
 
 def router_problems(manifest: Manifest) -> Iterator[LancebillError]:
     """Router tensors that are missing or have another size, and configs whose routing is not known."""
+    yield from _missing_gates(manifest)
+    yield from _routing_problems(manifest)
+
+
+def _missing_gates(manifest: Manifest) -> Iterator[LancebillError]:
+    """Layers with other modules but without a gate matrix. A file of experts alone has neither."""
+    router, whole, gated = manifest.naming.router, set[int | None](), set[int | None]()
+    for name, stored in manifest.tensors.items():
+        if name in manifest.expert_tensors or router.claim(name) is not None:
+            continue
+        gate = router.gate_part(name)
+        if gate is None:
+            whole.add(manifest.naming.layer_of(name))
+        elif len(stored.shape) == 2:
+            gated.add(gate)
+    for index in manifest.layers:
+        if index in whole - gated:
+            yield _missing("gate", index, router.gate_templates)
+
+
+def _missing(role: str, index: int, templates: Iterable[str]) -> MissingTensor:
+    return MissingTensor(
+        f"the layer cannot route: the router's {role} is missing",
+        where=f"layer {index}, router",
+        expected=" or ".join(template.format(layer=index) for template in templates),
+    )
+
+
+def _routing_problems(manifest: Manifest) -> Iterator[LancebillError]:
+    """Of layers that lancebill routes: missing and misshapen tensors, and a config that does not say how."""
     model, naming = manifest.config.model, manifest.naming
     for index, layer in manifest.layers.items():
         try:
@@ -28,14 +58,14 @@ def router_problems(manifest: Manifest) -> Iterator[LancebillError]:
 def _layer_problems(manifest: Manifest, index: int, experts: int, routing: Routing) -> Iterator[LancebillError]:
     names = manifest.naming.router.names(index)
     stored = {role: name for name, role in names.items() if name in manifest.tensors}
-    needed = {"correction": routing.correction, "table": routing.hashed, "scale": routing.expert_scale}
+    needed = {
+        "bias": manifest.naming.biased,
+        "correction": routing.correction,
+        "table": routing.hashed,
+        "scale": routing.expert_scale,
+    }
     for role in (role for role, is_needed in needed.items() if is_needed and role not in stored):
-        spelled = manifest.naming.router.roles.get(role, ())
-        yield MissingTensor(
-            f"the layer cannot route: the router's {role} is missing",
-            where=f"layer {index}, router",
-            expected=" or ".join(template.format(layer=index) for template in spelled),
-        )
+        yield _missing(role, index, manifest.naming.router.roles.get(role, ()))
     columns = experts + routing.zero_experts
     for gate in (name for name in manifest.naming.router.gates(index) if name in manifest.tensors):
         shape = manifest.tensors[gate].shape

@@ -128,6 +128,13 @@ def replace_experts(model: nn.Module, config: Mapping[str, Any]) -> None:
         block: Any = model.get_submodule(parent)
         block.register_module(leaf, PackedExperts(index))
         block._is_hf_initialized = True
+    _forget_ties(model)
+
+
+def _forget_ties(model: Any) -> None:
+    """Two parts of a model may share experts (DiffusionGemma): transformers has no weights of theirs to tie now."""
+    left = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.all_tied_weights_keys = {name: to for name, to in model.all_tied_weights_keys.items() if name in left}
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:

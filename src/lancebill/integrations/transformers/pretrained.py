@@ -173,9 +173,11 @@ def load_experts(model: nn.Module, experts: ModelExperts, progress: Callable[[in
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
     done, total = 0, experts.bytes
-    for place in places.values():
-        done += experts.recipe(place.index).bytes
-        place.experts = experts.layer(place.index)
+    for index in dict.fromkeys(place.index for place in places.values()):
+        done += experts.recipe(index).bytes
+        layer = experts.layer(index)
+        for place in (place for place in places.values() if place.index == index):
+            place.experts = layer
         if progress is not None:
             progress(done, total)
 
