@@ -31,7 +31,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= torchao hqq quanto modelopt bitsandbytes llamacpp
+TOOLS ?= llmcompressor torchao hqq quanto modelopt bitsandbytes llamacpp
+TOOL_llmcompressor := llmcompressor==0.14.0.1 accelerate
 TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate

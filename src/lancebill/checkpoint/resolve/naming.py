@@ -58,7 +58,9 @@ _MLX, _MLX_BLOCK, _MLX_FEED = (
 )
 _MLX_EXPERTS = NameForm(_MLP, _SEPARATE_NAMES)
 _STANDARD = (NameForm(_MLP, _LLAMA_NAMES), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH), _MLX)
-_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED, _MLX_BLOCK)
+# llm-compressor takes stacked experts apart and gives them its own names below the hub's.
+_BLOCK_EACH = NameForm(_BLOCK, _LLAMA_NAMES)
+_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED, _BLOCK_EACH, _MLX_BLOCK)
 _FEED_STACKED = NameForm(_FEED, _FUSED_NAMES)
 _GEMMA = (
     NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES),
@@ -83,7 +85,7 @@ _TWO_MIXTURES = (
 TABLE: tuple[Naming, ...] = (
     Naming("mixtral", ("mixtral",), (
         NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES),
-        _MLX_BLOCK,
+        _BLOCK_EACH, _MLX_BLOCK,
     ), _MIXTRAL_ROUTER),
     Naming("minimax", ("minimax",), _MIXTRAL, _MIXTRAL_ROUTER),
     Naming("minimax_m2", ("minimax_m2",), _MIXTRAL, replace(
