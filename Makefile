@@ -31,8 +31,9 @@ VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= llmcompressor torchao hqq quanto modelopt bitsandbytes llamacpp
+TOOLS ?= llmcompressor mlx torchao hqq quanto modelopt bitsandbytes llamacpp
 TOOL_llmcompressor := llmcompressor==0.14.0.1 accelerate
+TOOL_mlx := mlx[cpu]==0.32.4 mlx-lm==0.32.2
 TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
@@ -102,7 +103,7 @@ test-tool-%:
 	@test -x .venv-tool-$*/bin/python || $(PYTHON) -m venv .venv-tool-$*
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
 	@.venv-tool-$*/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > .venv-tool-$*/torch.txt
-	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv-tool-$*/torch.txt $(TOOL_$*) pytest
+	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv-tool-$*/torch.txt $(foreach package,$(TOOL_$*),'$(package)') pytest
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@OMP_NUM_THREADS=$(JOBS) .venv-tool-$*/bin/python -m pytest tests/with_tools/test_$*.py -W ignore
 	@test -n "$(KEEP)" || rm -rf .venv-tool-$*

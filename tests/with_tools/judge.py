@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "num_experts_per_tok": EXPERTS, "head_dim": 64,
+        "num_hidden_layers": 2,
     },
 }  # fmt: skip
 Matrices = dict[tuple[int, str], Tensor]  # by expert and projection: gate, up, down

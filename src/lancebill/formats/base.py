@@ -254,6 +254,7 @@ class Format(ABC):
     ignored: ClassVar[frozenset[str]] = frozenset()  # config keys that do not affect the numbers
     model_keys: ClassVar[frozenset[str]] = frozenset()  # keys of config.json outside the quantisation section
     stacked: ClassVar[bool] = False  # one tensor has all experts of a layer
+    lists_dense: ClassVar[bool] = True  # the config says which modules are unquantised; else only their tensors do
 
     @abstractmethod
     def matches(self, config: Config) -> bool:

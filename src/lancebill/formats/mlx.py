@@ -87,6 +87,7 @@ class Mlx(Format):
     name = "mlx"
     used = frozenset(_SETTINGS)
     stacked = True
+    lists_dense = False
 
     def matches(self, config: Config) -> bool:
         return config.method == "mlx"
@@ -113,7 +114,8 @@ class Mlx(Format):
         unknown = sorted(set(settings) - _SETTINGS)
         if unknown:
             raise UnsupportedFormat(f"unknown keys in '{name}'", where=config.source, got=", ".join(unknown))
-        return settings
+        # Recipes such as mixed_2_6 write null for the mode's own group size.
+        return {key: value for key, value in settings.items() if value is not None}
 
     def _float_scheme(self, spec: QuantSpec, settings: Mapping[str, Any], mode: str, source: str) -> MlxScheme:
         for key, legal in (("bits", spec.dtype.bits), ("group_size", spec.group)):

@@ -16,7 +16,7 @@ from lancebill.errors import LancebillError, WrongDtype, ranges
 
 def unquantized_experts(manifest: Manifest) -> Iterator[WrongDtype]:
     """One error for all layers with the same difference between config and tensors."""
-    if manifest.config.method is None:
+    if manifest.config.method is None or not manifest.format.lists_dense:
         return
     layers = defaultdict(list)
     for index, layer in manifest.layers.items():
