@@ -35,6 +35,11 @@ class Answering:
         self.model, self.tokenizer, self.seed = model, tokenizer, seed
         self.runner = _native_runner(model)
 
+    @property
+    def how(self) -> str:
+        """How the last answer was decoded."""
+        return str(self.model.lancebill_decoding) if self.runner is None else "native steps"
+
     def answer(self, prompt: dict[str, Any], wanted: AnswerOptions, write: Callable[[str], None]) -> Any:
         """The whole answer and its speed, a `GeneratedText`; its text is written as it comes."""
         import torch

@@ -57,7 +57,7 @@ def generate(
 def _answer(answering: Answering, line: str, raw: bool, quiet: bool, wanted: AnswerOptions) -> dict[str, Any]:
     from lancebill.integrations.transformers.streaming import chat_prompt
 
-    model, tokenizer = answering.model, answering.tokenizer
+    tokenizer = answering.tokenizer
     prompt = dict(tokenizer(line, return_tensors="pt")) if raw else chat_prompt(tokenizer, line)
     if not prompt["input_ids"].numel():
         raise SpecError(
@@ -68,8 +68,7 @@ def _answer(answering: Answering, line: str, raw: bool, quiet: bool, wanted: Ans
     reply = answering.answer(prompt, wanted, (lambda _: None) if quiet else _stream)
     if not quiet:
         _stream("\n")
-        how = f"; {model.lancebill_decoding}" if model.device.type == "cuda" else ""
-        ui.console(error=True).print(f"[dim]{reply}{how}[/]")
+        ui.console(error=True).print(f"[dim]{reply}; {answering.how}[/]")
     return {"prompt": line, **asdict(reply)}
 
 

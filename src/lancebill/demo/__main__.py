@@ -79,7 +79,7 @@ def answer_questions(small: Path) -> None:
     for question in QUESTIONS:
         out.print(f"\n[green]>[/] [bold]{escape(question)}[/]")
         reply = generate_streamed(model, tokenizer, chat_prompt(tokenizer, question), write=_stream, max_new_tokens=48)
-        out.print(f"\n[dim]{reply}[/]")
+        out.print(f"\n[dim]{reply}; {model.lancebill_decoding}[/]")
 
 
 def measure_variants(model: Path, folder: Path) -> None:

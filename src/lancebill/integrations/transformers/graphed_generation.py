@@ -1,8 +1,8 @@
-"""`generate` on a GPU: decode steps are captured in CUDA graphs.
+"""`generate`: decode steps are captured in CUDA graphs, or computed by the native decoder on a CPU.
 
 transformers' `generate` stays what it is: it prepares inputs, samples, stops. It asks its model for a cache, and for a
-compiled forward where the cache allows that. Here the model answers with a `DecodeCache` and with `DecodeGraphs`.
-`generate(disable_compile=True)` is transformers' own way, without either.
+compiled forward where the cache allows that. Here the model answers with a `DecodeCache` and with `DecodeGraphs` or
+`NativeSteps`. `generate(disable_compile=True)` is transformers' own way, without either.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from threading import Lock, local
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers.generation import GenerationMode
 from lancebill.backends.base import Reason
 from lancebill.integrations.transformers.decode_cache import DecodeCache, keeps_keys_and_values, span_of
 from lancebill.integrations.transformers.decode_graphs import CACHE, CudaRecorder, DecodeGraphs, Recorder
+from lancebill.integrations.transformers.native_steps import NativeSteps, SharedDecoder
 
 _LOG = logging.getLogger(__name__)
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
@@ -30,18 +31,29 @@ _MOST_AT_FIRST = 4096  # columns of a new cache; it grows when there are more to
 MakeRecorder = Callable[[torch.device], Recorder]
 
 
+class Steps(Protocol):
+    """A faster way to compute decode steps."""
+
+    cache: DecodeCache
+    refused: Reason | None
+    busy: bool
+
+    def run(self, model: Any, given: dict[str, Any]) -> Any: ...
+
+
 class _OfThread(local):
     """What a thread is generating with."""
 
-    graphs: DecodeGraphs | None = None
+    steps: Steps | None = None
 
 
 class Decoding:
-    """The captured steps of one model, by batch size, and why the last `generate` did not use them."""
+    """The captured steps of one model, by batch size, its native steps, and why the last `generate` used neither."""
 
     def __init__(self, recorder: MakeRecorder = CudaRecorder) -> None:
         self.recorder = recorder
         self.reason: Reason | None = None
+        self.native: SharedDecoder | None = None  # of a model on a CPU
         self._kept: dict[int, DecodeGraphs] = {}
         self._lock, self._local = Lock(), _OfThread()
 
@@ -54,17 +66,26 @@ class Decoding:
 
     def __str__(self) -> str:
         if self.reason is not None:
-            return f"without CUDA graphs: {self.reason}"
+            return f"without {'CUDA graphs' if self.native is None else 'native steps'}: {self.reason}"
+        if self.native is not None:
+            return "native steps"
         return f"{sum(graphs.count for graphs in self._kept.values())} CUDA graphs"
 
+    def turn_to(self, device: torch.device) -> None:
+        """Steps on a CPU are native, others are captured."""
+        native = device.type == "cpu" and self.recorder is CudaRecorder
+        with self._lock:
+            if native != (self.native is not None):
+                self.native = SharedDecoder() if native else None
+
     def begin(self, model: Any, batch: int, tokens: int) -> DecodeCache | Reason:
-        """A cache for new sequences of up to this many tokens, or why their steps cannot be captured."""
+        """A cache for new sequences of up to this many tokens, or why their steps are transformers' own."""
+        if self.native is not None:
+            return self._begin_native(self.native, model, tokens)
         with self._lock:
             graphs = self._kept.pop(batch, None)
             if graphs is None:
-                layers = model.config.get_text_config(decoder=True).num_hidden_layers
-                cache = DecodeCache(layers, span_of(min(tokens, _MOST_AT_FIRST)), model.device)
-                graphs = DecodeGraphs(cache, self.recorder(model.device))
+                graphs = DecodeGraphs(_new_cache(model, tokens), self.recorder(model.device))
             idle = [size for size, held in self._kept.items() if not held.busy]
             for size in idle[: max(0, len(self._kept) + 1 - _MOST_KEPT)]:
                 del self._kept[size]
@@ -75,29 +96,40 @@ class Decoding:
                 return graphs.refused
             graphs.busy = True
         graphs.restart(_stamp(model))
-        self._local.graphs = graphs
+        self._local.steps = graphs
         return graphs.cache
+
+    def _begin_native(self, shared: SharedDecoder, model: Any, tokens: int) -> DecodeCache | Reason:
+        why = shared.refresh(model, _stamp(model))
+        if why is not None:
+            return why
+        steps = self._local.steps = NativeSteps(_new_cache(model, tokens), shared)
+        return steps.cache
 
     def end(self) -> None:
         """The sequences that this thread began are complete, if it began any."""
-        graphs, self._local.graphs = self._local.graphs, None
-        if graphs is not None:
-            graphs.busy, self.reason = False, None
-            if graphs.refused is not None:
-                self.refuse(graphs.refused)
+        steps, self._local.steps = self._local.steps, None
+        if steps is not None:
+            steps.busy, self.reason = False, None
+            if steps.refused is not None:
+                self.refuse(steps.refused)
 
     def refuse(self, reason: Reason) -> None:
-        """A call decodes without graphs."""
-        if reason != self.reason and reason.code not in _EXPECTED:
+        """A call decodes in transformers' own way."""
+        if self.native is None and reason != self.reason and reason.code not in _EXPECTED:
             _LOG.warning("generate decodes without CUDA graphs: %s", reason)
         self.reason = reason
 
-    def of(self, cache: DecodeCache) -> DecodeGraphs:
-        return next(graphs for graphs in self._kept.values() if graphs.cache is cache)
+    @property
+    def steps(self) -> Steps:
+        """Those that this thread generates with."""
+        assert self._local.steps is not None
+        return self._local.steps
 
     def clear(self) -> None:
-        """Free the caches and graphs that no call uses."""
+        """Free the caches, graphs and native steps that no call uses."""
         with self._lock:
+            self.native = None
             self._kept = {batch: graphs for batch, graphs in self._kept.items() if graphs.busy}
 
 
@@ -118,6 +150,7 @@ class GraphedGeneration:
         max_cache_length: int,
     ) -> Any:  # fmt: skip
         decoding = self.lancebill_decoding
+        decoding.turn_to(self.device)  # type: ignore[attr-defined]
         why = _chosen(generation_config, model_kwargs, generation_mode) or _unsuitable(self, decoding)
         if why is None:
             batch = batch_size * (generation_config.num_return_sequences or 1)
@@ -140,7 +173,7 @@ class GraphedGeneration:
         def call(**given: Any) -> Any:
             cache = given.get(CACHE)
             if isinstance(cache, DecodeCache):
-                return self.lancebill_decoding.of(cache).run(self, given)  # type: ignore[arg-type]
+                return self.lancebill_decoding.steps.run(self, given)
             return compiled(compile_config)(**given)
 
         compiled = super().get_compiled_call  # type: ignore[misc]
@@ -172,7 +205,7 @@ def _chosen(how: Any, given: dict[str, Any], mode: Any) -> Reason | None:
 def _unsuitable(model: Any, decoding: Decoding) -> Reason | None:
     """Why no step of this model can be captured."""
     config = model.config.get_text_config(decoder=True)
-    if model.device.type != "cuda" and decoding.recorder is CudaRecorder:
+    if model.device.type not in ("cuda", "cpu") and decoding.recorder is CudaRecorder:
         return Reason("device", f"the model is on {model.device}")
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return Reason("cache", "the model has a cache of its own")
@@ -186,6 +219,11 @@ def _unsuitable(model: Any, decoding: Decoding) -> Reason | None:
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return Reason("hooks", "a module has forward hooks, which a graph does not call")
     return None
+
+
+def _new_cache(model: Any, tokens: int) -> DecodeCache:
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return DecodeCache(layers, span_of(min(tokens, _MOST_AT_FIRST)), model.device)
 
 
 def _stamp(model: nn.Module) -> Hashable:

@@ -7,7 +7,7 @@ before each); whoever uses a decoder compares its logits with the model's own fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class NativeDecoder:
         if native is None:
             raise UnsupportedProblem("the CPU kernels are not built")
         self.model, self.program = model, DecodeProgram(native, MOST_ROWS)
+        self._used: list[tuple[Callable[[], object], object]] = []  # what steps were made from, and where it was found
         layers, final = _backbone(model)
         angles = rotary_angles(model)
         if angles is None:
@@ -85,8 +86,8 @@ class NativeDecoder:
         return self.logits[: len(picks)].clone()
 
     def current(self) -> bool:
-        """Whether the weights are still where the steps read them."""
-        return self.program.current()
+        """Whether the weights are still where the steps read them, and computed with in the same way."""
+        return self.program.current() and all(now() is before for now, before in self._used)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.angles(self.x, positions.unsqueeze(0))
@@ -150,6 +151,7 @@ class NativeDecoder:
         if len(places) > 1 or layer is None:
             raise UnsupportedProblem("a feed-forward block with more than one set of experts")
         taken = {id(parameter) for parameter in places[0].parameters()}
+        self._used.append((lambda: places[0].experts, layer))
         self._routed(layer, _only(block, taken, layer.problem.global_experts), normed)
         shared = [child for child in block.children() if _has(child, _GATED)]
         gates = [p for p in _dense(block, taken) if p.shape == (1, normed.shape[1])]
@@ -162,6 +164,7 @@ class NativeDecoder:
         executor, routing = layer.executor, layer.routing
         if not isinstance(executor, CpuExecutor) or routing is None or layer.expert_map is not None:
             raise UnsupportedProblem("experts that the CPU kernels do not compute")
+        self._used.append((lambda: layer.executor, executor))
         logits = self.program.buffer("router", router.shape[0])
         out = self.program.buffer("projected", normed.shape[1])
         tensors = RouterTensors(layer.router_bias, layer.router_correction, layer.router_table)
