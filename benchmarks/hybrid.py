@@ -213,7 +213,8 @@ def prefill(layer: RoutedExperts, shape: Shape, tokens: int) -> dict[str, Any]:
     executor = layer.executor
     assert isinstance(executor, SplitExecutor)
     large = executor.large_batches
-    chosen = large.choose(Indexed(ids, weights, layer.expert_map))
+    assert layer.host_experts is not None and layer.host_experts.expert_map is not None
+    chosen = large.choose(Indexed(ids, weights, layer.expert_map), layer.host_experts.expert_map)
     rates, size = large._measured(x.device), large_batches.expert_size(large.host.executor)
     key, taken = large._key(x.device), {}
     forced = {

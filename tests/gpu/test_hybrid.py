@@ -175,7 +175,7 @@ def test_copied_experts_compute_the_whole_layer(
     whole, split = load(folder), load(folder, gpu_experts=on_gpu)
     large, sent = split.executor.large_batches, []  # type: ignore[attr-defined]
     choose = large.choose
-    monkeypatch.setattr(large, "choose", lambda dispatch: sent.append(choose(dispatch)) or sent[-1])
+    monkeypatch.setattr(large, "choose", lambda *given: sent.append(choose(*given)) or sent[-1])
     for tokens in (100, 1500):
         for seed in range(3):
             given = inputs(tokens, seed)

@@ -1,10 +1,15 @@
-"""Rows of packed experts that engines move between ranks, and what a layer must know after they were moved."""
+"""Rows of packed experts that are moved: by engines between ranks, or between host memory and the device.
+
+A layer must know where its experts are when it is pushed tensors, copied, saved or loaded.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +19,7 @@ from lancebill.errors import LaunchError
 from lancebill.layer.collect import ExpertCollector
 from lancebill.layer.packed_module import PackedModule
 from lancebill.moe.layout import Packed
+from lancebill.split.moves import OFF, Moves
 
 INPUT_SCALES = ("input_scale",)  # engines keep one for all experts, so their load balancing does not move them
 
@@ -24,6 +30,53 @@ class MovableExperts(PackedModule):
     expert_map: Tensor | None
     refit: ExpertCollector | None
     is_split: bool  # some experts are in host memory
+    is_moving: bool  # and others may take their places on the device
+    moves: Moves | None
+
+    def let_move(self, moves: str) -> None:
+        """Let experts move in this way from the first call on."""
+        self.is_moving = moves != OFF
+        self.moves = Moves(self) if self.is_moving else None
+        if self.is_moving:
+            self.register_load_state_dict_post_hook(_refill)  # type: ignore[no-untyped-call]
+
+    @property
+    def settled(self) -> bool:
+        """Whether no refit is under way."""
+        return self.refit is None or self.refit.settled
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is made of experts that stand still. It moves its own."""
+        if self.moves is not None:
+            self.moves.halt()
+        return {**super().__getstate__(), "moves": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.moves = Moves(self) if self.is_moving else None
+
+    def _save_to_state_dict(self, *given: Any) -> None:
+        if self.moves is not None:
+            self.moves.halt()
+        super()._save_to_state_dict(*given)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MovableExperts:
+        if self.moves is not None:
+            self.moves.halt()
+        super()._apply(fn, recurse)
+        return self
+
+    @contextmanager
+    def standing_still(self, whole: MovableExperts | None, settled: bool) -> Iterator[None]:
+        """Nothing moves inside, and a refit knows which experts are here. `whole` has all experts."""
+        if self.moves is None or whole is None:
+            yield
+            return
+        with self.moves.still() as held:
+            if settled and self.refit is not None and held.experts:
+                logical = whole.held_experts
+                self.refit.hold(tuple(logical[max(0, slot)] for slot in held.experts))  # an empty place may have any
+            yield
 
     def expert_weights(self) -> list[Tensor]:
         """[E_local, -1] views of the tensors of each expert, for engines that move experts between ranks."""
@@ -84,9 +137,19 @@ class MovableExperts(PackedModule):
             )
         return self.refit
 
+    def refill(self) -> None:
+        """Copy the experts that are on the device from host memory again, which has all of them."""
+        if self.moves is not None and self.executor is not None:  # which tells `moves` what it works on
+            self.moves.refill()
+
     def _refuse_split(self) -> None:
         if self.is_split:
             raise LaunchError(
                 "this layer is split between a GPU and host memory: its slots cannot be used one by one",
                 hint="load it without gpu_experts and gpu_memory",
             )
+
+
+def _refill(layer: MovableExperts, keys: object) -> None:
+    """The state was saved while other experts were on the device."""
+    layer.refill()

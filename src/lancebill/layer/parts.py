@@ -16,6 +16,7 @@ from lancebill.layer.recipe import Losses, Recipe
 from lancebill.layer.report import LoadReport
 from lancebill.moe.layout import Packed
 from lancebill.moe.routing import Routing
+from lancebill.split.moves import OFF
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LayerParts:
     report: LoadReport | None = None
     recipe: Recipe | None = None  # how tensors of the checkpoint become `packed`: needed to refit the layer
     host: LayerParts | None = None  # the experts in host memory, where the layer is split
+    moves: str = OFF  # whether experts move between the two: then host memory has all of them
 
 
 def pull(recipe: Recipe, read: Reader) -> LayerParts:
@@ -69,4 +71,5 @@ def assemble(
         report,
         replace(recipe, options=replace(recipe.options, progress=None), host=None),
         host,
+        OFF if host is None else recipe.options.moves,
     )

@@ -30,6 +30,7 @@ from lancebill.moe.routing import Routing
 from lancebill.numbers.codec import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.split.moves import MOVES, OFF
 from lancebill.split.split import Split, parse_bytes, part_map
 
 UNQUANTISED = {
@@ -46,7 +47,8 @@ class LoadOptions:
     `top_k` and `activation` are what the engine computes with; they must be the checkpoint's.
     `progress` is called with the number of bytes packed since its last call.
     `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") say how much of the layer may be on `device`: the
-    other experts are in host memory, computed by the CPU.
+    other experts are in host memory, computed by the CPU. `moves` "recency" keeps those on the device that were used
+    last; host memory then holds all experts.
     """
 
     device: str = "cpu"
@@ -63,6 +65,7 @@ class LoadOptions:
     progress: Callable[[int], None] | None = None
     gpu_experts: int | None = None
     gpu_memory: int | str | None = None
+    moves: str = OFF
 
     def split(self, slots: int, expert_bytes: int) -> Split | None:
         """Where the experts of a layer are; None: all on the device."""
@@ -72,6 +75,11 @@ class LoadOptions:
             split = Split.by_bytes(slots, expert_bytes, parse_bytes(self.gpu_memory))
         else:
             split = Split.by_number(slots, slots if self.gpu_experts is None else self.gpu_experts)
+        if self.moves not in MOVES:
+            raise SpecError("unknown way to move experts", where="moves", expected=" or ".join(MOVES), got=self.moves)
+        if self.moves != OFF and self.order != FAST:
+            what = "where an expert is changes the last bits of a result, so experts that move are not batch-invariant"
+            raise SpecError(what, where="moves", expected=f"order {FAST}, or moves {OFF}", got=f"order {self.order}")
         return split if split.host else None
 
 
@@ -106,7 +114,8 @@ class Recipe:
         split = options.split(len(plan.experts), whole.bytes // len(plan.experts))
         if split is None:
             return whole
-        host = whole._part(split.host, replace(options, device="cpu", backend=oracle.AUTO))
+        held = split.host if options.moves == OFF else tuple(range(len(plan.experts)))
+        host = whole._part(held, replace(options, device="cpu", backend=oracle.AUTO, moves=OFF))
         return replace(whole._part(split.device, options), host=host)
 
     def _part(self, slots: tuple[int, ...], options: LoadOptions) -> Recipe:

@@ -38,6 +38,7 @@ from lancebill.moe.router_tensors import RouterTensors, route_as_defined
 from lancebill.moe.routing import Routed
 from lancebill.split.executor import SplitExecutor
 from lancebill.split.host_calls import HostCalls
+from lancebill.split.mover import MOVER
 
 ROUTER_ROLES = ("bias", "correction", "table", "scale")
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -58,6 +59,7 @@ class RoutedExperts(MovableExperts):
         self.shared_experts: nn.Module | None = None
         self.host_experts: HostExperts | None = None if parts.host is None else HostExperts(parts.host)
         self.is_split = parts.host is not None
+        self.let_move(parts.moves)
         self.register_buffer("expert_map", parts.expert_map, persistent=False)
         for role in ROUTER_ROLES:
             self.register_buffer(f"router_{role}", None, persistent=False)
@@ -66,7 +68,13 @@ class RoutedExperts(MovableExperts):
 
     def _make_executor(self) -> Executor:
         own, host = super()._make_executor(), self.host_experts
-        return own if host is None else SplitExecutor(own, host)
+        if host is None:
+            return own
+        if self.moves is not None:
+            assert self.expert_map is not None
+            self.moves.attach(own, host, self.expert_map)
+            MOVER.add(self.moves)
+        return SplitExecutor(own, host, self.moves)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
         """Moves all tensors, but keeps the router's in fp32: rounding them would change which experts are selected."""
@@ -293,9 +301,10 @@ class RoutedExperts(MovableExperts):
     def push(self, claim: Claim, name: str, tensor: Tensor) -> None:
         """Take a tensor that `claim` says is this layer's."""
         if claim.router is None:
-            self._require_refit().push(claim, name, tensor, self.packed, self.layout)
-            if self.host_experts is not None:
-                self.host_experts.push(claim, name, tensor)
+            with self.standing_still(self.host_experts, self.settled):
+                self._require_refit().push(claim, name, tensor, self.packed, self.layout)
+                if self.host_experts is not None:
+                    self.host_experts.push(claim, name, tensor)
         else:
             self.take_router(claim.router, tensor.to(next(self.parameters()).device))
 
@@ -327,8 +336,7 @@ class RoutedExperts(MovableExperts):
     @property
     def settled(self) -> bool:
         """Whether no refit is under way, so that the layer may compute."""
-        own = self.refit is None or self.refit.settled
-        return own and (self.host_experts is None or self.host_experts.settled)
+        return super().settled and (self.host_experts is None or self.host_experts.settled)
 
     def _check_ready(self) -> None:
         if not self.settled:

@@ -6,6 +6,7 @@ Each part sums its experts of a token in fp32; the two sums are added in fp32 an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from lancebill.moe.routing import Routed, Routing
 from lancebill.split.gpu_queues import MailboxQueue, SideStream
 from lancebill.split.host_calls import MOST_ROWS
 from lancebill.split.large_batches import LargeBatches
+from lancebill.split.moves import Maps, Moves
 from lancebill.split.run_part import HostPart, run_part
 
 MAILBOX_ROWS = MOST_ROWS  # with more, there are several calls, which need a stream of their own
@@ -26,12 +28,15 @@ MAILBOX_ROWS = MOST_ROWS  # with more, there are several calls, which need a str
 class SplitExecutor(Executor):
     """An executor of two: `own` of the experts on the device, and that of the experts in host memory."""
 
-    def __init__(self, own: Executor, host: HostPart) -> None:
+    def __init__(self, own: Executor, host: HostPart, moves: Moves | None = None) -> None:
+        """With `moves`, which expert is where may change between calls."""
         super().__init__(own.backend, own.problem, own.device, own.tensors)
-        self.own, self.host = own, host
+        self.own, self.host, self.moves = own, host, moves
         self.accepts_any_ids = True
         self.fast_routes = own.fast_routes
-        self.large_batches = LargeBatches(own, host)
+        self.large_batches = LargeBatches(own, host, 0 if moves is None else own.problem.experts)
+        if moves is not None:
+            moves.rates = self.large_batches.known_rates
 
     def run(self, x: Tensor, dispatch: Dispatch, out: Tensor) -> Tensor:
         if not isinstance(dispatch, Indexed) or dispatch.expert_map is None:
@@ -42,23 +47,33 @@ class SplitExecutor(Executor):
             )
         if x.numel() == 0:
             return out
-        if x.device.type == "cuda":
-            return self._run_on_gpu(x, dispatch, out)
-        host = run_part(self.host.executor, x, dispatch, self.host.expert_map)
-        return out.copy_(run_part(self.own, x, dispatch, dispatch.expert_map).add_(host))
+        on_gpu = x.device.type == "cuda"
+        if on_gpu:
+            x, ids, weights = x.contiguous(), dispatch.ids.contiguous(), dispatch.weights.contiguous()
+            dispatch = Indexed(ids, weights, dispatch.expert_map)
+        with self._maps(dispatch) as maps:
+            dispatch = Indexed(dispatch.ids, dispatch.weights, maps.own)
+            if on_gpu:
+                return self._run_on_gpu(x, dispatch, maps.host, out)
+            host = run_part(self.host.executor, x, dispatch, maps.host)
+            return out.copy_(run_part(self.own, x, dispatch, maps.own).add_(host))
 
-    def _run_on_gpu(self, x: Tensor, dispatch: Indexed, out: Tensor) -> Tensor:
+    def _maps(self, dispatch: Indexed) -> AbstractContextManager[Maps]:
+        """Which part computes which expert in this call."""
+        if self.moves is not None:
+            return self.moves.call(dispatch)
+        assert self.host.expert_map is not None and dispatch.expert_map is not None
+        return nullcontext(Maps(dispatch.expert_map, self.host.expert_map))
+
+    def _run_on_gpu(self, x: Tensor, dense: Indexed, host_map: Tensor, out: Tensor) -> Tensor:
         """Both parts at once. The GPU's kernels round their sum to the dtype of x, before both sums are added."""
-        assert self.host.expert_map is not None
-        x = x.contiguous()
-        dense = Indexed(dispatch.ids.contiguous(), dispatch.weights.contiguous(), dispatch.expert_map)
         if self.large_batches.may_stream(x):
-            ways = self.large_batches.choose(dense)
+            ways = self.large_batches.choose(dense, host_map)
             if ways.streamed:
-                return self.large_batches.run(x, dense, ways, out)
+                return self.large_batches.run(x, dense, host_map, ways, out)
         queue = MailboxQueue(x.device) if len(x) <= MAILBOX_ROWS else SideStream(x.device)
         try:
-            sums = self.host.calls.queue(queue, self.host.executor, self.host.expert_map, x, dense)
+            sums = self.host.calls.queue(queue, self.host.executor, host_map, x, dense)
             own = self.own.run(x, dense, torch.empty_like(x)) if self.own.problem.experts else None
         finally:
             queue.join()

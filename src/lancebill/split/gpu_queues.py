@@ -30,7 +30,7 @@ class _Mapped:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        kind = {torch.uint8: "|u1", torch.float32: "<f4"}[self.memory.dtype]
+        kind = {torch.uint8: "|u1", torch.float32: "<f4", torch.int32: "<i4"}[self.memory.dtype]
         address = self.memory.data_ptr(), False
         return {"shape": tuple(self.memory.shape), "typestr": kind, "data": address, "version": 3}
 

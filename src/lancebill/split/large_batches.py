@@ -17,11 +17,11 @@ from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.problem import Problem
 from lancebill.split.copy_lane import CudaLane, pin_in_place
-from lancebill.split.gpu_queues import SideStream
+from lancebill.split.gpu_queues import MailboxQueue, SideStream
 from lancebill.split.measure_rates import measure_rates
 from lancebill.split.run_part import HostPart
 from lancebill.split.streamed import Stage, add_streamed, count_tokens, wave_maps
-from lancebill.split.ways import ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
+from lancebill.split.ways import ASSUMED, ExpertSize, Rates, Ways, choose_ways, expected_ways, size_of
 
 FEWEST = 64  # tokens: below, experts are never copied, and nothing is measured
 WORTH = 0.5  # of the CPU's time alone: the first measured batches took up to three times their estimates
@@ -32,8 +32,9 @@ _RATES: dict[tuple[Problem, str, str, str], Rates] = {}
 class LargeBatches:
     """What a split layer does if many rows come at once."""
 
-    def __init__(self, own: Executor, host: HostPart) -> None:
-        self.own, self.host = own, host
+    def __init__(self, own: Executor, host: HostPart, shared: int = 0) -> None:
+        """`shared` is how many of the host's experts are on the device, too."""
+        self.own, self.host, self.shared = own, host, shared
         self._expected: dict[int, bool] = {}  # by number of tokens
         self._places: Tensor | None = None  # the map of the host's part, on the device
         self._cpu_map: Tensor | None = None  # of the experts that the CPU computes in the current batch
@@ -55,28 +56,35 @@ class LargeBatches:
         """The division for rows that are routed to all experts alike."""
         problem = self.host.executor.problem
         size, rates = expert_size(self.host.executor), self._measured(device)
-        return expected_ways(problem.experts, tokens, problem.top_k, problem.global_experts, size, rates)
+        absent = problem.experts - self.shared
+        return expected_ways(absent, tokens, problem.top_k, problem.global_experts, size, rates)
 
-    def choose(self, dispatch: Indexed) -> Ways:
-        """The division for these rows. Waits until the device has chosen their experts."""
-        assert self.host.expert_map is not None
+    def choose(self, dispatch: Indexed, host_map: Tensor) -> Ways:
+        """The division for these rows. Waits until the device has chosen their experts.
+
+        `host_map` says which experts the host's part has in this call; it may be complete only then.
+        """
         executor, ids = self.host.executor, dispatch.ids
         rates = self._measured(ids.device)
-        if self._places is None or self._places.device != ids.device:
-            self._places = self.host.expert_map.to(ids.device)
-        counts = count_tokens(ids, self._places, executor.problem.experts)
+        counts = count_tokens(ids, self._on_device(host_map, ids.device), executor.problem.experts)
         return choose_ways(counts, ids.shape[0], expert_size(executor), rates)
 
-    def run(self, x: Tensor, dispatch: Indexed, ways: Ways, out: Tensor) -> Tensor:
+    def _on_device(self, host_map: Tensor, device: torch.device) -> Tensor:
+        if host_map is not self.host.expert_map:  # written by the device, where it can read it
+            return MailboxQueue(device).mapped(host_map)
+        if self._places is None or self._places.device != device:
+            self._places = host_map.to(device)
+        return self._places
+
+    def run(self, x: Tensor, dispatch: Indexed, host_map: Tensor, ways: Ways, out: Tensor) -> Tensor:
         """One batch: the CPU's experts on a stream of their own, copies on another, the rest on the caller's."""
-        assert self.host.expert_map is not None
         stage, held, side = self._stage(x.device), self.host.executor.tensors.packed(), SideStream(x.device)
-        maps = wave_maps(self.host.expert_map, ways.streamed, stage.experts).to(x.device)
+        maps = wave_maps(host_map, ways.streamed, stage.experts).to(x.device)
         total = torch.zeros_like(x, dtype=torch.float32)
         try:
             sums = None
             if ways.cpu:
-                places = self._map_of(ways.cpu)
+                places = self._map_of(ways.cpu, host_map)
                 sums = self.host.calls.queue(side, self.host.executor, places, x, dispatch)
             if self.own.problem.experts:
                 total.add_(self.own.run(x, dispatch, torch.empty_like(x)))
@@ -87,15 +95,17 @@ class LargeBatches:
             side.join()
         return out.copy_(total if sums is None else total.add_(sums))
 
-    def _map_of(self, slots: tuple[int, ...]) -> Tensor:
+    def _map_of(self, slots: tuple[int, ...], host_map: Tensor) -> Tensor:
         """The CPU's map for this batch. The last batch has ended: this one's ids were read."""
-        assert self.host.expert_map is not None
         if self._cpu_map is None:
-            self._cpu_map = torch.empty_like(self.host.expert_map)
+            self._cpu_map = torch.empty_like(host_map)
         chosen = torch.zeros(self.host.executor.problem.experts + 1, dtype=torch.bool, device="cpu")
         chosen[list(slots)] = True
-        places = self.host.expert_map
-        return self._cpu_map.copy_(places.masked_fill(~chosen[places.long()], -1))
+        return self._cpu_map.copy_(host_map.masked_fill(~chosen[host_map.long()], -1))
+
+    def known_rates(self) -> Rates:
+        """As measured when a large batch first needed them; assumed before."""
+        return _RATES.get(self._key(self.own.tensors.device), ASSUMED)
 
     def _key(self, device: torch.device) -> tuple[Problem, str, str, str]:
         return self.host.executor.problem, self.own.backend.name, self.host.executor.backend.name, str(device)

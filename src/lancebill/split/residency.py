@@ -7,13 +7,22 @@ afterwards.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 Trace = Sequence[Sequence[int]]  # the experts that each step used
 Scores = Sequence[Sequence[float]]  # after each step, of every expert
 Policy = Callable[[Trace, int], Scores]
+
+
+@dataclass(frozen=True)
+class ExpertSwap:
+    """An expert that comes to the device, into the place of one that leaves it."""
+
+    place: int
+    leaves: int
+    comes: int
 
 
 @dataclass(frozen=True)
@@ -22,13 +31,21 @@ class Residency:
 
     experts: tuple[int, ...]
 
-    def after(self, used: Sequence[int], scores: Sequence[float]) -> Residency:
-        """The best of those that are here and those that were just used. An expert that stays keeps its place."""
-        candidates = sorted({*self.experts, *used})
-        best = heapq.nlargest(len(self.experts), candidates, key=lambda expert: (scores[expert], -expert))
-        coming = [expert for expert in best if expert not in self.experts]
-        places = iter(coming)
-        return Residency(tuple(expert if expert in best else next(places) for expert in self.experts))
+    def swaps(
+        self, scores: Sequence[float], candidates: Collection[int], most: int | None = None
+    ) -> tuple[ExpertSwap, ...]:
+        """The best candidates, each for the worst expert that is here, as long as that is better: `most` of them."""
+        here = set(self.experts)
+        coming = sorted((expert for expert in set(candidates) if expert not in here), key=lambda e: (-scores[e], e))
+        leaving = sorted(range(len(self.experts)), key=lambda place: (scores[self.experts[place]], -place))
+        pairs = zip(coming[:most], leaving)
+        better = takewhile(lambda pair: scores[pair[0]] > scores[self.experts[pair[1]]], pairs)
+        return tuple(ExpertSwap(place, self.experts[place], expert) for expert, place in better)
+
+    def after(self, swaps: Collection[ExpertSwap]) -> Residency:
+        """An expert that stays keeps its place."""
+        coming = {swap.place: swap.comes for swap in swaps}
+        return Residency(tuple(coming.get(place, expert) for place, expert in enumerate(self.experts)))
 
 
 @dataclass(frozen=True)
@@ -46,16 +63,18 @@ class PolicyResult:
         return self.hits / max(1, self.uses)
 
 
-def simulate(trace: Trace, experts: int, places: int, policy: Policy) -> PolicyResult:
-    """Run a policy over a trace, beginning with the first experts on the device."""
+def simulate(trace: Trace, experts: int, places: int, policy: Policy, most: int | None = None) -> PolicyResult:
+    """Run a policy over a trace, beginning with the first experts on the device. `most` are its moves in a step.
+
+    An expert may come when it was just used; if moves are limited, also later.
+    """
     scores, held = policy(trace, experts), Residency(tuple(range(min(places, experts))))
     uses = hits = moves = clean = 0
     for step, used in enumerate(trace):
         found = sum(expert in held.experts for expert in used)
         uses, hits, clean = uses + len(used), hits + found, clean + (found == len(used))
-        after = held.after(used, scores[step])
-        moves += sum(a != b for a, b in zip(held.experts, after.experts))
-        held = after
+        swaps = held.swaps(scores[step], used if most is None else range(experts), most)
+        held, moves = held.after(swaps), moves + len(swaps)
     return PolicyResult(uses, hits, moves, clean, len(trace))
 
 

@@ -19,6 +19,7 @@ from lancebill.backends.base import Executor, TensorTable
 from lancebill.moe.dispatch import Indexed
 from lancebill.moe.layout import Layout, Packed
 from lancebill.moe.problem import Problem
+from lancebill.split.repack import repack, rows_of
 from lancebill.split.run_part import run_part
 
 WAVE_BYTES = 96 << 20  # of experts that are copied, packed and computed together
@@ -90,13 +91,9 @@ class Stage:
         return sum(t.nbytes for packed in held for tensors in packed.values() for t in tensors.values())
 
     def pack(self, buffer: int, count: int) -> None:
-        """Bring the first experts of a buffer into the device's layout. Input scales have no layout."""
-        for matrix, shape in self.problem.matrices.items():
-            raw = {name: tensor[:count] for name, tensor in self.raw[buffer][matrix].items()}
-            into = {name: tensor[:count] for name, tensor in self.packed[matrix].items()}
-            self.own.pack(shape, self.host.unpack(shape, raw), into)
-            for name in raw.keys() - self.host.storage(shape).keys():
-                into[name].copy_(raw[name])
+        """Bring the first experts of a buffer into the device's layout."""
+        raw, into = rows_of(self.raw[buffer], 0, count), rows_of(self.packed, 0, count)
+        repack(self.problem.matrices, (self.host, raw), (self.own, into))
 
 
 def count_tokens(ids: Tensor, expert_map: Tensor, experts: int) -> dict[int, float]:

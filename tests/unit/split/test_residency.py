@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lancebill.split.residency import POLICIES, Residency, simulate
+from lancebill.split.residency import POLICIES, ExpertSwap, Residency, simulate
 from lancebill.split.traces import REUSE, make_trace
 
 
@@ -48,6 +48,10 @@ def test_belady_is_the_best_of_all_choices() -> None:
 
 def test_experts_that_stay_keep_their_places() -> None:
     before = Residency((5, 2, 9))
-    after = before.after((7, 2), [0, 0, 3, 0, 0, 1, 0, 2, 0, 0])
-    assert after == Residency((5, 2, 7))
-    assert after.after((1,), [0, -1, 3, 0, 0, 1, 0, 2, 0, 0]) == after, "an expert that deserves no place gets none"
+    scores = [0, 0, 3, 0, 0, 1, 0, 2, 0, 0]
+    swaps = before.swaps(scores, (7, 2))
+    after = before.after(swaps)
+    assert swaps == (ExpertSwap(place=2, leaves=9, comes=7),) and after == Residency((5, 2, 7))
+    assert not after.swaps(scores, (1, 3)), "an expert that deserves no place gets none"
+    assert not before.swaps([1] * 10, range(10)), "experts that are used alike stay where they are"
+    assert before.swaps(scores, range(10), most=0) == ()

@@ -118,16 +118,19 @@ class InstantQueue:
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("cpu_gbs", [1e-3, 15.0, 1e9], ids=["copied", "both", "computed"])
 def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
-    cpu_gbs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpu_gbs: float, moves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(make_checkpoint(), tmp_path / "m")
-    layer, whole = (RoutedExperts.from_checkpoint(folder, 0, gpu_experts=number) for number in (1, SIZE.experts))
+    layer, whole = (
+        RoutedExperts.from_checkpoint(folder, 0, gpu_experts=number, moves=moves) for number in (1, SIZE.experts)
+    )
     rates = Rates(10.0, cpu_gbs, 1e9, 1e9, call_us=0.0, wait_us=0.0)
     for name, value in {
-        "SideStream": InstantQueue, "lane_of": lambda device: lane, "pin_in_place": lambda tensor: True,
-        "measure_rates": lambda *given: rates, "_RATES": {}, "_STAGES": {},
+        "SideStream": InstantQueue, "MailboxQueue": InstantQueue, "lane_of": lambda device: lane,
+        "pin_in_place": lambda tensor: True, "measure_rates": lambda *given: rates, "_RATES": {}, "_STAGES": {},
     }.items():  # fmt: skip
         monkeypatch.setattr(large_batches, name, value)
     monkeypatch.setattr(streamed, "WAVE_BYTES", 1)
@@ -136,10 +139,13 @@ def test_a_batch_is_the_whole_layer_whichever_way_experts_go(
     for seed in range(3):
         x, ids, weights = make_inputs(9, seed)
         given = Indexed(ids, weights, layer.expert_map)
-        ways = executor.large_batches.choose(given)
-        assert bool(ways.cpu) == (cpu_gbs > 1) and bool(ways.streamed) == (cpu_gbs < 1e9)
-        if ways.streamed:
-            got = executor.large_batches.run(x, given, ways, torch.empty_like(x)).float()
+        with executor._maps(given) as maps:
+            given = Indexed(ids, weights, maps.own)
+            ways = executor.large_batches.choose(given, maps.host)
+            assert bool(ways.cpu) == (cpu_gbs > 1) and bool(ways.streamed) == (cpu_gbs < 1e9)
+            if not ways.streamed:
+                continue
+            got = executor.large_batches.run(x, given, maps.host, ways, torch.empty_like(x)).float()
             want = whole(x, topk_ids=ids, topk_weights=weights).float()
             assert float((got - want).abs().max() / want.abs().max()) < 2e-2, seed
 

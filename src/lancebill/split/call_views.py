@@ -1,0 +1,155 @@
+"""What one call of a split layer sees of where its experts are, while they may move.
+
+Both parts of a call must agree on which of them computes an expert, so a call begins with a copy of the map. It says
+when it has begun and when it has ended: a place on the device is overwritten only when no call may still read it. A
+call waits for nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lancebill.jit import driver
+from lancebill.split.call_kernels import PTX, THREADS
+from lancebill.split.gpu_queues import MailboxQueue, pinned
+from lancebill.split.quiet_stream import done_at_once
+
+_LINE = 8  # words of a cache line: what different streams write is in different lines
+
+
+class Uses:
+    """When each expert was last used, by the number of the layer's calls, in memory of the host."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        size = (experts + 1) * 8
+        shared = device.type == "cuda"
+        memory = pinned(size, True) if shared else torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.words = memory[:size].view(torch.int64).zero_()  # the number of calls, then the last use of each expert
+        with done_at_once(device):
+            self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def calls(self) -> int:
+        return int(self.words[0])
+
+    def last(self) -> list[int]:
+        """Of every expert; 0: never."""
+        last: list[int] = self.words[1:].tolist()
+        return last
+
+    def note(self, ids: Tensor) -> None:
+        """What the kernel does."""
+        self.words[0] += 1
+        known = ids[(ids >= 0) & (ids < len(self.words) - 1)].long()
+        self.words[1:][known] = self.words[0]
+
+
+class CallView(ABC):
+    """The maps of the calls that run one after the other: those of a thread, a stream, or a captured graph.
+
+    `own` and `host` are the maps of the two parts, `words` the numbers of calls that have begun and ended.
+    """
+
+    own: Tensor
+    host: Tensor
+    words: Tensor
+
+    @abstractmethod
+    def begin(self, ids: Tensor) -> None:
+        """Count the call and the experts it uses, and copy the map."""
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    @property
+    def begun(self) -> int:
+        return int(self.words[0])
+
+    @property
+    def ended(self) -> int:
+        return int(self.words[1])
+
+
+class ThreadView(CallView):
+    """Calls of a thread on the CPU."""
+
+    def __init__(self, live: Tensor, everywhere: Tensor, uses: Uses) -> None:
+        """`live` changes; `everywhere` is the map of the host's part, which has all experts."""
+        self.live, self.everywhere, self.uses = live, everywhere, uses
+        self.own, self.host = torch.empty_like(live), torch.empty_like(everywhere)
+        self.words = torch.zeros(2, dtype=torch.int64, device="cpu")
+
+    def begin(self, ids: Tensor) -> None:
+        self.words[0] += 1
+        self.own.copy_(self.live)
+        self.host.copy_(self.everywhere.masked_fill(self.own >= 0, -1))
+        self.uses.note(ids)
+
+    def end(self) -> None:
+        self.words[1] += 1
+
+
+class StreamView(CallView):
+    """Calls of a GPU's stream, or of a graph that is captured on it."""
+
+    def __init__(self, live: Tensor, everywhere: Tensor, uses: Uses, queue: MailboxQueue) -> None:
+        self.live, self.uses, self.device = live, uses, live.device.index or 0
+        experts = live.numel()
+        self._memory = pinned(_LINE * 8 + experts * 4, queue.capturing)
+        self.words = self._memory[:16].view(torch.int64).zero_()
+        self.host = self._memory[_LINE * 8 : _LINE * 8 + experts * 4].view(torch.int32)
+        with done_at_once(live.device):  # and not captured: a replay must not reset what it counts
+            self.count = torch.zeros(1, dtype=torch.int64, device=live.device)
+            self.everywhere = everywhere.to(live.device)
+            self.own = torch.full_like(live, -1)
+
+    def begin(self, ids: Tensor) -> None:
+        memory = [self.words, self.count, self.uses.clock, self.live, self.everywhere, self.own, self.host]
+        addresses = [tensor.data_ptr() for tensor in memory]
+        wide = int(ids.dtype == torch.int64)
+        self._launch("begin", *addresses, self.live.numel(), ids.data_ptr(), wide, ids.numel(), self.uses.words)
+
+    def end(self) -> None:
+        self._launch("end", self.words, self.count)
+
+    def _launch(self, kernel: str, *values: int | Tensor) -> None:
+        driver.use_context(self.device)
+        stream = torch.cuda.current_stream(self.live.device).cuda_stream
+        numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        given = [(f"argument{i}", struct.pack("Q", number)) for i, number in enumerate(numbers)]
+        driver.Launch(_function(kernel, self.device), THREADS, 0, stream, given, False, {})(stream)
+
+
+class CallViews:
+    """The views of one layer. They are kept: a captured graph does not say when it ends."""
+
+    def __init__(self, live: Tensor, everywhere: Tensor) -> None:
+        self.live, self.everywhere, self.uses = live, everywhere, Uses(live.numel(), live.device)
+        self.held: dict[Hashable, CallView] = {}
+
+    def current(self) -> CallView:
+        """The view of this thread's calls, or of the current stream's."""
+        queue = MailboxQueue(self.live.device) if self.live.device.type == "cuda" else None
+        key = threading.get_ident() if queue is None else queue.key
+        found = self.held.get(key)
+        if found is None:
+            given = self.live, self.everywhere, self.uses
+            found = self.held[key] = ThreadView(*given) if queue is None else StreamView(*given, queue)
+        return found
+
+    def under_way(self) -> list[tuple[CallView, int]]:
+        """The calls that have begun and not ended: their view, and their number in it."""
+        return [(view, begun) for view in list(self.held.values()) if (begun := view.begun) > view.ended]
+
+
+@cache
+def _function(kernel: str, device: int) -> int:
+    with driver.uncaptured():
+        return driver.load_function(PTX.encode() + b"\0", kernel, 0)
