@@ -110,18 +110,18 @@ test-tool-%:
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests with $(VLLM)"
-	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/with_vllm
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup tests/with_vllm
 
 test-vllm-all: $(VLLM_VENV)/.installed
 	@echo "== all tests with $(VLLM)"
-	@OMP_NUM_THREADS=$(JOBS) $(VLLM_VENV)/bin/python -m pytest tests/with_vllm --vllm-all --vllm-record
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup tests/with_vllm --vllm-all --vllm-record
 
 $(VLLM_VENV)/.installed: $(BUILT_FROM)
 	@echo "== create a virtual environment in $(VLLM_VENV) and install $(VLLM)"
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -c 'import torch' 2>/dev/null || $(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM_TORCH)
 	@$(VLLM_VENV)/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VLLM_VENV)/torch.txt
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/torch.txt "$(VLLM)" pytest
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/torch.txt "$(VLLM)" pytest pytest-xdist gguf
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes $(VLLM_WITHOUT)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

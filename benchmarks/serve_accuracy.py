@@ -6,7 +6,8 @@
 
 For each variant `lancebill serve` is started, asked greedily, and stopped. Words after -- are options of the server.
 `--url NAME=URL`, repeated, asks servers that are already running instead. The record holds right or wrong for every
-question, never a question or an answer.
+question, never a question or an answer. `--likelihood N` also asks how likely the first N reference solutions are, a
+finer score for models that solve few questions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import answer_likelihood
 from machine import origin, result_path, whole_model_machine
 
 from lancebill.cli.engines import running_server
@@ -35,17 +37,22 @@ READINGS = ("strict", "flexible")
 
 def main() -> None:
     chosen = arguments()
-    questions = read_questions(chosen.questions)[: chosen.limit]
+    known = read_questions(chosen.questions)
+    questions, solved = known[: chosen.limit], known[: chosen.likelihood]
     examples = read_questions(chosen.examples)[: chosen.shots] if chosen.examples else []
     rows: list[dict[str, Any]] = []
     first: dict[str, Score] = {}
-    for name, server in servers(chosen):
+    first_readings: list[answer_likelihood.Reading] = []
+    for name, address in servers(chosen):
         start = time.perf_counter()
-        with server as url:
-            answers = ask(Server(url, chosen.timeout, chosen.api_key), questions, examples, chosen)
+        with address as url:
+            server = Server(url, chosen.timeout, chosen.api_key)
+            answers = ask(server, questions, examples, chosen)
+            readings = answer_likelihood.read_solutions(server, solved, chosen.concurrency)
         scores = score(answers, questions)
-        first = first or scores
-        rows.append({"variant": name, "seconds": round(time.perf_counter() - start, 1), **described(scores, first)})
+        first, first_readings = first or scores, first_readings or readings
+        row = {"variant": name, "seconds": round(time.perf_counter() - start, 1), **described(scores, first)}
+        rows.append(row | ({"likelihood": answer_likelihood.described(readings, first_readings)} if solved else {}))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "right"}), flush=True)
         save(chosen, len(questions), rows)  # after every variant, so that an interrupted run keeps its results
 
@@ -58,6 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--examples", type=Path, help="questions for the few-shot prompt")
     parser.add_argument("--shots", type=int, default=5, help="few-shot examples")
     parser.add_argument("--limit", type=int, help="only the first questions")
+    parser.add_argument("--likelihood", type=int, default=0, help="solutions whose likelihood is asked; needs vLLM")
     parser.add_argument("--model", type=Path, help="a checkpoint to serve")
     parser.add_argument(
         "--variant", action="append", help="weights[/activations[/backend]]; the first is compared with"
@@ -137,6 +145,7 @@ def save(chosen: argparse.Namespace, questions: int, rows: list[dict[str, Any]])
         "shots": chosen.shots if chosen.examples else 0,
         "tokens": chosen.tokens,
         "chat": not chosen.completions,
+        "solutions": chosen.likelihood,
         "variants": rows,
     }
     chosen.out.write_text(json.dumps(document, indent=1) + "\n")

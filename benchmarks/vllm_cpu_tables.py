@@ -32,7 +32,28 @@ def _accuracy_table(file: ResultFile) -> str:
         f"{run['tokens']} tokens, asked of a running vLLM server (the demo's SmolLM2-135M); p by McNemar's exact "
         f"test against the first variant; {links(file.name)}"
     )
-    return markdown_table(("variant", "strict", "flexible", "p, strict", "p, flexible"), rows, note)
+    table = markdown_table(("variant", "strict", "flexible", "p, strict", "p, flexible"), rows, note)
+    return f"{table}\n{_likelihood_table(file)}" if run.get("solutions") else table
+
+
+def _likelihood_table(file: ResultFile) -> str:
+    """A model that solves few questions still finds their solutions more or less likely."""
+    head = ("variant", "nats a token", "more than the first", "p", "same likeliest token")
+    found = [(row["variant"], row["likelihood"]) for row in file.record["variants"]]
+    rows = [(name, f"{one['nats']:.4f}", *_difference(one)) for name, one in found]
+    note = (
+        f"How likely the same server finds the first {file.record['solutions']} reference solutions "
+        f"({found[0][1]['tokens']:,} tokens), each after its question alone; p by a paired bootstrap over the "
+        f"solutions; {links(file.name)}"
+    )
+    return markdown_table(head, rows, note)
+
+
+def _difference(one: dict[str, float]) -> tuple[str, str, str]:
+    if "p" not in one:
+        return "", "", ""
+    more = f"{one['difference']:+.4f} ± {one['difference_stderr']:.4f}"
+    return more, f"{one['p']:.2g}", f"{one['same_likeliest']:.1%}"
 
 
 def _scores(row: dict[str, dict[str, float]]) -> Iterator[str]:

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--vllm-record"):
+    if config.getoption("--vllm-record") and not hasattr(config, "workerinput"):  # workers report to the first process
         config.pluginmanager.register(record.Recorder(), "vllm-record")
 
 

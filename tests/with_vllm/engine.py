@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from references import reference_process
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -20,6 +20,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
 }
 SIZES = {"max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "kv_cache_memory_bytes": 16 << 20,
+}
 PROMPTS = ([5, 9, 33, 7], [100, 3, 4, 5, 6, 7, 8, 9, 10], [11] * 6)
 TOKENS = 8
 
@@ -48,15 +55,14 @@ def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
     from vllm.distributed import cleanup_dist_env_and_memory
 
     additional = {} if settings is None else {"additional_config": {"lancebill": settings}}
-    defaults = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False}
-    llm = LLM(model=str(model), **{**SIZES, **defaults, **additional, **options})
+    gc.freeze()  # vLLM collects garbage several times; what was imported need not be searched each time
+    llm = LLM(model=str(model), **{**SIZES, **DEFAULTS, **additional, **options})
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        cleanup_dist_env_and_memory()  # unfreezes and collects
 
 
 def ask(llm: Any, chosen: Sequence[Sequence[int]] = PROMPTS) -> Answers:
@@ -71,36 +77,16 @@ def ask(llm: Any, chosen: Sequence[Sequence[int]] = PROMPTS) -> Answers:
 
 def reference(model: Path, **options: Any) -> Answers:
     """The same from transformers, with lancebill's experts."""
-    import lancebill
-
-    return _generated(lancebill.from_pretrained(model, dtype=torch.float32, **options))
+    return _from_transformers(model, own_experts=False, options=options)
 
 
 def reference_without_lancebill(model: Path) -> Answers:
     """The same from transformers alone, for unquantised checkpoints."""
-    import transformers
-
-    return _generated(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    return _from_transformers(model, own_experts=True, options={})
 
 
-def _generated(loaded: Any) -> Answers:
-    tokens, logprobs = [], []
-    for prompt in PROMPTS:
-        with torch.no_grad():
-            made = loaded.generate(
-                torch.tensor([list(prompt)]),
-                max_new_tokens=TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        new = made.sequences[0, len(prompt) :].tolist()
-        tokens.append(new)
-        steps = [torch.log_softmax(logits[0].float(), -1) for logits in made.logits]
-        logprobs.append([float(step[token]) for step, token in zip(steps, new, strict=True)])
-    return Answers(tokens, logprobs)
+def _from_transformers(model: Path, **job: Any) -> Answers:
+    return Answers(**reference_process().ask({"model": str(model), "prompts": PROMPTS, "count": TOKENS, **job}))
 
 
 def model_of(llm: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import kinds
 import torch
 
 COMMON: dict[str, Any] = {
@@ -23,6 +24,7 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 GROUPED = {"n_routed_experts": 8, "moe_intermediate_size": 128, "intermediate_size": 128, "n_shared_experts": 1}
+QWEN = {"num_experts": 8, "moe_intermediate_size": 128, "intermediate_size": 128, "norm_topk_prob": True}
 # vLLM computes latent attention only in the sizes of the real models.
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -33,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
     },
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 128, "intermediate_size": 128, "norm_topk_prob": True},
+    "qwen3_moe": QWEN,
     "olmoe": {"num_experts": 8, "intermediate_size": 128},
     "gpt_oss": {
         "num_local_experts": 8,
@@ -53,6 +55,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 32,
         "logits_scaling": 8.0,  # as published; without it one rounding of a logit is more than the bound
     },
+    "granitemoe_swa": {"num_local_experts": 8, "intermediate_size": 128, "shared_intermediate_size": 128},
+    "mellum": QWEN,
+    "flex_olmo": {"num_experts": 8, "intermediate_size": 128},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "moe_intermediate_size": 128, "intermediate_size": 128},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 128,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 32,
+    },
+    "dbrx": {
+        "d_model": 128,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 128,
+    },
+    "exaone_moe": {
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 128,
+        "intermediate_size": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "layer_types": ["full_attention", "full_attention"],
+    },
     "llama4_text": {
         "num_local_experts": 8,
         "intermediate_size": 128,
@@ -68,26 +108,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 32}
     | {"topk_method": "noaux_tc"},
 }
-# (spec, format) of `lancebill convert`.
-FORMATS: dict[str, tuple[str, str | None]] = {
-    "ct-int4": ("int4-g32", None),
-    "ct-int4-zero-points": ("int4-g32-zp", None),
-    "ct-int8": ("int8", None),
-    "ct-fp8-channel": ("fp8-channel", None),
-    "ct-fp8-block": ("fp8-block", None),
-    "ct-mxfp4": ("mxfp4", None),
-    "ct-nvfp4": ("nvfp4", None),
-    "ct-mxfp8": ("mxfp8", None),
-    "gptq": ("int4-g32:fp16", "gptq"),
-    "awq": ("int4-g32-zp", "awq"),
-    "fp8": ("fp8-block", "fp8"),
-    "mxfp4": ("mxfp4", "mxfp4"),
-    "modelopt": ("nvfp4", "modelopt"),
-    "bitsandbytes": ("nf4", "bitsandbytes"),
-    "bf16": ("bf16", None),
-}
-
-
 # (format, spec, act-order) of examples that can be applied to every matrix.
 EVERYWHERE: dict[str, tuple[str, str, bool]] = {
     "ct-int4": ("compressed-tensors", "int4-g64:fp16", False),
@@ -118,16 +138,21 @@ def plain_model(family: str, folder: Path, seed: int = 7) -> Path:
 
 
 def converted(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
-    """The model with its experts in one of `FORMATS`."""
-    from lancebill.cli.convert import run_conversion, target_of
-
+    """The model with its experts in one of `kinds.KINDS`."""
     source = plain_model(family, folder, seed)
     made = folder / f"{family}-{seed}-{kind}"
     if kind == "bf16":
         return source
     if not made.exists():
-        options = {"device": "cpu", "mx_rule": "floor", "overwrite": False, "experts_only": False}
-        run_conversion(source, made, target_of(*FORMATS[kind]), options)
+        kinds.write_copy(source, made, kind)
+    return made
+
+
+def dequantised(model: Path) -> Path:
+    """A copy of a model with the same numbers, not quantised."""
+    made = model.with_name(f"{model.name}-dequantised")
+    if not made.exists():
+        kinds.write_dequantised(model, made)
     return made
 
 

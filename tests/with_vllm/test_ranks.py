@@ -19,6 +19,7 @@ pytest.importorskip("vllm")
 import engine
 import models
 
+pytestmark = pytest.mark.xdist_group("ranks")  # the two processes of `cells` are started once
 MINUTES = 60
 BOUND = 1e-5  # of log-probabilities, in fp32: ranks sum experts in another order
 HERE = Path(__file__).parent
