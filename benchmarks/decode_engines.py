@@ -1,8 +1,11 @@
-"""Decode speed of one model with lancebill's experts in vLLM (compiled) and in transformers' `generate`, in turns.
+"""Decode speed of one model with lancebill's experts in three engines, in turns.
+
+vLLM (compiled), transformers' `generate`, and on CPUs the steps of `lancebill generate`, which the native library
+computes whole.
 
     python benchmarks/decode_engines.py --model PATH [--tokens 128] [--rounds 5] [--threads 2] [--out FILE]
 
-Both engines are in this process and take turns, so that a change of the machine's speed meets both. The first token is
+All engines are in this process and take turns, so that a change of the machine's speed meets all. The first token is
 timed separately and subtracted: the rate is (tokens - 1) over the seconds after the first token. Batch 1, greedy.
 """
 
@@ -32,11 +35,11 @@ ENVIRONMENT = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda, of both engines")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, of all engines")
     parser.add_argument("--dtype", default="float32", help="dtype of everything but the experts")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens in each run")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; the median counts")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of both engines")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of each engine")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/decode-engines")
     chosen = parser.parse_args()
@@ -44,7 +47,10 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
     torch.set_num_threads(chosen.threads)  # before vLLM's engine, which keeps it
-    engines = {"transformers": transformers_engine(chosen), "vllm": vllm_engine(chosen)}
+    engines = {"transformers": transformers_engine(chosen)}
+    if chosen.device == "cpu":
+        engines["native"] = native_engine(chosen)
+    engines["vllm"] = vllm_engine(chosen)
     for run in engines.values():
         run(8)  # compiles, allocates
     rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -68,6 +74,25 @@ def transformers_engine(chosen: argparse.Namespace) -> Callable[[int], None]:
             made = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **options)
         if made.shape[1] != len(PROMPT) + tokens:
             raise SystemExit("transformers stopped early")
+
+    return run
+
+
+def native_engine(chosen: argparse.Namespace) -> Callable[[int], None]:
+    """What `lancebill generate` does."""
+    import lancebill
+    from lancebill.cli.models import small_steps
+    from lancebill.serving.ragged import RaggedModel, runner
+
+    model = lancebill.from_pretrained(chosen.model, device=chosen.device, dtype=chosen.dtype)
+    steps = runner(model, small_steps(model))
+    if not isinstance(steps, RaggedModel) or steps.small is None:
+        raise SystemExit("this model has no native steps")
+
+    def run(tokens: int) -> None:
+        sequence, new = steps.new_sequence(), PROMPT
+        for _ in range(tokens):
+            new = [int(steps.step([sequence], [new])[0].argmax())]
 
     return run
 

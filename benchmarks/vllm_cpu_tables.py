@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 from result_files import ResultFile, links, markdown_table, newest_files
 
+CELL = re.compile(r"test_tokens_and_log_probabilities\[(?P<family>\w+)-")
+
 
 def vllm_cpu() -> str:
-    lines = [_tests_line(file) for file in newest_files("vllm-cpu")]
+    lines = [f"{_tests_line(file)}\n{_matrix_table(file)}" for file in newest_files("vllm-cpu")]
     lines += [_accuracy_table(file) for file in newest_files("serve-accuracy")]
     lines += [_decode_line(file) for file in newest_files("decode-engines")]
     return "\n".join(lines) or "Nothing has been recorded yet.\n"
@@ -22,6 +26,24 @@ def _tests_line(file: ResultFile) -> str:
         f"`{file.record['command']}` with vLLM {version}: {counts}; the largest difference of a log-probability is "
         f"{largest:.1e}; {links(file.name)}\n"
     )
+
+
+def _matrix_table(file: ResultFile) -> str:
+    """Cells and the largest difference of each family."""
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in file.record["tests"]:
+        if match := CELL.search(row["test"]):
+            families.setdefault(match["family"], []).append(row)
+    rows = [
+        (family, f"{sum(row['outcome'] == 'passed' for row in cells)} of {len(cells)}", f"{_largest(cells):.1e}")
+        for family, cells in sorted(families.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+    note = f"Kinds of checkpoints of each family, in fp32; {links(file.name)}"
+    return markdown_table(("family", "equal", "largest difference"), rows, note)
+
+
+def _largest(cells: list[dict[str, Any]]) -> float:
+    return max((row["distance"] for row in cells if "distance" in row), default=float("nan"))
 
 
 def _accuracy_table(file: ResultFile) -> str:
@@ -64,10 +86,11 @@ def _scores(row: dict[str, dict[str, float]]) -> Iterator[str]:
 
 def _decode_line(file: ResultFile) -> str:
     run = file.record
-    mode = "compiled" if run["compiled"] else "eager"
+    mode, medians = "compiled" if run["compiled"] else "eager", run["medians"]
+    native = f", the native steps of `lancebill generate` {medians['native']:.1f}" if "native" in medians else ""
     return (
         f"Decode of one sequence with lancebill's experts, {run['dtype']}, {run['threads']} threads, median of "
-        f"{len(run['tokens_per_second']['vllm'])} turns: vLLM {run['vllm']} ({mode}) "
-        f"{run['medians']['vllm']:.1f} tokens/s, transformers {run['medians']['transformers']:.1f}, "
-        f"{run['vllm_over_transformers']:.2f}x; {links(file.name)}\n"
+        f"{len(run['tokens_per_second']['vllm'])} turns: vLLM {run['vllm']} ({mode}) {medians['vllm']:.1f} tokens/s, "
+        f"transformers' `generate` {medians['transformers']:.1f} ({run['vllm_over_transformers']:.2f}x){native}; "
+        f"{links(file.name)}\n"
     )

@@ -19,7 +19,10 @@ class Recorder:
     """A pytest plugin."""
 
     def __init__(self) -> None:
+        from machine import commit
+
         self.rows: list[dict[str, Any]] = []
+        self.commit = commit()  # of the tests that start now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -28,12 +31,12 @@ class Recorder:
             self.rows.append(row | dict(report.user_properties))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        from machine import commit, package_version, result_path
+        from machine import package_version, result_path
 
         outcomes = [row["outcome"] for row in self.rows]
         document = {
             "command": "make test-vllm-all",
-            "commit": commit(),
+            "commit": self.commit,
             "date": result_path("vllm-cpu").name[:10],
             "machine": {"cpu": platform.machine(), "python": platform.python_version()},
             "packages": {name: number for name in PACKAGES if (number := package_version(name)) is not None},

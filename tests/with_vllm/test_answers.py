@@ -43,7 +43,7 @@ WITHOUT_CELL = dict.fromkeys(
 # Formats without a column in the matrix, and why.
 WITHOUT_KIND = {
     "gguf": "whole models of two architectures are read from it: test_gguf",
-    "deepseek_v4": "only DeepSeek-V4 is stored in it, which vLLM has for GPUs and not for CPUs",
+    "deepseek_v4": "only DeepSeek-V4 is stored in it, whose attention needs AMX in vLLM's CPU build",
 }
 
 
