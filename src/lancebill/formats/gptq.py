@@ -35,7 +35,7 @@ from lancebill.formats.base import (
     part,
     require,
 )
-from lancebill.numbers.bit_packing import pack_bits, stream_codes, transposed, unpack_bits
+from lancebill.numbers.bit_packing import pack_bits, transposed, turned_stream_codes, unpack_bits
 from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import ALL, CHANNEL, Block, QuantSpec, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -62,7 +62,7 @@ class GptqScheme(Scheme):
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
         bits = self.spec.dtype.bits
-        codes = stream_codes(transposed(stored["codes"]), bits, k)
+        codes = turned_stream_codes(stored["codes"], bits, k)
         scale = transposed(stored["scale"])
         zero = None
         if "zero" in stored:
@@ -101,12 +101,14 @@ class GptqScheme(Scheme):
 
 def check_symmetric(zero: Tensor | None, bits: int, hint: str) -> None:
     """Raise unless the zero points of a symmetric weight, if stored, are all the middle code."""
-    middle = 1 << (bits - 1)
-    if zero is not None and bool((zero != middle).any()):
+    if zero is None or not zero.numel():
+        return
+    middle, (low, high) = 1 << (bits - 1), (int(end) for end in torch.aminmax(zero))
+    if (low, high) != (middle, middle):
         raise BadValue(
             "the config says symmetric but the zero points are not all the middle code",
             expected=middle,
-            got=f"{int(zero.min())} to {int(zero.max())}",
+            got=f"{low} to {high}",
             hint=hint,
         )
 

@@ -7,7 +7,9 @@ codes always fill b 32-bit words. Codes must have no bits set above b.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,35 +21,55 @@ _LOW = 0x0F0F0F0F  # the low nibbles of a word's bytes
 
 
 @dataclass(frozen=True, eq=False)
+class Turn:
+    """How 4-bit codes [N, K] are made from words that have them in another order. Leading axes are experts."""
+
+    apply: Callable[[Tensor], Tensor]  # the words to uint8 [..., N, K / 2]
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, eq=False)
 class Nibbles:
     """4-bit codes [..., N, K], two per byte: even columns in the low nibble. K is even.
 
     Checkpoints store them so, and kernels read them so in another order. Moving whole bytes between the two takes a
     fraction of the memory traffic of one byte per code. The methods are those of a tensor of codes, as views or copies
     of the bytes; columns are cut in pairs, and only rows can be selected.
+
+    With a `turn`, the codes are stored in another order, and turned when they are first needed: `verify` only asks
+    which codes occur, and for that any order will do.
     """
 
-    data: Tensor  # uint8 [..., N, K / 2]
+    source: Tensor  # the bytes of `data`, or words with exactly its nibbles
+    turn: Turn | None = None
 
     dtype = torch.uint8  # of the codes, as a tensor has it
 
+    @cached_property
+    def data(self) -> Tensor:
+        """uint8 [..., N, K / 2]."""
+        return self.source if self.turn is None else self.turn.apply(self.source)
+
     @property
     def shape(self) -> tuple[int, ...]:
-        return *self.data.shape[:-1], 2 * self.data.shape[-1]
+        if self.turn is not None:
+            return *self.source.shape[:-2], self.turn.n, self.turn.k
+        return *self.source.shape[:-1], 2 * self.source.shape[-1]
 
     @property
     def device(self) -> torch.device:
-        return self.data.device
+        return self.source.device
 
     def unpack(self) -> Tensor:
         """One byte per code."""
         return unpack_bits(self.data, 4, self.shape[-1])
 
     def __getitem__(self, expert: int | slice) -> Nibbles:
-        return Nibbles(self.data[expert])
+        return Nibbles(self.source[expert], self.turn)
 
     def to(self, device: torch.device) -> Nibbles:
-        return Nibbles(self.data.to(device))
+        return Nibbles(self.source.to(device), self.turn)
 
     def unsqueeze(self, axis: int) -> Nibbles:
         return Nibbles(self.data.unsqueeze(axis))
@@ -68,6 +90,13 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor | Nibbles:
     if bits == 4 and count % 2 == 0:
         return Nibbles(as_bytes(words)[..., : count // 2])
     return unpack_bits(words, bits, count)
+
+
+def turned_stream_codes(words: Tensor, bits: int, count: int) -> Tensor | Nibbles:
+    """The codes [..., N, count] of bit streams along the last axis but one."""
+    if bits == 4 and count == words.shape[-2] * words.dtype.itemsize * 2:
+        return Nibbles(words, Turn(lambda words: as_bytes(transposed(words)), words.shape[-1], count))
+    return stream_codes(transposed(words), bits, count)
 
 
 def pack_bits(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
@@ -161,8 +190,14 @@ def turn_awq(words: Tensor, n: int) -> Tensor | Nibbles:
     """AWQ's words [..., K, N / 8] as codes [..., N, K]."""
     if words.shape[-2] % 2:
         return transposed(unpack_awq(words)[..., :n])
+    if n == 8 * words.shape[-1]:
+        return Nibbles(words, Turn(_turn_nibbles, n, words.shape[-2]))
+    return Nibbles(_turn_nibbles(words)[..., :n, :])
+
+
+def _turn_nibbles(words: Tensor) -> Tensor:
     turned = native.turn_nibbles(words, AWQ_ORDER)
-    return Nibbles((_turn_awq(words) if turned is None else turned)[..., :n, :])
+    return _turn_awq(words) if turned is None else turned
 
 
 def _turn_awq(words: Tensor) -> Tensor:

@@ -20,17 +20,17 @@ from torch import Tensor
 from lancebill.numbers.blocks import apply_per_block, finest, reduce_blocks, rows_of
 from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, TERNARY
 from lancebill.numbers.native.rounding import BlockNumbers, try_scales
-from lancebill.numbers.scales import Grid, Levels, Rows
+from lancebill.numbers.scales import Grid, Levels, Rows, reach_of
 from lancebill.numbers.spec import ALL, DIV, QuantSpec, Scale
 
 _CHUNK = 1 << 19  # elements rounded at a time
-# What is tried besides the fitted scale: offsets of its code if it is a small float, else factors.
+# What is tried besides the fitted scale: offsets of its code if it is a small float, else factors. More of them take
+# longer and give little: each list has nearly all that the best of twice as many scales gives.
 _NEXT_POWER = (1,)
-_NEIGHBOURS = (-1, 1, -2, 2, 3, -3, 4, 5, 6, -4, -5)
-_CLIPPED = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-_OF_EITHER_SIGN = (0.94, 0.88, 0.82, 0.74, -1.0, -0.94, -0.88, -0.82, -0.74)
-_OCTAVE = (0.92, 1.08, 1.16, 1.25, 1.34, 1.44, 1.55, 1.67, 1.8)  # the steps of floats repeat after an octave
-_TERNARY = (0.9, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)  # times the mean magnitude
+_NEIGHBOURS = (-1, 4, 5)  # four or five of E4M3's codes are a factor of 1.5: 4 in place of 6 for the largest value
+_CLIPPED = (0.95, 0.88, 0.8)
+_OCTAVE = (1.2, 1.4, 1.7)  # the steps of floats repeat after an octave
+_TERNARY = (1.15, 1.3, 1.45, 1.6)  # times the mean magnitude
 
 
 def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, levels: Levels) -> Levels:
@@ -40,15 +40,17 @@ def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec:
     if inner is None or spec.minimum:  # no format that we write has a minimum
         return levels
     scale, fitted = spec.scales[inner], levels.scales[inner]
+    if not any(True for _ in _candidates(scale, spec, fitted[:1])):
+        return levels
     others = [i for i in range(len(spec.scales)) if i != inner]
-    outer = grid.product([spec.scales[i] for i in others], [levels.scales[i] for i in others])
+    outer = grid.product([spec.scales[i] for i in others], [levels.scales[i] for i in others]).float()
     trial, chosen, side = _Trial(rows, spec, levels, grid), torch.empty_like(fitted), grid.block[0]
     for low, high in _bands(size, side):
         blocks = slice(low // (side or 1), None if side == ALL else -(-high // side))
         candidates = torch.stack([fitted[blocks], *_candidates(scale, spec, fitted[blocks])])
-        factors = scale.dtype.decode(candidates).double()
+        factors = scale.dtype.decode(candidates)
         outer_of = outer if len(outer) == 1 else outer[blocks]
-        steps = (outer_of / factors if scale.op == DIV else outer_of * factors).float()
+        steps = outer_of / factors if scale.op == DIV else outer_of * factors
         chosen[blocks] = _least(candidates, trial.errors(steps, low, high))
     return replace(levels, scales=tuple(chosen if i == inner else t for i, t in enumerate(levels.scales)))
 
@@ -67,12 +69,17 @@ def _candidates(scale: Scale, spec: QuantSpec, codes: Tensor) -> Iterator[Tensor
 
 
 def _factors(spec: QuantSpec) -> tuple[float, ...]:
-    if spec.dtype == TERNARY:
+    dtype = spec.dtype
+    if dtype == TERNARY:
         return _TERNARY
-    if spec.dtype.kind == FLOAT:
+    if dtype.kind == FLOAT:
         return _OCTAVE
-    one_sided = spec.zero is None and spec.dtype.kind == INTEGER and spec.dtype.max != -spec.dtype.min
-    return _OF_EITHER_SIGN if one_sided and spec.dtype.min < 0 else _CLIPPED
+    if dtype.kind == INTEGER and dtype.bits == 8:  # clipping costs more than finer steps give
+        return ()
+    if dtype.kind == INTEGER and spec.zero is None and 0 < dtype.max < -dtype.min:
+        outermost = reach_of(dtype) / -dtype.min  # one side has a step more: the largest value on it, by the sign
+        return outermost, -outermost
+    return _CLIPPED
 
 
 def _bands(size: tuple[int, int], side: int) -> Iterator[tuple[int, int]]:
@@ -97,12 +104,14 @@ class _Trial:
         `steps` is [candidates, blocks of these rows, blocks along k].
         """
         (_, k), side = self.grid.size, self.grid.block[0]
+        if side == 1:
+            return self._rounded(steps, low, high)
         per_row = torch.empty(len(steps), high - low, steps.shape[2], device=self.grid.device)
         count = max(1, _CHUNK // k)
         for first in range(low, high, count):
             last = min(high, first + count)
             ours = torch.stack([rows_of(step, side, first - low, last - low) for step in steps])
-            ours = ours.expand(-1, last - first, -1)
+            ours = ours.expand(-1, last - first, -1).contiguous()
             per_row[:, first - low : last - low] = self._rounded(ours, first, last)
         return reduce_blocks(torch.sum, per_row, 1, side)
 
@@ -113,18 +122,15 @@ class _Trial:
             level = self.spec.zero
             numbers = level.dtype.decode(rows_of(self.levels.zero, level.block[0], low, high))
             zero = BlockNumbers(numbers, level.block[1])
-        inverse = 1 / steps
-        errors = try_scales(values, inverse, side or values.shape[1], self.spec.dtype, zero)
-        if errors is None:
-            errors = torch.stack([self._errors(values, each, side, zero) for each in inverse])
-        return errors.mul_(steps.square())
+        errors = try_scales(values, steps, side or values.shape[1], self.spec.dtype, zero)
+        return torch.stack([self._errors(values, each, side, zero) for each in steps]) if errors is None else errors
 
-    def _errors(self, values: Tensor, inverse: Tensor, side: int, zero: BlockNumbers | None) -> Tensor:
-        position = apply_per_block(torch.mul, values, inverse, side)
+    def _errors(self, values: Tensor, step: Tensor, side: int, zero: BlockNumbers | None) -> Tensor:
+        position = apply_per_block(torch.mul, values, 1 / step, side)
         if zero is not None:
             apply_per_block(torch.add, position, zero.numbers, zero.side, out=position)
         error = self.spec.dtype.nearest(position).sub_(position).mul_(values).square_()
-        return reduce_blocks(_sum_by_halves, error, 1, side)
+        return reduce_blocks(_sum_by_halves, error, 1, side).mul_(step.square())
 
 
 def _sum_by_halves(numbers: Tensor, axis: int, keepdim: bool = False) -> Tensor:

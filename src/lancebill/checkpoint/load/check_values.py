@@ -247,9 +247,9 @@ def _scalars(inputs: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _survey(weight: LogicalWeight) -> Survey | None:
-    """Of the codes as they are held, if a byte holds one or two of them."""
+    """Of the codes as they are held, in any order, if a byte holds one or two of them."""
     stored = weight.stored
-    data = stored.data if isinstance(stored, Nibbles) else stored
+    data = as_bytes(stored.source) if isinstance(stored, Nibbles) else stored
     return survey(data) if data.dtype == torch.uint8 and data.numel() else None
 
 

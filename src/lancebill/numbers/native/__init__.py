@@ -83,7 +83,7 @@ class TrialsStruct(Structure):
 
     _fields_ = [
         ("values", c_void_p),
-        ("inverse", c_void_p),
+        ("steps", c_void_p),
         ("errors", c_void_p),
         ("rows", c_int64),
         ("columns", c_int64),

@@ -61,12 +61,12 @@ LANCEBILL_INLINE float nearest_integer(const lancebill_code_type& type, float po
   return (std::min(std::max(position, type.low), type.high) + kRounder) - kRounder;
 }
 
-LANCEBILL_INLINE float nearest_minifloat(const lancebill_code_type& type, float position) {
+// Of a magnitude, which is not negative.
+LANCEBILL_INLINE float nearest_magnitude(const lancebill_code_type& type, float magnitude) {
   const uint32_t smallest = static_cast<uint32_t>(128 - type.bias) << 23;
   const uint32_t shift = static_cast<uint32_t>(23 - type.mantissa) << 23;
-  const float clamped = std::min(std::max(position, type.low), type.high);
-  const uint32_t exponent = std::max(bits_of(clamped) & 0x7F800000, smallest) + shift;
-  const float shifter = float_of(exponent | (bits_of(clamped) & 0x80000000));
+  const float clamped = std::min(magnitude, type.high);
+  const float shifter = float_of(std::max(bits_of(clamped) & 0x7F800000, smallest) + shift);
   return (clamped + shifter) - shifter;
 }
 

@@ -56,9 +56,9 @@ typedef struct lancebill_rounding {
 
 /* Rounding of a matrix with several scales in turn, of which only the error counts. */
 typedef struct lancebill_trials {
-  const float *values;  /* [rows][columns] */
-  const float *inverse; /* [candidates][rows][blocks]: a position is value * inverse + zero */
-  float *errors;        /* [candidates][rows][blocks]: sums of ((rounded position - position) * value)**2 */
+  const float *values; /* [rows][columns] */
+  const float *steps;  /* [candidates][rows][blocks]: a position is value * (1 / step) + zero */
+  float *errors;       /* [candidates][rows][blocks]: step**2 * sum of ((rounded position - position) * value)**2 */
   int64_t rows, columns;
   int32_t candidates;
   int32_t side; /* columns of a block; the last one of a row may have fewer */

@@ -62,18 +62,18 @@ def round_rows(
     return work
 
 
-def try_scales(values: Tensor, inverse: Tensor, side: int, dtype: DType, zero: BlockNumbers | None) -> Tensor | None:
-    """Weighted squared errors [candidates, rows, blocks] in units of the steps, whose inverses have the same shape.
+def try_scales(values: Tensor, steps: Tensor, side: int, dtype: DType, zero: BlockNumbers | None) -> Tensor | None:
+    """Weighted squared errors [candidates, rows, blocks] with steps of the same shape.
 
     Blocks have `side` columns. None if it does not apply.
     """
     code_type = _code_type(dtype)
-    calls = library_for(values, inverse, *([] if zero is None else [zero.numbers]))
-    if calls is None or code_type is None or (dtype.kind == FLOAT and dtype.min == 0):
+    calls = library_for(values, steps, *([] if zero is None else [zero.numbers]))
+    if calls is None or code_type is None or (dtype.kind == FLOAT and (dtype.min == 0 or zero is not None)):
         return None
-    errors = torch.empty_like(inverse)
-    addresses = (values.data_ptr(), inverse.data_ptr(), errors.data_ptr())
-    work = TrialsStruct(*addresses, *values.shape, len(inverse), side, _struct(zero), code_type)
+    errors = torch.empty_like(steps)
+    addresses = (values.data_ptr(), steps.data_ptr(), errors.data_ptr())
+    work = TrialsStruct(*addresses, *values.shape, len(steps), side, _struct(zero), code_type)
     calls.lancebill_try_scales(byref(work))
     return errors
 

@@ -1,5 +1,8 @@
-// flags: -ffp-contract=off
+// flags: -ffp-contract=off -ffinite-math-only -fno-signed-zeros
 // The errors of several scales for every block: see `_Trial` in numbers/search.py, which sums in the same order.
+//
+// Clamps are single instructions only if nothing is NaN or minus zero. Where a step is zero, errors may be NaN all the
+// same: the comparison that follows, in torch, takes another scale.
 #include <vector>
 
 #include "encode.h"
@@ -8,7 +11,8 @@
 namespace lancebill {
 namespace {
 
-constexpr int64_t kLanes = 16;  // the sum of fewer numbers is written out
+constexpr int kLanes = 16;      // the sum of fewer numbers is written out
+constexpr int kRegisters = 64;  // the errors of so many columns stay in registers
 
 int64_t power_of_two_from(int64_t count) {
   int64_t power = kLanes;
@@ -27,24 +31,35 @@ LANCEBILL_INLINE float sum_by_halves(float* numbers, int64_t count) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// The weighted squared error of one value. Its sign does not matter, so floats are rounded without theirs.
+template <int kEncoding>
+LANCEBILL_INLINE float squared_error(const lancebill_code_type& type, float value, float inverse, float zero) {
+  float position, rounded;
+  if (kEncoding == LANCEBILL_INTEGER) {
+    position = value * inverse + zero;
+    rounded = nearest_integer(type, position);
+  } else {
+    position = std::fabs(value) * inverse;
+    rounded = nearest_magnitude(type, position);
+  }
+  const float error = (rounded - position) * value;
+  return error * error;
+}
+
 // The sum of weighted squared errors of a block of kCount columns (0: any number) with one scale.
 template <int kEncoding, int kCount>
 LANCEBILL_INLINE float try_scale(const lancebill_code_type& type, const float* __restrict values, int64_t count,
-                                 float inverse, float zero, float* __restrict errors) {
+                                 float inverse, float zero, float* __restrict scratch) {
+  float own[kRegisters];
+  float* __restrict errors = kCount && kCount <= kRegisters ? own : scratch;
   const int64_t n = kCount ? kCount : count, padded = kCount ? kCount : power_of_two_from(count);
-  for (int64_t i = 0; i < n; i++) {
-    const float position = values[i] * inverse + zero;
-    const float rounded =
-        kEncoding == LANCEBILL_INTEGER ? nearest_integer(type, position) : nearest_minifloat(type, position);
-    const float error = (rounded - position) * values[i];
-    errors[i] = error * error;
-  }
+  for (int64_t i = 0; i < n; i++) errors[i] = squared_error<kEncoding>(type, values[i], inverse, zero);
   for (int64_t i = n; i < padded; i++) errors[i] = 0;
   return sum_by_halves(errors, padded);
 }
 
 template <int kEncoding, int kCount>
-LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* errors) {
+LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* scratch) {
   const lancebill_code_type type = t.type;
   const int64_t blocks = (t.columns + t.side - 1) / t.side, all = t.rows * blocks;
   for (int64_t at = 0; at < all; at++) {
@@ -52,27 +67,30 @@ LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* errors) {
     const float* values = t.values + row * t.columns + first;
     const float zero = t.zero.numbers == nullptr ? -0.0f : number_at(t.zero, row, first);
     for (int64_t c = 0; c < t.candidates; c++) {
-      t.errors[c * all + at] = try_scale<kEncoding, kCount>(type, values, count, t.inverse[c * all + at], zero, errors);
+      const float step = t.steps[c * all + at];
+      const float error = try_scale<kEncoding, kCount>(type, values, count, 1 / step, zero, scratch);
+      t.errors[c * all + at] = error * (step * step);
     }
   }
 }
 
 template <int kEncoding>
-LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* errors) {
+LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* scratch) {
   const bool whole = t.columns % t.side == 0;
-  if (whole && t.side == 16) return try_scales<kEncoding, 16>(t, errors);
-  if (whole && t.side == 32) return try_scales<kEncoding, 32>(t, errors);
-  if (whole && t.side == 128) return try_scales<kEncoding, 128>(t, errors);
-  try_scales<kEncoding, 0>(t, errors);
+  if (whole && t.side == 16) return try_scales<kEncoding, 16>(t, scratch);
+  if (whole && t.side == 32) return try_scales<kEncoding, 32>(t, scratch);
+  if (whole && t.side == 64) return try_scales<kEncoding, 64>(t, scratch);
+  if (whole && t.side == 128) return try_scales<kEncoding, 128>(t, scratch);
+  try_scales<kEncoding, 0>(t, scratch);
 }
 
-LANCEBILL_INLINE void try_scales_of(const lancebill_trials& t, float* errors) {
-  t.type.encoding == LANCEBILL_INTEGER ? try_scales<LANCEBILL_INTEGER>(t, errors)
-                                       : try_scales<LANCEBILL_MINIFLOAT>(t, errors);
+LANCEBILL_INLINE void try_scales_of(const lancebill_trials& t, float* scratch) {
+  t.type.encoding == LANCEBILL_INTEGER ? try_scales<LANCEBILL_INTEGER>(t, scratch)
+                                       : try_scales<LANCEBILL_MINIFLOAT>(t, scratch);
 }
 
 #ifdef __x86_64__
-__attribute__((target("avx2"))) void with_avx2(const lancebill_trials& t, float* errors) { try_scales_of(t, errors); }
+__attribute__((target("avx2"))) void with_avx2(const lancebill_trials& t, float* scratch) { try_scales_of(t, scratch); }
 #endif
 
 }  // namespace
@@ -81,9 +99,9 @@ __attribute__((target("avx2"))) void with_avx2(const lancebill_trials& t, float*
 using namespace lancebill;
 
 void lancebill_try_scales(const lancebill_trials* work) {
-  std::vector<float> errors(power_of_two_from(work->side));
+  std::vector<float> scratch(power_of_two_from(work->side));
 #ifdef __x86_64__
-  if (__builtin_cpu_supports("avx2")) return with_avx2(*work, errors.data());
+  if (__builtin_cpu_supports("avx2")) return with_avx2(*work, scratch.data());
 #endif
-  try_scales_of(*work, errors.data());
+  try_scales_of(*work, scratch.data());
 }
