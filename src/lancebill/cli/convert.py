@@ -42,11 +42,15 @@ def convert(
     ] = None,
     device: Annotated[DeviceChoice, typer.Option("--device", help="The device to quantise on.")] = DeviceChoice.cpu,
     search: Annotated[
-        bool, typer.Option("--search", help="Search for the scales of least weighted squared error.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--search/--no-search",
+            help="Search for the scales of least weighted squared error. The default, except for codebooks (nf4).",
+        ),
+    ] = None,
     mx_rule: Annotated[
-        MxRule, typer.Option("--mx-rule", help="How power-of-two scales are rounded without --search.")
-    ] = MxRule.floor,
+        MxRule | None, typer.Option("--mx-rule", help="How power-of-two scales are rounded; implies --no-search.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     experts_only: Annotated[bool, typer.Option("--experts-only", help="Write only the experts.")] = False,
     revision: ui.Revision = None,
@@ -58,8 +62,8 @@ def convert(
     """
     options = {
         "device": device.value,
-        "mx_rule": mx_rule.value,
-        "search": search,
+        "mx_rule": (mx_rule or MxRule.floor).value,
+        "search": False if search is None and mx_rule is not None else search,
         "overwrite": overwrite,
         "experts_only": experts_only,
     }
@@ -97,7 +101,8 @@ def run_conversion(source: Path, destination: Path, target: Target, options: Map
         with ui.progress(f"to {target.spec}", work_bytes(checkpoint, output), in_bytes=True) as advance:
             report = convert_checkpoint(checkpoint, destination, output, chosen, advance)
         before = sum(info.nbytes for info in checkpoint.tensors.values())
-    return _describe(source, destination, report, output, before, time.perf_counter() - start)
+    summary = _describe(source, destination, report, output, before, time.perf_counter() - start)
+    return {**summary, "search": chosen.searches(target.spec)}
 
 
 def _check_device(device: str) -> None:
@@ -145,7 +150,8 @@ def show(summary: Mapping[str, Any], out: Console) -> None:
     rate = sizes["before"] / max(summary["seconds"], 1e-9)
     out.print(
         f"[bold green]wrote[/] [bold]{escape(summary['destination'])}[/]: [bold cyan]{summary['spec']}[/] "
-        f"as {summary['format']}, {ui.size(sizes['before'])} to {ui.size(sizes['after'])} "
+        f"as {summary['format']}{', scales searched' if summary['search'] else ''}, "
+        f"{ui.size(sizes['before'])} to {ui.size(sizes['after'])} "
         f"in {summary['seconds']:.1f} s ({ui.size(int(rate))}/s)",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""Scales of least weighted squared error: an optional second step of `quantize`.
+"""Scales of least weighted squared error: a second step of `quantize`, which `convert` takes by default.
 
 `fit_levels` lets the codes of each block reach its largest value. A smaller scale clips that value but rounds the
 others more finely, and the values of a block may fall on the steps of a float type better or worse. For every block
@@ -31,6 +31,15 @@ _NEIGHBOURS = (-1, 4, 5)  # four or five of E4M3's codes are a factor of 1.5: 4 
 _CLIPPED = (0.95, 0.88, 0.8)
 _OCTAVE = (1.2, 1.4, 1.7)  # the steps of floats repeat after an octave
 _TERNARY = (1.15, 1.3, 1.45, 1.6)  # times the mean magnitude
+
+
+def search_pays(spec: QuantSpec) -> bool:
+    """Whether `convert` searches unless told otherwise: for types whose scales the native library tries.
+
+    There the search takes less than twice the time of plain rounding, and the predictions of the demo's model come
+    nearer to those of its stored weights (`benchmarks/rounding.py`). Codes of codebooks are looked up in a table.
+    """
+    return spec.quantized and spec.dtype.kind in (INTEGER, FLOAT)
 
 
 def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, levels: Levels) -> Levels:

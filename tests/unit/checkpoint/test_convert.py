@@ -30,6 +30,7 @@ from lancebill.checkpoint.write.target import choose_target
 from lancebill.cli.verify import examine
 from lancebill.formats.base import Example, Format
 from lancebill.numbers.codec import dequantize, quantize
+from lancebill.numbers.search import search_pays
 from lancebill.numbers.spec import NVFP4, NVFP4_DIV, TENSOR, QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import same_bits
@@ -81,7 +82,8 @@ def rounded(values: dict[tuple[int, int, str], Tensor], key: tuple[int, int, str
     """A matrix as it is written; gate and up share the scales of whole matrices."""
     *at, name = key
     halves = (GATE, UP) if name in (GATE, UP) and any(level.block == TENSOR for level in spec.scales) else (name,)
-    together = dequantize(quantize(torch.cat([values[(*at, half)] for half in halves]), spec))
+    together = torch.cat([values[(*at, half)] for half in halves])
+    together = dequantize(quantize(together, spec, search=search_pays(spec)))
     return together.chunk(len(halves))[halves.index(name)]
 
 

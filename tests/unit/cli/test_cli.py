@@ -256,10 +256,14 @@ def test_convert_suggests_valid_targets(to: str, fmt: str | None, hint: str, mod
     assert parsed(call(*words, "--json"))["error"]["what"]
 
 
-def test_search_finds_other_scales(model: Path, tmp_path: Path) -> None:
+def test_scales_are_searched_unless_told_otherwise(model: Path, tmp_path: Path) -> None:
     words = ("convert", model, tmp_path / "out", "--to", "mxfp4", "--json", "--overwrite")
-    plain, searched = (parsed(call(*words, *more))["loss"]["total"] for more in ((), ("--search",)))
-    assert searched["saturated"] < plain["saturated"]
+    ways = ((), ("--search",), ("--no-search",), ("--mx-rule", "floor"))
+    default, searched, plain, by_rule = (parsed(call(*words, *more)) for more in ways)
+    assert [each["search"] for each in (default, searched, plain, by_rule)] == [True, True, False, False]
+    assert default["loss"] == searched["loss"] and by_rule["loss"] == plain["loss"]
+    assert searched["loss"]["total"]["saturated"] < plain["loss"]["total"]["saturated"]
+    assert "scales searched" in call(*words[:-2], "--overwrite").stdout
 
 
 def test_the_mx_rule_changes_saturation(model: Path, tmp_path: Path) -> None:

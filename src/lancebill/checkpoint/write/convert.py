@@ -28,6 +28,7 @@ from lancebill.errors import UnsupportedFormat
 from lancebill.formats.base import Scheme
 from lancebill.numbers.codec import FLOOR, Loss, dequantize, keeps_codes, loss, quantize, recasts, requantize
 from lancebill.numbers.dtypes import ZERO16
+from lancebill.numbers.search import search_pays
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F32, TENSOR, QuantSpec
 from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
 
@@ -63,9 +64,13 @@ class ConvertOptions:
 
     device: str = "cpu"
     mx_rule: str = FLOOR
-    search: bool = False
+    search: bool | None = None  # None: for the specs of `search_pays`
     overwrite: bool = False
     experts_only: bool = False
+
+    def searches(self, spec: QuantSpec) -> bool:
+        """Whether scales of this spec are searched."""
+        return search_pays(spec) if self.search is None else self.search
 
 
 def plan_conversion(source: Checkpoint, target: Target, options: ConvertOptions) -> Output:
@@ -155,7 +160,7 @@ class _ExpertConverter:
         scheme, options, cost, fitted = self.output.scheme, self.options, Loss(), []
         joined = [_join_values(weights)] if len(weights) > 1 and _share_scale(weights, scheme.spec) else list(weights)
         for weight in joined:
-            result, part = fit_to_scheme(weight, scheme, options.mx_rule, search=options.search)
+            result, part = fit_to_scheme(weight, scheme, options.mx_rule, search=options.searches(scheme.spec))
             fitted.append(result.to(torch.device("cpu")))
             cost = cost.merge(part)
         if len(fitted) < len(weights):

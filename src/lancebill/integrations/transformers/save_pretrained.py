@@ -109,7 +109,7 @@ def save_packed(
     if spec is None:
         _copy(origin.checkpoint, folder, overwrite)
         return
-    options = ConvertOptions(overwrite=overwrite)
+    options = ConvertOptions(overwrite=overwrite, search=False)  # as the experts were rounded when they were loaded
     plan = plan_conversion(origin.checkpoint, choose_target(spec, format), options)
     convert(origin.checkpoint, folder, plan, options)
 
