@@ -56,8 +56,8 @@ DEEPSEEK_V4 = "deepseek_v4"  # a model type with its own format: see deepseek_v4
 POWER_OF_TWO = "ue8m0"
 BY_ROW = ("fbgemm_fp8", "w8a8_fp8")  # other names of the method, with one scale per row
 
-_SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv")
-_SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale")
+_SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_scale")
+_SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale", "_scale")
 _INPUT_SCALE = (".input_scale", ".activation_scale", "_activation_scale")
 # Writers use different keys for the storage type of the experts.
 _EXPERT_KEYS = {"store_dtype": ("mxfp4",), "routed_experts_quant_method": ("mxfp4",), "expert_dtype": ("fp4", "fp8")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lancebill.checkpoint.read.config import read_config
+from lancebill.checkpoint.read.config import UNSTATED, read_config
 from lancebill.errors import UnsupportedFormat
 
 GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
@@ -18,6 +18,17 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NV
 CASES: dict[str, tuple[dict[str, Any], str | None, str, dict[str, Any]]] = {
     "nothing": ({}, None, "config.json", {}),
     "no section": ({"config.json": {"model_type": "mixtral"}}, None, "config.json", {}),
+    "published without one": (
+        {"config.json": {"model_type": "inkling2"}}, "fp8", "config.json", UNSTATED["inkling2"],
+    ),
+    "saved by transformers without one": (
+        {"config.json": {"model_type": "inkling2", "transformers_version": "5.23.0"}}, None, "config.json", {},
+    ),
+    "published without one, then quantised": (
+        {"config.json": {"model_type": "inkling2"}, "hf_quant_config.json": MODELOPT},
+        "modelopt", "hf_quant_config.json", MODELOPT["quantization"],
+    ),
+    "a type that is no text": ({"config.json": {"model_type": ["inkling2"]}}, None, "config.json", {}),
     "null section": ({"config.json": {"quantization_config": None}}, None, "config.json", {}),
     "named, in capitals": (
         {"config.json": {"quantization_config": {"quant_method": " FP8 "}}},

@@ -108,6 +108,12 @@ def test_an_unknown_family_is_an_error_and_a_custom_row_works() -> None:
     assert not manifests.build(made.config, made.headers, row).problems
 
 
+def test_the_type_of_the_whole_model_decides_if_it_is_known() -> None:
+    text = {"model_type": "kimi_linear"}
+    assert names.find_family({"model_type": "kimi_k3", "text_config": text}).family == "kimi_k3"
+    assert names.find_family({"model_type": "a_wrapper", "text_config": text}).family == "kimi_linear"
+
+
 @pytest.mark.parametrize("model_type", names.REFUSED)
 def test_a_refused_family_says_why(model_type: str) -> None:
     for model in ({"model_type": model_type}, {"model_type": "a_wrapper", "text_config": {"model_type": model_type}}):
@@ -130,6 +136,8 @@ def test_sizes_are_read_from_nested_configs() -> None:
         }
     )
     assert (sizes.experts, sizes.hidden, sizes.intermediate, sizes.top_k) == (16, 8, 4, 1)
+    latent = expert_sizes({"text_config": {"hidden_size": 64, "routed_expert_hidden_size": 32}})
+    assert latent.hidden == 32
 
 
 def test_all_problems_are_reported_together() -> None:

@@ -75,7 +75,28 @@ def missing_gates(row: names.Naming, others: dict[str, tuple[int, ...]]) -> list
     return [name for problem in found for name in str(problem.expected).split(" or ")]
 
 
-def test_a_family_with_biases_has_one_in_its_router() -> None:
-    gate = {"model.layers.0.mlp.router.weight": (4, 32)}
-    assert problems("gpt_oss", gate) == [MissingTensor]
-    assert problems("gpt_oss", {**gate, "model.layers.0.mlp.router.bias": (4,)}) == []
+# Settings with which a family needs every tensor that its router may have.
+NEEDS_ALL = {
+    "bailing_moe": {"moe_router_enable_expert_bias": True},
+    "deepseek_v4": {"num_hash_layers": 0},
+    "llama4": {"num_experts_per_tok": 1},
+    "pangu_ultra_moe": {"router_enable_expert_bias": True},
+}
+OPTIONAL = {("deepseek_v4", "table")}  # of layers that route by hash
+WITH_ROLES = [row for row in names.TABLE if row.router.roles and row.family != "gguf"]  # GGUF does not state its roles
+
+
+@pytest.mark.parametrize("row", WITH_ROLES, ids=lambda row: row.family)
+def test_every_tensor_of_a_router_is_missed_in_every_spelling(row: names.Naming) -> None:
+    config = NEEDS_ALL.get(row.family, {})
+    prefix = "model." if "model." in row.forms[0].prefixes else row.forms[0].prefixes[0]
+    for number in range(max(len(templates) for templates in row.router.roles.values())):
+        spelled = {
+            role: prefix + templates[min(number, len(templates) - 1)].format(layer=0)
+            for role, templates in row.router.roles.items()
+            if (row.family, role) not in OPTIONAL
+        }
+        assert problems(row.family, dict.fromkeys(spelled.values(), (4,)), **config) == []
+        for role, name in spelled.items():
+            left = {other: (4,) for other in spelled.values() if other != name}
+            assert problems(row.family, left, **config) == [MissingTensor], f"without the {role} {name}"

@@ -191,6 +191,42 @@ PUBLISHED: list[tuple[dict[str, Any], Routing, Activation]] = [
         Routing(8, SIGMOID, renormalize=True, epsilon=1e-20, correction=True, routed_scaling_factor=8.0),
         Activation("situ", limit=25.0, beta=4.0),
     ),
+    # Families whose code is not in transformers.
+    (
+        {"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear", "num_experts_per_token": 16,
+         "num_expert_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "moe_router_activation_func": "sigmoid",
+         "moe_renormalize": True, "routed_scaling_factor": 1.0, "hidden_act": "situ", "activation_situ_beta": 4.0,
+         "activation_situ_linear_beta": 25.0}},
+        Routing(16, SIGMOID, renormalize=True, epsilon=1e-20, correction=True, n_group=1, topk_group=1),
+        Activation("situ", limit=25.0, beta=4.0),
+    ),
+    ({"model_type": "minimax_m1", "num_experts_per_tok": 2}, Routing(2, renormalize=True), Activation()),
+    ({"model_type": "arctic", "num_experts_per_tok": 2}, Routing(2, renormalize=True), Activation()),
+    ({"model_type": "hunyuan", "moe_topk": 1, "hidden_act": "silu"}, Routing(1), Activation()),
+    (
+        {"model_type": "hunyuan", "num_hidden_layers": 8, "moe_topk": [8] * 8},
+        Routing(8, renormalize=True),
+        Activation(),
+    ),
+    (
+        {"model_type": "step3_vl", "text_config": {"model_type": "step3_text", "moe_top_k": 3,
+         "norm_expert_weight": False}},
+        Routing(3),
+        Activation(),
+    ),
+    (
+        {"model_type": "step3p5", "num_hidden_layers": 6, "moe_top_k": 8, "norm_expert_weight": True,
+         "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "use_moe_router_bias": True,
+         "swiglu_limits": [0, 0, 0, 0, 0, 7.0]},
+        Routing(8, SIGMOID, renormalize=True, correction=True, routed_scaling_factor=3.0, apply_scale_to_output=True),
+        Activation("swiglustep", limit=7.0),
+    ),
+    (
+        {"model_type": "pangu_ultra_moe", "num_experts_per_tok": 8, "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5, "router_enable_expert_bias": True},
+        replace(_V3, n_group=0, topk_group=0),
+        Activation(),
+    ),
     ({"model_type": "jamba", "num_experts_per_tok": 2, "num_experts": 16}, Routing(2), Activation()),
     (
         {"model_type": "dbrx", "ffn_config": {"moe_top_k": 4, "ffn_act_fn": {"name": "gelu"}}},
@@ -205,7 +241,14 @@ PUBLISHED: list[tuple[dict[str, Any], Routing, Activation]] = [
 def test_published_configs(model: dict[str, Any], routing: Routing, activation: Activation) -> None:
     family = naming.find_family(model).family
     assert routing_for(model, family, layer=5) == routing
-    assert activation_for(model, family) == activation
+    assert activation_for(model, family, layer=5) == activation
+
+
+@pytest.mark.parametrize("model_type", ["grok-1", "PanguProMoE"])
+def test_routers_that_are_left_to_the_model(model_type: str) -> None:
+    family = naming.find_family({"model_type": model_type}).family
+    with pytest.raises(UnsupportedFormat, match=f"does not route for {family}"):
+        routing_for({"num_experts_per_tok": 2}, family, 0)
 
 
 def test_every_family_has_a_row() -> None:
@@ -278,6 +321,8 @@ REFUSED = [
     ("dbrx", {"moe_normalize_expert_weights": 2.0}, "moe_normalize_expert_weights"),
     # Keys that the family's code does not read, with values that would change results.
     ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("step3p7", {"norm_expert_weight": False}, "norm_expert_weight"),
+    ("step3p7", {"moe_router_activation": "softmax"}, "moe_router_activation"),
     ("mixtral", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
     ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
     ("qwen3_moe", {"n_group": 8, "topk_group": 4}, "n_group"),
@@ -308,6 +353,7 @@ def test_keys_of_other_families_are_accepted_if_they_change_nothing() -> None:
         ("gpt_oss", {"swiglu_limit": None}),
         ("gpt_oss", {"swiglu_limit": -1.0}),
         ("inkling2", {"mlp_up_softcap": 0.0}),
+        ("kimi_k3", {"hidden_act": "silu"}),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "elu"}}}),
     ],
 )

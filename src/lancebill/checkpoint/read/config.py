@@ -32,6 +32,11 @@ TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"bits", "group_size", "mode"}), "mlx"),
 )
 
+# Published configs that do not say how the experts are stored. transformers writes it when it saves such a model.
+UNSTATED: dict[str, dict[str, Any]] = {
+    "inkling2": {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+}
+
 
 def read_config(folder: Path) -> Config:
     """The configuration of a checkpoint folder; a missing config.json counts as empty."""
@@ -39,14 +44,23 @@ def read_config(folder: Path) -> Config:
     model = read_json(path) if _present(path) else {}
     for source, section, fallback in _sections(folder, model):
         return Config(model, section, _method(section, fallback, str(folder / source)), source)
-    return Config(model)
+    return _unstated(model)
 
 
 def config_of_model(model: Mapping[str, Any], source: str = MODEL_CONFIG) -> Config:
     """The configuration of a model whose config.json is already in memory."""
     for section, fallback in _model_sections(model, source):
         return Config(model, section, _method(section, fallback, source), source)
-    return Config(model)
+    return _unstated(model)
+
+
+def _unstated(model: Mapping[str, Any]) -> Config:
+    """Without a section about quantisation: unquantised, but for models that are published without one."""
+    model_type = model.get("model_type")
+    if not isinstance(model_type, str) or model_type not in UNSTATED or "transformers_version" in model:
+        return Config(model)
+    section = UNSTATED[model_type]
+    return Config(model, section, _method(section, None, MODEL_CONFIG), MODEL_CONFIG)
 
 
 def _model_sections(model: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], str | None]]:

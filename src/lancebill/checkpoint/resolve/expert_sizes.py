@@ -40,7 +40,7 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
         experts=_lookup(
             model, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", most=MAX_EXPERTS
         ),
-        hidden=_lookup(model, "moe_latent_size", "hidden_size", "d_model"),
+        hidden=_lookup(model, "moe_latent_size", "routed_expert_hidden_size", "hidden_size", "d_model"),
         intermediate=_lookup(
             model, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"
         ),

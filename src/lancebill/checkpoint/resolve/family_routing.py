@@ -77,6 +77,17 @@ JITTER = Key("router_jitter_noise", {0: {"custom": SparseMixer(0.0)}}, lambda va
 ONE_GROUP = (Key("n_group", {None: {}, 1: {}}), Key("topk_group", {None: {}, 1: {}}))
 ZERO_EXPERTS = _count("zero_expert_num", "zero_experts")
 ZERO_KIND = Key("zero_expert_type", {"identity": {}})
+EXPERT_NORM = _flag("norm_expert_weight", "renormalize")
+STEP_DEFAULTS = (
+    Key("norm_expert_weight", {True: {}}),
+    Key("moe_router_activation", {SIGMOID: {}}),
+    Key("use_moe_router_bias", {True: {}}),
+)
+# A single expert keeps its score.
+HUNYUAN_TOP_K = Key(
+    "moe_topk", {1: {"renormalize": False}}, lambda value: {"renormalize": True}, whole=True, per_layer=True
+)
+ROUTER_FUNCTION = Key("moe_router_activation_func", {name: {"scoring": name} for name in (SOFTMAX, SIGMOID)})
 SELECTION = Key("expert_selection_fn", {SOFTMAX: {}, SIGMOID: {"scoring": SIGMOID, "renormalize": True}})
 BAILING = (
     Key("score_function", {name: {"scoring": name} for name in (SOFTMAX, SIGMOID)}),
@@ -108,6 +119,12 @@ def _named(key: str, names: Mapping[str, str] = _GATED) -> Key:
 
 
 ACTIVATION = _named("hidden_act")
+# Kimi-K3's activation, whose two halves are squashed with tanh.
+SITU = (
+    Key("hidden_act", {"situ": {"name": "situ"}}),
+    Key("activation_situ_beta", {}, lambda value: {"beta": float(value)}),
+    Key("activation_situ_linear_beta", {}, lambda value: {"limit": float(value)}),
+)
 # Inkling-2 squashes both halves with tanh; its code reads no `hidden_act`.
 SOFTCAPS = (
     Key("mlp_gate_softcap", {}, lambda value: {"beta": float(value)}),
@@ -170,6 +187,8 @@ ROWS: dict[str, FamilyRouting] = {
     "olmoe": FamilyRouting({"scoring": SOFTMAX}, (NORM,)),
     "flex_olmo": FamilyRouting({"scoring": SOFTMAX}, (NORM,)),
     "mellum": FamilyRouting(_SOFTMAX_NORMED, (NORM,)),
+    "hunyuan": FamilyRouting(_SOFTMAX_NORMED, (HUNYUAN_TOP_K,)),
+    "step3": FamilyRouting({"scoring": SOFTMAX}, (EXPERT_NORM,)),
     "hunyuan_v1_moe": FamilyRouting(_SOFTMAX_NORMED),
     "jamba": FamilyRouting({"scoring": SOFTMAX}),
     "dbrx": FamilyRouting(_SOFTMAX_NORMED, (WEIGHT_NORM,), activation_keys=(_named("ffn_act_fn"),)),
@@ -210,6 +229,16 @@ ROWS: dict[str, FamilyRouting] = {
     "kimi_linear": FamilyRouting(
         {**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}, _LINEAR_ATTENTION_KEYS
     ),
+    "kimi_k3": FamilyRouting(
+        {**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1},
+        (*_LINEAR_ATTENTION_KEYS, ROUTER_FUNCTION),
+        Activation("situ"),
+        SITU,
+    ),
+    "pangu_ultra_moe": FamilyRouting(
+        {"scoring": SIGMOID, "renormalize": True, "epsilon": 1e-20},
+        (NORM, SCALE, _flag("router_enable_expert_bias", "correction")),
+    ),
     "afmoe": FamilyRouting(_SIGMOID_BIASED, (_scale("route_scale"), _flag("route_norm", "renormalize"))),
     "hy_v3": FamilyRouting({**_SIGMOID_BIASED, "routed_scaling_factor": 2.826}, (_scale("router_scaling_factor"),)),
     "lfm2_moe": FamilyRouting(
@@ -227,7 +256,9 @@ ROWS: dict[str, FamilyRouting] = {
     ),
     "laguna": FamilyRouting(_SIGMOID_SCALED_AFTER, (_scale("moe_routed_scaling_factor"), *LAGUNA_DEFAULTS)),
     "step3p7": FamilyRouting(
-        _SIGMOID_SCALED_AFTER, (_scale("moe_router_scaling_factor"),), activation_keys=(ACTIVATION, STEP_LIMITS)
+        _SIGMOID_SCALED_AFTER,
+        (_scale("moe_router_scaling_factor"), *STEP_DEFAULTS),
+        activation_keys=(ACTIVATION, STEP_LIMITS),
     ),
     "nemotron_h": FamilyRouting(
         {**_SIGMOID_BIASED, "n_group": 1, "topk_group": 1},
@@ -257,6 +288,10 @@ ROWS: dict[str, FamilyRouting] = {
     ),
     # routers that this library does not compute
     "inkling": FamilyRouting(own_router="its routing weights are normalised together with those of the shared experts"),
+    "grok1": FamilyRouting(
+        activation=Activation("gelu"), own_router="its logits are squashed with tanh before the softmax"
+    ),
+    "pangu_pro_moe": FamilyRouting(own_router="published models of this type route in different ways"),
     "zaya": FamilyRouting(own_router="its router is a network with a state from layer to layer, and may skip a token"),
 }
 

@@ -69,12 +69,18 @@ _GEMMA = (
 _GEMMA_ROUTER = Router(_in_layer("router.proj.weight"), scale=_in_layer("router.per_expert_scale"))
 _DIFFUSION_PREFIXES = ("model.decoder.", "model.encoder.language_model.")  # which share experts, stored once
 _STACKED_TRANSPOSED = NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH)
+_STEP = (
+    NameForm(f"{_LAYER}.moe", _SEPARATE_NAMES, exclusive=False), NameForm(f"{_LAYER}.moe.experts", _LLAMA_NAMES),
+)  # fmt: skip
 _INKLING = (
     NameForm(_MLP, {GATE_UP: ".w13_weight", DOWN: ".w2_weight"}, interleaved=True), _MLP_STACKED,
     NameForm(_MLP, _LLAMA_NAMES),
 )  # fmt: skip
 
 _MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
+_KIMI_ROUTER = replace(_MIXTRAL_ROUTER, correction=_in_layer(
+    "block_sparse_moe.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+))  # fmt: skip
 _CORRECTED = Router(correction=_in_layer("mlp.gate.e_score_correction_bias"))
 _BLOCK_CORRECTIONS = ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias")
 _TWO_MIXTURES = (
@@ -83,20 +89,19 @@ _TWO_MIXTURES = (
 )
 
 TABLE: tuple[Naming, ...] = (
-    Naming("mixtral", ("mixtral",), (
+    Naming("mixtral", ("mixtral", "arctic"), (
         NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES),
         _BLOCK_EACH, _MLX_BLOCK,
     ), _MIXTRAL_ROUTER),
-    Naming("minimax", ("minimax",), _MIXTRAL, _MIXTRAL_ROUTER),
+    Naming("minimax", ("minimax", "minimax_text_01", "minimax_m1"), _MIXTRAL, _MIXTRAL_ROUTER),
     Naming("minimax_m2", ("minimax_m2",), _MIXTRAL, replace(
         _MIXTRAL_ROUTER, correction=_in_layer(*_BLOCK_CORRECTIONS)
     )),
     Naming("minimax_m3", ("minimax_m3_vl", "minimax_m3_vl_text"), _MIXTRAL, replace(
         _MIXTRAL_ROUTER, correction=_in_layer(_BLOCK_CORRECTIONS[0], "mlp.gate.e_score_correction_bias")
     )),
-    Naming("kimi_linear", ("kimi_linear",), (*_MIXTRAL, _MLX), replace(_MIXTRAL_ROUTER, correction=_in_layer(
-        "block_sparse_moe.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
-    ))),
+    Naming("kimi_linear", ("kimi_linear",), (*_MIXTRAL, _MLX), _KIMI_ROUTER),
+    Naming("kimi_k3", ("kimi_k3",), (*_MIXTRAL, _MLX), _KIMI_ROUTER),
     Naming("phimoe", ("phimoe",), _MIXTRAL, Router(_in_layer("block_sparse_moe.gate.weight", "mlp.router.weight"))),
 
     # Families with gate_proj, up_proj and down_proj below mlp: no correction ...
@@ -116,6 +121,8 @@ TABLE: tuple[Naming, ...] = (
     Naming("cohere2_moe", ("cohere2_moe",), _STANDARD),
     Naming("mistral4", ("mistral4",), _STANDARD),
     Naming("hunyuan_v1_moe", ("hunyuan_v1_moe",), _STANDARD, Router(_in_layer("mlp.gate.wg.weight"))),
+    Naming("hunyuan", ("hunyuan",), _STANDARD, Router(_in_layer("mlp.gate.wg.weight"))),
+    Naming("pangu_pro_moe", ("PanguProMoE",), _STANDARD),
     Naming("deepseek_v2", ("deepseek_v2", "deepseek"), _STANDARD),
     Naming("deepseek_ocr", (
         "deepseek_ocr2", "deepseek_ocr2_text", "unlimited_ocr", "unlimited_ocr_text"
@@ -130,16 +137,19 @@ TABLE: tuple[Naming, ...] = (
     Naming("dots1", ("dots1",), (*_STANDARD, _MLX_EXPERTS), _CORRECTED),
     Naming("dots3_note", ("dots3_note", "dots3_note_text"), _STANDARD, _CORRECTED),
     Naming("solar_open", ("solar_open",), _STANDARD, _CORRECTED),
-    Naming("mimo_v2_flash", ("mimo_v2_flash",), _STANDARD, _CORRECTED),
+    Naming("mimo_v2_flash", ("mimo_v2_flash", "mimo_v2"), _STANDARD, _CORRECTED),
     Naming("axk", ("axk1", "axk2"), _STANDARD, _CORRECTED),
     Naming("beam", ("beam",), _STANDARD, _CORRECTED),
     Naming("hy_v4", ("hy_v4",), _STANDARD, _CORRECTED),
     Naming("bailing_hybrid", ("bailing_hybrid",), _STANDARD, Router(correction=_in_layer(
         "mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"
     ))),
-    Naming("bailing_moe", ("bailing_moe", "bailing_moe_v2"), _STANDARD, Router(
+    Naming("bailing_moe", ("bailing_moe", "bailing_moe_v2", "bailing_moe_linear"), _STANDARD, Router(
         correction=_in_layer("mlp.gate.expert_bias")
     )),
+    Naming("pangu_ultra_moe", ("pangu_ultra_moe",), _STANDARD, Router(correction=_in_layer(
+        "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+    ))),
     Naming("exaone_moe", ("exaone_moe",), _STANDARD, Router(correction=_in_layer(
         "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
     ))),
@@ -205,13 +215,16 @@ TABLE: tuple[Naming, ...] = (
         NameForm(_MLP, {GATE_UP: ".fc1", DOWN: ".fc2"}, transposed=_BOTH), _STACKED_TRANSPOSED,
         NameForm(_MLP, _LLAMA_NAMES),
     ), Router(_in_layer("mlp.router.weight"))),
-    Naming("step3p7", ("step3p7", "step3p7_text"), (
-        NameForm(f"{_LAYER}.moe", {GATE: ".gate_proj", UP: ".up_proj", DOWN: ".down_proj"}, exclusive=False),
-        _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES),
+    Naming("step3", ("step3_vl", "step3_text"), _STEP, Router(_in_layer("moe.gate.weight"))),
+    Naming("step3p7", ("step3p7", "step3p7_text", "step3p5"), (
+        *_STEP, _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES)
     ), Router(
         _in_layer("moe.gate.weight", "mlp.gate.weight"),
         correction=_in_layer("moe.router_bias", "mlp.gate.e_score_correction_bias"),
     )),
+    Naming("grok1", ("grok-1",), (NameForm(f"{_LAYER}.moe_block.experts", {
+        GATE: ".{expert}.linear", UP: ".{expert}.linear_v", DOWN: ".{expert}.linear_1"
+    }),), Router(_in_layer("moe_block.gate.weight"))),
     Naming("inkling", ("inkling_mm_model", "inkling_text"), _INKLING),
     Naming("inkling2", ("inkling2", "inkling2_text"), _INKLING, Router(
         correction=_in_layer("mlp.gate.bias", "mlp.gate.e_score_correction_bias")
@@ -257,17 +270,18 @@ REFUSED = {
 
 
 def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
-    """The row for a config.json, by its `model_type` or that of its text_config."""
+    """The row for a config.json, by its `model_type`, or by that of its text_config if that one is not known."""
     model_types = [section.get("model_type") for section in config_sections(model)][::-1]
-    for naming in table:
-        if any(name in naming.model_types for name in model_types):
-            return naming
+    rows = {name: row for row in table for name in row.model_types}
+    for name in (name for name in model_types if isinstance(name, str)):
+        if name in rows:
+            return rows[name]
+        if name in REFUSED:
+            raise UnsupportedFormat(f"model_type {quoted(name)} is not supported: {REFUSED[name]}", where="config.json")
     if not model:
         raise UnsupportedFormat(
             "no config.json, which says what model this is", hint="copy it from the model that these tensors belong to"
         )
-    for name in (name for name in model_types if isinstance(name, str) and name in REFUSED):
-        raise UnsupportedFormat(f"model_type {quoted(name)} is not supported: {REFUSED[name]}", where="config.json")
     raise UnsupportedFormat(
         f"no naming row for model_type {quoted(model_types[0])}",
         where="config.json",
