@@ -236,6 +236,9 @@ def test_experts_in_host_memory(model_of: Any) -> None:
     reload_experts(ours, gpu_experts=2)
     assert all(report.host_bytes for report in ours.lancebill_reports())
     check_equal(ours, theirs(folder))
+    reload_experts(ours, gpu_experts=2, moves="recency")
+    assert "experts, which move" in str(ours.lancebill_reports()[0])
+    check_equal(ours, theirs(folder))
 
 
 def test_a_changed_model_is_not_saved(model_of: Any, tmp_path: Path) -> None:

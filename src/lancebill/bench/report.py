@@ -46,6 +46,7 @@ def describe(result: BenchResult, machine: Mapping[str, Any], command: Sequence[
         "evicted_bytes": result.evicted,
         "distinct_experts": setup.distinct,
         "experts_on_device": setup.split,
+        "moves": setup.moves,
         "ceilings": result.ceilings.describe(),
         "problem": setup.problem().describe(),
         "absent_peers": dict(result.absent),

@@ -14,6 +14,7 @@ from lancebill.moe.model_shapes import Shape
 from lancebill.moe.problem import FAST, Device, Problem
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import parse_activation, parse_spec
+from lancebill.split.moves import OFF
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class BenchSetup:
     distinct: int | None = None  # number of different experts; the remaining ones repeat their values
     order: str = FAST
     split: int | None = None  # experts on the device, the others in host memory; None: all on the device
+    moves: str = OFF  # whether experts move between the two while it is measured
 
     def problem(self) -> Problem:
         problem = self.shape.problem(parse_spec(self.weights), parse_activation(self.activations))

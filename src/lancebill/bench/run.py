@@ -23,6 +23,7 @@ from lancebill.moe.dispatch import Indexed, combine, to_contiguous
 from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.moe.simulation import Simulation
 from lancebill.numbers.spec_names import ACTIVATIONS
+from lancebill.split.moves import check_moves
 
 LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
 SORTED = ", sorted"  # suffix of a peer's name when its routing sort is not timed
@@ -45,6 +46,7 @@ def run_benchmark(setup: BenchSetup, log: Log = lambda _: None) -> BenchResult:
     Simulation(setup.routing)  # raises if the routing has no such name
     if setup.host and device.kind == "cpu":
         raise SpecError("host time is only measured for layers on a GPU", where="--host", got=device)
+    check_moves(setup.moves, setup.order)
     choices = [oracle.select(problem, device, name) for name in setup.backends]
     threads_before = torch.get_num_threads()
     if setup.threads is not None:
@@ -77,7 +79,7 @@ def _measure(
     for choice in choices:
         name = choice.backend.name
         log(f"packing {problem.experts} experts for {name}")
-        layers[name] = _Ours(choice, weights, setup.split)
+        layers[name] = _Ours(choice, weights, setup)
     peers = _make_peers(setup, problem, weights, absent, log)
     for tokens in setup.tokens:
         log(f"{tokens} token{'s' * (tokens != 1)}")
@@ -105,8 +107,8 @@ class _Ours:
     finds rows the kernel did not write.
     """
 
-    def __init__(self, choice: oracle.Choice, weights: Weights, on_device: int | None) -> None:
-        self.layer = make_layer(choice, weights, on_device)
+    def __init__(self, choice: oracle.Choice, weights: Weights, setup: BenchSetup) -> None:
+        self.layer = make_layer(choice, weights, setup.split, setup.moves)
         self._out = torch.empty(0)
 
     def __call__(self, x: Tensor, ids: Tensor, routed: Tensor) -> Tensor:

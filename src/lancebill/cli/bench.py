@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 ROUTINGS = "uniform, zipf, normal, one-hot, eight-busy, half-empty or half-to-one"
 
+SplitNumber = Annotated[
+    int | None, typer.Option("--split", min=0, help="Experts on the device; the CPU computes the others.")
+]
+MovesWay = Annotated[
+    str, typer.Option("--moves", help="With --split: off, or recency: experts that were used move to the device.")
+]
+
 
 def bench(
     shape: Annotated[str, typer.Option("--shape", help=f"{SHAPES}.")],
@@ -40,9 +47,8 @@ def bench(
     distinct: Annotated[
         int | None, typer.Option("--distinct", min=1, help="Generate only this many different experts and repeat them.")
     ] = None,
-    split: Annotated[
-        int | None, typer.Option("--split", min=0, help="Experts on the device; the CPU computes the others.")
-    ] = None,
+    split: SplitNumber = None,
+    moves: MovesWay = "off",
     host: Annotated[bool, typer.Option("--host", help="Also measure the host time of eager calls on a GPU.")] = False,
     time_first_forward: Annotated[
         bool,
@@ -68,7 +74,7 @@ def bench(
 
         setup = BenchSetup(
             parse_shape(shape), weights, activations, device, batches, routing, names(backend), names(peers),
-            threads, repeats, host, distinct, order, split,
+            threads, repeats, host, distinct, order, split, moves,
         )  # fmt: skip
         if plot_file is not None:
             plot.require_matplotlib()

@@ -37,6 +37,15 @@ SHAPES = (
 )
 
 
+GpuExperts = Annotated[
+    int | None,
+    typer.Option("--gpu-experts", min=0, help="So many experts on the GPU: which way the others go, by estimate."),
+]
+MovesWay = Annotated[
+    str, typer.Option("--moves", help="With --gpu-experts: off, or recency: when it pays that experts move.")
+]
+
+
 def explain(
     path: Annotated[
         Path | None,
@@ -59,10 +68,8 @@ def explain(
     ] = None,
     backend: Annotated[str, typer.Option("--backend", help="Require this backend; auto chooses.")] = "auto",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Batch size for the estimates.")] = 64,
-    gpu_experts: Annotated[
-        int | None,
-        typer.Option("--gpu-experts", min=0, help="So many experts on the GPU: which way the others go, by estimate."),
-    ] = None,
+    gpu_experts: GpuExperts = None,
+    moves: MovesWay = "off",
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; explains rank 0.")] = 1,
     revision: ui.Revision = None,
     as_json: Json = False,
@@ -83,8 +90,10 @@ def explain(
             request = _from_shape(shape, weights, activations, tp)
         choice = oracle.explain(request.problem, device or _default_device(), backend, tokens)
         ways = None if gpu_experts is None else _ways(request.problem, gpu_experts, tokens)
+        moving = None if gpu_experts is None else _moving(request.problem, gpu_experts, moves)
     if as_json:
-        split = {} if ways is None else {"missing_experts": asdict(ways)}
+        split: dict[str, object] = {} if ways is None else {"missing_experts": asdict(ways)}
+        split |= {} if moving is None else {"moving_pays_from_hit_rate": moving}
         ui.print_json(
             {"source": request.source, "layer": request.layer, "tokens": tokens, **choice.describe(), **split}
         )
@@ -92,6 +101,9 @@ def explain(
         show(request, choice, tokens, ui.console())
         if ways is not None:
             ui.console().print(f"experts in host memory: {ways}", soft_wrap=True)
+        if moving is not None:
+            text = f"experts move where more than {moving:.0%} of uses find an expert among the {gpu_experts} used last"
+            ui.console().print(f"{text}; host memory has all experts", soft_wrap=True)
     raise typer.Exit(ui.PROBLEM if choice.chosen is None else ui.FINE)
 
 
@@ -101,6 +113,16 @@ def _ways(problem: Problem, gpu_experts: int, tokens: int) -> Ways:
 
     missing = max(0, problem.experts - gpu_experts)
     return expected_ways(missing, tokens, problem.top_k, problem.global_experts, size_of(problem), ASSUMED)
+
+
+def _moving(problem: Problem, gpu_experts: int, moves: str) -> float | None:
+    """The hit rate from which moving pays, at assumed rates; None: experts do not move."""
+    from lancebill.split.moves import OFF, check_moves
+    from lancebill.split.reuse import break_even
+    from lancebill.split.ways import ASSUMED
+
+    check_moves(moves, problem.order)
+    return None if moves == OFF else break_even(min(1.0, gpu_experts / problem.experts), ASSUMED)
 
 
 def _check_usage(path: Path | None, shape: str | None, weights: str | None, layer: int | None) -> None:

@@ -30,7 +30,7 @@ from lancebill.moe.routing import Routing
 from lancebill.numbers.codec import Loss
 from lancebill.numbers.spec import ActivationSpec
 from lancebill.numbers.spec_names import ACTIVATIONS
-from lancebill.split.moves import MOVES, OFF
+from lancebill.split.moves import OFF, check_moves
 from lancebill.split.split import Split, parse_bytes, part_map
 
 UNQUANTISED = {
@@ -75,11 +75,7 @@ class LoadOptions:
             split = Split.by_bytes(slots, expert_bytes, parse_bytes(self.gpu_memory))
         else:
             split = Split.by_number(slots, slots if self.gpu_experts is None else self.gpu_experts)
-        if self.moves not in MOVES:
-            raise SpecError("unknown way to move experts", where="moves", expected=" or ".join(MOVES), got=self.moves)
-        if self.moves != OFF and self.order != FAST:
-            what = "where an expert is changes the last bits of a result, so experts that move are not batch-invariant"
-            raise SpecError(what, where="moves", expected=f"order {FAST}, or moves {OFF}", got=f"order {self.order}")
+        check_moves(self.moves, self.order if split.host else FAST)
         return split if split.host else None
 
 
@@ -206,6 +202,7 @@ class Recipe:
             losses,
             tuple(self.manifest.format.unknown_keys(self.manifest.config)),
             notes,
+            moves=self.slots is not None and self.options.moves != OFF,
         )
 
 

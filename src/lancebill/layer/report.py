@@ -28,6 +28,7 @@ class LoadReport:
     unknown_keys: tuple[str, ...] = ()  # config keys that the format ignores; they may change what the weights mean
     notes: tuple[str, ...] = ()  # what the backend's layout could not store exactly
     host: LoadReport | None = None  # of the experts in host memory, where the layer is split
+    moves: bool = False  # experts move, and host memory has all of them
 
     @property
     def host_bytes(self) -> int:
@@ -53,7 +54,8 @@ class LoadReport:
         if self.host is not None:
             backend = self.host.choice.backend.name
             size = f"{self.host.bytes / 2**20:.1f} MiB"
-            lines.append(f"  in host memory: {self.host.experts} more experts, {size}, computed by {backend}")
+            which = "all {} experts, which move" if self.moves else "{} more experts"
+            lines.append(f"  in host memory: {which.format(self.host.experts)}, {size}, computed by {backend}")
         return "\n".join(lines)
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lancebill.backends.base import Executor
-from lancebill.errors import LaunchError
+from lancebill.errors import LaunchError, SpecError
 from lancebill.moe.dispatch import Indexed
+from lancebill.moe.problem import FAST
 from lancebill.split.call_views import CallViews
 from lancebill.split.copy_lane import pin_in_place
 from lancebill.split.quiet_stream import done_at_once
@@ -138,6 +139,16 @@ class Moves:
                 if slot >= 0:
                     self._fill(self._parts, place, slot)
 
+    def restore(self) -> bool:
+        """Write the layer's map again, whose memory was lost; False if nothing can have moved yet."""
+        with self._lock:
+            if self._parts is None:
+                return False
+            for slot in range(len(self._parts.ids)):
+                place = self.held.experts.index(slot) if slot in self.held.experts else -1
+                self._announce(self._parts, slot, place)
+            return True
+
     def check(self) -> None:
         """Raise if a move has failed since the last check."""
         error, self._error = self._error, None
@@ -226,6 +237,19 @@ class Moves:
             }
             into = rows_of(own.tensors.packed(), place)
             repack(own.problem.matrices, (layouts[0], given), (layouts[1], into))
+
+
+def check_moves(moves: str, order: str) -> None:
+    """Raise if there is no such way to move experts, or not in this order."""
+    if moves not in MOVES:
+        raise SpecError("unknown way to move experts", where="moves", expected=" or ".join(MOVES), got=moves)
+    if moves != OFF and order != FAST:
+        raise SpecError(
+            "where an expert is changes the last bits of a result, so experts that move are not batch-invariant",
+            where="moves",
+            expected=f"order {FAST}, or moves {OFF}",
+            got=f"order {order}",
+        )
 
 
 def _failed(swap: ExpertSwap | None, error: Exception) -> LaunchError:

@@ -99,13 +99,15 @@ def test_batches_have_different_routings() -> None:
         assert batch.x.dtype == torch.bfloat16 and bool((batch.x != 0).all())
 
 
-def test_a_split_layer_is_the_whole_layer() -> None:
+@pytest.mark.parametrize("moves", ["off", "recency"])
+def test_a_split_layer_is_the_whole_layer(moves: str) -> None:
     problem = problem_of()
     weights, batch = Weights(problem, torch.device("cpu")), batches(problem, 5, "uniform", 1, torch.device("cpu"))[0]
     choice = oracle.select(problem, "cpu")
     for on_device in (0, 1, SHAPE.experts):
-        layer = make_layer(choice, weights, on_device)
+        layer = make_layer(choice, weights, on_device, moves)
         assert layer.is_split == (on_device < SHAPE.experts)
+        assert (layer.moves is not None) == (layer.is_split and moves != "off")
         out = layer(batch.x, topk_ids=batch.ids, topk_weights=batch.weights)
         check_output("split", problem, weights, batch, out)
 

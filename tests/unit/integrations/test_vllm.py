@@ -29,6 +29,7 @@ from lancebill.integrations.vllm.settings import Settings, parse_settings
 from lancebill.integrations.vllm.takeover import Source, Takeover
 from lancebill.layer.recipe import LoadOptions
 from lancebill.moe.problem import CONTIGUOUS
+from lancebill.split import moves as moving
 from lancebill.testing.checkpoints import Generated
 
 SIGNATURES = json.loads(Path(__file__).with_name("vllm_signatures.json").read_text(encoding="utf-8"))
@@ -62,6 +63,7 @@ def test_settings() -> None:
         ({"gpu_memory": "much"}, "lancebill.gpu_memory.*20GiB"),
         ({"gpu_memory": True}, "lancebill.gpu_memory"),
         ({"gpu_experts": -1}, "lancebill.gpu_experts"),
+        ({"moves": "always"}, "lancebill.moves.*off or recency"),
         ({"gpu_experts": 1, "gpu_memory": "1GiB"}, "gpu_memory and gpu_experts"),
         ([], "not an object"),
     ],
@@ -170,11 +172,13 @@ def test_only_taken_experts_leave_the_stream() -> None:
         take(made, Settings()).finish(0)
 
 
+@pytest.mark.parametrize("moves", ["off", "recency"])
 @pytest.mark.parametrize("random", [False, True], ids=["loaded", "random"])
-def test_experts_may_stay_in_host_memory(random: bool) -> None:
+def test_experts_may_stay_in_host_memory(random: bool, moves: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU as the device of both parts. `gpu_memory` is about GPUs: on a CPU it changes nothing."""
+    monkeypatch.setattr(moving, "break_even", lambda share, rates: 0.0)
     made, other = make_checkpoint(layers=2), make_checkpoint(layers=2, seed=1)
-    takeover = take(made, settings(gpu_experts=1), random=random)
+    takeover = take(made, settings(gpu_experts=1, moves=moves), random=random)
     whole = take(made, settings(gpu_memory="1 B"), random=random)
     x, ids, weights = make_inputs()
 
@@ -188,6 +192,13 @@ def test_experts_may_stay_in_host_memory(random: bool) -> None:
     for each in (takeover, whole):
         list(each.divert([] if random else stream(made)))
     check()
+    for index in (0, 1):
+        layer = takeover.finish(index)
+        assert (layer.moves is not None) == (moves == "recency")
+        if layer.moves is not None:  # another expert than at first, when vLLM wakes from sleep and refits
+            layer(x, topk_ids=torch.full_like(ids, 3), topk_weights=weights)
+            layer.moves.step()
+            assert layer.moves.held.experts == (3,)
     assert takeover.reserve(64) == whole.reserve(64)
     assert "experts in host memory" in takeover.summary()
     for each in (takeover, whole):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 
+from lancebill.split import policy_table
 from lancebill.split.residency import POLICIES, ExpertSwap, Residency, simulate
 from lancebill.split.traces import REUSE, make_trace
 
@@ -28,6 +30,12 @@ def test_policies_lie_between_lru_and_beladys_optimum() -> None:
         trace = make_trace(reuse, 200, seed)
         found = {name: simulate(trace, reuse.experts, 51, policy).hit_rate for name, policy in POLICIES.items()}
         assert found["belady"] >= found["recent"] >= found["lru"] - 0.005 > found["static"], found
+
+
+def test_the_documented_table_is_what_policies_do() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "hybrid.md").read_text(encoding="utf-8")
+    table = list(policy_table.rows())
+    assert all(line in page.splitlines() for line in table), "\n".join(table)
 
 
 def test_belady_is_the_best_of_all_choices() -> None:

@@ -53,6 +53,7 @@ from lancebill.layer.report import LoadReports
 from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, split_rest
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
+from lancebill.split.moves import OFF
 
 register()
 
@@ -101,6 +102,7 @@ def from_pretrained(
     order: str = FAST,
     revision: str | None = None,
     gpu_memory: int | str | None = None,
+    moves: str = OFF,
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -110,7 +112,8 @@ def from_pretrained(
     experts as in `RoutedExperts.from_checkpoint`, or `{"experts": ..., "rest": ...}` (`layer/rules.py`). `dtype` is
     the type of what is not quantised ("auto": the config's, or fp32 on a CPU without arithmetic of that type).
     `gpu_memory` ("20GiB", or bytes) limits the experts on a GPU: the others stay in host memory, computed by the CPU
-    (docs/hybrid.md). `progress` is called with the bytes of experts packed so far and in all. Other keywords are passed
+    (docs/hybrid.md). `moves` "recency" keeps those on the GPU that were used last. `progress` is called with the bytes
+    of experts packed so far and in all. Other keywords are passed
     to transformers' `from_pretrained` (attn_implementation, ...).
     """
     for name in kwargs.keys() & _INSTEAD.keys():
@@ -126,7 +129,7 @@ def from_pretrained(
     (expert_weights, rest_weights), (expert_inputs, rest_inputs) = split_rest(weights), split_rest(activations)
     options = LoadOptions(device, Placement(), backend, expert_weights, expert_inputs, wide, order)
     if target.type != "cpu":
-        options = replace(options, gpu_memory=gpu_memory)
+        options = replace(options, gpu_memory=gpu_memory, moves=moves)
     rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
     manifest = experts.manifest()

@@ -11,6 +11,7 @@ from lancebill.backends.registry import registry
 from lancebill.errors import SpecError
 from lancebill.layer.rules import ActivationRules, WeightRules, activation_specs, has_rule, weight_targets
 from lancebill.moe.problem import BATCH_INVARIANT, FAST, ORDERS
+from lancebill.split import moves as moving
 from lancebill.split.split import parse_bytes
 
 SECTION = "lancebill"
@@ -25,6 +26,7 @@ class Settings:
     cannot take a layer, `off` takes nothing. Rules by layer in `weights` and `activations` leave layers that no rule
     names to vLLM. `linear` offers quantised dense layers too. `gpu_memory` (of all layers on this rank) or
     `gpu_experts` (of each layer) limit the experts on a GPU: the others stay in host memory, computed by the CPU.
+    `moves` "recency" keeps those on the GPU that were used last.
     """
 
     mode: str = OFFER
@@ -35,6 +37,7 @@ class Settings:
     linear: str = OFF
     gpu_memory: int | str | None = None
     gpu_experts: int | None = None
+    moves: str = moving.OFF
 
     @property
     def takes_any(self) -> bool:
@@ -64,6 +67,7 @@ def parse_settings(additional: object, *, batch_invariant: bool = False) -> Sett
         linear=_choice(section, "linear", (OFFER, OFF), OFF),
         gpu_memory=_amount(section, "gpu_memory"),
         gpu_experts=_count(section, "gpu_experts"),
+        moves=_choice(section, "moves", moving.MOVES, moving.OFF),
     )
     if settings.gpu_memory is not None and settings.gpu_experts is not None:
         raise SpecError("give one of the two", where=SECTION, got="gpu_memory and gpu_experts")

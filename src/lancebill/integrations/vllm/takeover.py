@@ -169,6 +169,8 @@ class Takeover:
 
     def _restore_map(self, index: int, layer: RoutedExperts) -> None:
         """vLLM's sleep mode (level 2) drops the memory of everything that was allocated while loading."""
+        if layer.moves is not None and layer.moves.restore():
+            return
         if layer.expert_map is not None:
             layer.expert_map.copy_(self._maps[index])
 
@@ -179,7 +181,7 @@ class Takeover:
         s = self.settings
         changed = replace(options, backend=s.backend, weights=s.weights, activations=s.activations, order=s.order)
         memory = None if parse_device(options.device).kind == "cpu" else s.gpu_memory  # a CPU has all of it
-        return replace(changed, gpu_memory=memory, gpu_experts=s.gpu_experts)
+        return replace(changed, gpu_memory=memory, gpu_experts=s.gpu_experts, moves=s.moves)
 
     def _decide(self, index: int, options: LoadOptions, refusals: tuple[Reason, ...], form: str) -> Decision:
         if not self.settings.takes_any:
