@@ -22,7 +22,7 @@ def test_results_match_the_truth(backend: Backend, device: Device, case: judge.C
     if case.problem.weight_on_input and form != judge.INDEXED:
         pytest.skip("routing weights on the input need an indexed dispatch")
     case = judge.in_form(case, form)
-    reasons = list(backend.check(case.problem, device))
+    reasons = list(backend.reasons(case.problem, device))
     if reasons:
         pytest.skip("; ".join(map(str, reasons)))
     judge.check_case(backend, device, case)
@@ -32,7 +32,7 @@ def test_results_match_the_truth(backend: Backend, device: Device, case: judge.C
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_layout_roundtrip_is_exact(backend: Backend, case: judge.Case) -> None:
     device = Device("cpu")
-    if list(backend.check(case.problem, Device("cuda", 90))) and list(backend.check(case.problem, device)):
+    if list(backend.reasons(case.problem, Device("cuda", 90))) and list(backend.reasons(case.problem, device)):
         pytest.skip("not supported")
     packed = judge.pack_weights(backend, case, device)
     layout = backend.layout(case.problem)

@@ -26,7 +26,7 @@ def test_non_finite_logits_and_inputs_reach_their_own_row_only(
     problem = layer_problem(
         "mxfp4", activations, hidden=128, intermediate=64, experts=8, top_k=2, activation=activation
     )
-    if reasons := list(registry()[backend].check(problem, CPU)):
+    if reasons := list(registry()[backend].reasons(problem, CPU)):
         pytest.skip("; ".join(map(str, reasons)))
     weights = make_layer(problem, backend, distinct=2, device="cpu").weights
     g = torch.Generator().manual_seed(0)

@@ -43,7 +43,7 @@ def gpu_backend() -> GpuBackend:
 
 def skip_unsupported(problem: Problem) -> None:
     """Skip a test of what this GPU cannot do: fp8 before sm_89."""
-    reasons = [str(reason) for reason in gpu_backend().check(problem, GPU)]
+    reasons = [str(reason) for reason in gpu_backend().reasons(problem, GPU)]
     if reasons:
         pytest.skip("; ".join(reasons))
 
@@ -57,7 +57,7 @@ def plan_of(problem: Problem, tokens: int) -> GpuPlan:
 def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[KernelSource]:
     """Every kernel that these (problem, tokens) pairs launch, as the GPU loads it."""
     backend = gpu_backend()
-    supported = [(problem, tokens) for problem, tokens in planned if not list(backend.check(problem, GPU))]
+    supported = [(problem, tokens) for problem, tokens in planned if not list(backend.reasons(problem, GPU))]
     steps = [step for problem, tokens in supported for step in backend.steps(plan_of(problem, tokens))]
     return list(dict.fromkeys(loadable(step.source, GPU.index) for step in steps))
 

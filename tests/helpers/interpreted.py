@@ -207,7 +207,8 @@ def unpacked(problem: Problem, name: str, expert: int) -> tuple[Tensor, Tensor |
     """Our backend's matrix and bias in fp32."""
     layout, shape = FragmentLayout(problem), problem.matrices[name]
     held = {role: t[expert] for role, t in packed(problem, "hopper")[name].items() if role in layout.storage(shape)}
-    weight = replace(layout.unpack(shape, held), perm=None)  # the kernel permutes the input instead
+    # The kernels permute and rotate the input instead.
+    weight = replace(layout.unpack(shape, held), perm=None, spec=shape.spec.unrotated)
     return dequantize(weight), 0.0 if weight.bias is None else weight.bias
 
 
@@ -231,6 +232,9 @@ FORMS = [
     ("int4-g128", "fp8", {"hidden": 384, "intermediate": 128, "act_order": True}),
     ("mxfp4", "fp8-static", {"pre_scale": True, "top_k": 1, "weight_on_input": True}),
     ("int4", "int8", {"hidden": 288, "intermediate": 160}),
+    ("int4-g32-h32", "bf16", {}),
+    ("mxfp4-h32", "fp8", {"hidden": 288, "intermediate": 160}),
+    ("int8-h16", "int8-static", {"hidden": 160, "pre_scale": True}),
     ("int4-g128-zp", "int8-static", {"hidden": 128, "intermediate": 128}),
     ("int8", "int8", {"hidden": 160, "pre_scale": True}),
 ]

@@ -93,9 +93,9 @@ std::vector<BuiltLevel> built_levels() {
 std::string describe_matrix(const Matrix& w) {
   char text[200];
   const lancebill_matrix& m = w.abi;
-  std::snprintf(text, sizeof text, "%s %dx%d g%d scale %d zero %d input %d/%d perm %d pre %d static %d", w.name.c_str(),
+  std::snprintf(text, sizeof text, "%s %dx%d g%d scale %d zero %d input %d/%d perm %d pre %d rotation %d static %d", w.name.c_str(),
                 m.rows, m.columns, m.group, m.scale, m.zero, m.input, m.input_group, !!m.perm, !!m.pre_scale,
-                !!m.input_scale);
+                m.rotation, !!m.input_scale);
   return text;
 }
 

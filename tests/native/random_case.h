@@ -11,12 +11,24 @@
 
 namespace {
 
+// Rotated inputs, from the definition: a sum over the block with the signs of Sylvester's matrix.
+std::vector<double> rotated(const std::vector<double>& x, int block) {
+  std::vector<double> result(x.size());
+  for (size_t k = 0; k < x.size(); k++) {
+    const size_t low = k / block * block;
+    for (int i = 0; i < block; i++) result[k] += __builtin_parityll((k - low) & i) ? -x[low + i] : x[low + i];
+    result[k] /= std::sqrt(block);
+  }
+  return result;
+}
+
 // The input of a matrix after rounding or quantisation, by the rules of lancebill.numbers.activations.
 std::vector<double> quantised_input(const Matrix& w, int expert, std::vector<double> x) {
   const lancebill_matrix& m = w.abi;
   for (int k = 0; k < w.columns && !w.pre_scale.empty(); k++) {
     x[k] = static_cast<float>(x[k]) * w.pre_scale[size_t(expert) * w.columns + k];
   }
+  if (m.rotation != 0) x = rotated(x, m.rotation);
   for (double& v : x) {
     v = m.input == LANCEBILL_INPUT_BF16 ? bf16(v) : m.input == LANCEBILL_INPUT_F16 ? f16(v) : static_cast<float>(v);
   }

@@ -151,6 +151,8 @@ void allocate_options(Matrix& w, const Packing& packing, double row_factor) {
   if (pick(0, 3) == 0 && may_permute) w.perm.resize(size_t(w.experts) * w.columns);
   if (pick(0, 3) == 0) w.pre_scale.resize(size_t(w.experts) * w.columns);
   if (pick(0, 3) == 0 && m.input >= LANCEBILL_INPUT_INT8) w.input_scale.resize(w.experts);
+  const int divisor = w.columns & -w.columns;  // the largest power of two
+  if (pick(0, 3) == 0 && divisor > 1) m.rotation = std::min(divisor, one_of({2, 32, 128}));
   w.dense.resize(size_t(w.experts) * w.rows * w.columns);
 }
 

@@ -66,15 +66,22 @@ class Backend(ABC):
     on_request: ClassVar[bool] = False  # never chosen automatically
     # Reads ids and weights as routers give them, and the expert map: see `Indexed`.
     accepts_any_ids: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False  # rotates the inputs of specs with a rotation
     fast: ClassVar[bool] = True  # False: defines the result, for every problem; engines have something faster
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Copies of a model share the backend: it has no state."""
         return self
 
+    def reasons(self, problem: Problem, device: Device) -> Iterator[Reason]:
+        """Every reason why not; none = supported. A backend that knows nothing of rotations would ignore them."""
+        if not self.rotates and any(shape.spec.rotation for shape in problem.matrices.values()):
+            yield Reason("rotation", "does not rotate inputs")
+        yield from self.check(problem, device)
+
     @abstractmethod
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
-        """Every reason why not; none = supported."""
+        """The backend's own reasons."""
 
     @abstractmethod
     def layout(self, problem: Problem) -> Layout:

@@ -115,7 +115,7 @@ def select(problem: Problem, device: Device | str, requested: str = AUTO, tokens
 
 
 def _verdict(backend: Backend, problem: Problem, device: Device, tokens: int) -> Verdict:
-    reasons = tuple(dict.fromkeys(backend.check(problem, device)))
+    reasons = tuple(dict.fromkeys(backend.reasons(problem, device)))
     return Verdict(backend, reasons, None if reasons else backend.plan(problem, tokens, device))
 
 

@@ -7,6 +7,7 @@ dequantised one at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.codec import dequantize
+from lancebill.numbers.rotation import rotate
 from lancebill.numbers.spec import ActivationSpec
 
 _LAYOUT = PlainLayout()
@@ -29,6 +31,7 @@ _EXPERT_US = 200.0
 
 class Reference(Backend):
     name = "reference"
+    rotates = True
     fast = False
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
@@ -116,14 +119,15 @@ def gemm(
     activations: ActivationSpec,
     apply: Callable[[RowFunction, Tensor], Tensor] = _all_rows,
 ) -> Tensor:
-    """rows @ W.T + bias in fp32, with the input quantised as `activations` says."""
+    """rows @ W.T + bias in fp32, with the input rotated as the spec says and quantised as `activations` says."""
     weight = _LAYOUT.unpack(shape, {name: t[expert] for name, t in packed.items()})
     rows = rows.float()
     if "pre_scale" in packed:
         rows = rows * packed["pre_scale"][expert].view(torch.float32)
+    rows = rotate(rows, shape.spec.rotation)
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
     rows = round_activations(rows, activations, static)
-    matrix = dequantize(weight).t()
+    matrix = dequantize(replace(weight, spec=shape.spec.unrotated)).t()
     result = apply(lambda row: row @ matrix, rows)
     return result if weight.bias is None else result + weight.bias
 

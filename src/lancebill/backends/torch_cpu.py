@@ -19,6 +19,7 @@ from lancebill.moe.layout import Layout, MatrixShape, Packed, PlainLayout
 from lancebill.moe.problem import BATCH_INVARIANT, Device, Problem
 from lancebill.numbers.activations import round_activations
 from lancebill.numbers.dtypes import DType
+from lancebill.numbers.rotation import rotate
 from lancebill.numbers.spec import ALL, DIV, Level, blocks_along
 
 _LAYOUT = PlainLayout()
@@ -29,6 +30,7 @@ _GFLOPS, _DEQUANTISE_FLOPS, _EXPERT_US = 50.0, 100, 100.0
 
 class TorchCpu(Backend):
     name = "torch-cpu"
+    rotates = True
 
     def check(self, problem: Problem, device: Device) -> Iterator[Reason]:
         if device.kind != "cpu":
@@ -129,7 +131,9 @@ def _gemm(
     shape, packed = problem.matrices[matrix], weights[matrix]
     spec = problem.activations if matrix == "w13" else problem.second_activations
     if not _has_own_inputs(packed):
-        rows = round_activations(rows.float(), spec)  # the same for all experts: all rows at once
+        rows = round_activations(
+            rotate(rows.float(), shape.spec.rotation), spec
+        )  # the same for all experts: all rows at once
     step = max(1, _AT_ONCE // (shape.n * shape.k))
     for first in range(0, len(active), step):
         experts = active[first : first + step]
@@ -167,6 +171,7 @@ def _own_inputs(rows: Tensor, packed: Packed, expert: int, problem: Problem, mat
     rows = rows.float()
     if "pre_scale" in packed:
         rows = rows * packed["pre_scale"][expert].view(torch.float32)
+    rows = rotate(rows, problem.matrices[matrix].spec.rotation)
     static = packed["input_scale"][expert].view(torch.float32) if "input_scale" in packed else None
     rows = round_activations(rows, problem.activations if matrix == "w13" else problem.second_activations, static)
     return rows.index_select(1, packed["perm"][expert]) if "perm" in packed else rows

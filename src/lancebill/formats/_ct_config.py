@@ -94,13 +94,13 @@ def find_group(config: Config, name: str) -> ConfigGroup | None:
 
 
 @lru_cache(maxsize=64)
-def _all_targets(config: Config) -> tuple[dict[str, _Targets], _Targets]:
+def _all_targets(config: Config) -> tuple[dict[str, Targets], Targets]:
     """The targets of each group, and the ignored modules."""
     targets = {}
     for key, value in require(config, "config_groups", dict).items():
-        section = _section(value, f"config_groups.{key}", _GROUP_KEYS, config.source)
-        targets[key] = _read_targets(section.get("targets"), f"config_groups.{key}.targets", config.source)
-    return targets, _read_targets(config.quant.get("ignore"), "ignore", config.source)
+        section = read_section(value, f"config_groups.{key}", _GROUP_KEYS, config.source)
+        targets[key] = read_targets(section.get("targets"), f"config_groups.{key}.targets", config.source)
+    return targets, read_targets(config.quant.get("ignore"), "ignore", config.source)
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +120,9 @@ def read_group(value: Mapping[str, Any], key: str, source: str) -> ConfigGroup:
 
 
 @dataclass(frozen=True)
-class _Targets:
+class Targets:
+    """Names, classes among them, and patterns of names."""
+
     exact: frozenset[str]
     patterns: tuple[Pattern, ...]
 
@@ -131,15 +133,15 @@ class _Targets:
         return any(p.match(name) for p in self.patterns)
 
 
-def _read_targets(value: Any, key: str, source: str) -> _Targets:
+def read_targets(value: Any, key: str, source: str) -> Targets:
     entries = [] if value is None else checked(value, key, list, (), source)
     if not all(isinstance(e, str) for e in entries):
         raise UnsupportedFormat(f"'{key}' must be a list of names", where=source, got=entries)
     patterns = tuple(compile_pattern(e.removeprefix("re:"), key, source) for e in entries if e.startswith("re:"))
-    return _Targets(frozenset(e for e in entries if not e.startswith("re:")), patterns)
+    return Targets(frozenset(e for e in entries if not e.startswith("re:")), patterns)
 
 
-def _choose(name: str, targets: Mapping[str, _Targets], ignore: _Targets) -> str | None:
+def _choose(name: str, targets: Mapping[str, Targets], ignore: Targets) -> str | None:
     """The most specific target wins: names before patterns before classes."""
     if ignore.match(name):
         return None
@@ -149,7 +151,7 @@ def _choose(name: str, targets: Mapping[str, _Targets], ignore: _Targets) -> str
 
 
 def _read_args(value: Any, key: str, source: str) -> Args:
-    values = _section(value, key, _ARG_KEYS, source)
+    values = read_section(value, key, _ARG_KEYS, source)
 
     def get(name: str, kind: type | tuple[type, ...], default: Any, legal: Sequence[Any] = ()) -> Any:
         value = values.get(name)
@@ -191,7 +193,7 @@ def _block(strategy: str, size: int | None, structure: Any, key: str, source: st
     return rows, columns
 
 
-def _section(value: Any, key: str, known: set[str], source: str) -> Mapping[str, Any]:
+def read_section(value: Any, key: str, known: set[str], source: str) -> Mapping[str, Any]:
     """A nested dictionary; raises for unknown keys."""
     section: Mapping[str, Any] = checked(value, key, dict, (), source)
     unknown = sorted(str(k) for k, v in section.items() if k not in known and v is not None)

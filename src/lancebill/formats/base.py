@@ -112,6 +112,8 @@ class Scheme(ABC):
 
     spec: QuantSpec
     parts: tuple[Part, ...]
+    # Suffixes of tensors that say nothing new.
+    unread: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     @abstractmethod
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> LogicalWeight:
@@ -125,6 +127,10 @@ class Scheme(ABC):
     def zero_range(self) -> tuple[int, int]:
         """The smallest and largest integer zero point that this scheme can store."""
         return 0, (1 << self.spec.dtype.bits) - 1
+
+    def rotated(self, block: int) -> Scheme:
+        """This scheme for a matrix that was rotated in blocks of so many columns (0: not rotated)."""
+        return replace(self, spec=replace(self.spec, rotation=block))
 
     @property
     def act_order(self) -> bool:
@@ -152,7 +158,7 @@ class Scheme(ABC):
         """The steps in n and k at which all parts can be sliced; None if a part must be read whole."""
         if not all(p.cuttable for p in self.parts):
             return None
-        steps = {"n": 1, "k": 1}
+        steps = {"n": 1, "k": self.spec.rotation or 1}
         for p in self.parts:
             for axes in p.axes:
                 for name, step in ax.units(axes, p.ratio(p.dtypes[0])).items():
@@ -255,6 +261,7 @@ class Format(ABC):
     model_keys: ClassVar[frozenset[str]] = frozenset()  # keys of config.json outside the quantisation section
     stacked: ClassVar[bool] = False  # one tensor has all experts of a layer
     lists_dense: ClassVar[bool] = True  # the config says which modules are unquantised; else only their tensors do
+    stores_rotations: ClassVar[bool] = False  # `export` takes specs with a rotation
 
     @abstractmethod
     def matches(self, config: Config) -> bool:
@@ -282,6 +289,13 @@ class Format(ABC):
         The config lists `dense_modules` as unquantised.
         """
         raise CannotEncode(f"lancebill cannot write {self.name}", where=self.name)
+
+    def config_for(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
+        """`export`, unless the format cannot say that a matrix is rotated: readers would not rotate the inputs."""
+        if spec.rotation and not self.stores_rotations:
+            hint = "compressed-tensors stores rotated matrices"
+            raise CannotEncode(f"{self.name} cannot store a rotation", where=self.name, got=spec, hint=hint)
+        return self.export(spec, dense_modules)
 
     def unknown_keys(self, config: Config) -> list[str]:
         """Config keys that are neither in `used` nor in `ignored`."""

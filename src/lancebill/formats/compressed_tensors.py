@@ -8,6 +8,7 @@ unquantised. NVFP4's global scale is stored as a divisor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from lancebill.formats._ct_config import (
     weight_args,
     write_config,
 )
+from lancebill.formats._ct_transforms import rotated, write_rotation
 from lancebill.formats.base import (
     FLOAT_NAMES,
     FLOAT_TYPES,
@@ -78,6 +80,8 @@ class CompressedTensors(Format):
         }
     )  # fmt: skip
 
+    stores_rotations = True
+
     def matches(self, config: Config) -> bool:
         return config.method in ("compressed-tensors", "compressed_tensors", "sparseml")
 
@@ -85,10 +89,10 @@ class CompressedTensors(Format):
         _refuse_unreadable(config)
         section = find_group(config, module.name)
         if section is None or section.weights is None or ct.stores_plain_floats(module):
-            return dense(module)
+            return rotated(dense(module), config, module)
         scale = FLOAT_TYPES.get(module.dtype(*ct.SCALE), BF16)
         fmt = _format(config, section, section.weights, module)
-        return _build(fmt, section, scale, _words(section.weights, module), config.source)
+        return rotated(_build(fmt, section, scale, _words(section.weights, module), config.source), config, module)
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
         section = find_group(config, module.name)
@@ -100,6 +104,10 @@ class CompressedTensors(Format):
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         """Integers, FP4 and MX are written weight-only, FP8 with the dynamic activations that engines require."""
+        if spec.rotation:
+            config, scheme = self.export(spec.unrotated, dense_modules)
+            config["transform_config"] = write_rotation(spec.rotation, dense_modules)
+            return config, scheme.rotated(spec.rotation)
         if spec == NVFP4:
             raise CannotEncode("compressed-tensors stores NVFP4's global scale as a divisor", hint="use nvfp4-div")
         inputs = _input_parts(None)
@@ -133,11 +141,17 @@ class CompressedTensors(Format):
         yield _example(PACK, int_spec(4, group(32), scale=F32), dynamic_args("token"))
         yield from self._int_examples()
         yield from self._float_examples()
+        yield from self._rotated_examples()
         mixed = _example(PACK, int_spec(4, group(32), scale=F32))
         other = write_config(FLOAT, FP8_CHANNEL)["config_groups"]["group_0"]
         groups = {**mixed.config.quant["config_groups"], "group_1": {**other, "targets": ["re:.*self_attn.*"]}}
         quant = {**mixed.config.quant, "format": MIXED, "config_groups": groups}
         yield Example("mixed-precision", Config(quant=quant, method=self.name), mixed.scheme)
+
+    def _rotated_examples(self) -> Iterator[Example]:
+        for spec, block in (int_spec(4, group(64)), 64), (MXFP4, 32):
+            quant, scheme = self.export(replace(spec, rotation=block), ())
+            yield Example(f"rotated {spec}", Config(quant=quant, method=self.name), scheme)
 
     def _int_examples(self) -> Iterator[Example]:
         token = dynamic_args("token", kind="int")
@@ -164,9 +178,6 @@ def _refuse_unreadable(config: Config) -> None:
     """Raise for config sections that affect the numbers and are not supported."""
     sparsity = optional(config, "sparsity_config", dict, {})
     checked(sparsity.get("format", "dense"), "sparsity_config.format", str, ("dense",), config.source)
-    transforms = optional(config, "transform_config", dict, {})
-    if transforms.get("config_groups", transforms):
-        raise UnsupportedFormat("transformed weights are not supported: 'transform_config'", where=config.source)
     if optional(config, "moe_sparsity_config", dict, {}):
         raise UnsupportedFormat("pruned experts are not supported: 'moe_sparsity_config'", where=config.source)
 

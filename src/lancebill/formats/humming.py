@@ -1,13 +1,13 @@
 """Humming's own format (`quant_method: humming`): any number type, packed along K into 32-bit words.
 
-Integers are offset binary, whatever sign the config gives them. Integer zero points are packed along N. Weights that
-were rotated by a Hadamard matrix are refused: their inputs would have to be rotated too.
+Integers are offset binary, whatever sign the config gives them. Integer zero points are packed along N. Weights may be
+rotated by Hadamard matrices, and so must be their inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from lancebill.numbers.spec import ALL, CHANNEL, TENSOR, Block, QuantSpec, Scale
 from lancebill.numbers.weight import LogicalWeight
 
 METHOD = "humming"
+BLOCKS = tuple(1 << power for power in range(1, 10))  # columns of a block of a rotation
 # Each setting and its aliases.
 NAMES = {
     "dtype": ("b_dtype", "weight_dtype", "dtype"),
@@ -139,8 +140,6 @@ class HummingFormat(Format):
     def scheme(self, config: Config, module: Module) -> Scheme:
         if is_unquantized(config, module, SCALE):
             return dense(module)
-        if _setting(config, ("hadamard_block_size",), int, 0) > 1:
-            raise UnsupportedFormat("weights rotated by a Hadamard matrix are not supported", where=config.source)
         return humming_scheme(_spec(config, module))
 
     def examples(self) -> Iterator[Example]:
@@ -148,6 +147,7 @@ class HummingFormat(Format):
             {"dtype": "uint4", "group_size": 64},
             {"dtype": "int3", "group_size": 64, "has_zero_point": True},
             {"dtype": "uint5"},
+            {"dtype": "uint5", "group_size": 128, "hadamard_block_size": 32},
             {"dtype": "uint4", "group_size": 32, "has_zero_point": True, "is_fp_zero_point": True},
             {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
             {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"},
@@ -162,6 +162,12 @@ class HummingFormat(Format):
 
 
 def _spec(config: Config, module: Module) -> QuantSpec:
+    block = _setting(config, ("hadamard_block_size",), int, 0)
+    rotation = checked(block, "hadamard_block_size", int, BLOCKS, config.source) if block > 1 else 0
+    return replace(_stored_spec(config, module), rotation=rotation)
+
+
+def _stored_spec(config: Config, module: Module) -> QuantSpec:
     dtype = _setting(config, NAMES["dtype"], str, None, (*INTEGERS, *FLOAT_CODES))
     block = _block(config)
     named = _setting(config, NAMES["scale"], str, None, (*SMALL_SCALES, "float16", "bfloat16", "float32"))

@@ -20,6 +20,7 @@ from lancebill.numbers.native import RoundingStruct
 from lancebill.numbers.native.rounding import BlockNumbers, RoundingLevels, round_rows
 from lancebill.numbers.recast import recast as recast
 from lancebill.numbers.recast import rescale
+from lancebill.numbers.rotation import rotate
 from lancebill.numbers.scales import CEIL as CEIL
 from lancebill.numbers.scales import FLOOR as FLOOR
 from lancebill.numbers.scales import Rows, fit_levels
@@ -32,7 +33,7 @@ _SCALE_ROUNDING = 2.0**-8
 
 
 def dequantize(weight: LogicalWeight) -> Tensor:
-    """fp32 [N, K] in natural column order: (table[code] - zero) op scale_1 op ... - minimum."""
+    """fp32 [N, K] in natural column order, unrotated: (table[code] - zero) op scale_1 op ... - minimum."""
     rows = rows_reader(weight)
     out = torch.empty(weight.n, weight.k, dtype=torch.float32, device=weight.codes.device)
     for low, high in row_chunks(weight.n, weight.k, out.device):
@@ -46,7 +47,8 @@ def rows_reader(weight: LogicalWeight) -> Rows:
 
     def rows(low: int, high: int) -> Tensor:
         value = _dequantize_rows(weight, low, high)
-        return value if column_of is None else value.index_select(1, column_of)
+        natural = value if column_of is None else value.index_select(1, column_of)
+        return rotate(natural, weight.spec.rotation)
 
     return rows
 
@@ -122,8 +124,8 @@ def keeps_codes(old: QuantSpec, new: QuantSpec) -> bool:
 @lru_cache(maxsize=256)
 def _probe(spec: QuantSpec) -> LogicalWeight:
     """One block of zeros with scales of one, which every scale type can represent."""
-    rows, columns = ([level.block[side] or 1 for level in spec.levels] for side in (0, 1))
-    return quantize(torch.zeros(max(rows, default=1), max(columns, default=1)), spec)
+    rows = max((level.block[0] or 1 for level in spec.levels), default=1)
+    return quantize(torch.zeros(rows, spec.widest), spec)
 
 
 def _quantize(
@@ -133,6 +135,7 @@ def _quantize(
     if rule not in (FLOOR, CEIL):
         raise SpecError("unknown rounding rule for power-of-two scales", expected=f"{FLOOR} or {CEIL}", got=rule)
     (n, k), device = like.shape, like.device
+    rows = _rotated(rows, spec)
     levels = fit_levels(rows, (n, k), device, spec, FLOOR if search else rule)
     if search:
         levels = search_scales(rows, (n, k), device, spec, levels)
@@ -150,6 +153,11 @@ def _quantize(
         if meter is not None:
             meter.add(values, _dequantize_rows(result, low, high), position)
     return result
+
+
+def _rotated(rows: Rows, spec: QuantSpec) -> Rows:
+    """The rows that `spec` stores: the matrix or, if it is rotated, its rotated rows."""
+    return (lambda low, high: rotate(rows(low, high), spec.rotation)) if spec.rotation else rows
 
 
 def _round_natively(values: Tensor, weight: LogicalWeight, low: int, high: int) -> RoundingStruct | None:
@@ -227,7 +235,7 @@ def loss(source: Tensor, result: LogicalWeight) -> Loss:
 
 
 def _loss(source: Rows, result: LogicalWeight) -> Loss:
-    meter = _Meter(result.spec.dtype)
+    meter, source = _Meter(result.spec.dtype), _rotated(source, result.spec)
     for low, high in row_chunks(result.n, result.k, result.codes.device):
         expected = source(low, high)
         if result.perm is not None:

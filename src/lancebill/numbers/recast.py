@@ -100,6 +100,7 @@ def _can_keep_codes(weight: LogicalWeight, new: QuantSpec) -> bool:
     return (
         old.quantized
         and new.quantized
+        and old.rotation == new.rotation
         and len(old.scales) == len(new.scales)
         and len(old.minimum) == len(new.minimum)
         and (old.zero is None) == (new.zero is None)

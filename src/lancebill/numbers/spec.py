@@ -7,7 +7,8 @@ implementations agree bit for bit:
 
 Each scale, the zero point and the minimum cover a block of (rows, columns); a side of `ALL` spans the
 whole axis. Per-tensor, per-channel, per-group and 128 x 128 scales and NVFP4's two levels differ only
-in their blocks. Scales keep the dtype they are stored in.
+in their blocks. Scales keep the dtype they are stored in. With a `rotation`, these are the values of the rotated matrix
+(see `rotation.py`).
 
 `str(spec)` is the spec's name; `spec_names` documents the grammar and parses it.
 """
@@ -92,19 +93,23 @@ class QuantSpec:
     """Codes of `dtype`, levels of scales, an optional zero point, an optional minimum.
 
     `minimum` is a product of levels like the scales (GGUF's K-quants store it as a 6-bit integer
-    times an fp16), subtracted at the end.
+    times an fp16), subtracted at the end. `rotation` is the columns of a block of the Hadamard rotation
+    of this matrix and of its inputs; 0: none.
     """
 
     dtype: DType
     scales: tuple[Scale, ...] = ()
     zero: Zero | None = None
     minimum: tuple[Scale, ...] = ()
+    rotation: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype.wide is not None and (self.scales or self.zero or self.minimum):
             raise SpecError(f"{self.dtype} weights are stored as they are and take no scales")
         if any(level.op == DIV for level in self.minimum):
             raise SpecError("the levels of a minimum multiply")
+        if self.rotation and (self.rotation < 2 or self.rotation & (self.rotation - 1)):
+            raise SpecError("a block of a rotation has a power of two of columns", got=self.rotation)
 
     def __str__(self) -> str:
         return _name(self, WEIGHT_DEFAULTS)
@@ -126,7 +131,13 @@ class QuantSpec:
     @property
     def widest(self) -> int:
         """Columns of the widest block. A cut at its multiples splits no block. 1 if no block ends inside a row."""
-        return max((level.block[1] for level in self.levels), default=1) or 1
+        widest = max((level.block[1] for level in self.levels), default=1) or 1
+        return math.lcm(widest, self.rotation or 1)
+
+    @property
+    def unrotated(self) -> QuantSpec:
+        """The spec of the stored numbers alone."""
+        return replace(self, rotation=0) if self.rotation else self
 
     def bits_per_weight(self, n: int, k: int) -> float:
         """Average bits per weight of an [n, k] matrix, including scales, zero points and minima."""
@@ -260,6 +271,8 @@ STATIC_DEFAULTS = NameDefaults("tensor", F32, prints_block=False)
 
 def _name(spec: QuantSpec, defaults: NameDefaults) -> str:
     """The shortest name that parses back to `spec`."""
+    if spec.rotation:
+        return f"{_name(spec.unrotated, defaults)}-h{spec.rotation}"
     if spec in _NAME_OF:
         return _NAME_OF[spec]
     base = _code_name(spec)

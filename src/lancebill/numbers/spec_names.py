@@ -1,6 +1,6 @@
 """The grammar of spec names, and its parser. Printing is `str(spec)`.
 
-    name     = base ("-" word)*
+    name     = base ("-" word)* ["-h" columns]    "h": rotated by Hadamard matrices of this size
     base     = bf16 | fp16 | fp32 | mxfp4 | nvfp4 | ... | int1 .. int8 | any number type (fp8 = e4m3fn)
     word     = ["/"] block [":" type]       a scale level; "/" divides; the type if not the default
              | "unscaled"                   no scale level at all
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from lancebill.errors import SpecError
 from lancebill.numbers import dtypes as d
@@ -62,6 +63,7 @@ _TYPES |= {make(b).name: make(b) for make in (d.int_type, d.uint_type, d.biased_
 _TYPES["fp8"] = d.E4M3
 
 _SIZE = "[1-9][0-9]{0,17}"
+_ROTATED = re.compile(f"(.*)-h({_SIZE})")
 _GROUP = re.compile(f"g({_SIZE})")
 _SIDES = re.compile(f"b({_SIZE}|all)x({_SIZE}|all)")
 
@@ -85,6 +87,8 @@ def parse_activation(name: str) -> ActivationSpec:
 def _parse(name: str, defaults: NameDefaults) -> QuantSpec:
     if name in NAMED:
         return NAMED[name]
+    if rotated := _ROTATED.fullmatch(name):
+        return replace(_parse(rotated[1], defaults), rotation=int(rotated[2]))
     base, *words = name.split("-")
     zeros = [w for w in words if re.match(r"zp\b", w)]
     minima = [w for w in words if w.startswith("min.")]

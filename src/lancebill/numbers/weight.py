@@ -59,6 +59,12 @@ class LogicalWeight:
             )
         for level, tensor in self.levels():
             _expect(f"level {level}", tensor, (*lead, *level.shape(n, k)), level.dtype.storage)
+        if self.spec.rotation and k % self.spec.rotation:
+            raise WrongShape(
+                "the blocks of a rotation must fill a row",
+                expected=f"a multiple of {self.spec.rotation} columns",
+                got=k,
+            )
         if self.bias is not None:
             _expect("bias", self.bias, (*lead, n), self.bias.dtype)
         if self.perm is not None:
@@ -157,6 +163,10 @@ class LogicalWeight:
         for (low, high), size in ((rows, self.n), (columns, self.k)):
             if not 0 <= low <= high <= size:
                 raise BadValue("a cut outside the matrix", expected=f"within 0 to {size}", got=f"{low} to {high}")
+        if self.spec.rotation and any(edge % self.spec.rotation for edge in columns):
+            raise BadValue(
+                "a cut inside a block of a rotation", expected=f"multiples of {self.spec.rotation}", got=list(columns)
+            )
         inputs = dict(self.inputs)
         if "pre_quant_scale" in inputs:  # the only input role with one number per column
             inputs["pre_quant_scale"] = inputs["pre_quant_scale"][..., columns[0] : columns[1]]

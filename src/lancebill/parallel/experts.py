@@ -209,7 +209,7 @@ class ExpertParallel(nn.Module):
         problem = replace(choice.problem, dispatch=CONTIGUOUS)
         if self.form == GATHER or self.mesh.ep.size == 1 or problem.weight_on_input:
             return
-        reasons = list(choice.backend.check(problem, choice.device))
+        reasons = list(choice.backend.reasons(problem, choice.device))
         if reasons:
             raise UnsupportedProblem(
                 f"{choice.backend.name} cannot compute rows that are grouped by expert: {'; '.join(map(str, reasons))}",

@@ -9,6 +9,7 @@ past it, and the guard rows around the output, must not be written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -80,6 +81,8 @@ def _generate_cases(seed: int) -> Iterator[Case]:
         yield _tight(f"mxfp4 {activation}", mxfp4, activation, seed, bias=True)
     for inputs in ("fp8", "fp8-g128", "int8", "mxfp8", "mxfp4", "nvfp4", "fp16"):
         yield _tight(f"mxfp4 x {inputs}", mxfp4, Activation(), seed, inputs=inputs)
+    for name, inputs in ("int4-g32-h32", "bf16"), ("mxfp4-h128", "fp8"), ("nvfp4-h16", "bf16"), ("int8-h64", "int8"):
+        yield _tight(f"{name} x {inputs}", parse_spec(name), Activation(), seed, inputs=inputs, bias=True)
     yield _tight("act-order", zp, Activation(), seed, act_order=True)
     yield _tight("odd sizes", parse_spec("int4-g32"), Activation(), seed, hidden=160, inter=96, tokens=33)
     yield _tight("wider", mxfp4, Activation(), seed, hidden=512, inter=384, tokens=40, bias=True)
@@ -95,7 +98,7 @@ def check_backend(backend: Backend, device: Device) -> int:
         # With weights on the input, contiguous and batched rows are already weighted: nothing more to test.
         for form in (INDEXED,) if case.problem.weight_on_input else (INDEXED, CONTIGUOUS, BATCHED):
             formed = in_form(case, form)
-            if next(iter(backend.check(formed.problem, device)), None) is None:
+            if next(backend.reasons(formed.problem, device), None) is None:
                 check_case(backend, device, formed)
                 ran += 1
     return ran
@@ -201,10 +204,11 @@ def expected(case: Case, *, rounded: bool = False) -> Tensor:
     def round_once(values: Tensor) -> Tensor:
         return values.to(case.x.dtype).double() if rounded else values.double()
 
-    matrices = {
-        matrix: [round_once(dequantize(w)) if _varies_along_k(w.spec) else dequantize(w).double() for w in weights]
-        for matrix, weights in case.weights.items()
-    }
+    def stored(weight: LogicalWeight) -> Tensor:
+        values = dequantize(replace(weight, spec=weight.spec.unrotated))
+        return round_once(values) if _varies_along_k(weight.spec) else values.double()
+
+    matrices = {matrix: [stored(weight) for weight in weights] for matrix, weights in case.weights.items()}
     for token, slots in enumerate(case.routed.ids.tolist()):
         for slot, expert in enumerate(slots):
             if expert < 0:
@@ -225,10 +229,21 @@ def _varies_along_k(spec: QuantSpec) -> bool:
 
 def _matmul(case: Case, matrix: str, matrices: dict[str, list[Tensor]], expert: int, row: Tensor) -> Tensor:
     spec = case.problem.activations if matrix == "w13" else case.problem.second_activations
+    row = _rotated(row, case.problem.matrices[matrix].spec.rotation)
     row = round_activations(row.float(), spec).double()
     bias = case.weights[matrix][expert].bias
     result = row @ matrices[matrix][expert].t()
     return result if bias is None else result + bias.double()
+
+
+def _rotated(row: Tensor, block: int) -> Tensor:
+    """Every `block` columns times the Hadamard matrix of that size, over its norm; by the matrix itself."""
+    if not block:
+        return row
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (row.view(-1, block) @ matrix / math.sqrt(block)).view(row.shape)
 
 
 def _exact(name: str, spec: QuantSpec, seed: int) -> Case:

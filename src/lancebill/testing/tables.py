@@ -60,7 +60,7 @@ def _first_line(fmt: Format) -> str:
 
 def _writes(fmt: Format, spec: QuantSpec) -> bool:
     try:
-        fmt.export(spec, ())
+        fmt.config_for(spec, ())
     except CannotEncode:
         return False
     return True

@@ -27,6 +27,10 @@ def echoed(text: str, known: range) -> dict[str, list[object]]:
     }
 
 
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 64  # connections beyond the default of 5 are reset on a busy machine
+
+
 @contextmanager
 def server(known: range) -> Iterator[str]:
     """Answers `What is N?` with N if it is among `known`, as a few-shot prompt's last question."""
@@ -55,7 +59,7 @@ def server(known: range) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Quiet."""
 
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made = Listener(("127.0.0.1", 0), Handler)
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{made.server_port}/v1"
     made.shutdown()

@@ -163,6 +163,11 @@ def test_static_activations_need_their_scales() -> None:
 
 
 INT4 = _config(PACK, int_spec(4, group(32)))
+ON_INPUTS = {"targets": ["Linear"], "location": "input"}
+
+
+def _transformed(*groups: Mapping[str, Any]) -> Config:
+    return _config(PACK, int_spec(4, group(32)), transform_config={"config_groups": dict(zip("uv", groups))})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +177,17 @@ INT4 = _config(PACK, int_spec(4, group(32)))
         (_config("marlin-24", int_spec(4, group(32))), "format"),
         (_config("sparse-24-bitmask", int_spec(4, group(32))), "format"),
         (_config(PACK, int_spec(4, group(32)), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
-        (_config(PACK, int_spec(4, group(32)), transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        (_transformed({"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "output"}]}), "location"),
+        (_transformed({"type": "random-hadamard", "apply": [ON_INPUTS]}), "type"),
+        (_transformed({"type": "hadamard", "randomize": True, "apply": [ON_INPUTS]}), "randomize"),
+        (_transformed({"type": "hadamard", "head_dim": 96, "apply": [ON_INPUTS]}), "head_dim"),
+        (_transformed({"type": "hadamard", "head_dim": 32, "apply": [ON_INPUTS], "seed": 1}), "seed"),
+        (
+            _transformed(
+                {"type": "hadamard", "apply": [ON_INPUTS, ON_INPUTS]}, {"type": "hadamard", "apply": [ON_INPUTS]}
+            ),
+            "more than one rotation",
+        ),
         (_config(PACK, int_spec(4, group(32)), moe_sparsity_config={"method": "prune"}), "moe_sparsity_config"),
         (_config(PACK, int_spec(4, group(32)), config_groups=None), "config_groups"),
         (_config(PACK, int_spec(4, group(32)), config_groups={"W4A16": ["Linear"]}), "W4A16"),

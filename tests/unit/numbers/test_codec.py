@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from matrices import MX, SPECS, number, random_matrices, random_matrix, random_weight, scalar_dequantize, steps
 from torch import Tensor
 
-from lancebill.errors import BadValue, SpecError
+from lancebill.errors import BadValue, SpecError, WrongShape
 from lancebill.numbers import blocks
 from lancebill.numbers.codec import CEIL, FLOOR, dequantize, loss, quantize, requantize
 from lancebill.numbers.dtypes import E4M3
+from lancebill.numbers.rotation import rotate
 from lancebill.numbers.spec import QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight, same_bits
@@ -355,3 +356,53 @@ def test_rounding_is_monotone_within_a_block(values: Tensor) -> None:
         got = dequantize(quantize(values, spec_of(name)))
         order = values.reshape(-1).argsort()
         assert (got.reshape(-1)[order].diff() >= 0).all()
+
+
+# --- rotations --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [2, 16, 128])
+def test_a_rotation_is_the_product_with_a_hadamard_matrix(block: int) -> None:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < block:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    rows = torch.randn(3, 256)
+    expected = (rows.double().view(3, -1, block) @ matrix / math.sqrt(block)).view(3, 256)
+    torch.testing.assert_close(rotate(rows, block).double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(rotate(rotate(rows, block), block), rows, rtol=0, atol=2e-6)
+    assert same_bits(rotate(rows, block)[1:2], rotate(rows[1:2], block)), "bits depend on other rows"
+
+
+@pytest.mark.parametrize("name", ["int4-g64-h64", "mxfp4-h32", "nvfp4-h16", "fp8-channel-h128", "int4-g32-zp-h32"])
+def test_a_rotated_spec_stores_the_rotated_matrix(name: str) -> None:
+    spec = parse_spec(name)
+    assert str(spec) == name and spec.widest % spec.rotation == 0
+    values = torch.randn(32, 256)
+    values[:, 5] *= 30  # an outlier
+    weight, plain = quantize(values, spec), quantize(rotate(values, spec.rotation), spec.unrotated)
+    assert same_bits(weight.codes, plain.codes)
+    torch.testing.assert_close(dequantize(weight), rotate(dequantize(plain), spec.rotation), rtol=0, atol=1e-5)
+    back, lost = requantize(weight, spec.unrotated)
+    assert back.spec.rotation == 0 and lost.rms_error > 0
+    assert loss(values, weight).rms_error == pytest.approx(
+        loss(rotate(values, spec.rotation), plain).rms_error, rel=1e-4
+    )
+
+
+def test_outliers_cost_less_in_a_rotated_matrix() -> None:
+    values = torch.randn(64, 256)
+    values[:, ::64] *= 30
+    rotated, plain = (loss(values, quantize(values, parse_spec(name))) for name in ("int4-g64-h64", "int4-g64"))
+    assert rotated.rms_error < plain.rms_error
+
+
+def test_rotations_are_not_cut() -> None:
+    weight = quantize(torch.randn(8, 128), parse_spec("int4-g32-h64"))
+    assert weight.cut((0, 8), (64, 128)).k == 64
+    with pytest.raises(BadValue, match="inside a block of a rotation"):
+        weight.cut((0, 8), (32, 64))
+    with pytest.raises(WrongShape, match="must fill a row"):
+        quantize(torch.randn(8, 96), parse_spec("int4-g32-h64"))
+    for name in ("int4-g32-h48", "mxfp4-h1", "mxfp4-h0"):
+        with pytest.raises(SpecError):
+            parse_spec(name)

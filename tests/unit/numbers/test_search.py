@@ -29,7 +29,8 @@ def weights(n: int = 128, k: int = 256) -> Tensor:
 
 def exportable() -> list[str]:
     """Every spec that some format writes."""
-    specs = {str(e.scheme.spec): e.scheme.spec for f in registry().values() for e in f.examples()}
+    found = [example.scheme.spec.unrotated for f in registry().values() for example in f.examples()]
+    specs = {str(spec): spec for spec in found}
     return [n for n, spec in specs.items() if spec.quantized and any(_writes(f, spec) for f in registry().values())]
 
 

@@ -29,6 +29,7 @@ class Cpu(Backend):
 
     name = "cpu"
     accepts_any_ids = True
+    rotates = True
 
     def __init__(self, level: IsaLevel | None = None) -> None:
         self._level = level

@@ -112,7 +112,7 @@ def _matrix(shape: MatrixShape, form: CpuForm, packed: Packed) -> abi.MatrixStru
     matrix.row_scale, matrix.bias = _pointer(packed, "row_scale"), _pointer(packed, "bias")
     matrix.perm, matrix.pre_scale = _pointer(packed, "perm"), _pointer(packed, "pre_scale")
     matrix.input_scale = _pointer(packed, "input_scale")
-    matrix.input, matrix.input_group = form.input, form.input_group
+    matrix.input, matrix.input_group, matrix.rotation = form.input, form.input_group, shape.spec.rotation
     return matrix
 
 

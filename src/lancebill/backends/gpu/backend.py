@@ -32,6 +32,7 @@ class GpuBackend(Backend):
     """Our kernels, from ids to the weighted sum of each token's experts. A backend adds its GEMMs: plans and steps."""
 
     accepts_any_ids = True
+    rotates = True
 
     @abstractmethod
     def steps(self, plan: GpuPlan) -> tuple[Step, ...]:
@@ -81,9 +82,12 @@ def _unsupported(problem: Problem) -> Iterator[Reason]:
         except NoForm as why:
             yield why.reason
             continue
-        by_expert = problem.pre_scale or shape.act_order
-        most = _MOST_COLUMNS_BOTH if by_expert and form.byte_inputs else _MOST_COLUMNS
-        if shape.k > most and (by_expert or form.byte_inputs):
+        rotated = shape.spec.rotation > 0
+        if rotated and shape.act_order:
+            yield Reason("rotation", f"{shape.name}'s columns are in act-order, and its inputs are rotated")
+        converted = problem.pre_scale or shape.act_order or rotated
+        most = _MOST_COLUMNS_BOTH if rotated or (converted and form.byte_inputs) else _MOST_COLUMNS
+        if shape.k > most and (converted or form.byte_inputs):
             yield Reason("sizes", f"rows of {shape.k} columns", f"up to {most} are prepared in one piece")
 
 

@@ -38,6 +38,7 @@ class GemmPlan:
     ordered: bool = False  # permute input columns per expert (act-order)
     scaled: bool = False  # multiply the input by a vector per expert
     static: bool = False  # quantise the input with a scale per expert
+    rotation: int = 0  # rotate blocks of so many input columns
     promote: bool = False  # add sums to fp32 totals after every slice
 
     @property
@@ -52,7 +53,7 @@ class GemmPlan:
     @property
     def converts_rows(self) -> bool:
         """Whether input rows must be converted before the GEMM."""
-        return self.byte_inputs or self.ordered or self.scaled
+        return self.byte_inputs or self.ordered or self.scaled or self.rotation > 0
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ def gemm_plan(layout: FragmentLayout, name: str) -> GemmPlan:
         ordered=shape.act_order,
         scaled=problem.pre_scale,
         static=activations.static,
+        rotation=shape.spec.rotation,
     )
 
 
 def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
-    """Whether kernels with one tile per slot can compute this: input rows do not depend on the expert, and there is a
-    counter for each tile. With few experts, slots share experts, whose weights would be read for every slot."""
+    """Whether kernels with one tile per slot can compute this: they read the caller's rows, and there is a counter for
+    each tile. With few experts, slots share experts, whose weights would be read for every slot."""
     problem = plan.problem
     if plan.work not in (INDEXED, SINGLE) or problem.order != FAST:
         return False
@@ -129,8 +131,9 @@ def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
         return False
     if plan.work == INDEXED and plan.expected_slots > MOST_READS * activated_experts(problem, plan.expected_slots):
         return False
+    rotated = any(shape.spec.rotation for shape in problem.matrices.values())
     per_expert = problem.w13.act_order or problem.pre_scale
-    return not (per_expert or problem.activations.static or problem.second_activations.static)
+    return not (rotated or per_expert or problem.activations.static or problem.second_activations.static)
 
 
 def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -84,13 +84,14 @@ def _sizes(plan: GpuPlan) -> dict[str, int]:
     return {"FULL": plan.rule.full_tile, "SIZES": src.packed_bytes(sizes), "LAUNCHES": launches}
 
 
-def _conversion(gemm: GemmPlan) -> dict[str, bool]:
+def _conversion(gemm: GemmPlan) -> dict[str, int]:
     """How the rows of a GEMM's input are converted."""
     return {
         "QUANTISED": gemm.byte_inputs,
         "ORDERED": gemm.ordered,
         "SCALED": gemm.scaled,
         "STATIC": gemm.static,
+        "ROTATION": gemm.rotation,
     }
 
 

@@ -339,7 +339,10 @@ class LayerBuilder:
                 )
 
     def _check_suffixes(self, projections: Mapping[tuple[int, str], Projection]) -> None:
-        suffixes = {p.module: {s for part in p.scheme.parts for s in part.suffix} for p in projections.values()}
+        suffixes = {
+            p.module: {*p.scheme.unread, *(s for part in p.scheme.parts for s in part.suffix)}
+            for p in projections.values()
+        }
         for (expert, stored), module in self.modules.items():
             name = self._module_name(expert or 0, stored)
             for suffix, tensor in module.names.items():

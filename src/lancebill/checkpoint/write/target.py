@@ -51,7 +51,7 @@ class Target:
     spec: QuantSpec
 
     def scheme(self) -> Scheme:
-        return self.format.export(self.spec, ())[1]
+        return self.format.config_for(self.spec, ())[1]
 
 
 def choose_target(spec: QuantSpec, name: str | None = None) -> Target:
@@ -75,7 +75,7 @@ def _hold(format: Format, spec: QuantSpec) -> Target:
     first_error: CannotEncode | None = None
     for variant in _variants(spec):
         try:
-            format.export(variant, ())
+            format.config_for(variant, ())
             return Target(format, variant)
         except CannotEncode as error:
             first_error = first_error or error
@@ -167,14 +167,14 @@ def plan_output(
     exact = [m for m in written if _stays_quantized(m, target)]
     plain = [m for m in written if m not in exact]
     ignored = [*_dense_modules(copied, tensors), *(m.module for m in plain)] if target.spec.quantized else []
-    quant, scheme = target.format.export(target.spec, ignored)
+    quant, scheme = target.format.config_for(target.spec, ignored)
     plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
     output = Output(
         target,
         form,
         _config(manifest, naming, quant),
         scheme,
-        registry()[DENSE_FORMAT].export(plain_spec, ())[1],
+        registry()[DENSE_FORMAT].config_for(plain_spec, ())[1],
         {name: tensors[name] for name in copied},
         tuple(job for layer in manifest.layers.values() for job in _jobs(layer, form)),
         tuple(copied),

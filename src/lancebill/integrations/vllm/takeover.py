@@ -199,7 +199,7 @@ class Takeover:
             return Decision(False, f"vLLM (no fast backend of lancebill)\n{choice.table()}")
         if recipe.host is not None and form != INDEXED:
             return Decision(False, f"vLLM (experts in host memory, and {form} dispatch)")
-        unable = list(choice.backend.check(replace(choice.problem, dispatch=form), choice.device))
+        unable = list(choice.backend.reasons(replace(choice.problem, dispatch=form), choice.device))
         if unable:
             return Decision(False, f"vLLM ({form} dispatch: " + "; ".join(map(str, unable)) + ")")
         return Decision(True, _described(recipe, choice))

@@ -132,6 +132,7 @@ class MatrixStruct(Structure):
         ("input_scale", c_void_p),
         ("input", c_int32),
         ("input_group", c_int32),
+        ("rotation", c_int32),
     ]
 
 

@@ -237,6 +237,22 @@ inline void write_floats(const Packed& p, const float* values, uint8_t* record) 
   }
 }
 
+// Rotates every `block` columns, as lancebill.numbers.rotation defines it. Every number is a sum in the same order.
+inline void rotate(float* values, int64_t columns, int64_t block) {
+  for (int64_t distance = 1; distance < block; distance *= 2) {
+    for (int64_t low = 0; low < columns; low += 2 * distance) {
+      float *first = values + low, *second = first + distance;
+      for (int64_t i = 0; i < distance; i++) {
+        const float sum = first[i] + second[i], difference = first[i] - second[i];
+        first[i] = sum;
+        second[i] = difference;
+      }
+    }
+  }
+  const float factor = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(block)));
+  for (int64_t k = 0; k < columns; k++) values[k] *= factor;
+}
+
 // Writes row `slot` of `inputs` from the fp32 values in `rows.values`. `V`: the level's vectors, see kernel.h.
 template <class V>
 void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, const Inputs& inputs, int64_t slot) {
@@ -244,6 +260,7 @@ void write_input(const Packed& p, int64_t expert, bool tiles, RowBuffers rows, c
   if (m.pre_scale != nullptr) {
     for (int64_t k = 0; k < m.columns; k++) rows.values[k] *= m.pre_scale[expert * m.columns + k];
   }
+  if (m.rotation != 0) rotate(rows.values, m.columns, m.rotation);
   const int64_t block = represent(p, expert, rows.values, rows.scales);
   // Codes and scales stay separate only while each group has one scale.
   const bool one_scale = m.perm == nullptr || block == p.columns;

@@ -101,6 +101,7 @@ typedef struct lancebill_matrix {
 
   int32_t input;       /* enum lancebill_input_kind */
   int32_t input_group; /* columns per dynamic scale, a multiple of `group`; 0: the whole row */
+  int32_t rotation;    /* columns of a block of the Hadamard rotation of the inputs, after pre_scale; 0: none */
 } lancebill_matrix;
 
 /* The functions of lancebill.moe.activation, with the same names. Gated ones come first. */

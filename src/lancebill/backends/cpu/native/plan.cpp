@@ -37,6 +37,8 @@ bool is_valid(const lancebill_matrix& m) {
   if (!within(m.zero, LANCEBILL_ZERO_NONE, LANCEBILL_ZERO_OFFSET_F32)) return false;
   if (!within(m.input, LANCEBILL_INPUT_BF16, LANCEBILL_INPUT_E4M3)) return false;
   if (m.input_group < 0 || m.input_group % m.group != 0) return false;
+  if (m.rotation < 0 || (m.rotation & (m.rotation - 1)) != 0) return false;
+  if (m.rotation != 0 && m.columns % m.rotation != 0) return false;
   if (m.code_bytes == nullptr || (m.scale_bytes == nullptr) != (m.scale == LANCEBILL_SCALE_NONE)) return false;
   if ((m.zero_bytes == nullptr) != (m.zero == LANCEBILL_ZERO_NONE)) return false;
   if (floats && (!within(m.mantissa, 2, 4) || m.zero == LANCEBILL_ZERO_U8)) return false;

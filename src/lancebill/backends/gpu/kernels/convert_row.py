@@ -13,15 +13,37 @@ def column_at(place):
 
 
 @triton.jit
-def stored_columns(width, W: tl.constexpr, QUANTISED: tl.constexpr):
-    """(column, place, length) of a stored row. Quantised rows are permuted within slices and padded to whole slices."""
+def _place_of(column):
+    """The inverse of `column_at`."""
+    return (column & -128) | (column & 3) | ((column & 96) >> 3) | ((column & 28) << 2)
+
+
+@triton.jit
+def stored_columns(width, W: tl.constexpr, QUANTISED: tl.constexpr, ROTATION: tl.constexpr):
+    """(column, place, length) of a stored row. Quantised rows are permuted within slices and padded to whole slices.
+
+    Places are in order, so that stores are wide; columns are in order where a rotation needs them so.
+    """
     place = tl.arange(0, W)
-    if QUANTISED:
+    if QUANTISED and ROTATION > 0:
+        return place, _place_of(place), (width + 127) // 128 * 128
+    elif QUANTISED:
         k = (place & -128) + column_at(place & 127)  # a sum: on a call's result the hints would be lost
         k = tl.max_contiguous(tl.multiple_of(k, 4), 4)
         return k, place, (width + 127) // 128 * 128
     else:
         return place, place, width
+
+
+@triton.jit
+def _rotate(row, W: tl.constexpr, ROTATION: tl.constexpr):
+    """Every ROTATION columns of a row [W] times Sylvester's Hadamard matrix, over its norm: see numbers/rotation.py."""
+    for stage in tl.static_range(ROTATION.bit_length() - 1):
+        pairs = tl.reshape(row, (W >> (stage + 1), 2, 1 << stage))
+        first, second = tl.split(tl.permute(pairs, (0, 2, 1)))
+        pairs = tl.permute(tl.join(first + second, first - second), (0, 2, 1))
+        row = tl.reshape(pairs, (W,))
+    return row * (ROTATION**-0.5)
 
 
 @triton.jit
@@ -88,12 +110,12 @@ def _quantise(row, given, e, TYPE: tl.constexpr, STATIC: tl.constexpr):
 @triton.jit
 def prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, TYPE: tl.constexpr,
                 QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr,
-                STATIC: tl.constexpr):  # fmt: skip
+                STATIC: tl.constexpr, ROTATION: tl.constexpr):  # fmt: skip
     """A row as the input of expert e, and its scale.
 
     ORDERED: permute columns to the order of the expert's weights (act-order). SCALED: multiply by the expert's vector.
-    WEIGHTED: multiply by the routing weight. QUANTISED: divide by a scale, for TYPE (e4m3 or int8). The row is rounded
-    once, at the end.
+    WEIGHTED: multiply by the routing weight. ROTATION: rotate blocks of so many columns, which are in natural order.
+    QUANTISED: divide by a scale, for TYPE (e4m3 or int8). The row is rounded once, at the end.
     """
     where = k
     if ORDERED:
@@ -103,6 +125,8 @@ def prepare_row(source, e, weight, perm, pre_scale, given, k, inside, width, TYP
         row = row.to(tl.float32) * weight
     if SCALED:
         row = row.to(tl.float32) * tl.load(pre_scale + e.to(tl.int64) * width + where, mask=inside, other=0.0)
+    if ROTATION > 0:
+        row = _rotate(row.to(tl.float32), row.shape[0], ROTATION)
     scale = 1.0
     if QUANTISED:
         row, scale = _quantise(row.to(tl.float32), given, e, TYPE, STATIC)

@@ -167,9 +167,9 @@ def _load_slots(ids, top_k, slot, inside):
 @triton.jit
 def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, token, hidden, H: tl.constexpr,
               TOP_K: tl.constexpr, QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
-              SCALED: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
+              SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr):  # fmt: skip
     """Copy a token's row to each of its places."""
-    k, at, length = stored_columns(hidden, H, QUANTISED)
+    k, at, length = stored_columns(hidden, H, QUANTISED, ROTATION)
     inside = k < hidden
     source = x + token.to(tl.int64) * hidden
     weight = 1.0
@@ -179,7 +179,7 @@ def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, t
     SAME_FOR_ALL: tl.constexpr = not (ORDERED or SCALED or STATIC)
     if SAME_FOR_ALL:
         row, scale = prepare_row(source, token, weight, perm, pre_scale, given, k, inside, hidden, TYPE,
-                                 QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                                 QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
         row = row.to(TYPE)
     targets = ()
     for choice in tl.static_range(TOP_K):  # all loads are issued before the first use
@@ -195,7 +195,8 @@ def _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, t
             else:
                 expert = tl.load(owners + place)
                 converted, own_scale = prepare_row(source, expert, weight, perm, pre_scale, given, k, inside, hidden,
-                                                   TYPE, QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                                                   TYPE, QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC,
+                                                   ROTATION)  # fmt: skip
                 tl.store(target, converted.to(TYPE), mask=at < length)
                 if QUANTISED:
                     tl.store(scales + place, own_scale)
@@ -207,7 +208,7 @@ def dispatch_small(
     perm, pre_scale, given, slots, places, owners, out, scales, tiles, counts, tokens, hidden, capacity,
     R: tl.constexpr, P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, FULL: tl.constexpr,
     SIZES: tl.constexpr, LAUNCHES: tl.constexpr, QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
-    SCALED: tl.constexpr, STATIC: tl.constexpr,
+    SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """One launch for few tokens. Every program counts all ids and copies one row; the last one writes the lists."""
     gdc_wait()
@@ -228,7 +229,7 @@ def dispatch_small(
         _place(ids, TOP_K, slot0, TOP_K, start + before, slots, places, owners, P, E)
         tl.debug_barrier()
         _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, b, hidden, H, TOP_K, QUANTISED,
-                  WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+                  WEIGHTED, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
 
 
 @triton.jit
@@ -277,20 +278,20 @@ def place_ids(
 def send_rows(
     weights, weight_kind, weight_row, weight_column, x, perm, pre_scale, given, places, owners, out, scales, hidden,
     H: tl.constexpr, TOP_K: tl.constexpr, QUANTISED: tl.constexpr, WEIGHTED: tl.constexpr, ORDERED: tl.constexpr,
-    SCALED: tl.constexpr, STATIC: tl.constexpr,
+    SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Launch 3 of 3: each program copies one token's row to all its places."""
     gdc_wait()
     gdc_launch_dependents()
     weights = (weights, weight_kind, weight_row, weight_column)
     _copy_row(x, weights, perm, pre_scale, given, places, owners, out, scales, tl.program_id(0), hidden, H, TOP_K,
-              QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC)  # fmt: skip
+              QUANTISED, WEIGHTED, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
 
 
 @triton.jit
 def prepare_rows(
     x, owners, perm, pre_scale, given, out, scales, width, W: tl.constexpr, QUANTISED: tl.constexpr,
-    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, OWNED: tl.constexpr,
+    ORDERED: tl.constexpr, SCALED: tl.constexpr, STATIC: tl.constexpr, ROTATION: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """Convert rows to the input of the next GEMM, one row per program. Skips rows without an expert.
 
@@ -299,7 +300,7 @@ def prepare_rows(
     gdc_wait()
     gdc_launch_dependents()
     r = tl.program_id(0).to(tl.int64)
-    k, at, length = stored_columns(width, W, QUANTISED)
+    k, at, length = stored_columns(width, W, QUANTISED, ROTATION)
     inside = k < width
     TYPE: tl.constexpr = out.dtype.element_ty
     e = tl.zeros([], tl.int32)
@@ -307,7 +308,7 @@ def prepare_rows(
         e = tl.load(owners + r)
     if e >= 0:
         row, scale = prepare_row(x + r * width, e, 1.0, perm, pre_scale, given, k, inside, width, TYPE, QUANTISED,
-                                 False, ORDERED, SCALED, STATIC)  # fmt: skip
+                                 False, ORDERED, SCALED, STATIC, ROTATION)  # fmt: skip
         tl.store(out + r * length + at, row.to(TYPE), mask=at < length)
         if QUANTISED:
             tl.store(scales + r, scale)
