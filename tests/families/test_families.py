@@ -11,10 +11,14 @@ from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
-from judge import judge  # noqa: E402
-from tiny_models import CONFIG_MAPPING, language_models, mixtures  # noqa: E402
+import torch  # noqa: E402
+from judge import EXACT, check_left_experts, judge  # noqa: E402
+from tiny_models import CONFIG_MAPPING, language_models, mixtures, tiny_model  # noqa: E402
 
+import lancebill  # noqa: E402
 from lancebill.checkpoint.resolve.naming import TABLE  # noqa: E402
+from lancebill.integrations.transformers.packed_experts import packed_experts  # noqa: E402
+from lancebill.integrations.transformers.pretrained import class_of, packed_class  # noqa: E402
 from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families, judged_types  # noqa: E402
 
 # Wrappers that cannot run on text alone.
@@ -86,3 +90,23 @@ def test_equal_to_transformers(name: str, spelling: str, tmp_path: Path, request
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
     judge(name, tmp_path / "model", hub_names=spelling == HUB)
+
+
+@pytest.mark.parametrize("spelling", [HUB, STACKED])
+def test_a_talker_keeps_its_own_experts(spelling: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Qwen3-Omni's thinker and talker both have experts, in layers of the same numbers."""
+    if spelling == STACKED and not request.config.getoption("--all-spellings", default=False):
+        pytest.skip("with --all-spellings")
+    model = tiny_model("qwen3_omni_moe")
+    model.save_pretrained(tmp_path, save_original_format=spelling == HUB)
+    packed = lancebill.from_pretrained(tmp_path, **EXACT)
+    names = [f"thinker.model.language_model.layers.{layer}.mlp.experts" for layer in range(2)]
+    assert [name for name, _ in packed_experts(packed)] == names
+    check_left_experts(model, packed)
+
+
+def test_experts_behind_an_encoder_of_speech_are_replaced() -> None:
+    config = CONFIG_MAPPING["nemo_speechlm"]()
+    with torch.device("meta"):
+        model = packed_class(class_of(config))(config)
+    assert len(list(packed_experts(model))) == config.get_text_config().layers_block_type.count("moe")

@@ -69,6 +69,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "nemotron_h": {"moe_latent_size": 16},
     "phimoe": {"num_experts_per_tok": 2},
+    "qwen3_omni_moe": {
+        "talker_config": {
+            "thinker_hidden_size": 32,
+            "spatial_merge_size": 2,
+            "text_config": {"shared_expert_intermediate_size": 16},
+        },
+        "code2wav_config": {"decoder_dim": 32},
+    },
     "step3p7": {"text_config": {"sliding_window": 8, "swiglu_limits": [None, 0.05], **_SPARSE}},
     "zaya": {"num_experts_per_tok": 1},
 }
