@@ -1,15 +1,18 @@
-"""Many streaming clients on `lancebill serve`: errors, requests that never end, and memory over time.
+"""Many clients on `lancebill serve`, some of which misbehave: statuses, requests that never end, memory over time.
 
-    python benchmarks/serve_stress.py --model PATH [--clients 16] [--seconds 60] [--weights mxfp4]
+    python benchmarks/serve_stress.py --model PATH [--clients 50] [--seconds 1800] [--weights mxfp4]
 
-Starts the server, sends requests with the `openai` package, stops the server with SIGTERM, and records the outcome in
-benchmarks/results/serve. A request is stuck if it is still open two minutes after the last one was sent.
+Starts the server. Clients stream answers or wait for them, leave in the middle, send malformed or huge bodies, or send
+slowly. Then one more request, SIGTERM, and a record in benchmarks/results/serve. A request is stuck if it is still open
+two minutes after the last one was sent.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -17,21 +20,25 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import openai
 from machine import origin, result_path
 
 TIMEOUT = 120.0
+HEADERS = {"Content-Type": "application/json"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder")
     parser.add_argument("--weights", default="mxfp4", help="weight spec of the experts")
-    parser.add_argument("--clients", type=int, default=16, help="concurrent clients")
-    parser.add_argument("--seconds", type=float, default=60, help="how long requests are sent")
+    parser.add_argument("--clients", type=int, default=50, help="concurrent clients")
+    parser.add_argument("--seconds", type=float, default=1800, help="how long requests are sent")
     parser.add_argument("--tokens", type=int, default=8, help="tokens per answer")
     parser.add_argument("--out", type=Path, help="default: a new file in benchmarks/results/serve")
     chosen = parser.parse_args()
@@ -63,49 +70,137 @@ def start_server(model: Path, weights: str) -> tuple[str, subprocess.Popen[bytes
 
 
 def stress(url: str, pid: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    client = openai.OpenAI(base_url=url, api_key="none", timeout=TIMEOUT, max_retries=0)
-    model = client.models.list().data[0].id
-    done: list[tuple[float, int]] = []
-    errors: list[str] = []
+    """All clients at once, memory once a second; then one more request, which must be answered."""
     end = time.monotonic() + chosen.seconds
-
-    def work(number: int) -> None:
-        while time.monotonic() < end:
-            sent = time.monotonic()
-            try:
-                stream = client.chat.completions.create(
-                    model=model,
-                    messages=[{"role": "user", "content": f"Count from {number}."}],
-                    max_tokens=chosen.tokens,
-                    stream=True,
-                )
-                pieces = sum(1 for event in stream if event.choices and event.choices[0].delta.content)
-                done.append((time.monotonic() - sent, pieces))
-            except openai.OpenAIError as error:
-                errors.append(repr(error))
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(chosen.clients)]
+    with urllib.request.urlopen(f"{url}/models", timeout=TIMEOUT) as listed:
+        model = json.load(listed)["data"][0]["id"]
+    clients = [Client(url, model, number, chosen.tokens) for number in range(chosen.clients)]
+    threads = [threading.Thread(target=client.work, args=(end,), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
     memory = []
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end + TIMEOUT:
         memory.append(resident_megabytes(pid))
         time.sleep(1)
+    last = Client(url, model, -1, chosen.tokens)
+    last.record("after", last.answer)
     quarter = max(1, len(memory) // 4)
+    outcomes = sum((client.outcomes for client in (*clients, last)), Counter())
     return {
-        "requests": len(done),
-        "failed": len(errors),
-        "errors": errors[:5],
+        "outcomes": {f"{kind}: {what}": count for (kind, what), count in sorted(outcomes.items())},
+        "server_errors": sum(count for (_, what), count in outcomes.items() if what.startswith("5")),
         "stuck": sum(thread.is_alive() for thread in threads),
-        "pieces": sum(pieces for _, pieces in done),
-        "empty_answers": sum(pieces == 0 for _, pieces in done),
-        "slowest_seconds": round(max((seconds for seconds, _ in done), default=0), 2),
+        "answers_after": outcomes["after", "200"] == 1,
+        "slowest_seconds": round(max(client.slowest for client in clients), 2),
         "resident_mb": {
             "after_a_quarter": memory[quarter - 1],
             "at_the_end": memory[-1],
             "most": max(memory),
         },
     }
+
+
+class Client:
+    """One client that behaves well or badly, at random but the same in every run."""
+
+    def __init__(self, url: str, model: str, number: int, tokens: int) -> None:
+        where = urlsplit(url)
+        assert where.hostname is not None and where.port is not None
+        self.address = where.hostname, where.port
+        self.page = f"{where.path}/chat/completions"
+        self.model, self.number, self.tokens = model, number, tokens
+        self.random = random.Random(number)
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.slowest = 0.0
+
+    def work(self, end: float) -> None:
+        behaviours = {
+            "streamed": self.stream, "whole": self.answer, "left while streaming": self.leave_stream,
+            "left while waiting": self.leave_waiting, "malformed": self.send_malformed, "huge": self.send_huge,
+            "slow": self.send_slowly,
+        }  # fmt: skip
+        while time.monotonic() < end:
+            kind = self.random.choices(list(behaviours), weights=(6, 3, 2, 2, 1, 1, 1))[0]
+            self.record(kind, behaviours[kind])
+
+    def record(self, kind: str, behave: Callable[[], str]) -> None:
+        started = time.monotonic()
+        try:
+            what = behave()
+        except (OSError, http.client.HTTPException) as error:
+            what = type(error).__name__
+        self.outcomes[kind, what] += 1
+        self.slowest = max(self.slowest, time.monotonic() - started)
+
+    def stream(self) -> str:
+        response = self._ask(stream=True)
+        text = response.read()
+        return str(response.status) if text.rstrip().endswith(b"[DONE]") else f"{response.status}, cut off"
+
+    def answer(self) -> str:
+        response = self._ask(stream=False)
+        response.read()
+        return str(response.status)
+
+    def leave_stream(self) -> str:
+        connection = self._connection()
+        response = self._ask(stream=True, connection=connection, tokens=50 * self.tokens)
+        response.readline()
+        connection.close()
+        return str(response.status)
+
+    def leave_waiting(self) -> str:
+        connection = self._connection()
+        connection.request("POST", self.page, self._body(stream=False, tokens=50 * self.tokens), HEADERS)
+        time.sleep(self.random.random())
+        connection.close()
+        return "left"
+
+    def send_malformed(self) -> str:
+        body = self._body(stream=False, tokens=self.tokens)
+        bad = self.random.choice([body[:-9], b"", b"[]", body.replace(b"max_tokens", b"max_token"), b"\xff" * 50])
+        return self._post(bad)
+
+    def send_huge(self) -> str:
+        return self._post(b" " * (64 << 20))
+
+    def send_slowly(self) -> str:
+        """A byte of the body at a time; leaves before the end or sends the rest."""
+        body = self._body(stream=False, tokens=self.tokens)
+        connection = self._connection()
+        connection.putrequest("POST", self.page)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders()
+        for byte in body[:20]:
+            connection.send(bytes([byte]))
+            time.sleep(0.1)
+        if self.random.random() < 0.5:
+            connection.close()
+            return "left"
+        connection.send(body[20:])
+        return str(connection.getresponse().status)
+
+    def _post(self, body: bytes) -> str:
+        connection = self._connection()
+        with suppress(BrokenPipeError, ConnectionResetError):  # refused before all was sent; the answer may be there
+            connection.request("POST", self.page, body, HEADERS)
+        return str(connection.getresponse().status)
+
+    def _ask(
+        self, *, stream: bool, connection: http.client.HTTPConnection | None = None, tokens: int = 0
+    ) -> http.client.HTTPResponse:
+        connection = connection or self._connection()
+        connection.request("POST", self.page, self._body(stream=stream, tokens=tokens or self.tokens), HEADERS)
+        return connection.getresponse()
+
+    def _body(self, *, stream: bool, tokens: int) -> bytes:
+        messages = [{"role": "user", "content": f"Count from {self.number}."}]
+        asked = {"model": self.model, "messages": messages, "max_tokens": tokens, "stream": stream}
+        return json.dumps(asked).encode()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self.address, timeout=TIMEOUT)
 
 
 def resident_megabytes(pid: int) -> float:

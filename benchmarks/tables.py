@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import summary
@@ -345,11 +345,19 @@ def _serve_line(file: ResultFile) -> str:
     run = file.record
     memory = run["resident_mb"]
     return (
-        f"{run['clients']} streaming clients for {run['seconds']} s on {file.machine_title}: "
-        f"{run['requests']} requests, {run['failed']} failed, {run['stuck']} stuck; "
+        f"{run['clients']} clients for {run['seconds']:.0f} s on {file.machine_title}: {_serve_outcome(run)}; "
         f"memory {memory['after_a_quarter']:.0f} MB after a quarter of the time, "
         f"{memory['at_the_end']:.0f} MB at the end; {links(file.name)}\n"
     )
+
+
+def _serve_outcome(run: Mapping[str, Any]) -> str:
+    if "outcomes" not in run:  # a run in which all clients behave well
+        return f"{run['requests']} requests, {run['failed']} failed, {run['stuck']} stuck"
+    requests = sum(run["outcomes"].values())
+    bad = "streams cut off, malformed and huge bodies, slow senders"
+    after = "answers afterwards" if run["answers_after"] else "does not answer afterwards"
+    return f"{requests:,} requests ({bad}), {run['server_errors']} server errors, {run['stuck']} stuck, {after}"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
