@@ -13,7 +13,7 @@ from typing import Any
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve.naming import Naming
-from lancebill.checkpoint.write.convert import ConvertOptions, convert, plan_conversion
+from lancebill.checkpoint.write.convert import ConvertOptions, convert
 from lancebill.checkpoint.write.target import Target, choose_target, plan_output
 from lancebill.formats import registry
 from lancebill.formats.base import Example, Format, Scheme
@@ -109,8 +109,12 @@ def state_as_mlx(config: dict[str, Any]) -> None:
     config["quantization"] = config["quantization_config"]
 
 
-def write_dequantised(source: Path, destination: Path) -> None:
-    """A copy of the model with the same numbers, not quantised."""
+def write_dequantised(source: Path, destination: Path, plain: Path) -> None:
+    """A copy of the model with the same numbers, not quantised, under the names that the model `plain` has."""
+    with Checkpoint.open(plain) as checkpoint:
+        form = next(iter(manifests.build(checkpoint.config, checkpoint.headers).layers.values())).form
     with Checkpoint.open(source) as checkpoint:
-        output = plan_conversion(checkpoint, choose_target(parse_spec("fp32")), ConvertOptions())
+        manifest = manifests.build(checkpoint.config, checkpoint.headers)
+        renamed = {index: replace(layer, form=form) for index, layer in manifest.layers.items()}
+        output = plan_output(replace(manifest, layers=renamed), choose_target(parse_spec("fp32")), checkpoint.headers)
         convert(checkpoint, destination, output, ConvertOptions())

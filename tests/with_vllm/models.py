@@ -148,11 +148,12 @@ def converted(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
     return made
 
 
-def dequantised(model: Path) -> Path:
-    """A copy of a model with the same numbers, not quantised."""
-    made = model.with_name(f"{model.name}-dequantised")
+def dequantised(family: str, kind: str, folder: Path, seed: int = 7) -> Path:
+    """The model with the numbers of one of `kinds.KINDS`, as transformers would save it unquantised."""
+    source, plain = converted(family, kind, folder, seed), plain_model(family, folder, seed)
+    made = folder / f"{family}-{seed}-{kind}-dequantised"
     if not made.exists():
-        kinds.write_dequantised(model, made)
+        kinds.write_dequantised(source, made, plain)
     return made
 
 

@@ -18,6 +18,8 @@ from lancebill.formats import registry
 
 # Log-probabilities of equal computations in two engines, in fp32: their attention and norms round differently.
 BOUND = 1e-5
+# One cell of Gemma 4 (HQQ) is 1.3e-5 from transformers; vLLM's own experts are 1.0e-5 from it, and 2.6e-6 from ours.
+BOUNDS = {"gemma4_text": 2e-5}
 Record = Callable[[str, object], None]
 SAMPLE = {
     ("qwen3_moe", "ct-int4"),
@@ -66,18 +68,18 @@ def test_tokens_and_log_probabilities(cell: tuple[str, str], folder: Path, recor
     with engine.engine(model, {"mode": "require"}) as llm:
         assert all(decision.taken for decision in engine.takeover_of(llm).decisions.values())
         got = engine.ask(llm)
-    want = reference(family, model)
+    want = reference(family, kind, folder)
     record_property("distance", got.distance(want))
     assert got.tokens == want.tokens
-    assert got.distance(want) <= BOUND
+    assert got.distance(want) <= BOUNDS.get(family, BOUND)
 
 
-def reference(family: str, model: Path) -> engine.Answers:
+def reference(family: str, kind: str, folder: Path) -> engine.Answers:
     if family in OWN_EXPERTS:
-        return engine.reference_without_lancebill(models.dequantised(model))
+        return engine.reference_without_lancebill(models.dequantised(family, kind, folder))
     if family not in OTHER_MODELS:
-        return engine.reference(model)
-    with engine.engine(models.dequantised(model), {"mode": "off"}) as llm:
+        return engine.reference(models.converted(family, kind, folder))
+    with engine.engine(models.dequantised(family, kind, folder), {"mode": "off"}) as llm:
         assert engine.takeover_of(llm) is None
         return engine.ask(llm)
 
