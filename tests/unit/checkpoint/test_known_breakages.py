@@ -23,6 +23,7 @@ from lancebill.formats import registry
 from lancebill.formats.base import Example
 from lancebill.testing.checkpoints import Generated, Geometry, generate, save
 from lancebill.testing.conformance import all_examples
+from lancebill.testing.gguf import write_gguf
 
 HOME = "model.layers.1.mlp.experts.2"
 Change = Callable[[Generated], None]
@@ -95,6 +96,11 @@ def set_byte(value: int) -> Callable[[Tensor], object]:
     return lambda tensor: tensor.view(torch.uint8).view(-1)[:1].fill_(value)
 
 
+def all_eights(tensor: Tensor) -> object:
+    """The middle code of 4-bit integers: zero."""
+    return tensor.view(torch.uint8).fill_(0x88)
+
+
 def zero(tensor: Tensor) -> object:
     return tensor.view(torch.uint8).zero_() if tensor.ndim else tensor.zero_()
 
@@ -105,6 +111,7 @@ INT4, FP8, BLOCK = (
     ("fp8", "tensor-static"),
     ("fp8", "block-F32"),
 )
+GPTQ, AWQ = ("gptq", "int4-g64:fp16-gptq"), ("awq", "int4-g64:fp16-zp")
 MXFP4, BF16 = ("compressed-tensors", "mxfp4-pack-quantized-mxfp4"), ("dense", "bf16")
 GATE = f"{HOME}.gate_proj"
 
@@ -141,6 +148,9 @@ WARNINGS: dict[str, tuple[tuple[str, str], Change, str]] = {
     "saturated scales": (NVFP4, on(f"{GATE}.weight_scale", lambda t: t.fill_(448)), "saturated at 448"),
     "identical experts": (MXFP4, copy("model.layers.1.mlp.experts.0.", f"{HOME}."), "identical weights"),
     "a dead expert": (BF16, on(f"{GATE}.weight", zero), "dead experts"),
+    "identical experts, packed along K": (GPTQ, copy("model.layers.1.mlp.experts.0.", f"{HOME}."), "identical weights"),
+    "identical experts, packed along N": (AWQ, copy("model.layers.1.mlp.experts.0.", f"{HOME}."), "identical weights"),
+    "a dead expert, packed along K": (GPTQ, on(f"{GATE}.qweight", all_eights), "dead experts"),
 }  # fmt: skip
 
 
@@ -165,6 +175,7 @@ def test_found_in_metadata(case: tuple[tuple[str, str], Change, str], tmp_path: 
 def test_found_in_values(case: tuple[tuple[str, str], Change, str], tmp_path: Path) -> None:
     report, text = reports(case, tmp_path, values=True)
     assert any(text in found for found in rendered(report.problems)), rendered(report.problems)
+    assert not report.warnings, rendered(report.warnings)  # nothing is said of experts that are intact
     assert examine(tmp_path / "checkpoint").ok  # the headers are intact
 
 
@@ -180,6 +191,42 @@ def test_suspicious_values_are_warnings_that_say_where(
         assert all("layer 1" in str(warning.where) for warning in found)
         assert all("2" in f"{warning.where} {warning.got}" for warning in found)
     assert not examine(tmp_path / "checkpoint", values=True, strict=True).ok
+
+
+def test_the_same_words_in_another_order_are_another_expert(tmp_path: Path) -> None:
+    made, (first, second) = made_of(example(*GPTQ)), (f"model.layers.1.mlp.experts.{e}." for e in (0, 1))
+    copy(first, second)(made)
+    codes = made.tensors[f"{second}gate_proj.qweight"]
+    codes.copy_(codes.flip(0))
+    report = examine(save(made, tmp_path / "checkpoint"), values=True)
+    found = [warning.where for warning in report.warnings if "identical" in warning.render()]
+    assert found == ["layer 1, up", "layer 1, down"]
+
+
+GGUF_COUNTS: dict[str, tuple[str, int, str]] = {
+    "more blocks": ("block_count", 3, "layer 2: there are no tensors at all"),
+    "fewer blocks": ("block_count", 1, "layers 1: the config has no such layers"),
+    "more experts": ("expert_count", 5, "expected [5, 256, 256]; got [4, 256, 256]"),
+    "fewer experts": ("expert_count", 3, "expected [3, 256, 256]; got [4, 256, 256]"),
+    "top-k above the experts": ("expert_used_count", 5, "at most 4 experts for each token; got 5"),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_COUNTS.values(), ids=GGUF_COUNTS)
+def test_counts_of_a_gguf_file_that_its_tensors_contradict(case: tuple[str, int, str], tmp_path: Path) -> None:
+    key, value, text = case
+    row = names.find_family({"model_type": "gguf"})
+    made = generate(next(iter(registry()["gguf"].examples())), row, row.forms[0], Geometry(4, 256, 256, 2))
+    counts = {"block_count": 2, "expert_count": 4, "expert_used_count": 2, "embedding_length": 256}
+    counts["expert_feed_forward_length"] = 256
+    for file, said in (("sound", counts), ("broken", {**counts, key: value})):
+        metadata = {"general.architecture": "qwen3moe", **{f"qwen3moe.{name}": count for name, count in said.items()}}
+        write_gguf(
+            tmp_path / f"{file}.gguf", metadata, {name: ("F32", tensor) for name, tensor in made.tensors.items()}
+        )
+    assert examine(tmp_path / "sound.gguf").ok
+    report = examine(tmp_path / "broken.gguf")
+    assert any(text in found for found in rendered(report.problems)), rendered(report.problems)
 
 
 QUANTISED = {
@@ -203,7 +250,7 @@ def test_experts_left_unquantised_are_found(chosen: Example) -> None:
         assert error.got == "bf16" and error.where == "layers 0"
 
 
-@pytest.mark.parametrize("which", [NVFP4, CT_NVFP4, INT4, FP8, BLOCK, MXFP4, BF16, ("gptq", "int4-g64:fp16-gptq")])
+@pytest.mark.parametrize("which", [NVFP4, CT_NVFP4, INT4, FP8, BLOCK, MXFP4, BF16, GPTQ, AWQ])
 def test_an_intact_checkpoint_has_no_findings(which: tuple[str, str], tmp_path: Path) -> None:
     report = examine(save(made_of(example(*which)), tmp_path / "checkpoint"), values=True)
     assert report.ok and not report.warnings, rendered(report.warnings)

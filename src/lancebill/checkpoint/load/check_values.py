@@ -35,6 +35,7 @@ OUTER_SCALE = "scale_2"  # the role formats give to the second level of scales
 MIN_BLOCKS = 64  # scales that are all equal say nothing if there are few
 WIDE_BLOCK = 1024  # weights: the powers of two that fit blocks of this size are often all equal
 PLAUSIBLE_INPUTS = (1e-12, 1e12)  # activation scales outside come from an expert that saw no token
+_EXPORT_AGAIN = "tokens that are routed there get a wrong answer: export the checkpoint again"
 _RECALIBRATE = "calibrate with data that reaches every expert, or quantise the weights only"
 
 
@@ -189,7 +190,7 @@ class _Checker:
         )
 
     def _invalid(self, role: str, what: str, dtype: DType, codes: Tensor) -> Iterator[BadValue]:
-        yield from self._report(role, what, "NaN or infinite", ~dtype.decode(codes).isfinite())
+        yield from self._report(role, what, "NaN or infinite", ~dtype.decode(codes).isfinite(), _EXPORT_AGAIN)
 
     def _zero_scales(self) -> Iterator[BadValue]:
         """A zero scale discards its codes, so they must be zero too."""
@@ -203,7 +204,9 @@ class _Checker:
             if spec.zero is not None and weight.zero is not None:
                 values -= expand(spec.zero.dtype.decode(weight.zero), spec.zero.block, weight.n, weight.k)
             lost = expand(zero, level.block, weight.n, weight.k) & (values != 0)
-            yield from self._report(self._scale_role(i), f"scale {i + 1}", "zero over non-zero codes", lost)
+            yield from self._report(
+                self._scale_role(i), f"scale {i + 1}", "zero over non-zero codes", lost, _EXPORT_AGAIN
+            )
 
     def _zero_points(self) -> Iterator[BadValue]:
         weight, spec = self.weight, self.spec

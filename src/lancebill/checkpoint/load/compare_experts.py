@@ -93,7 +93,9 @@ def _outliers(where: str, members: Sequence[Profile]) -> Iterator[BadValue]:
 
 def _halves(where: str, gates: Sequence[Profile], ups: Sequence[Profile]) -> Iterator[BadValue]:
     """Gate and up have one input and about the same magnitude. Some runtimes store one scale for both."""
-    pairs = [(gate, up) for gate, up in zip(gates, ups) if gate.peak and up.peak]
+    up_of = {up.projection.expert: up for up in ups}  # an expert whose values are wrong has no profile
+    pairs = [(gate, up_of[gate.projection.expert]) for gate in gates if gate.projection.expert in up_of]
+    pairs = [(gate, up) for gate, up in pairs if gate.peak and up.peak]
     lost = [gate for gate, up in pairs if not 1 / OUTLIER <= gate.peak / up.peak <= OUTLIER]
     if lost:
         yield BadValue(
