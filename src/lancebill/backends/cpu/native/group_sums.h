@@ -11,6 +11,30 @@ namespace {
 
 constexpr int kPlane = 256;  // weight of a plane of an input, in units of the next
 
+// Eight columns of one input row, in all planes: where they are, or in registers.
+template <class V, int Planes, bool InRegisters = V::lane_inputs>
+struct StepInputs {
+  const int8_t* at;
+
+  LANCEBILL_INLINE void load(const int8_t* x) { at = x; }
+  LANCEBILL_INLINE typename V::I32 dot(typename V::I32 sum, typename V::Codes codes, int unit, int plane) const {
+    return V::dot(sum, codes, at + plane_offset(unit * kUnitColumns, plane, Planes));
+  }
+};
+
+template <class V, int Planes>
+struct StepInputs<V, Planes, true> {
+  typename V::Inputs pairs[(Planes + 1) / 2];  // of planes
+
+  LANCEBILL_INLINE void load(const int8_t* x) {
+    LANCEBILL_EACH(i, Planes / 2) pairs[i] = V::inputs(x + 2 * i * kPlaneRun);
+    if constexpr (Planes % 2) pairs[Planes / 2] = V::half_inputs(x + (Planes - 1) * kPlaneRun);
+  }
+  LANCEBILL_INLINE typename V::I32 dot(typename V::I32 sum, typename V::Codes codes, int unit, int plane) const {
+    return V::dot(sum, codes, pairs[plane / 2], plane % 2 * (kPlaneRun / kUnitColumns) + unit);
+  }
+};
+
 // The accumulators of one group: `BlocksAtOnce` row blocks, starting at block `First` of a strip, times `Rows` input
 // rows. Where a block has more rows than a vector has lanes, `part` selects the lanes. Each input is loaded once for
 // all blocks, and each code is decoded once for all rows.
@@ -71,6 +95,9 @@ struct GroupSums {
 
   LANCEBILL_INLINE void add_dots(const Packed& p, const Code& code, const uint8_t* unit,
                                  const int8_t* const (&x)[Rows]) {
+    static_assert(kStepUnits * kUnitColumns == kPlaneRun, "the inputs of one step");
+    StepInputs<V, InputPlanes> inputs[Rows];
+    LANCEBILL_EACH(r, Rows) inputs[r].load(x[r]);
     LANCEBILL_EACH(u, kStepUnits) {
       typename V::Codes decoded[BlocksAtOnce][Code::planes];
       decode(p, code, unit + u * kUnit, decoded);
@@ -79,7 +106,7 @@ struct GroupSums {
           LANCEBILL_EACH(b, BlocksAtOnce)
             LANCEBILL_EACH(plane, Code::planes) {
               I32& sum = sums[b][r][i][plane];
-              sum = V::dot(sum, decoded[b][plane], x[r] + plane_offset(u * kUnitColumns, i, InputPlanes));
+              sum = inputs[r].dot(sum, decoded[b][plane], u, i);
             }
     }
   }

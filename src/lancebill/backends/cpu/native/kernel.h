@@ -9,6 +9,7 @@
 //   Codes, I32, F32, Table    four codes per row; one int32 per row; one float per row; a 16-byte lookup table
 //   load, table, low, high    load codes; load a table; look up the low or the high nibbles
 //   dot(I32, Codes, x)        adds each row's dot product of four codes and the four signed bytes at x
+//   lane_inputs               dot takes the four bytes from a lane of a register instead (Inputs, inputs, half_inputs)
 //   split_bytes               dot accepts 7-bit codes only, so bytes are split in two planes, like large table entries
 //   short_sums                small table entries: sum short_products of several columns in 16 bits (add_shorts), then
 //                             widen and multiply by a factor (add_widened), which merges both input planes in a sum

@@ -72,11 +72,12 @@ LANCEBILL_INLINE void dense_of(const lancebill_dense& m, int64_t first, int64_t 
   for (; i + 4 <= count; i += 4) {
     dense_rows<Stored, 4, 4>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
   }
-  for (; i + 2 <= count; i += 2) {
-    dense_rows<Stored, 4, 2>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
-  }
-  if (i < count) {
-    dense_rows<Stored, kSingleRows, 1>(m, first, end, x + i * x_stride, x_stride, out + i * out_stride, out_stride);
+  x += i * x_stride;
+  out += i * out_stride;
+  switch (count - i) {
+    case 1: return dense_rows<Stored, kSingleRows, 1>(m, first, end, x, x_stride, out, out_stride);
+    case 2: return dense_rows<Stored, 4, 2>(m, first, end, x, x_stride, out, out_stride);
+    case 3: return dense_rows<Stored, 4, 3>(m, first, end, x, x_stride, out, out_stride);
   }
 }
 
@@ -212,8 +213,13 @@ void attend(const float* q, int64_t heads, const void* keys, const void* values,
     const auto* v = static_cast<const typename Stored::Number*>(values);
     int64_t h = 0;
     for (; h + 4 <= heads; h += 4) attend_heads<Stored, 4>(q + h * dim, k, v, dim, first, end, scale, out + h * dim);
-    for (; h + 2 <= heads; h += 2) attend_heads<Stored, 2>(q + h * dim, k, v, dim, first, end, scale, out + h * dim);
-    if (h < heads) attend_heads<Stored, 1>(q + h * dim, k, v, dim, first, end, scale, out + h * dim);
+    q += h * dim;
+    out += h * dim;
+    switch (heads - h) {
+      case 1: return attend_heads<Stored, 1>(q, k, v, dim, first, end, scale, out);
+      case 2: return attend_heads<Stored, 2>(q, k, v, dim, first, end, scale, out);
+      case 3: return attend_heads<Stored, 3>(q, k, v, dim, first, end, scale, out);
+    }
   });
 }
 

@@ -15,6 +15,7 @@ struct Avx2 {
   static constexpr int blocks_at_once(int sums) { return sums <= 2 ? 2 : 1; }
   static constexpr bool tiles = false;
   static constexpr bool plain_nibbles = true;
+  static constexpr bool lane_inputs = false;
   static constexpr bool whole_bytes = false;
   struct Codes {
     __m256i part[2];

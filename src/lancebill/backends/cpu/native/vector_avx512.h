@@ -18,6 +18,7 @@ struct Avx512 {
   static constexpr int rows = 4;
   static constexpr int blocks_at_once(int sums) { return sums <= 6 ? 4 : 2; }  // up to 24 of the 32 registers
   static constexpr bool prefetch_twice = true;
+  static constexpr bool lane_inputs = false;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = true;

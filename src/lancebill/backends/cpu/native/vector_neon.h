@@ -14,6 +14,7 @@ struct Neon {
   static constexpr int rows = 2;  // four would need too many registers
   static constexpr int blocks_at_once(int) { return 1; }
   static constexpr bool prefetch_twice = false;
+  static constexpr bool lane_inputs = true;
   static constexpr bool split_bytes = true;  // SDOT has signed operands only
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = false;
@@ -29,9 +30,21 @@ struct Neon {
   };
   using Table = uint8x16_t;
 
-  static I32 dot(I32 sum, Codes codes, const int8_t* x) {
-    const int8x16_t four = vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const Word*>(x)));
-    return each<I32>([&](int i) { return vdotq_s32(sum.part[i], vreinterpretq_s8_u8(codes.part[i]), four); });
+  using Inputs = int8x16_t;
+  static Inputs inputs(const int8_t* x) { return vld1q_s8(x); }
+  static Inputs half_inputs(const int8_t* x) { return vcombine_s8(vld1_s8(x), vcreate_s8(0)); }
+
+  // SDOT with four bytes of a lane: broadcasting them takes an instruction of the same unit.
+  LANCEBILL_INLINE static I32 dot(I32 sum, Codes codes, Inputs x, int lane) {
+    const auto with = [&](auto one) __attribute__((always_inline)) {
+      return each<I32>([&](int i) { return one(sum.part[i], vreinterpretq_s8_u8(codes.part[i])); });
+    };
+    switch (lane) {
+      case 0: return with([&](int32x4_t s, int8x16_t c) { return vdotq_laneq_s32(s, c, x, 0); });
+      case 1: return with([&](int32x4_t s, int8x16_t c) { return vdotq_laneq_s32(s, c, x, 1); });
+      case 2: return with([&](int32x4_t s, int8x16_t c) { return vdotq_laneq_s32(s, c, x, 2); });
+      default: return with([&](int32x4_t s, int8x16_t c) { return vdotq_laneq_s32(s, c, x, 3); });
+    }
   }
 
   static Codes load(const uint8_t* p) {
@@ -118,8 +131,6 @@ struct Neon {
   };
 
  private:
-  typedef int32_t Word __attribute__((aligned(1), may_alias));  // four bytes of a row at any alignment
-
   template <class Vector, class Function>
   LANCEBILL_INLINE static Vector each(Function function) {
     return {{function(0), function(1), function(2), function(3)}};

@@ -12,6 +12,7 @@ struct Portable {
   static constexpr int rows = 4;
   static constexpr int blocks_at_once(int) { return 1; }
   static constexpr bool prefetch_twice = true;
+  static constexpr bool lane_inputs = false;
   static constexpr bool split_bytes = false;
   static constexpr bool short_sums = false;
   static constexpr bool plain_nibbles = false;
