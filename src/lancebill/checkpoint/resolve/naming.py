@@ -79,7 +79,7 @@ _INKLING = (
 
 _MIXTRAL_ROUTER = Router(_in_layer("block_sparse_moe.gate.weight", "mlp.gate.weight"))
 _KIMI_ROUTER = replace(_MIXTRAL_ROUTER, correction=_in_layer(
-    "block_sparse_moe.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+    "block_sparse_moe.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"
 ))  # fmt: skip
 _CORRECTED = Router(correction=_in_layer("mlp.gate.e_score_correction_bias"))
 _BLOCK_CORRECTIONS = ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias")
@@ -145,7 +145,7 @@ TABLE: tuple[Naming, ...] = (
         "mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"
     ))),
     Naming("bailing_moe", ("bailing_moe", "bailing_moe_v2", "bailing_moe_linear"), _STANDARD, Router(
-        correction=_in_layer("mlp.gate.expert_bias")
+        _in_layer("mlp.gate.weight", "mlp.gate.gate_proj.weight"), correction=_in_layer("mlp.gate.expert_bias")
     )),
     Naming("pangu_ultra_moe", ("pangu_ultra_moe",), _STANDARD, Router(correction=_in_layer(
         "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
@@ -217,10 +217,10 @@ TABLE: tuple[Naming, ...] = (
     ), Router(_in_layer("mlp.router.weight"))),
     Naming("step3", ("step3_vl", "step3_text"), _STEP, Router(_in_layer("moe.gate.weight"))),
     Naming("step3p7", ("step3p7", "step3p7_text", "step3p5"), (
-        *_STEP, _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES)
+        *_STEP, _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES), _MLX
     ), Router(
-        _in_layer("moe.gate.weight", "mlp.gate.weight"),
-        correction=_in_layer("moe.router_bias", "mlp.gate.e_score_correction_bias"),
+        _in_layer("moe.gate.weight", "mlp.gate.weight", "mlp.gate.gate.weight"),
+        correction=_in_layer("moe.router_bias", "mlp.gate.e_score_correction_bias", "mlp.gate.router_bias"),
     )),
     Naming("grok1", ("grok-1",), (NameForm(f"{_LAYER}.moe_block.experts", {
         GATE: ".{expert}.linear", UP: ".{expert}.linear_v", DOWN: ".{expert}.linear_1"
