@@ -94,7 +94,7 @@ def test_decode_quantises_like_prepare_rows(columns: int, slices: int) -> None:
     codes = torch.full((3, length), float("nan")).to(torch.float8_e4m3fn)
     scales, expected_scales = torch.full((3,), float("nan")), torch.full((3,), float("nan"))
     prepare, w = rows.prepare_rows[(3,)], rowwise.power_of_two(length)
-    prepare(x, scales, scales, scales, scales, codes, expected_scales, columns, w, True, False, False, False, False)
+    prepare(x, scales, scales, scales, scales, codes, expected_scales, columns, w, True, False, False, False, 0, False)
     expected[:, :length] = codes
     keep = triton.jit(keep_part)
     for row, start in itertools.product(range(3), range(0, length, held)):
@@ -108,7 +108,9 @@ def test_static_scales_saturate_to_the_largest_number() -> None:
     x = torch.tensor([[float("inf"), -float("inf"), 3e38, -3e38, 1.0, 0.0] + 122 * [0.5]])
     codes, scales = torch.zeros(1, 128).to(torch.float8_e4m3fn), torch.zeros(1)
     owners, given = torch.zeros(1, dtype=torch.int32), torch.tensor([0.01])
-    rows.prepare_rows[(1,)](x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, True, True)
+    rows.prepare_rows[(1,)](
+        x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, True, 0, True
+    )
     found = codes.float().view(-1, 8, 4, 4).transpose(1, 2).reshape(-1)
     assert found[:6].tolist() == [448, -448, 448, -448, 96, 0] and scales.item() == given.item()
 
@@ -261,7 +263,7 @@ def test_int8_rows_round_to_even_saturate_and_have_no_nan() -> None:
     for static in (True, False):
         codes, scales = torch.zeros(4, 128, dtype=torch.int8), torch.zeros(4)
         rows.prepare_rows[(4,)](
-            x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, static, static
+            x, owners, scales, scales, given, codes, scales, 128, 128, True, False, False, static, 0, static
         )
         found = codes[0].view(-1, 8, 4, 4).transpose(1, 2).reshape(-1)
         expected = [127, -128, 127, -128, 0, 2, 0] if static else [81, -81, 127, -127, 0, 1, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from project import HELPERS
@@ -12,10 +13,16 @@ from project import HELPERS
 pytest.importorskip("triton")
 
 
-def test_plans_in_the_interpreter() -> None:
-    """In a separate process, because Triton reads TRITON_INTERPRET only when it is imported."""
-    scripts = [str(path) for path in sorted(HELPERS.glob("interpreted*.py"))]
-    assert len(scripts) == 6
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *scripts]
+SCRIPTS = sorted(HELPERS.glob("interpreted*.py"))
+
+
+def test_all_scripts_are_here() -> None:
+    assert len(SCRIPTS) == 6
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_plans_in_the_interpreter(script: Path) -> None:
+    """In separate processes, because Triton reads TRITON_INTERPRET only when it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
