@@ -25,14 +25,20 @@ from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}),
     "qwen2moe": ("qwen2_moe", {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
+    # Half of a head's columns are rotated, a bias corrects the routing.
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8}),
 }
 
 
 def dense(family: str, more: dict[str, Any]) -> Any:
     common = {**tiny.COMMON, "intermediate_size": 64, "tie_word_embeddings": False}
-    config = transformers.AutoConfig.for_model(family, **common, **more)
+    config = transformers.AutoConfig.for_model(family, **{**common, **more})
     torch.manual_seed(3)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, tensor in model.state_dict().items():
+        if name.endswith("correction_bias"):
+            tensor.normal_()  # else zero
+    return model
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -21,12 +21,17 @@ def write(model: Any, architecture: str, path: Path, extra: str | None = None) -
     out.add_head_count(config.num_attention_heads)
     out.add_head_count_kv(config.num_key_value_heads)
     out.add_key_length(config.hidden_size // config.num_attention_heads)
+    out.add_value_length(config.hidden_size // config.num_attention_heads)
     out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    out.add_rope_freq_base(10000.0)
+    out.add_rope_freq_base(config.rope_parameters["rope_theta"])
     out.add_vocab_size(config.vocab_size)
-    out.add_expert_count(config.num_experts)
+    values = config.to_dict()
+    out.add_expert_count(values.get("num_experts") or values["num_local_experts"])
     out.add_expert_used_count(config.num_experts_per_tok)
-    out.add_expert_feed_forward_length(config.moe_intermediate_size)
+    out.add_expert_feed_forward_length(values.get("moe_intermediate_size") or config.intermediate_size)
+    if "rotary_dim" in values:
+        out.add_rope_dimension_count(values["rotary_dim"])
+        out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     out.add_tokenizer_model("gpt2")
     letters = [chr(code) for code in range(ord("!"), ord("!") + 90)]
     out.add_token_list([*letters, "ab", "cd", *(f"<{i}>" for i in range(config.vocab_size - 92))])
@@ -42,6 +47,9 @@ def write(model: Any, architecture: str, path: Path, extra: str | None = None) -
             parts = zip(("gate", "up"), tensor.chunk(2, 1)) if "gate_up" in name else [("down", tensor)]
             for part, matrix in parts:
                 add(out, f"blk.{layer}.{EXPERTS[part]}.weight", matrix)
+            continue
+        if "e_score_correction_bias" in name:
+            add(out, f"blk.{name.split('.')[2]}.exp_probs_b.bias", tensor)
             continue
         stem, _, suffix = name.rpartition(".")
         add(out, f"{names.get_name(stem)}.{suffix}", tensor.squeeze(0) if "shared_expert_gate" in name else tensor)

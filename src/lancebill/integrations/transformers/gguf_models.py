@@ -22,7 +22,7 @@ from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.weight import LogicalWeight
 
-ARCHITECTURES = ("qwen2moe", "qwen3moe")
+ARCHITECTURES = ("qwen2moe", "qwen3moe", "minimax-m2")
 SUFFIX = ".gguf"
 _SHARED = "blk.0.ffn_gate_shexp.weight"
 _GATE_OF_SHARED = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector
