@@ -9,7 +9,7 @@ import weakref
 from lancebill.errors import LaunchError
 from lancebill.split.moves import Moves
 
-_PAUSE_S = 5e-3  # when nothing is to be moved
+_PAUSES_S = 5e-3, 5e-2  # when nothing is to be moved: at first, and at most
 
 
 class Mover:
@@ -37,10 +37,12 @@ class Mover:
             self._thread.join()
 
     def _run(self) -> None:
+        pause, longest = _PAUSES_S
         while not self._stopping.is_set():
             moved = sum(self._turn(each) for each in self._all())
+            pause = _PAUSES_S[0] if moved else min(2 * pause, longest)
             if not moved:
-                self._stopping.wait(_PAUSE_S)
+                self._stopping.wait(pause)
             with self._lock:
                 if not self._layers:
                     self._thread = None

@@ -157,6 +157,9 @@ class Moves:
 
     def step(self) -> int:
         """Make the moves that are proposed now; how many were made. If one fails, the next call raises, too."""
+        parts = self._parts
+        if parts is None or not parts.places or parts.views.uses.calls == self._seen[1]:
+            return 0
         with self._lock:
             parts, layer = self._parts, self._layer()
             if parts is None or layer is None or self._halted or self._stopped or not layer.settled:
@@ -174,9 +177,7 @@ class Moves:
 
     def _propose(self, parts: _Parts) -> tuple[ExpertSwap, ...]:
         uses = parts.views.uses
-        before, calls = self._seen
-        if uses.calls == calls or not parts.places:
-            return ()
+        before, _ = self._seen
         calls, last = uses.calls, uses.last()
         scores = [last[expert] for expert in parts.ids]
         if before:
