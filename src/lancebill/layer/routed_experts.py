@@ -322,7 +322,8 @@ class RoutedExperts(MovableExperts):
         raise_missing(self.missing(), refit.recipe.plan.layer.index)
         if self.host_experts is not None:
             self.host_experts.finish()
-        report = refit.finish(self.packed, self.layout)
+        with self.standing_still(self.host_experts, settled=False):
+            report = refit.finish(self.packed, self.layout)
         if report is not None:  # the recipe's choice is that of the first load: the layer may have moved since
             host = None if self.host_experts is None else self.host_experts.report
             self.report = replace(report, choice=self.choice, host=host)

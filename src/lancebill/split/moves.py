@@ -122,9 +122,10 @@ class Moves:
 
     @contextmanager
     def still(self) -> Iterator[Residency]:
-        """Nothing moves inside."""
+        """Nothing moves inside, nor before a GPU has done what is queued inside."""
         with self._lock:
             yield self.held
+            self._finish_caller()
 
     def halt(self) -> None:
         """Nothing moves until the next call that is not a replay."""
@@ -135,6 +136,7 @@ class Moves:
         """Copy all experts that are on the device again. No call may be under way."""
         with self._lock:
             assert self._parts is not None
+            self._finish_caller()
             for place, slot in enumerate(self.held.experts):
                 if slot >= 0:
                     self._fill(self._parts, place, slot)
@@ -174,6 +176,11 @@ class Moves:
                 self._stopped, self._error = True, _failed(swap, error)
                 raise self._error from error
             return made
+
+    def _finish_caller(self) -> None:
+        """What the caller has queued writes to the same places as moves, which have a stream of their own."""
+        if self._parts is not None and self._parts.views.live.device.type == "cuda":
+            torch.cuda.current_stream(self._parts.views.live.device).synchronize()
 
     def _propose(self, parts: _Parts) -> tuple[ExpertSwap, ...]:
         uses = parts.views.uses

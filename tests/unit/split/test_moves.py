@@ -22,6 +22,7 @@ import torch
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 
+from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.errors import LaunchError, SpecError
 from lancebill.layer.routed_experts import RoutedExperts
 from lancebill.moe.dispatch import Indexed
@@ -254,6 +255,23 @@ def test_pushed_and_expert_parallel_layers_move_their_experts(folder: Path) -> N
                 _moves(split).step()
         assert _moves(split).moved > 1 and split.host_experts is not None
         assert split.host_experts.problem.experts == 2
+
+
+@pytest.mark.parametrize("form", [0, 1], ids=["per-expert", "stacked"])
+def test_a_refit_knows_experts_that_have_come_since_the_load(form: int, tmp_path: Path) -> None:
+    """Without headers, the device's part has never seen the tensors of the host's experts."""
+    made, other = (make_checkpoint("dense", "bf16", form=form, seed=seed) for seed in (0, 1))
+    config = Checkpoint.open(save(made, tmp_path / "m")).config.model
+    loader = RoutedExperts.from_config(config, 0, gpu_experts=1, moves="recency")
+    loader.load_weights((n, t) for n, t in made.tensors.items() if ".layers.0." in n)
+    split = loader.finish()
+    _run(split, _inputs(0, 3, 3))
+    assert _moves(split).step() == 1 and _moves(split).held == Residency((3,))
+    split.load_weights((n, t) for n, t in other.tensors.items() if ".layers.0." in n)
+    split.finish()
+    whole = RoutedExperts.from_checkpoint(save(other, tmp_path / "o"), 0)
+    for seed in range(4):
+        assert torch.equal(_run(split, _inputs(seed)), _run(whole, _inputs(seed)))
 
 
 def test_one_thread_moves_the_experts_of_all_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
