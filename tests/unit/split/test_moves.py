@@ -22,6 +22,7 @@ import torch
 from layer_checkpoints import SIZE, make_checkpoint, make_inputs
 from torch import Tensor
 
+from lancebill.backends.cpu import native
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.errors import LaunchError, SpecError
 from lancebill.layer.routed_experts import RoutedExperts
@@ -92,7 +93,7 @@ def _background(moves: Moves) -> Iterator[None]:
 def test_the_experts_used_last_come_and_results_stay(folder: Path, backend: str) -> None:
     whole, split = _load(folder, gpu_experts=4, backend=backend), _load(folder, backend=backend)
     assert whole.moves is None, "all fits: nothing moves"
-    if backend != "auto":  # the two parts have different kernels, and layouts
+    if backend != "auto" and native.library() is not None:  # the two parts have different kernels, and layouts
         assert split.host_experts is not None and split.host_experts.layout != split.layout
     want_here = [(0, 1), (3, 2), (1, 2), (1, 0), (3, 2)]
     for seed, experts in enumerate(want_here):
@@ -126,7 +127,8 @@ def test_other_weights_change_the_last_bits_within_a_bound(folder: Path) -> None
         results.append(_run(split, given))
     for other in results[1:]:
         assert ((other - results[0]).abs() <= 2 * 2.0**-23 * (each[0] + each[1])).all()
-    assert not all(torch.equal(other, results[0]) for other in results[1:]), "the bound is needed"
+    if native.library() is not None:
+        assert not all(torch.equal(other, results[0]) for other in results[1:]), "the bound is needed"
 
 
 def test_calls_and_moves_at_the_same_time(folder: Path) -> None:
