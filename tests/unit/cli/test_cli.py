@@ -242,7 +242,7 @@ def test_convert_replaces_only_with_overwrite(model: Path, tmp_path: Path) -> No
     ("to", "fmt", "hint"),
     [
         ("mxfp5", None, "int4-g128"),
-        ("int4-h128", None, "g<size>"),
+        ("int4-x128", None, "g<size>"),
         ("nf4", None, "bitsandbytes"),
         ("mxfp4", "awq", "compressed-tensors"),
         ("mxfp4", "nonsense", "gpt-oss"),
