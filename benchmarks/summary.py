@@ -193,9 +193,32 @@ def _convert(file: ResultFile) -> Iterator[Row]:
             "model": f"{model['experts']} experts of {model['hidden']} x {model['inter']}, {model['layers']} layers",
             "weights": row["spec"],
             "mb_per_s": row["megabytes_per_second"],
+            **({name: row[name] for name in ("search", "cpu_seconds") if name in row}),
             "peak_bytes": row["peak_anonymous_bytes"],
             "peers": {},
         }
+
+
+def _rounding(file: ResultFile) -> Iterator[Row]:
+    """Both ways of rounding the demo model's experts: with scale search, and plainly as the peer."""
+    record = file.record
+    for row in record["rows"]:
+        yield {
+            "model": record["model"],
+            "weights": row["spec"],
+            "tokens": record["tokens"],
+            "perplexity": row["search"]["perplexity"],
+            "divergence_nats": row["search"]["divergence"]["mean"],
+            "rms_error": row["search"]["rms_error"],
+            "seconds_ratio": row["seconds_ratio"],
+            "peers": {"plain": row["plain"]["perplexity"], "stored": record["stored_perplexity"]},
+        }
+
+
+def _verify(file: ResultFile) -> Iterator[Row]:
+    for row in file.record["values"]:
+        figures = {"gb_per_s": row["gigabytes_per_second"], "cpu_seconds": row["cpu_seconds"]}
+        yield {"format": row["format"], "weights": row["spec"], **figures, "peers": {}}
 
 
 def _vllm_serving(file: ResultFile) -> Iterator[Row]:
@@ -240,6 +263,8 @@ TABLES: dict[str, Callable[[ResultFile], Iterator[Row]]] = {
     "questions": _questions,
     "memory": _memory,
     "convert": _convert,
+    "rounding": _rounding,
+    "verify": _verify,
     "vllm-serving": _vllm_serving,
 }
 

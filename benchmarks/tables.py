@@ -28,6 +28,7 @@ from result_files import (
     result_files,
     table_by_tokens,
 )
+from rounding_tables import rounding
 from shape_tables import gpu_shapes
 from vllm_cpu_tables import vllm_cpu
 from vllm_tables import vllm_serving
@@ -316,9 +317,11 @@ def convert() -> str:
 def _convert_table(file: ResultFile) -> str:
     rows = []
     for row in file.record["results"]:
-        peak = row["peak_anonymous_bytes"] / 2**20
-        rows.append((f"bf16 to {row['spec']}", f"{row['megabytes_per_second']:.0f} MB/s", f"{peak:.0f} MiB"))
-    note = f"`lancebill convert` on {file.machine_title}; {links(file.name)}"
+        way = "" if row.get("search", True) else ", without search"
+        used = row.get("cpu_seconds", 2 * row["seconds"])  # files recorded earlier: two cores were busy
+        rate, peak = row["source_bytes"] / used / 1e6, row["peak_anonymous_bytes"] / 2**20
+        rows.append((f"bf16 to {row['spec']}{way}", f"{rate:.0f} MB/s", f"{peak:.0f} MiB"))
+    note = f"`lancebill convert`, source read for each second of one core, on {file.machine_title}; {links(file.name)}"
     return markdown_table(("conversion", "source read", "memory"), rows, note)
 
 
@@ -364,7 +367,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
     for block in (
         explain, headlines, gpu_layer, gpu_shapes, gpu_older, gpu_host, cpu_layer, generate, perplexity, questions,
-        memory, convert, verify, serve, vllm_cpu, vllm_serving,
+        memory, convert, rounding, verify, serve, vllm_cpu, vllm_serving,
     )
 }  # fmt: skip
 
