@@ -33,8 +33,9 @@ VLLM_WITHOUT := torchvision torchaudio torchcodec
 VLLM_TESTS := "pytest<9.2" pytest-xdist gguf
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= llmcompressor mlx torchao hqq quanto modelopt bitsandbytes llamacpp
+TOOLS ?= llmcompressor autoround mlx torchao hqq quanto modelopt bitsandbytes llamacpp
 TOOL_llmcompressor := llmcompressor==0.14.0.1 accelerate
+TOOL_autoround := auto-round==0.16.1 compressed-tensors==0.19.0 transformers==5.23.0 accelerate
 TOOL_mlx := mlx[cpu]==0.32.4 mlx-lm==0.32.2
 TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
@@ -42,6 +43,8 @@ TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 TOOL_bitsandbytes := bitsandbytes==0.50.2 transformers==5.22.2 accelerate
 TOOL_llamacpp := gguf==0.19.0 cyllama==0.2.18 safetensors typer
+# Tools that cannot be installed here, and why.
+NO_llamacpp := $(if $(filter aarch64 arm64,$(shell uname -m)),cyllama has no wheel for this kind of CPU)
 
 .PHONY: help demo test test-O test-families test-matrix test-native test-tools test-vllm test-vllm-all fuzz campaign lint format lock kernels kernels-all wheel site clean
 
@@ -97,9 +100,13 @@ test-transformers-%:
 	@.venv-transformers-$*/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
 	@OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest -n $(JOBS) tests/e2e
 
-test-tools: $(addprefix test-tool-,$(TOOLS))
+test-tools: $(foreach tool,$(TOOLS),$(if $(NO_$(tool)),skip-tool-$(tool),test-tool-$(tool)))
 
-# An environment is removed after its tests: all of them together take several GB. KEEP=1 keeps it.
+skip-tool-%:
+	@echo "== $*: skipped, $(NO_$*)"
+
+# An environment is removed after its tests: all of them together take several GB. KEEP=1 keeps it. The reports are for
+# tests/campaign/tools.py.
 test-tool-%:
 	@echo "== $*"
 	@test -x .venv-tool-$*/bin/python || $(PYTHON) -m venv .venv-tool-$*
@@ -107,7 +114,7 @@ test-tool-%:
 	@.venv-tool-$*/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > .venv-tool-$*/torch.txt
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv-tool-$*/torch.txt $(foreach package,$(TOOL_$*),'$(package)') pytest
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
-	@OMP_NUM_THREADS=$(JOBS) .venv-tool-$*/bin/python -m pytest tests/with_tools/test_$*.py -W ignore
+	@OMP_NUM_THREADS=$(JOBS) .venv-tool-$*/bin/python -m pytest tests/with_tools/test_$*.py -W ignore --junitxml=build/tools/$*.xml
 	@test -n "$(KEEP)" || rm -rf .venv-tool-$*
 
 test-vllm: $(VLLM_VENV)/.installed

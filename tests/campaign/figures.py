@@ -55,7 +55,7 @@ FIGURES: dict[str, tuple[Target, ...]] = {
             "R6", "`pickle`, `torch.load`, `eval`, `exec`, remote code in the package", "0",
             tests=(f"{UNIT}/test_architecture.py::test_nothing_from_a_file_is_executed",),
         ),
-        Target("R7", "checkpoints made by real tools, against an independent decoder", "3 a format", ""),
+        Target("R7", "checkpoints made by real tools, against an independent decoder", "3 a format", "tools.py"),
     ),
     "Numbers": (
         Target("N1", "all codes and midpoints of every dtype", "0 differ", tests=(f"{UNIT}/numbers/test_dtypes.py",)),

@@ -59,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 Matrices = dict[tuple[int, str], Tensor]  # by expert and projection: gate, up, down
 Layers = dict[int, Matrices]
+READ: list[str] = []  # the formats of the checkpoints that were read, for the reports
 # How files name the matrices of experts that are stored one by one.
 EXPERT = re.compile(r".*\blayers\.(\d+)\..*\bexperts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
 NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -193,6 +194,7 @@ def read_layers(folder: Path) -> Layers:
     with Checkpoint.open(folder) as checkpoint:
         manifest = manifests.build(checkpoint.config, checkpoint.headers)
         manifest.check(str(folder))
+        READ.append(manifest.format.name)
         return {
             index: {at: dequantize(load_projection(checkpoint.read, one)) for at, one in layer.projections.items()}
             for index, layer in manifest.layers.items()

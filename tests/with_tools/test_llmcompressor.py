@@ -5,16 +5,15 @@ Its AWQ needs an accelerator, and this release no longer writes groups in the or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed import ROUNDING, judged_by_compressed_tensors
 from judge import (
     FAMILIES,
-    Layers,
     assert_judged,
     calibration,
     named_experts,
@@ -27,12 +26,9 @@ llmcompressor = pytest.importorskip("llmcompressor")
 modifiers = pytest.importorskip("llmcompressor.modifiers.quantization")
 transforms = pytest.importorskip("llmcompressor.modifiers.transform")
 schemes = pytest.importorskip("compressed_tensors.quantization.quant_scheme")
-nvfp4 = pytest.importorskip("compressed_tensors.compressors.nvfp4.base")
-converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
 transformers = pytest.importorskip("transformers")
 
 PRESETS = sorted(schemes.PRESET_SCHEMES.keys() - {"UNQUANTIZED"})
-ROUNDING = 2**-22  # NVFP4: the judge divides the scale by the global scale first
 IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*router$"]
 
 
@@ -102,13 +98,19 @@ RECIPES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset(name: str, tmp_path: Path) -> None:
     recipe = modifiers.QuantizationModifier(targets="Linear", scheme=name, ignore=IGNORE)
-    assert_judged(_written(tmp_path, recipe), _judged(tmp_path), rounding=ROUNDING if name in FP4 else 0.0)
+    assert_judged(
+        _written(tmp_path, recipe),
+        judged_by_compressed_tensors(tmp_path / "quantised"),
+        rounding=ROUNDING if name in FP4 else 0.0,
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, tmp_path: Path) -> None:
     rounding = ROUNDING if "nvfp4" in name else 0.0
-    assert_judged(_written(tmp_path, RECIPES[name]()), _judged(tmp_path), rounding=rounding)
+    assert_judged(
+        _written(tmp_path, RECIPES[name]()), judged_by_compressed_tensors(tmp_path / "quantised"), rounding=rounding
+    )
 
 
 @pytest.mark.parametrize("preset", ["W4A16_ASYM", "FP8_DYNAMIC", "NVFP4A16"])
@@ -117,14 +119,19 @@ def test_family(family: str, preset: str, tmp_path: Path) -> None:
     recipe = modifiers.QuantizationModifier(targets="Linear", scheme=preset, ignore=IGNORE)
     folder = _written(tmp_path, recipe, family)
     biases = named_experts(stored_tensors(folder), "bias")
-    assert_judged(folder, _judged(tmp_path), rounding=ROUNDING if preset in FP4 else 0.0, biases=biases)
+    assert_judged(
+        folder,
+        judged_by_compressed_tensors(tmp_path / "quantised"),
+        rounding=ROUNDING if preset in FP4 else 0.0,
+        biases=biases,
+    )
 
 
 def test_shards_layers_and_tied_embeddings(tmp_path: Path) -> None:
     recipe = modifiers.QuantizationModifier(targets="Linear", scheme="W4A16", ignore=[*IGNORE, "re:.*layers.1.*"])
     folder = _written(tmp_path, recipe, shard="100KB", num_hidden_layers=3, tie_word_embeddings=True)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    assert_judged(folder, _judged(tmp_path))
+    assert_judged(folder, judged_by_compressed_tensors(tmp_path / "quantised"))
 
 
 @pytest.mark.parametrize("preset", ["FP8_BLOCK", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "MXFP8A16", "W4A16"])
@@ -136,7 +143,7 @@ def test_without_loading_the_model(preset: str, tmp_path: Path) -> None:
         ignore=[*IGNORE, "re:.*norm", "model.embed_tokens"], max_workers=1, device="cpu",
     )  # fmt: skip
     rounding = ROUNDING if preset in FP4 else 0.0
-    assert_judged(tmp_path / "quantised", _judged(tmp_path), rounding=rounding)
+    assert_judged(tmp_path / "quantised", judged_by_compressed_tensors(tmp_path / "quantised"), rounding=rounding)
 
 
 def _written(folder: Path, recipe: Any, family: str = "qwen3_moe", shard: str = "1GB", **changes: Any) -> Path:
@@ -149,27 +156,3 @@ def _written(folder: Path, recipe: Any, family: str = "qwen3_moe", shard: str = 
     llmcompressor.oneshot(model=model, tokenizer=tiny_tokenizer(), dataset=data, recipe=recipe, pipeline="basic")
     model.save_pretrained(quantised, save_compressed=True, max_shard_size=shard)
     return quantised
-
-
-def _judged(folder: Path) -> Layers:
-    """Given to the dequantiser in fp32, because it computes in the dtype of the scales, and without the other modules:
-
-    it takes every weight for a linear module's.
-    """
-    quantised = folder / "quantised"
-    stored = {
-        name: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-        for name, tensor in stored_tensors(quantised).items()
-        if ".experts." in name
-    }
-    with fp4_in_fp32():
-        return named_experts(converters.CompressedTensorsDequantizer(quantised, dtype=torch.float32).process(stored))
-
-
-@contextmanager
-def fp4_in_fp32() -> Iterator[None]:
-    """The dequantiser unpacks FP4 to bf16 and then computes in it, by a default of its own."""
-    unpack = nvfp4.unpack_fp4_from_uint8
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvfp4, "unpack_fp4_from_uint8", lambda *words: unpack(*words, dtype=torch.float32))
-        yield

@@ -1,4 +1,4 @@
-"""Config keys with which AutoRound describes how it tuned a checkpoint; its exports as GPTQ and AWQ have them too."""
+"""Config keys with which AutoRound describes how it tuned a checkpoint; its exports to other formats have them too."""
 
 TUNING_KEYS = frozenset(
     {
@@ -8,3 +8,9 @@ TUNING_KEYS = frozenset(
         "true_sequential", "lm_head", "quant_lm_head", "version", "provider",
     }
 )  # fmt: skip
+
+# What else it writes beside FP8, where the tensors say the same.
+AUTO_ROUND_KEYS = TUNING_KEYS | {
+    "bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic",
+    "block_name_to_quantize", "extra_config",
+}  # fmt: skip

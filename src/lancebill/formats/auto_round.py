@@ -1,7 +1,7 @@
 """AutoRound: a rounding method that stores its results in other formats.
 
 `packing_format` names the format. This file translates configs: a module's bits, group size and
-symmetry become a config of GPTQ, AWQ or compressed-tensors, and that format does the rest.
+symmetry become a config of GPTQ, AWQ, FP8 or compressed-tensors, and that format does the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from lancebill.errors import UnsupportedFormat
-from lancebill.formats import awq, compressed_tensors, gptq
+from lancebill.formats import awq, compressed_tensors, fp8, gptq
 from lancebill.formats._ct_config import weight_args, write_config
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats._tuning_keys import TUNING_KEYS
@@ -21,7 +21,7 @@ from lancebill.formats.base import Config, Example, Format, Module, Scheme, chec
 from lancebill.numbers.dtypes import F16
 from lancebill.numbers.spec import MXFP4, MXFP8, NVFP4_DIV, ActivationSpec, QuantSpec, group, int_spec
 
-GPTQ, GPTQ_V2, AWQ, FLOATS = "gptq", "gptq_v2", "awq", "floats"
+GPTQ, GPTQ_V2, AWQ, FLOATS, FP8, FAKE = "gptq", "gptq_v2", "awq", "floats", "fp8", "fake"
 PACKINGS = {
     "auto_round:auto_gptq": GPTQ,
     "auto_round:gptq": GPTQ,
@@ -29,8 +29,16 @@ PACKINGS = {
     "auto_round": GPTQ_V2,
     "auto_round:auto_awq": AWQ,
     "auto_round:llm_compressor": FLOATS,
+    "auto_round:fp8": FP8,
+    "auto_round:fp8_static": FP8,
+    "auto_round:fake": FAKE,  # rounded, but stored as floats
 }
-DATA_TYPES = ("int", "mx_fp", "nv_fp")  # prefixes; what follows describes the rounding, which does not matter here
+DATA_TYPES = (
+    "int",
+    "mx_fp",
+    "nv_fp",
+    "fp",
+)  # prefixes; what follows describes the rounding, which does not matter here
 # (data type, bits, group size) -> spec and its name in compressed-tensors
 FLOAT_SPECS: dict[tuple[str, int, int], tuple[str, QuantSpec]] = {
     ("mx_fp", 4, 32): ("mxfp4-pack-quantized", MXFP4),
@@ -40,6 +48,7 @@ FLOAT_SPECS: dict[tuple[str, int, int], tuple[str, QuantSpec]] = {
 PER_MODULE = frozenset(
     {"bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
 )
+FP8_KEYS = ("fmt", "activation_scheme", "weight_block_size")
 UNREADABLE = ("rotation_config", "hadamard_config", "super_bits", "super_group_size")
 UNQUANTIZED = 16  # a module with this many bits or more is not quantised
 
@@ -48,9 +57,9 @@ class AutoRound(Format):
     name = "auto-round"
     used = PER_MODULE | {
         "packing_format", "desc_act", "extra_config", "block_name_to_quantize", "to_quant_block_names",
-        "modules_to_not_convert", *UNREADABLE,
+        "modules_to_not_convert", *UNREADABLE, *FP8_KEYS,
     }  # fmt: skip
-    ignored = TUNING_KEYS | {"backend", "vllm_backend", "static_kv_dtype", "static_attention_dtype"}
+    ignored = TUNING_KEYS | {"backend", "vllm_backend", "static_kv_dtype", "static_attention_dtype", "regex_config"}
 
     def matches(self, config: Config) -> bool:
         return config.method in ("auto-round", "auto_round", "intel/auto-round", "inc")
@@ -71,11 +80,19 @@ class AutoRound(Format):
         merged = _merged(config, module)
         if merged is None or require(merged, "bits", int) >= UNQUANTIZED:
             return None
-        packing = optional(config, "packing_format", str, "auto_round:auto_gptq", tuple(PACKINGS))
-        kind, source = PACKINGS[packing], config.source
+        source = config.source
         data_type = _data_type(optional(merged, "data_type", str, "int"), "data_type", source)
-        if (kind == FLOATS) != (data_type != "int"):
+        usual = "auto_round:fp8" if data_type == "fp" else "auto_round:auto_gptq"
+        packing = optional(config, "packing_format", str, usual, tuple(PACKINGS))
+        kind = PACKINGS[packing]
+        if kind == FAKE:
+            return None
+        if (kind == FP8) != (data_type == "fp") or (kind == FLOATS) != (data_type in ("mx_fp", "nv_fp")):
             raise UnsupportedFormat(f"{packing} cannot store data_type {data_type}", where=source)
+        if kind == FP8:
+            checked(merged.quant["bits"], "bits with data_type fp", int, (8,), source)
+            quant = {key: config.quant.get(key) for key in (*FP8_KEYS, "modules_to_not_convert")}
+            return fp8.FORMAT, replace(config, quant=quant, method="fp8")
         if kind == FLOATS:
             quant = _float_config(merged, data_type)
             return compressed_tensors.FORMAT, replace(config, quant=quant, method="compressed-tensors")
@@ -100,6 +117,9 @@ class AutoRound(Format):
         for data_type, bits, size in FLOAT_SPECS:
             floats = {"bits": bits, "group_size": size, "sym": True, "data_type": data_type}
             yield _example(floats, "auto_round:llm_compressor", None)
+        for block in (None, [128, 128]):
+            floats = {"bits": 8, "group_size": block or -1, "sym": True, "data_type": "fp", "weight_block_size": block}
+            yield _example(floats, "auto_round:fp8", None)
         acts = {"act_bits": 4, "act_data_type": "nv_fp4_with_static_gs", "act_group_size": 16}
         floats = {"bits": 4, "group_size": 16, "sym": True, "data_type": "nv_fp", **acts}
         yield _example(floats, "auto_round:llm_compressor", None, {"input_global_scale": (1,)})

@@ -76,7 +76,7 @@ class CompressedTensors(Format):
     ignored = frozenset(
         {
             "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version", "run_compressed",
-            "total_num_heads", "total_num_kv_heads",
+            "total_num_heads", "total_num_kv_heads", "provider",
         }
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from lancebill.formats._floats import (
     scale_part,
     stored_as,
 )
+from lancebill.formats._tuning_keys import AUTO_ROUND_KEYS
 from lancebill.formats.base import (
     BIAS,
     FLOAT_NAMES,
@@ -100,7 +101,9 @@ class Fp8(Format):
             "modules_to_not_convert", *_EXPERT_KEYS,
         }
     )  # fmt: skip
-    ignored = frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "activation_scale_ub"})
+    ignored = (
+        frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "activation_scale_ub"}) | AUTO_ROUND_KEYS
+    )
 
     def matches(self, config: Config) -> bool:
         return config.method in ("fp8", *BY_ROW) and config.model.get("model_type") != DEEPSEEK_V4

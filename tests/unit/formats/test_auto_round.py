@@ -147,7 +147,8 @@ def test_only_listed_blocks_are_quantised() -> None:
     ("values", "message"),
     [
         ({"packing_format": "auto_round:marlin"}, "auto_round:auto_gptq, "),
-        ({"packing_format": "auto_round:fp8_static"}, "packing_format"),
+        ({"packing_format": "auto_round:llm_compressor_nvfp4_e5m3"}, "packing_format"),
+        ({"packing_format": "auto_round:fp8_static"}, "cannot store data_type int"),
         ({"packing_format": "auto_round:llm_compressor"}, "cannot store data_type int"),
         ({**MX4, "packing_format": "auto_round:auto_awq"}, "cannot store data_type mx_fp"),
         ({"data_type": "fp8"}, "data_type"),
@@ -170,6 +171,31 @@ def test_only_listed_blocks_are_quantised() -> None:
 def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=message):
         resolve(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "spec"),
+    [
+        ({"group_size": 0}, (".weight_scale", (1,)), "fp8-tensor"),
+        ({"packing_format": "auto_round:fp8_static"}, (".weight_scale", (8,)), "fp8-channel"),
+        ({"packing_format": "auto_round:fp8", "weight_block_size": [4, 4]}, (".weight_scale_inv", (2, 2)), "fp8-b4x4"),
+    ],
+)
+def test_fp8_has_the_names_of_the_fp8_format(values: dict[str, Any], scale: tuple[str, Any], spec: str) -> None:
+    stored = {".weight": Stored("F8_E4M3", (8, 8)), scale[0]: Stored("F32", scale[1])}
+    read = config(**{"bits": 8, "data_type": "fp", **values})
+    assert str(FORMAT.scheme(read, Module(NAME, stored)).spec) == spec
+
+
+def test_rounded_floats_are_read_as_floats() -> None:
+    read = config(packing_format="auto_round:fake", act_bits=8)
+    assert isinstance(FORMAT.scheme(read, Module(NAME, {".weight": Stored("F32", (8, 8))})), Dense)
+
+
+def test_keys_of_its_exports_as_fp8_and_compressed_tensors_are_known() -> None:
+    own = {"provider": "auto-round", "act_bits": 8, "act_dynamic": True, "extra_config": {}, "bits": 8}
+    assert not registry()["fp8"].unknown_keys(Config(quant=own, method="fp8"))
+    assert not registry()["compressed-tensors"].unknown_keys(Config(quant={"provider": "auto-round"}))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
