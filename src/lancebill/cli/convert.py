@@ -45,7 +45,8 @@ def convert(
         bool | None,
         typer.Option(
             "--search/--no-search",
-            help="Search for the scales of least weighted squared error. The default, except for codebooks (nf4).",
+            help="Search for the scales of least weighted squared error. The default, except for codebooks (nf4) and "
+            "scales of whole matrices.",
         ),
     ] = None,
     mx_rule: Annotated[

@@ -21,7 +21,7 @@ from lancebill.numbers.blocks import apply_per_block, finest, reduce_blocks, row
 from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, TERNARY
 from lancebill.numbers.native.rounding import BlockNumbers, try_scales
 from lancebill.numbers.scales import Grid, Levels, Rows, reach_of
-from lancebill.numbers.spec import ALL, DIV, QuantSpec, Scale
+from lancebill.numbers.spec import ALL, DIV, TENSOR, QuantSpec, Scale
 
 _CHUNK = 1 << 19  # elements rounded at a time
 # What is tried besides the fitted scale: offsets of its code if it is a small float, else factors. More of them take
@@ -37,9 +37,11 @@ def search_pays(spec: QuantSpec) -> bool:
     """Whether `convert` searches unless told otherwise: for types whose scales the native library tries.
 
     There the search takes less than twice the time of plain rounding, and the predictions of the demo's model come
-    nearer to those of its stored weights (`benchmarks/rounding.py`). Codes of codebooks are looked up in a table.
+    nearer to those of its stored weights (`benchmarks/rounding.py`). Codes of codebooks are looked up in a table, and
+    one scale for a whole matrix is hardly better than another.
     """
-    return spec.quantized and spec.dtype.kind in (INTEGER, FLOAT)
+    whole = finest(level.block for level in spec.levels) == TENSOR
+    return spec.quantized and spec.dtype.kind in (INTEGER, FLOAT) and not whole
 
 
 def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, levels: Levels) -> Levels:

@@ -12,6 +12,7 @@ from lancebill.formats.base import Format
 from lancebill.numbers.blocks import finest, reduce_blocks
 from lancebill.numbers.codec import dequantize, quantize, requantize
 from lancebill.numbers.dtypes import E2M1, E2M3, E3M2, E4M3, E5M2, NF4, TERNARY, DType, biased_type, int_type, uint_type
+from lancebill.numbers.search import search_pays
 from lancebill.numbers.spec import DENSE_F32, MXFP4, NVFP4, QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -77,6 +78,11 @@ def test_small_float_scales_are_about_as_good_as_the_best(spec: QuantSpec, bound
         rounded = E2M1.nearest(values / expanded.clamp(min=1e-38)) * expanded
         errors.append(reduce_blocks(torch.sum, ((rounded - values) * values).double().square(), 1, spec.group))
     assert block_errors(values, found).sum() <= torch.stack(errors).amin(0).sum() * bound + 1e-12
+
+
+def test_search_is_the_default_where_it_is_quick() -> None:
+    names = ("mxfp4", "nvfp4", "int4-g128", "int4-g32-zp", "fp8-block", "fp8-channel", "nf4", "fp8-tensor", "bf16")
+    assert [search_pays(parse_spec(name)) for name in names] == [True] * 6 + [False] * 3
 
 
 def test_eight_bit_integers_keep_the_fitted_scale() -> None:
