@@ -25,7 +25,7 @@ from lancebill.numbers.spec import ALL, DIV, TENSOR, QuantSpec, Scale
 
 _CHUNK = 1 << 19  # elements rounded at a time
 # What is tried besides the fitted scale: offsets of its code if it is a small float, else factors. More of them take
-# longer and give little: each list has nearly all that the best of twice as many scales gives.
+# longer and give little: twice as many would lower the error by another few percent, of fp8 rows by a quarter.
 _NEXT_POWER = (1,)
 _NEIGHBOURS = (-1, 4, 5)  # four or five of E4M3's codes are a factor of 1.5: 4 in place of 6 for the largest value
 _CLIPPED = (0.95, 0.88, 0.8)
