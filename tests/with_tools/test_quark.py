@@ -1,0 +1,57 @@
+"""Checkpoints of Quark, judged by the model that Quark imports from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judge import FAMILIES, Layers, assert_judged, calibration, named_experts, tiny_model
+
+quark = pytest.importorskip("quark.torch")
+templates = pytest.importorskip("quark.torch.quantization.config.template")
+preparation = pytest.importorskip("quark.torch.utils.llm.model_preparation")
+transformers = pytest.importorskip("transformers")
+
+NOT_EXPORTED = {"mx6", "mx9", "bfp16", "amdfp4_global16", "amdfp4_global32"}  # this release fails to write or import
+NVFP4 = ("nvfp4", "fp4_block16_scale_e4m3")
+ROUNDING = 2**-22  # with two scales the last bits depend on the order of multiplication
+SCHEMES = [name for name in templates.LLMTemplate.get_supported_schemes() if name not in NOT_EXPORTED]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme(name: str, tmp_path: Path) -> None:
+    rounding = ROUNDING if name in NVFP4 else 0.0
+    assert_judged(_written(tmp_path, name), _judged(tmp_path), rounding=rounding)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3"])
+def test_family(family: str, tmp_path: Path) -> None:
+    assert family in FAMILIES
+    assert_judged(_written(tmp_path, "fp8", family), _judged(tmp_path))
+
+
+def _model(folder: Path) -> Any:
+    """The float model with its experts taken apart, as Quark needs it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32)
+    preparation.preprocess_for_quantization(model)
+    return model
+
+
+def _written(folder: Path, scheme: str, family: str = "qwen3_moe") -> Path:
+    tiny_model(family, torch.float32).save_pretrained(folder / "plain")
+    quantizer = quark.ModelQuantizer(templates.LLMTemplate.get(family).get_config(scheme=scheme))
+    model = quantizer.quantize_model(_model(folder), [batch["input_ids"] for batch in calibration()])
+    with torch.no_grad():
+        quark.export_safetensors(quantizer.freeze(model), str(folder / "quantised"))
+    return folder / "quantised"
+
+
+def _judged(folder: Path) -> Layers:
+    model = quark.import_model_from_safetensors(_model(folder), str(folder / "quantised"))
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "_get_qweight"):
+            found[f"{name}.weight"] = module._get_qweight(module.weight).detach()
+    return named_experts(found)
