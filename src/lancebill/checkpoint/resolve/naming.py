@@ -58,9 +58,10 @@ _MLX, _MLX_BLOCK, _MLX_FEED = (
 )
 _MLX_EXPERTS = NameForm(_MLP, _SEPARATE_NAMES)
 _STANDARD = (NameForm(_MLP, _LLAMA_NAMES), _MLP_STACKED, NameForm(_MLP, _FUSED_EACH), _MLX)
-# llm-compressor takes stacked experts apart and gives them its own names below the hub's.
-_BLOCK_EACH = NameForm(_BLOCK, _LLAMA_NAMES)
-_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED, _BLOCK_EACH, _MLX_BLOCK)
+# Tools take stacked experts apart and give them their own names: llm-compressor below the hub's, Quark below
+# transformers'.
+_TAKEN_APART = (NameForm(_BLOCK, _LLAMA_NAMES), NameForm(_MLP, _LLAMA_NAMES))
+_MIXTRAL = (NameForm(_BLOCK, _MIXTRAL_NAMES), _MLP_STACKED, *_TAKEN_APART, _MLX_BLOCK)
 _FEED_STACKED = NameForm(_FEED, _FUSED_NAMES)
 _GEMMA = (
     NameForm(f"{_LAYER}.experts", _FUSED_NAMES), NameForm(f"{_LAYER}.experts", _LLAMA_NAMES),
@@ -91,7 +92,7 @@ _TWO_MIXTURES = (
 TABLE: tuple[Naming, ...] = (
     Naming("mixtral", ("mixtral", "arctic"), (
         NameForm(_BLOCK, _MIXTRAL_NAMES), NameForm(_BLOCK, _W13_EACH), _MLP_STACKED, NameForm(_BLOCK, _FUSED_NAMES),
-        _BLOCK_EACH, _MLX_BLOCK,
+        *_TAKEN_APART, _MLX_BLOCK,
     ), _MIXTRAL_ROUTER),
     Naming("minimax", ("minimax", "minimax_text_01", "minimax_m1"), _MIXTRAL, _MIXTRAL_ROUTER),
     Naming("minimax_m2", ("minimax_m2",), _MIXTRAL, replace(
