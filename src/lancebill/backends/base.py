@@ -75,7 +75,7 @@ class Backend(ABC):
 
     def reasons(self, problem: Problem, device: Device) -> Iterator[Reason]:
         """Every reason why not; none = supported. A backend that knows nothing of rotations would ignore them."""
-        if not self.rotates and any(shape.spec.rotation for shape in problem.matrices.values()):
+        if problem.rotated and not self.rotates:
             yield Reason("rotation", "does not rotate inputs")
         yield from self.check(problem, device)
 

@@ -92,6 +92,11 @@ class Problem:
     def matrices(self) -> dict[str, MatrixShape]:
         return {W13: self.w13} if self.w2 is None else {W13: self.w13, W2: self.w2}
 
+    @property
+    def rotated(self) -> bool:
+        """Whether the inputs of a matrix are rotated."""
+        return any(shape.spec.rotation for shape in self.matrices.values())
+
     def inputs_of(self, matrix: str) -> ActivationSpec:
         """The number format of this matrix's input."""
         return self.activations if matrix == W13 else self.second_activations

@@ -24,9 +24,4 @@ def rotate(rows: Tensor, block: int) -> Tensor:
         rows = rows.new_empty(first.shape[0], 2, distance)
         rows[:, 0], rows[:, 1] = first + second, first - second
         distance *= 2
-    return rows.reshape(shape) * rotation_factor(block)
-
-
-def rotation_factor(block: int) -> float:
-    """1 / sqrt(block): what rotated sums are multiplied by."""
-    return 1 / math.sqrt(block)
+    return rows.reshape(shape) * (1 / math.sqrt(block))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from assembler import TARGETS, assert_assembles
 from ptx_interpreter import Kernel
 
 from lancebill.jit import driver
@@ -70,15 +68,6 @@ def test_calls_under_way_are_those_of_all_threads() -> None:
     assert not views.under_way()
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton's assembler")
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_assemble(target: str, tmp_path: Path) -> None:
-    spec = find_spec("triton")
-    assert spec is not None and spec.origin is not None
-    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    if not tool.exists() and shutil.which("ptxas") is None:
-        pytest.skip("no assembler")
-    (tmp_path / "k.ptx").write_text(PTX)
-    command = [str(tool), f"-arch={target}", str(tmp_path / "k.ptx"), "-o", str(tmp_path / "k.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert_assembles(PTX, target, tmp_path)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import shutil
-import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from assembler import TARGETS, assert_assembles
 from layer_checkpoints import make_checkpoint, make_inputs
 from torch import Tensor
 
@@ -101,18 +99,9 @@ def test_kernels_have_the_parameters_they_are_given(monkeypatch: pytest.MonkeyPa
     ]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton's assembler")
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_assemble(target: str, tmp_path: Path) -> None:
-    spec = find_spec("triton")
-    assert spec is not None and spec.origin is not None
-    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    if not tool.exists() and shutil.which("ptxas") is None:
-        pytest.skip("no assembler")
-    (tmp_path / "k.ptx").write_text(PTX)
-    command = [str(tool), f"-arch={target}", str(tmp_path / "k.ptx"), "-o", str(tmp_path / "k.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert_assembles(PTX, target, tmp_path)
 
 
 def test_offsets_are_those_of_the_kernels() -> None:

@@ -131,9 +131,8 @@ def may_decode(plan: GpuPlan, layout: FragmentLayout) -> bool:
         return False
     if plan.work == INDEXED and plan.expected_slots > MOST_READS * activated_experts(problem, plan.expected_slots):
         return False
-    rotated = any(shape.spec.rotation for shape in problem.matrices.values())
     per_expert = problem.w13.act_order or problem.pre_scale
-    return not (rotated or per_expert or problem.activations.static or problem.second_activations.static)
+    return not (problem.rotated or per_expert or problem.activations.static or problem.second_activations.static)
 
 
 def scratch(plan: GpuPlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
