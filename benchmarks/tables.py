@@ -355,8 +355,6 @@ def _serve_line(file: ResultFile) -> str:
 
 
 def _serve_outcome(run: Mapping[str, Any]) -> str:
-    if "outcomes" not in run:  # a run in which all clients behave well
-        return f"{run['requests']} requests, {run['failed']} failed, {run['stuck']} stuck"
     requests = sum(run["outcomes"].values())
     bad = "streams cut off, malformed and huge bodies, slow senders"
     after = "answers afterwards" if run["answers_after"] else "does not answer afterwards"

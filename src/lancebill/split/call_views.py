@@ -36,6 +36,7 @@ class Uses:
         self._calls = ctypes.c_int64.from_address(self.words.data_ptr())  # reading a tensor takes much longer
         with done_at_once(device):
             self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self._one_at_a_time = threading.Lock()
 
     @property
     def calls(self) -> int:
@@ -47,10 +48,11 @@ class Uses:
         return last
 
     def note(self, ids: Tensor) -> None:
-        """What the kernel does."""
-        self.words[0] += 1
+        """What the kernel does, which adds to the number of calls atomically: two threads must not lose one."""
         known = ids[(ids >= 0) & (ids < len(self.words) - 1)].long()
-        self.words[1:][known] = self.words[0]
+        with self._one_at_a_time:
+            self.words[0] += 1
+            self.words[1:][known] = self.words[0]
 
 
 class CallView(ABC):

@@ -73,12 +73,13 @@ def _run(layer: RoutedExperts, given: Given) -> Tensor:
 
 @contextmanager
 def _background(moves: Moves) -> Iterator[None]:
-    """Moves made by another thread, as fast as it can."""
+    """Moves made by another thread; it pauses when there is nothing to move, or it would hold the interpreter."""
     ends = threading.Event()
 
     def work() -> None:
         while not ends.is_set():
-            moves.step()
+            if not moves.step():
+                time.sleep(1e-3)
 
     thread = threading.Thread(target=work)
     thread.start()
