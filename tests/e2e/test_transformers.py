@@ -250,10 +250,6 @@ def test_a_changed_model_is_not_saved(model_of: Any, tmp_path: Path) -> None:
     mixed = lancebill.from_pretrained(model_of("qwen3_moe"), weights={"w13": "int4-g32"})
     with pytest.raises(CannotEncode, match="one spec"):
         mixed.save_pretrained(tmp_path / "out")
-    rest = lancebill.from_pretrained(model_of("qwen3_moe"), weights={"rest": {"*.self_attn.?_proj": "int8"}})
-    assert len(rest.lancebill_rest.packed) == 8
-    with pytest.raises(CannotEncode, match=r"self_attn\.q_proj: other modules"):
-        rest.save_pretrained(tmp_path / "out")
     with pytest.raises(SpecError, match="w13"):
         lancebill.from_pretrained(model_of("qwen3_moe"), weights={"rest": "int8", "w13": "int8"})
 

@@ -290,6 +290,13 @@ class Format(ABC):
         """
         raise CannotEncode(f"lancebill cannot write {self.name}", where=self.name)
 
+    def add_modules(
+        self, config: Mapping[str, Any], spec: QuantSpec, modules: Sequence[str]
+    ) -> tuple[dict[str, Any], Scheme]:
+        """A config of `export`, or an empty one, in which `modules` have a spec of their own; and its scheme."""
+        hint = "compressed-tensors stores matrices of several specs"
+        raise CannotEncode(f"{self.name} stores all matrices with one spec", where=modules[0], got=spec, hint=hint)
+
     def config_for(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
         """`export`, unless the format cannot say that a matrix is rotated: readers would not rotate the inputs."""
         if spec.rotation and not self.stores_rotations:

@@ -24,6 +24,7 @@ from lancebill.formats._ct_config import (
     READ,
     Args,
     ConfigGroup,
+    add_group,
     dynamic_args,
     find_group,
     read_group,
@@ -127,6 +128,15 @@ class CompressedTensors(Format):
             expected="int2 to int8 per group or channel, fp8, nvfp4-div, mxfp4, mxfp6-e2m3 or mxfp8",
             got=spec,
         )
+
+    def add_modules(
+        self, config: Mapping[str, Any], spec: QuantSpec, modules: Sequence[str]
+    ) -> tuple[dict[str, Any], Scheme]:
+        """One more group, whose targets are the names: they win over the class of `export`'s group."""
+        if spec.rotation or config.get("transform_config"):
+            raise CannotEncode("a rotation is written for all matrices or none", where=modules[0], got=spec)
+        own, scheme = self.export(spec, ())
+        return add_group(config or {**own, "config_groups": {}}, own["config_groups"]["group_0"], modules), scheme
 
     def examples(self) -> Iterator[Example]:
         for bits in range(2, 9):

@@ -7,7 +7,7 @@ written where; this module moves the values, rounds only where the target spec r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from lancebill.checkpoint.resolve.manifest import Projection
 from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.checkpoint.resolve.other_modules import OtherModule, quantized_modules, row_chunks
 from lancebill.checkpoint.worker_threads import map_in_order
+from lancebill.checkpoint.write.rest import RestModule
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan_output
 from lancebill.errors import UnsupportedFormat
@@ -73,8 +74,11 @@ class ConvertOptions:
         return search_pays(spec) if self.search is None else self.search
 
 
-def plan_conversion(source: Checkpoint, target: Target, options: ConvertOptions) -> Output:
-    """Check the source and plan the output; reads headers only."""
+def plan_conversion(
+    source: Checkpoint, target: Target, options: ConvertOptions, rest: Iterable[RestModule] = ()
+) -> Output:
+    """Check the source and plan the output; reads headers only. `rest`: modules outside the experts as a model has
+    them."""
     manifest = manifests.build(source.config, source.headers)
     manifest.check(str(source.path))
     if manifest.naming.family == GGUF and not options.experts_only:
@@ -84,7 +88,7 @@ def plan_conversion(source: Checkpoint, target: Target, options: ConvertOptions)
             hint="--experts-only writes a checkpoint that holds only the experts",
         )
     others = [] if options.experts_only else quantized_modules(manifest, source.headers, source.read)
-    return plan_output(manifest, target, source.headers, others, experts_only=options.experts_only)
+    return plan_output(manifest, target, source.headers, others, rest=rest, experts_only=options.experts_only)
 
 
 def convert(
@@ -109,8 +113,12 @@ def convert(
             _write_plain(source, module, output.plain_scheme, out, options)
             progress(_bytes(source, module))
         for module in output.recast:
-            _write_recast(source, module, output.scheme, out)
+            weight = load_projection(source.read, module)
+            _write_module(module, output.scheme, output.scheme.encode(fit_to_scheme(weight, output.scheme)[0]), out)
             progress(_bytes(source, module))
+        for written in output.rest:
+            _write_module(written.module, written.scheme, written.encode(source.read), out)
+            progress(_bytes(source, written.module))
         _ExpertConverter(source, output, options, out, report, progress).convert_all()
     report.written_bytes = sum(shard.size for shard in out.shards)
     return report
@@ -118,7 +126,8 @@ def convert(
 
 def work_bytes(source: Checkpoint, output: Output) -> int:
     """The total of all `progress` calls."""
-    modules = sum(_bytes(source, module) for module in (*output.dequantized, *output.recast))
+    rest = (written.module for written in output.rest)
+    modules = sum(_bytes(source, module) for module in (*output.dequantized, *output.recast, *rest))
     return sum(source.tensors[name].nbytes for name in output.copied) + modules + _expert_bytes(source, output)
 
 
@@ -267,10 +276,9 @@ def _write_plain(
         out.write(f"{module.module}.bias", source.read(bias.tensor))
 
 
-def _write_recast(source: Checkpoint, module: OtherModule, scheme: Scheme, out: CheckpointWriter) -> None:
-    """Re-encode a quantised module outside the experts, without changing a value."""
-    weight = load_projection(source.read, module)
-    for role, tensor in scheme.encode(fit_to_scheme(weight, scheme)[0]).items():
+def _write_module(module: OtherModule, scheme: Scheme, tensors: Mapping[str, Tensor], out: CheckpointWriter) -> None:
+    """Write the tensors of a quantised module outside the experts."""
+    for role, tensor in tensors.items():
         part = scheme.part(role)
         assert part is not None
         out.write(module.module + part.suffix[0], tensor)

@@ -20,14 +20,15 @@ from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLa
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
 from lancebill.checkpoint.resolve.other_modules import OtherModule
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
+from lancebill.checkpoint.write.rest import RestModule, WrittenModule, add_rest, keeps_spec
+from lancebill.checkpoint.write.variants import first_that_holds
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats import axes as ax
 from lancebill.formats import registry
 from lancebill.formats.base import FLOATS, Format, Module, Part, Scheme
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored
 from lancebill.numbers.codec import quantize, recasts
-from lancebill.numbers.dtypes import BF16, F16, F32, INV127
-from lancebill.numbers.spec import ALL, CHANNEL, DENSE_BF16, DIV, MUL, TENSOR, QuantSpec, Scale, is_integer
+from lancebill.numbers.spec import ALL, DENSE_BF16, QuantSpec
 
 DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"
 ALIASES = {"gpt-oss": "mxfp4"}
@@ -72,15 +73,7 @@ def choose_target(spec: QuantSpec, name: str | None = None) -> Target:
 
 
 def _hold(format: Format, spec: QuantSpec) -> Target:
-    first_error: CannotEncode | None = None
-    for variant in _variants(spec):
-        try:
-            format.config_for(variant, ())
-            return Target(format, variant)
-        except CannotEncode as error:
-            first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+    return Target(format, first_that_holds(spec, lambda variant: format.config_for(variant, ()))[0])
 
 
 def _can_hold(format: Format, spec: QuantSpec) -> bool:
@@ -89,20 +82,6 @@ def _can_hold(format: Format, spec: QuantSpec) -> bool:
     except CannotEncode:
         return False
     return True
-
-
-def _variants(spec: QuantSpec) -> Iterator[QuantSpec]:
-    """The spec itself, then variants in which other formats store it: an outer scale that divides instead of
-    multiplying, scales of another float dtype, bitsandbytes' int8 rows."""
-    yield spec
-    if len(spec.scales) == 2:
-        outer = spec.scales[1]
-        yield replace(spec, scales=(spec.scales[0], replace(outer, op=MUL if outer.op == DIV else DIV)))
-    if len(spec.scales) == 1 and spec.scales[0].dtype in (BF16, F16, F32):
-        for dtype in (F16, BF16, F32):
-            yield replace(spec, scales=(replace(spec.scales[0], dtype=dtype),))
-    if is_integer(spec) and spec.dtype.bits == 8 and spec.zero is None and spec.scales[0].block == CHANNEL:
-        yield replace(spec, scales=(Scale(F32, CHANNEL), Scale(INV127, TENSOR)))
 
 
 # What is written where -------------------------------------------------------------------------------
@@ -137,6 +116,7 @@ class Output:
     copied: tuple[str, ...]
     recast: tuple[OtherModule, ...]
     dequantized: tuple[OtherModule, ...]
+    rest: tuple[WrittenModule, ...] = ()  # modules outside the experts with specs of their own
     experts: Mapping[int, int] = field(default_factory=dict)  # number of experts, by layer
 
     def place(self, job: Job, role: str) -> tuple[str, int | None]:
@@ -156,23 +136,30 @@ def plan_output(
     tensors: Mapping[str, Stored],
     others: Sequence[OtherModule] = (),
     *,
+    rest: Iterable[RestModule] = (),
     experts_only: bool = False,
 ) -> Output:
-    """Plan the whole output; `others` are the quantised modules outside the experts."""
+    """Plan the whole output; `others` are the quantised modules outside the experts, `rest` what a model made of
+    some modules."""
     naming = _family(manifest)
     form = _form(manifest, naming, target)
+    format = target.format if target.spec.quantized else registry()[DEFAULT_FORMAT]
+    rest = [r for r in rest if not r.as_stored or keeps_spec(format, r)]
+    others = [module for module in others if module.module not in {r.module.module for r in rest}]
     reencoded = {source.tensor for module in others for source in module.sources.values()}
+    reencoded = reencoded.union(*(r.replaced for r in rest))
     copied = [] if experts_only else [n for n in tensors if n not in manifest.expert_tensors and n not in reencoded]
     written = [] if experts_only else list(others)
     exact = [m for m in written if _stays_quantized(m, target)]
     plain = [m for m in written if m not in exact]
     ignored = [*_dense_modules(copied, tensors), *(m.module for m in plain)] if target.spec.quantized else []
     quant, scheme = target.format.config_for(target.spec, ignored)
+    quant, written_rest = add_rest(format, quant, scheme, rest)
     plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
     output = Output(
         target,
         form,
-        _config(manifest, naming, quant),
+        _config(manifest, naming, quant, untied=any(r.tied for r in rest)),
         scheme,
         registry()[DENSE_FORMAT].config_for(plain_spec, ())[1],
         {name: tensors[name] for name in copied},
@@ -180,6 +167,7 @@ def plan_output(
         tuple(copied),
         tuple(exact),
         tuple(plain),
+        written_rest,
         {index: layer.experts for index, layer in manifest.layers.items()},
     )
     _declare(output, tensors)
@@ -272,15 +260,13 @@ def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
         _declare_module(output, module, output.plain_scheme, tensors)
     for module in output.recast:
         _declare_module(output, module, output.scheme, tensors)
+    for written in output.rest:
+        _check_groups(written.scheme.spec, written.module)
+        _declare_module(output, written.module, written.scheme, tensors)
     for job in output.jobs:
         n = sum(p.n for p in job.sources)
         k = job.sources[0].k
-        if not divides(output.target.spec, k):
-            raise CannotEncode(
-                f"rows of length {k} do not consist of whole groups of {output.target.spec}",
-                where=job.sources[0].where,
-                expected=f"a group size that divides {k}: {', '.join(map(str, _groups(k)))}",
-            )
+        _check_groups(output.target.spec, job.sources[0])
         parts = dict(_encoded(output.scheme, n, k))
         if job.bias:
             parts["bias"] = replace(_bias(job.sources[0], tensors), shape=(n,))
@@ -292,6 +278,15 @@ def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
                 flat = output.form.flat and shape
                 shape = (count * shape[0], *shape[1:]) if flat else (count, *shape)
             output.tensors[name] = Stored(stored.dtype, shape)
+
+
+def _check_groups(spec: QuantSpec, projection: Projection) -> None:
+    if not divides(spec, projection.k):
+        raise CannotEncode(
+            f"rows of length {projection.k} do not consist of whole groups of {spec}",
+            where=projection.where,
+            expected=f"a group size that divides {projection.k}: {', '.join(map(str, _groups(projection.k)))}",
+        )
 
 
 def _declare_module(output: Output, module: OtherModule, scheme: Scheme, tensors: Mapping[str, Stored]) -> None:
@@ -337,8 +332,8 @@ def _groups(k: int) -> list[int]:
 # The config ------------------------------------------------------------------------------------------
 
 
-def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's config with its quantisation section replaced."""
+def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
+    """The model's config with its quantisation section replaced; if `untied`, no two modules share a matrix."""
     stale = {*QUANT_SECTIONS, *manifest.format.model_keys}
     model = {key: value for key, value in manifest.config.model.items() if key not in stale}
     text = model.get("text_config")
@@ -346,6 +341,9 @@ def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any]) -> dic
         model["text_config"] = {key: value for key, value in text.items() if key not in stale}
     if naming is not manifest.naming:
         model["model_type"] = naming.model_types[0]
+    for section in (model, model.get("text_config")) if untied else ():
+        if isinstance(section, dict):
+            section["tie_word_embeddings"] = False
     if quant:
         model["quantization_config"] = dict(quant)
     return model
@@ -364,8 +362,9 @@ def _check(output: Output, quant: Mapping[str, Any]) -> None:
             expected=f"{output.target.spec} in {len(output.experts)} layers",
             got=f"missing layers {missing}, other specs in layers {wrong}",
         )
-    for module in output.recast:
-        suffixes = [suffix for part in output.scheme.parts for suffix in part.suffix]
+    others = [(module, output.scheme) for module in output.recast] + [(r.module, r.scheme) for r in output.rest]
+    for module, scheme in others:
+        suffixes = [suffix for part in scheme.parts for suffix in part.suffix]
         stored = {s: output.tensors[module.module + s] for s in suffixes if module.module + s in output.tensors}
-        if written.format.scheme(config, Module(module.module, stored)).spec != output.target.spec:
+        if written.format.scheme(config, Module(module.module, stored)).spec != scheme.spec:
             raise CannotEncode("the format cannot read this module back", where=module.where)

@@ -42,6 +42,7 @@ class RestReport:
     packed: dict[str, str] = field(default_factory=dict)  # spec and backend, by module
     dequantized: dict[str, str] = field(default_factory=dict)  # the reason, by module
     bytes: int = 0  # of what stays packed
+    specs: dict[str, QuantSpec] = field(default_factory=dict)  # of what stays packed, by linear module
     requantized: tuple[str, ...] = ()  # modules with other numbers than the checkpoint's
 
     def __str__(self) -> str:
@@ -74,6 +75,7 @@ def pack_rest(model: nn.Module, options: LoadOptions, rules: RestRules) -> RestR
                 assert isinstance(module, nn.Linear)
                 packed = _linear(name, module, _quantized(weight, target), options, rules)
                 report.packed[name] = f"{packed.problem.w13.spec} on {packed.choice.backend.name}"
+                report.specs[name] = packed.problem.w13.spec
         except LancebillError as error:
             report.dequantized[name] = error.what.splitlines()[0]
             continue

@@ -82,8 +82,7 @@ class PackedModel(GraphedGeneration):
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write a standard checkpoint in the experts' format; see `save_pretrained.save_packed`."""
         assert isinstance(self, PreTrainedModel)
-        requantized = self.lancebill_rest.requantized
-        save_packed(self, self.lancebill_origin, Path(save_directory), requantized=requantized, **options)
+        save_packed(self, self.lancebill_origin, Path(save_directory), rest=self.lancebill_rest, **options)
 
     def lancebill_reports(self) -> LoadReports:
         """The load report of each layer: specs, bytes, the backend and why it was chosen. Prints as a table."""

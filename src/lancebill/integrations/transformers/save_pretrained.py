@@ -1,13 +1,12 @@
 """Saves a model with packed experts as a standard checkpoint.
 
 The weights are written from the files the model was loaded from, because packed experts do not change after loading:
-the tensors are copied if the experts are kept as stored, and converted if they were requantised while loading. A model
-whose parameters changed since loading cannot be saved.
+the tensors are copied if everything is kept as stored, and converted if something was requantised while loading. A
+model whose parameters changed since loading cannot be saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import choose_target
 from lancebill.errors import CannotEncode, SpecError
 from lancebill.integrations.transformers.gguf_models import check_savable
+from lancebill.integrations.transformers.packed_rest import RestReport
+from lancebill.integrations.transformers.saved_modules import rest_modules, target_as_stored
 from lancebill.layer.recipe import LoadOptions
 from lancebill.layer.rules import weight_targets
 from lancebill.numbers.spec import QuantSpec
@@ -80,14 +81,13 @@ def save_packed(
     *,
     format: str | None = None,
     overwrite: bool = False,
-    requantized: Sequence[str] = (),
+    rest: RestReport | None = None,
     is_main_process: bool = True,
     **keywords: Any,
 ) -> None:
-    """Write the checkpoint; `format` names the checkpoint format if the experts were requantised.
+    """Write the checkpoint; `format` names the checkpoint format if something was requantised.
 
-    `requantized` are the modules outside the experts that were quantised while loading.
-
+    `rest` says which modules outside the experts are packed, and which of them were requantised while loading.
     Other keywords of transformers' `save_pretrained` raise, unless they are false or in `_IGNORED`.
     """
     refused = [name for name, value in keywords.items() if value and name not in _IGNORED]
@@ -97,21 +97,16 @@ def save_packed(
         return
     if origin is None:
         raise CannotEncode("this model was not loaded by lancebill.from_pretrained")
-    if requantized:
-        raise CannotEncode(
-            "other modules than the experts were quantised while loading, and cannot be saved",
-            where=requantized[0],
-            hint="load the model without rules for the rest",
-        )
     check_savable(origin.checkpoint)
     origin.check_unchanged(model)
-    spec = origin.target()
-    if spec is None:
+    rest, spec = rest or RestReport(), origin.target()
+    if spec is None and not rest.requantized:
         _copy(origin.checkpoint, folder, overwrite)
         return
-    options = ConvertOptions(overwrite=overwrite, search=False)  # as the experts were rounded when they were loaded
-    plan = plan_conversion(origin.checkpoint, choose_target(spec, format), options)
-    convert(origin.checkpoint, folder, plan, options)
+    target = choose_target(spec, format) if spec is not None else target_as_stored(origin.checkpoint, format)
+    options = ConvertOptions(overwrite=overwrite, search=False)  # as the model's numbers were rounded while loading
+    modules = rest_modules(model, origin.checkpoint, rest, origin.options.dtype)
+    convert(origin.checkpoint, folder, plan_conversion(origin.checkpoint, target, options, modules), options)
 
 
 def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
