@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.read.file_bytes import bytes_of
-from lancebill.checkpoint.read.gguf import ALIGNMENT_KEY, ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, STRING, TYPE_IDS, TYPES
+from lancebill.checkpoint.read.ggml_types import TYPE_IDS, TYPES
+from lancebill.checkpoint.read.gguf import ALIGNMENT_KEY, ARRAY, BOOL, DEFAULT_ALIGNMENT, MAGIC, STRING
 from lancebill.formats.stored import DTYPE_NAMES
 
 Scalar = bool | int | float | str

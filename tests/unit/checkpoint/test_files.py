@@ -21,7 +21,7 @@ from lancebill.checkpoint.read import file_bytes as raw
 from lancebill.checkpoint.read import slices
 from lancebill.checkpoint.read.file_bytes import bytes_of
 from lancebill.checkpoint.read.files import INDEX, Checkpoint
-from lancebill.checkpoint.read.gguf import TYPES
+from lancebill.checkpoint.read.ggml_types import TYPES
 from lancebill.errors import (
     MalformedFile,
     MissingTensor,

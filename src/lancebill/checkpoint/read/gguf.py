@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lancebill.checkpoint.read.file_bytes import opened
+from lancebill.checkpoint.read.ggml_types import TYPES, GgmlType, why_unreadable
 from lancebill.checkpoint.read.tensor_info import TensorInfo, quoted
 from lancebill.errors import CheckpointError, MalformedFile
-from lancebill.formats.stored import TORCH_DTYPES, Config
+from lancebill.formats.stored import Config
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -36,33 +37,6 @@ MIN_PAIR, MIN_INFO = 14, 33  # bytes of the smallest key-value pair and the smal
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
 
-
-@dataclass(frozen=True)
-class GgmlType:
-    """A block of `size` bytes holds `elements` numbers; `dtype` is set for unquantised types."""
-
-    name: str
-    elements: int
-    size: int
-    dtype: str | None = None
-
-
-def _types() -> dict[int, GgmlType]:
-    plain = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
-    blocks = {
-        2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
-        10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-        14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-        19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-        23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-        39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-    }  # fmt: skip
-    types = {i: GgmlType(*block) for i, block in blocks.items()}
-    return types | {i: GgmlType(name, 1, TORCH_DTYPES[name].itemsize, name) for i, name in plain.items()}
-
-
-TYPES = _types()
-TYPE_IDS = {kind.name: i for i, kind in TYPES.items()}
 
 # config.json keys and the GGUF metadata keys that hold the same values ({} is the architecture).
 MODEL_KEYS = {
@@ -303,7 +277,9 @@ def _info(reader: _Reader) -> _Info:
         raise reader.fail(f"{what} has a dimension of 0", got=dims)
     number = reader.number("I", what)
     if number not in TYPES:
-        raise reader.fail(f"{what} has an unknown ggml type", expected=f"one of {sorted(TYPES)}", got=number)
+        got, hint = why_unreadable(number)
+        expected = ", ".join(kind.name for kind in TYPES.values())
+        raise reader.fail(f"{what} has a type that is not supported", expected=expected, got=got, hint=hint)
     kind = TYPES[number]
     if dims[0] % kind.elements:
         raise reader.fail(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.read.gguf import TYPE_IDS, TYPES
+from lancebill.checkpoint.read.ggml_types import TYPE_IDS, TYPES
 from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
 from lancebill.formats import detect
 from lancebill.formats.base import Module
