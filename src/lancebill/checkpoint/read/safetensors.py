@@ -22,7 +22,8 @@ METADATA = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 MAX_DIMS = 64  # torch's limit
 MAX_EMPTY = 1 << 60  # product of the non-zero axes of an empty tensor
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
+PAIRS = "F4"  # two codes in a byte; the shape counts codes
+_ITEM_BITS = {name: 8 * dtype.itemsize for name, dtype in TORCH_DTYPES.items()} | {PAIRS: 4}
 _LFS = b"version https://git-lfs"
 
 
@@ -76,8 +77,8 @@ def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorI
             "a header entry must have exactly dtype, shape and data_offsets", where=_at(path, name), got=got
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise WrongDtype("unknown dtype", where=_at(path, name), expected=", ".join(_ITEM_BYTES), got=quoted(dtype))
+    if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
+        raise WrongDtype("unknown dtype", where=_at(path, name), expected=", ".join(_ITEM_BITS), got=quoted(dtype))
     if not _is_sizes(shape) or len(shape) > MAX_DIMS:
         expected = f"at most {MAX_DIMS} sizes >= 0"
         raise MalformedFile(
@@ -85,7 +86,9 @@ def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorI
         )
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise MalformedFile("data_offsets is not [start, end]", where=_at(path, name), got=quoted(offsets))
-    nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
+    if dtype == PAIRS and (not shape or shape[-1] % 2):
+        raise MalformedFile(f"the last axis of {dtype} is not even", where=_at(path, name), got=quoted(shape))
+    nbytes = math.prod(shape) * _ITEM_BITS[dtype] // 8
     start, end = begin + offsets[0], begin + offsets[1]
     # An empty tensor has no bytes that its axes could be checked against.
     if not nbytes and math.prod(max(s, 1) for s in shape) >= MAX_EMPTY:
@@ -100,6 +103,8 @@ def _tensor(name: str, entry: Any, path: Path, begin: int, size: int) -> TensorI
             expected=f"<= {size - begin}",
             got=offsets[1],
         )
+    if dtype == PAIRS:  # as most writers store them
+        dtype, shape = "U8", [*shape[:-1], shape[-1] // 2]
     return TensorInfo(name, dtype, tuple(shape), path, start, end)
 
 
