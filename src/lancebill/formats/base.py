@@ -305,8 +305,9 @@ class Format(ABC):
         return self.export(spec, dense_modules)
 
     def unknown_keys(self, config: Config) -> list[str]:
-        """Config keys that are neither in `used` nor in `ignored`."""
-        return sorted(set(config.quant) - self.used - self.ignored - {"quant_method"})
+        """Config keys with a value that are neither in `used` nor in `ignored`."""
+        stated = {key for key, value in config.quant.items() if value is not None}
+        return sorted(stated - self.used - self.ignored - {"quant_method"})
 
 
 def require(config: Config, key: str, kind: type | tuple[type, ...], legal: Sequence[Any] = ()) -> Any:

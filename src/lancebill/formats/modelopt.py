@@ -105,7 +105,7 @@ class ModelOpt(Format):
     ignored = frozenset(
         {
             "kv_cache_quant_algo", "kv_cache_scheme", "producer", "quant_library", "pre_quant_scale",
-            "has_zero_point", "version",
+            "has_zero_point", "version", "weights", "input_activations",
         }
     )  # fmt: skip
 
@@ -249,7 +249,14 @@ def _from_groups(config: Config, name: str) -> tuple[bool, Algorithm | None]:
     """The newer style: the group whose targets match; names take precedence over the class "Linear"."""
     groups = optional(config, "config_groups", dict, {})
     if not groups:
-        raise UnsupportedFormat("the config names no algorithm", where=config.source, expected="'quant_algo'")
+        expected = "'quant_algo' of all modules, or 'quantized_layers' or 'config_groups'"
+        raise UnsupportedFormat(
+            "the config names no algorithm",
+            where=config.source,
+            expected=expected,
+            got=f"keys {', '.join(sorted(config.quant))}",
+            hint="the algorithms of the layers may be in hf_quant_config.json: copy it from the model's page",
+        )
     fallback: str | None = None
     for key, value in groups.items():
         entry = checked(value, f"config_groups.{key}", dict, (), config.source)

@@ -1,6 +1,6 @@
 """Read a checkpoint's configuration: the model's config and its quantisation section.
 
-Exporters put that section in seven different places and spell its method differently. This module returns one `Config`
+Exporters put that section in a dozen places and spell its method differently. This module returns one `Config`
 with a normalised `method`; the formats interpret the section.
 """
 
@@ -18,7 +18,14 @@ from lancebill.formats.stored import Config
 MODEL_CONFIG = "config.json"
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 QUANTO = "quanto_qmap.json"
-CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ, QUANTO)
+MODELOPT_LAYERS = "quant_cfg.json"  # what TensorRT-LLM keeps apart from MODELOPT
+CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ, QUANTO, MODELOPT_LAYERS)
+
+# Keys of config.json that hold a quantisation section: MLX's, most others', and an old one of compressed-tensors.
+MLX_SECTION, USUAL_SECTION, OLD_SECTION = QUANT_SECTIONS = ("quantization", "quantization_config", "compression_config")
+MODELOPT_METHODS = ("modelopt", "modelopt_mixed")
+MIXED = "MIXED_PRECISION"  # ModelOpt's algorithm that stands for one of each layer, under one of these keys
+PER_LAYER = {"quantized_layers", "config_groups"}
 
 # A section without `quant_method` is recognised by keys that only one exporter writes.
 TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
@@ -43,7 +50,8 @@ def read_config(folder: Path) -> Config:
     path = folder / MODEL_CONFIG
     model = read_json(path) if _present(path) else {}
     for source, section, fallback in _sections(folder, model):
-        return Config(model, section, _method(section, fallback, str(folder / source)), source)
+        method = _method(section, fallback, str(folder / source))
+        return Config(model, _with_algorithms(folder, section, method), method, source)
     return _unstated(model)
 
 
@@ -64,15 +72,15 @@ def _unstated(model: Mapping[str, Any]) -> Config:
 
 
 def _model_sections(model: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    text = _section(model, "text_config", where)
-    # mlx-lm writes the same section under two keys, without a method.
-    mlx = _section(model, "quantization", where)
-    for key, fallback in (("quantization_config", None), ("compression_config", "compressed-tensors")):
-        for holder in (model, text):
+    holders = model, _section(model, "text_config", where)
+    # MLX reads this key first. Next to it there may be a copy, or a section of the model that was converted.
+    for mlx in (_section(holder, MLX_SECTION, where) for holder in holders):
+        if mlx:
+            yield mlx, "mlx"
+    for key, fallback in ((USUAL_SECTION, None), (OLD_SECTION, "compressed-tensors")):
+        for holder in holders:
             if section := _section(holder, key, where):
-                yield section, "mlx" if section == mlx else fallback
-    if mlx:
-        yield mlx, "mlx"
+                yield _flat(section), fallback
 
 
 def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
@@ -86,6 +94,25 @@ def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Map
                 section = dict(_section(section, "quantization", str(folder / name)))
             if section:
                 yield name, section, implied
+
+
+def _flat(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A copy of hf_quant_config.json in config.json has its keys one level deeper."""
+    nested = section.get("quantization")
+    if not isinstance(nested, dict):
+        return section
+    return {key: value for key, value in section.items() if key != "quantization"} | nested
+
+
+def _with_algorithms(folder: Path, section: Mapping[str, Any], method: str) -> Mapping[str, Any]:
+    """ModelOpt's section with the algorithms of its layers, which may be in one of two other files."""
+    if method not in MODELOPT_METHODS or section.get("quant_algo") != MIXED or PER_LAYER & section.keys():
+        return section
+    for path in (path for name in (MODELOPT, MODELOPT_LAYERS) if _present(path := folder / name)):
+        other = _flat(read_json(path))
+        if PER_LAYER & other.keys():
+            return {**other, **section}
+    return section
 
 
 def _present(path: Path) -> bool:

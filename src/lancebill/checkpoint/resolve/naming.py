@@ -38,6 +38,7 @@ _FUSED_NAMES = {GATE_UP: ".gate_up_proj", DOWN: ".down_proj"}
 _FUSED_EACH = {GATE_UP: ".{expert}.gate_up_proj", DOWN: ".{expert}.down_proj"}
 _LINEAR_NAMES = {GATE_UP: ".input_linear", DOWN: ".output_linear"}
 _W13_EACH = {GATE_UP: ".{expert}.w13", DOWN: ".{expert}.w2"}
+_LISTED_NAMES = {GATE_UP: ".gate_up_projs.{expert}", DOWN: ".down_projs.{expert}"}  # lists of modules
 _SEPARATE_NAMES = {GATE: ".gate_proj", UP: ".up_proj", DOWN: ".down_proj"}
 _BOTH = (GATE_UP, DOWN)
 
@@ -187,8 +188,12 @@ TABLE: tuple[Naming, ...] = (
         NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES), _MLP_STACKED
     ), Router(_in_layer("gate.weight", "mlp.gate.weight"))),
     Naming("gpt_oss", ("gpt_oss",), (
-        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES), _MLX_EXPERTS
-    ), Router(_in_layer("mlp.router.weight"), bias=_in_layer("mlp.router.bias")), uneven=True, biased=True),
+        NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES), _MLX_EXPERTS,
+        NameForm(_MLP, _LISTED_NAMES, interleaved=True),  # Unsloth, so that bitsandbytes quantises the experts
+    ), Router(
+        _in_layer("mlp.router.weight", "mlp.router.linear.weight"),
+        bias=_in_layer("mlp.router.bias", "mlp.router.linear.bias"),
+    ), uneven=True, biased=True),
     Naming("llama4", ("llama4", "llama4_text"), (
         NameForm(_FEED, _FUSED_NAMES, transposed=_BOTH), NameForm(_FEED, _LLAMA_NAMES),
         NameForm(_FEED, _SEPARATE_NAMES),

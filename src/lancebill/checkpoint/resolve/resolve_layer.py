@@ -22,6 +22,8 @@ from lancebill.formats import axes as ax
 from lancebill.formats.base import BIAS, FLOATS, Format, Module, Part, Scheme, dense
 from lancebill.formats.stored import Config, Stored
 
+COLUMN = "n 1"  # the axes of one number for each row of a matrix
+
 
 @dataclass
 class ModuleTensors:
@@ -116,6 +118,7 @@ class LayerBuilder:
             headers = {suffix: self.tensors[tensor] for suffix, tensor in module.names.items()}
             try:
                 scheme = self._plain_stack(name, headers) or self.format.scheme(self.config, Module(name, headers))
+                self._check_plain(scheme, name, headers)
             except CheckpointError as error:
                 self.problems.append(error)
                 continue
@@ -130,6 +133,21 @@ class LayerBuilder:
         plain = headers.get("")
         alone = plain is not None and plain.dtype in FLOATS and not set(headers) - {"", *BIAS.suffix}
         return dense(Module(name, headers)) if self.form.stacked and alone else None
+
+    def _check_plain(self, scheme: Scheme, name: str, headers: Mapping[str, Stored]) -> None:
+        """Raise if the config leaves a module unquantised that is stored as codes and scales."""
+        part = scheme.part("codes")
+        if scheme.spec.quantized or part is None:
+            return
+        plain = any(headers[suffix].dtype in FLOATS for suffix in part.suffix if suffix in headers)
+        if not plain and set(headers) - {*part.suffix, *BIAS.suffix}:
+            raise WrongDtype(
+                "the tensors are quantised, but the config says that the module is not",
+                where=name,
+                expected=f"{name}{part.usual_suffix(self.form.stacked)} as {' or '.join(FLOATS)}",
+                got=", ".join(sorted(suffix for suffix in headers)),
+                hint=f"see what {self.config.source} targets, and its list of modules that are left out",
+            )
 
     def _geometry(self, schemes: Mapping[tuple[int | None, str], Scheme]) -> tuple[int, int, int] | None:
         """(experts, hidden, intermediate) from the config, else from the tensors."""
@@ -267,8 +285,8 @@ class LayerBuilder:
             return None
         transposed = stored in self.form.transposed
         expected: list[tuple[int, ...]] = []
-        for axes in part.axes:
-            flip = transposed and is_matrix_like(axes)
+        ways = ((axes, flip) for axes in part.axes for flip in _orientations(axes, transposed))
+        for axes, flip in ways:
             shape = ax.shape(axes, n, k, part.ratio(header.dtype))
             shape = shape[::-1] if flip else shape
             for candidate, index in self._stackings(shape, axes, expert):
@@ -359,6 +377,15 @@ class LayerBuilder:
 
 def _kind(scheme: Scheme) -> str:
     return f"{scheme.spec} with act-order" if scheme.act_order else str(scheme.spec)
+
+
+def _orientations(axes: str, transposed: bool) -> tuple[bool, ...]:
+    """Whether a part may be stored reversed. Next to transposed matrices, a column of scales has either shape:
+    Llama-4's fp8 experts have [1, N] for one matrix and [N, 1] for the other.
+    """
+    if not transposed:
+        return (False,)
+    return (False, True) if axes == COLUMN else (is_matrix_like(axes),)
 
 
 def is_matrix_like(axes: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lancebill.checkpoint.read.config import QUANT_SECTIONS
 from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
@@ -32,7 +33,6 @@ from lancebill.numbers.spec import ALL, DENSE_BF16, QuantSpec
 
 DEFAULT_FORMAT, DENSE_FORMAT = "compressed-tensors", "dense"
 ALIASES = {"gpt-oss": "mxfp4"}
-QUANT_SECTIONS = ("quantization_config", "compression_config")
 GGUF = "gguf"
 # GGUF architectures and the families whose tensor names their output uses.
 ARCHITECTURES = {

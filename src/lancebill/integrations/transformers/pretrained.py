@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from lancebill.backends import oracle
+from lancebill.checkpoint.read.config import QUANT_SECTIONS
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.hub import local_path
 from lancebill.errors import (
@@ -66,7 +67,6 @@ _INSTEAD = {
     "experts_implementation": "backend=",
     "gguf_file": "the path of the file itself",
 }
-_QUANT_KEYS = ("quantization_config", "compression_config")
 
 
 class PackedModel(GraphedGeneration):
@@ -234,7 +234,7 @@ def _config(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[Pretraine
             hint="pip install --upgrade transformers",
         ) from None
     for section in (config, config.get_text_config()):
-        for key in _QUANT_KEYS:
+        for key in QUANT_SECTIONS:
             if hasattr(section, key):
                 delattr(section, key)
     requested = config.dtype or config.get_text_config().dtype or torch.bfloat16 if dtype == "auto" else dtype

@@ -1,0 +1,197 @@
+"""Checkpoints as people publish them, in spellings that differ from those of the formats' own examples.
+
+Each is read exactly, and nothing about it is suspicious; what cannot be read is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import published as p
+import pytest
+import torch
+from published import EXPERTS, HIDDEN, INTER
+from torch import Tensor
+
+from lancebill.checkpoint.load.load_experts import load_projection
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.resolve.manifest import build
+from lancebill.cli.convert import run_conversion, target_of
+from lancebill.cli.verify import examine
+from lancebill.numbers.codec import dequantize
+
+MLP, ROUTER = "model.layers.0.mlp.experts.", "model.layers.0.mlp.gate.weight"
+
+
+@dataclass(frozen=True)
+class Published:
+    """config.json, the experts and what they stand for, the other tensors, and files next to config.json."""
+
+    config: dict[str, Any]
+    experts: tuple[p.Stored, p.Truth]
+    others: p.Stored = field(default_factory=lambda: {ROUTER: torch.randn(EXPERTS, HIDDEN)})
+    files: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        return p.write(folder, {"config.json": self.config, **self.files}, self.experts[0] | self.others)
+
+
+def unsloth_gpt_oss() -> Published:
+    """Lists of linear modules, because bitsandbytes quantises only those; their rows alternate as in gpt-oss."""
+    tensors, truth = {}, {}
+    for expert in range(EXPERTS):
+        for name, n, k in (("gate_up_projs", 2 * INTER, HIDDEN), ("down_projs", HIDDEN, INTER)):
+            stored, matrix = p.nf4(n, k)
+            tensors |= {f"{MLP}{name}.{expert}{suffix}": tensor for suffix, tensor in stored.items()}
+            tensors[f"{MLP}{name}.{expert}.bias"] = torch.randn(n).bfloat16()
+            found = {"gate": matrix[0::2], "up": matrix[1::2]} if k == HIDDEN else {"down": matrix}
+            truth |= {(expert, projection): rows for projection, rows in found.items()}
+    router = "model.layers.0.mlp.router.linear."
+    others = {router + "weight": torch.randn(EXPERTS, HIDDEN), router + "bias": torch.randn(EXPERTS)}
+    quant = {
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": ["router", "lm_head"], "llm_int8_threshold": 6.0, "load_in_4bit": True,
+        "load_in_8bit": False, "quant_method": "bitsandbytes",
+    }  # fmt: skip
+    config = p.model("gpt_oss", num_local_experts=EXPERTS, num_experts=..., swiglu_limit=7.0)
+    return Published(config | {"quantization_config": quant}, (tensors, truth), others)
+
+
+def llama4_fp8() -> Published:
+    """Transposed matrices; the scales of one are a row, those of the other a column."""
+    home, tensors, truth = "language_model.model.layers.0.feed_forward.experts.", {}, {}
+    made = {name: [p.fp8_rows(*size) for _ in range(EXPERTS)] for name, size in (
+        ("gate_up_proj", (2 * INTER, HIDDEN)), ("down_proj", (HIDDEN, INTER)),
+    )}  # fmt: skip
+    for name, matrices in made.items():
+        tensors[home + name] = torch.stack([codes.view(torch.uint8).t() for codes, _, _ in matrices])
+        scales = torch.stack([scales for _, scales, _ in matrices])
+        tensors[f"{home}{name}_scale"] = scales.mT if name == "gate_up_proj" else scales
+    tensors = {k: t.contiguous().view(torch.float8_e4m3fn) if t.dtype == torch.uint8 else t for k, t in tensors.items()}
+    for expert in range(EXPERTS):
+        gate_up, down = made["gate_up_proj"][expert][2], made["down_proj"][expert][2]
+        truth |= {(expert, "gate"): gate_up[:INTER], (expert, "up"): gate_up[INTER:], (expert, "down"): down}
+    text = p.model("llama4_text", num_local_experts=EXPERTS, num_experts=..., moe_intermediate_size=...)
+    quant = {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["router"], "quant_method": "fbgemm_fp8"}
+    config = {"model_type": "llama4", "text_config": text, "quantization_config": quant}
+    return Published(config, (tensors, truth), {
+        "language_model.model.layers.0.feed_forward.router.weight": torch.randn(EXPERTS, HIDDEN)
+    })  # fmt: skip
+
+
+QWEN = p.model("qwen3_moe", norm_topk_prob=True)
+LAYERS = {f"{MLP}{e}.{name}_proj": {"quant_algo": "NVFP4"} for e in range(EXPERTS) for name in ("gate", "up", "down")}
+MIXED = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+PRODUCER = {"name": "modelopt", "version": "0.33.0"}
+
+
+def modelopt(section: dict[str, Any] | None, files: dict[str, Any]) -> Callable[[], Published]:
+    """NVFP4, with the algorithms of the layers in one of several places."""
+    config = QWEN if section is None else QWEN | {"quantization_config": {"quant_method": "modelopt", **section}}
+    return lambda: Published(config, p.experts(p.nvfp4, MLP), files=files)
+
+
+def mlx(**sections: Any) -> Callable[[], Published]:
+    def make() -> Published:
+        tensors, truth = p.experts(p.mlx, MLP)
+        stacked = {
+            f"model.layers.0.mlp.switch_mlp.{name}": torch.stack([tensors[f"{MLP}{e}.{name}"] for e in range(EXPERTS)])
+            for name in (key.removeprefix(f"{MLP}0.") for key in tensors if key.startswith(f"{MLP}0."))
+        }
+        return Published(QWEN | sections, (stacked, truth))
+
+    return make
+
+
+def deepseek_v4_f4() -> Published:
+    """The experts' codes in safetensors' own 4-bit type, whose shape counts codes and not bytes."""
+    tensors, truth = p.experts(p.mxfp4, "layers.0.ffn.experts.", ("w1", "w3", "w2"))
+    pairs = {k: t.view(torch.float4_e2m1fn_x2) if t.dtype == torch.uint8 else t for k, t in tensors.items()}
+    quant = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    config = p.model(
+        "deepseek_v4", n_routed_experts=EXPERTS, num_experts=..., scoring_func="sqrtsoftplus", norm_topk_prob=True,
+        routed_scaling_factor=1.5, topk_method="noaux_tc", swiglu_limit=10.0, num_hash_layers=0,
+    )  # fmt: skip
+    gate = {"layers.0.ffn.gate.weight": torch.randn(EXPERTS, HIDDEN), "layers.0.ffn.gate.bias": torch.randn(EXPERTS)}
+    return Published(config | {"quantization_config": quant}, (pairs, truth), gate)
+
+
+AFFINE = {"group_size": 64, "bits": 4}
+PUBLISHED: dict[str, Callable[[], Published]] = {
+    "unsloth gpt-oss": unsloth_gpt_oss,
+    "llama4 fp8": llama4_fp8,
+    "modelopt, layers in another file": modelopt(
+        MIXED, {"hf_quant_config.json": {"producer": PRODUCER, "quantization": MIXED | {"quantized_layers": LAYERS}}}
+    ),
+    "modelopt, layers in a third file": modelopt(
+        None, {"hf_quant_config.json": {"quantization": MIXED}, "quant_cfg.json": MIXED | {"quantized_layers": LAYERS}}
+    ),
+    "modelopt, one file in the other": modelopt(
+        {"producer": PRODUCER, "quantization": MIXED | {"quantized_layers": LAYERS}}, {}
+    ),
+    "modelopt, arguments without a group": modelopt(
+        {"quant_algo": "NVFP4", "weights": {"num_bits": 4, "type": "float", "group_size": 16}, "ignore": []}, {}
+    ),
+    "mlx, beside the section of its source": mlx(
+        quantization=AFFINE, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+    ),
+    "mlx, made by AutoRound": mlx(
+        quantization=AFFINE, quantization_config={"quant_method": "auto-round", "packing_format": "mlx", **AFFINE}
+    ),
+    "deepseek-v4, 4-bit type": deepseek_v4_f4,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_is_read_exactly(name: str, tmp_path: Path) -> None:
+    made = PUBLISHED[name]()
+    folder = made.write(tmp_path)
+    report = examine(folder, strict=True)
+    assert report.ok and report.layers == 1, [problem.render() for problem in report.problems]
+    with Checkpoint.open(folder) as checkpoint:
+        layer = build(checkpoint.config, checkpoint.headers).layers[0]
+        for key, matrix in made.experts[1].items():
+            assert same(dequantize(load_projection(checkpoint.read, layer.projections[key])), matrix), key
+
+
+def same(got: Tensor, matrix: Tensor) -> bool:
+    """Equal but for the order in which two scales were multiplied."""
+    return torch.allclose(got.float(), matrix, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mlx, beside the section of its source", "modelopt, layers in a third file"])
+def test_a_conversion_leaves_no_section_of_its_source(name: str, tmp_path: Path) -> None:
+    source = PUBLISHED[name]().write(tmp_path / "source")
+    options = {"device": "cpu", "mx_rule": "floor", "search": False, "overwrite": False, "experts_only": False}
+    run_conversion(source, tmp_path / "out", target_of("mxfp4"), options)
+    report = examine(tmp_path / "out", strict=True)
+    assert report.ok, [problem.render() for problem in report.problems]
+    assert "quantization" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert not (tmp_path / "out/quant_cfg.json").exists()
+
+
+@pytest.mark.parametrize("targets", [["Qwen3MoeMLP"], ["model.layers.0.mlp.experts"], []], ids=str)
+def test_a_config_that_leaves_out_quantised_experts_is_named_as_the_reason(targets: list[str], tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    quant = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": targets, "weights": weights}},
+    }  # fmt: skip
+    made = Published(QWEN | {"quantization_config": quant}, p.experts(p.int4_words, MLP))
+    report = examine(made.write(tmp_path))
+    assert len(report.problems) == 3 * EXPERTS
+    assert {problem.what for problem in report.problems} == {
+        "the tensors are quantised, but the config says that the module is not"
+    }
+    assert ".weight_packed" in str(report.problems[0].got) and "config.json targets" in str(report.problems[0].hint)
