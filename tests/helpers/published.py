@@ -81,11 +81,27 @@ def nvfp4(n: int, k: int) -> tuple[Stored, Tensor]:
     return {**stored, ".input_scale": torch.rand(()) + 0.01}, matrix
 
 
+def nvfp4_divided(n: int, k: int) -> tuple[Stored, Tensor]:
+    """compressed-tensors': the same, with a divisor of the matrix."""
+    codes, divisor = torch.randint(16, (n, k)), torch.rand(1) * 1000 + 1
+    scales = (torch.rand(n, k // 16) * 100 + 1).to(torch.float8_e4m3fn)
+    matrix = E2M1[codes] * (scales.float() / divisor).repeat_interleave(16, 1)
+    return {".weight_packed": pairs(codes), ".weight_scale": scales, ".weight_global_scale": divisor}, matrix
+
+
 def mxfp4(n: int, k: int) -> tuple[Stored, Tensor]:
     """DeepSeek-V4's: e2m1 codes, and a power of two for 32 columns."""
     codes, exponents = torch.randint(16, (n, k)), torch.randint(115, 125, (n, k // 32)).to(torch.uint8)
     matrix = E2M1[codes] * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
     return {".weight": pairs(codes), ".scale": exponents.view(torch.float8_e8m0fnu)}, matrix
+
+
+def mxfp8(n: int, k: int) -> tuple[Stored, Tensor]:
+    """MiniMax-M3's: e4m3 codes, and a byte with a power of two for 32 columns."""
+    codes = (torch.randn(n, k) * 100).to(torch.float8_e4m3fn)
+    exponents = torch.randint(115, 125, (n, k // 32)).to(torch.uint8)
+    matrix = codes.float() * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    return {".weight": codes, ".weight_scale_inv": exponents}, matrix
 
 
 def nf4(n: int, k: int) -> tuple[Stored, Tensor]:

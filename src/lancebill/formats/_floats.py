@@ -35,7 +35,7 @@ from lancebill.formats.base import (
 )
 from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.numbers.bit_packing import pack_bits, stream_codes
-from lancebill.numbers.dtypes import E4M3, E8M0, DType
+from lancebill.numbers.dtypes import E4M3, E8M0, F32, DType
 from lancebill.numbers.spec import CHANNEL, MXFP4, TENSOR, Block, Level
 from lancebill.numbers.weight import LogicalWeight
 
@@ -66,10 +66,14 @@ class FloatScheme(Scheme):
 
 
 def to_level(tensor: Tensor, level: Level, n: int, k: int, lead: tuple[int, ...] = ()) -> Tensor:
-    """A stored tensor as canonical codes in the level's shape; axes of size 1 may be absent or extra."""
+    """A stored tensor as canonical codes in the level's shape; axes of size 1 may be absent or extra.
+
+    Where the spec fixes fp32, as for NVFP4's outer scale, a narrower float is widened, which changes no value.
+    """
     shape = (*lead, *level.shape(n, k))
     if tensor.numel() != math.prod(shape):
         raise WrongShape("wrong number of scales for the matrix", expected=list(shape), got=list(tensor.shape))
+    tensor = tensor.float() if level.dtype == F32 else tensor
     return (codes_of(tensor) if level.dtype.bits <= 8 else tensor).reshape(shape)
 
 

@@ -62,7 +62,13 @@ class DeepseekV4(Format):
             "expert_dtype", "moe_quant_algo",
         }
     )  # fmt: skip
-    ignored = frozenset({"dequantize", "modules_to_convert"})
+    # ModelOpt repeats here which modules are NVFP4, which their tensors say too.
+    ignored = frozenset(
+        {
+            "dequantize", "modules_to_convert", "producer", "quant_algo", "kv_cache_quant_algo", "group_size",
+            "quantized_layers", "ignore", "config_groups",
+        }
+    )  # fmt: skip
     model_keys = frozenset({"expert_dtype", "moe_quant_algo"})
 
     def matches(self, config: Config) -> bool:
@@ -77,7 +83,7 @@ class DeepseekV4(Format):
         algorithm = _config_value(config, "moe_quant_algo", "", ("NVFP4",))
         stored = module.dtype(*_WEIGHT, default="F8_E4M3")
         if stored in PACKED_FP4 and experts == "fp4":
-            if algorithm:
+            if algorithm and not any(map(module.has, _SCALE)):  # layers that predict further tokens keep MXFP4
                 return _nvfp4_scheme(stored)
             return mxfp4_scheme(_WEIGHT, _SCALE, (stored, stored_as(module, _SCALE, EXPONENTS)))
         name, scale = stored_scale(config, module, _SCALE)

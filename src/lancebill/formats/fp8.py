@@ -1,8 +1,9 @@
 """FP8 (`quant_method: fp8`): e4m3 per tensor, channel or block, as in DeepSeek-V3.
 
 `weight_scale_inv` multiplies despite its name. Scales keep their stored dtype; the power-of-two scales
-of later checkpoints are bytes and are never converted. The experts are MXFP4 if the config says so.
-`fbgemm_fp8` is the per-channel variant.
+of later checkpoints are bytes and are never converted. `fbgemm_fp8` is the per-channel variant; `mxfp8` has a
+power of two for 32 columns, as in MiniMax-M3. The experts are MXFP4, or compressed-tensors' NVFP4, if the
+config says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
+from lancebill.formats import _ct_schemes as ct
 from lancebill.formats._floats import (
     EXPONENTS,
     PACKED_FP4,
@@ -45,6 +47,8 @@ from lancebill.numbers.spec import (
     FP8_CHANNEL,
     FP8_TENSOR,
     MUL,
+    MXFP8,
+    NVFP4_DIV,
     TENSOR,
     ActivationSpec,
     Block,
@@ -56,11 +60,14 @@ from lancebill.numbers.spec import (
 DEEPSEEK_V4 = "deepseek_v4"  # a model type with its own format: see deepseek_v4.py
 POWER_OF_TWO = "ue8m0"
 BY_ROW = ("fbgemm_fp8", "w8a8_fp8")  # other names of the method, with one scale per row
+MX = "mxfp8"  # and with one power of two per group
 
 _SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_scale")
 _SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale", "_scale")
+_INPUT_DIVISOR = part("input_global_scale", ".input_global_scale", "F32", SCALAR, optional=True)
 _INPUT_SCALE = (".input_scale", ".activation_scale", "_activation_scale")
 # Writers use different keys for the storage type of the experts.
+_PACKED_EXPERTS = {"moe_quant_algo": ("NVFP4",), "moe_quant_format": ("nvfp4-pack-quantized",)}  # MiniMax-M3.1's
 _EXPERT_KEYS = {"store_dtype": ("mxfp4",), "routed_experts_quant_method": ("mxfp4",), "expert_dtype": ("fp4", "fp8")}
 
 
@@ -75,7 +82,8 @@ def fp8_scheme(spec: QuantSpec, stored_scale: str, *, static: bool = False) -> F
 
 def stored_scale(config: Config, module: Module, suffix: tuple[str, ...]) -> tuple[str, DType]:
     """The stored dtype of the scales and its number type; bytes are exponents if the config says so."""
-    fmt = optional(config, "scale_fmt", str, "float", (POWER_OF_TWO, "float"))
+    usual = POWER_OF_TWO if config.method == MX else "float"
+    fmt = optional(config, "scale_fmt", str, usual, (POWER_OF_TWO, "float"))
     types = {"F32": F32, **FLOAT_TYPES, "F8_E8M0": E8M0, **({"U8": E8M0} if fmt == POWER_OF_TWO else {})}
     stored = stored_as(module, suffix, tuple(types))
     return stored, types[stored]
@@ -85,7 +93,7 @@ def block_sides(config: Config) -> Block | None:
     """`weight_block_size` as (rows, columns); None if scales are per tensor or channel."""
     sides = optional(config, "weight_block_size", (list, tuple), None)
     if sides is None:
-        return None
+        return MXFP8.scales[0].block if config.method == MX else None
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise UnsupportedFormat(
             "unsupported value of 'weight_block_size'", where=config.source, expected="two sizes or null", got=sides
@@ -98,15 +106,16 @@ class Fp8(Format):
     used = frozenset(
         {
             "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "ignored_layers",
-            "modules_to_not_convert", *_EXPERT_KEYS,
+            "modules_to_not_convert", *_EXPERT_KEYS, *_PACKED_EXPERTS,
         }
     )  # fmt: skip
     ignored = (
-        frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "activation_scale_ub"}) | AUTO_ROUND_KEYS
+        frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "kv_cache_quant_algo", "activation_scale_ub"})
+        | AUTO_ROUND_KEYS
     )
 
     def matches(self, config: Config) -> bool:
-        return config.method in ("fp8", *BY_ROW) and config.model.get("model_type") != DEEPSEEK_V4
+        return config.method in ("fp8", MX, *BY_ROW) and config.model.get("model_type") != DEEPSEEK_V4
 
     def scheme(self, config: Config, module: Module) -> Scheme:
         if is_unquantized(config, module, _SCALE):
@@ -117,6 +126,9 @@ class Fp8(Format):
         if {"mxfp4", "fp4"} & expert_types and module.dtype(*WEIGHT) in PACKED_FP4:
             stored = stored_as(module, WEIGHT, PACKED_FP4), stored_as(module, _SCALE, EXPONENTS)
             return mxfp4_scheme(WEIGHT, _SCALE, stored)
+        packed = {optional(config, key, str, None, legal) for key, legal in _PACKED_EXPERTS.items()}
+        if None not in packed and any(map(module.has, ct.PACKED)):
+            return ct.floats(NVFP4_DIV, (_INPUT_DIVISOR,))
         scale_name, scale = stored_scale(config, module, _SCALE)
         return fp8_scheme(fp8_spec(self._block(config, module), scale=scale), scale_name, static=static)
 
@@ -124,6 +136,8 @@ class Fp8(Format):
         spec = self.scheme(config, module).spec
         if spec.dtype != E4M3:
             return None
+        if spec == MXFP8:
+            return ActivationSpec(MXFP8)
         if optional(config, "activation_scheme", str, "dynamic") == "static":
             return ActivationSpec(FP8_TENSOR, static=True)
         return ActivationSpec(fp8_spec(group(spec.group)) if block_sides(config) else FP8_CHANNEL)
@@ -173,6 +187,7 @@ class Fp8(Format):
         yield Example("tensor-static", _config({"activation_scheme": "static"}), static, inputs={"input_scale": (1,)})
         for method in BY_ROW:
             yield Example(method, _config({}, method), fp8_scheme(fp8_spec(CHANNEL), "F32"))
+        yield Example(MX, _config({}, MX), fp8_scheme(MXFP8, "U8"))
         experts = mxfp4_scheme(WEIGHT, _SCALE, ("U8", "U8"))
         yield Example("mxfp4-experts", _config({**blocks, "store_dtype": "mxfp4"}), experts)
 

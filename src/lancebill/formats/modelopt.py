@@ -15,7 +15,7 @@ from typing import Any
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
 from lancebill.formats._ct_config import FUSED
-from lancebill.formats._floats import WEIGHT, FloatScheme, scale_part, stores_plain_floats
+from lancebill.formats._floats import PACKED_FP4, WEIGHT, FloatScheme, scale_part, stores_plain_floats
 from lancebill.formats._integers import ROWS, PlainInts, SignedNibbles
 from lancebill.formats.base import (
     BIAS,
@@ -53,6 +53,7 @@ MIXED = "MIXED_PRECISION"
 GROUPS = (16, 32, 64, 128, 256)  # of 4-bit integers
 # Suffixes of the module's name; the second is used for stacked experts.
 SCALE = (".weight_scale", "_weight_scale")
+MX_SCALE = (".weight_scale", ".weight_scale_inv", "_weight_scale")  # MiniMax-M3 is published with the second
 SCALE_2 = (".weight_scale_2", "_weight_scale_2")
 INPUT_SCALE = (".input_scale", "_input_scale")
 PRE_QUANT_SCALE = (".pre_quant_scale", "_pre_quant_scale")
@@ -164,16 +165,18 @@ def _build(algorithm: Algorithm, scale: DType) -> Scheme:
     spec = algorithm.spec
     if spec.scales[0].dtype in FLOAT_TYPES.values():
         spec = replace(spec, scales=(replace(spec.scales[0], dtype=scale),))
-    first = scale_part("scale", SCALE, spec.scales[0], algorithm.scale_axes)
+    first = scale_part("scale", MX_SCALE if spec == MXFP8 else SCALE, spec.scales[0], algorithm.scale_axes)
     rest = [part("input_scale", INPUT_SCALE, FLOATS, SCALAR, optional=True), BIAS]
     if algorithm.smoothed:
         rest.append(part("pre_quant_scale", PRE_QUANT_SCALE, FLOATS, "k", optional=True))
     if is_integer(spec):
         return _integers(spec, first, rest)
     bits = spec.dtype.bits
-    codes = part("codes", WEIGHT, "F8_E4M3", "n k") if bits == 8 else part("codes", WEIGHT, "U8", "n k^", bits=bits)
+    codes = (
+        part("codes", WEIGHT, "F8_E4M3", "n k") if bits == 8 else part("codes", WEIGHT, PACKED_FP4, "n k^", bits=bits)
+    )
     if len(spec.scales) == 2:
-        rest.append(scale_part("scale_2", SCALE_2, spec.scales[1], SCALAR))
+        rest.append(part("scale_2", SCALE_2, FLOATS[::-1], SCALAR))
     return FloatScheme(spec, (codes, first, *rest))
 
 

@@ -97,6 +97,45 @@ def modelopt(section: dict[str, Any] | None, files: dict[str, Any]) -> Callable[
     return lambda: Published(config, p.experts(p.nvfp4, MLP), files=files)
 
 
+def recast_nvfp4() -> Published:
+    """Codes as signed bytes, and the factor of the matrix in 16 bits."""
+    tensors, truth = p.experts(p.nvfp4, MLP)
+    for name in [name for name in tensors if name.endswith(".weight_scale_2")]:
+        wide, tensors[name] = tensors[name], tensors[name].bfloat16()
+        expert, projection = name.removeprefix(MLP).split(".")[:2]
+        truth[int(expert), projection.removesuffix("_proj")] *= tensors[name].float() / wide
+    tensors |= {name: tensor.view(torch.int8) for name, tensor in tensors.items() if tensor.dtype == torch.uint8}
+    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []}
+    return Published(QWEN | {"quantization_config": quant}, (tensors, truth))
+
+
+M3_LAYER = "language_model.model.layers.0."
+M3_HOME, M3_NAMES = M3_LAYER + "block_sparse_moe.experts.", ("w1", "w3", "w2")
+
+
+def minimax_m3(packer: p.Packer, quant: dict[str, Any]) -> Callable[[], Published]:
+    """Experts of some kind, and attention in MXFP8."""
+
+    def make() -> Published:
+        text = p.model(
+            "minimax_m3_vl_text", num_local_experts=EXPERTS, num_experts=..., moe_intermediate_size=...,
+            scoring_func="sigmoid", use_routing_bias=True, hidden_act="swigluoai", swiglu_limit=7.0, swiglu_alpha=1.702,
+        )  # fmt: skip
+        router = {"gate.weight": (EXPERTS, HIDDEN), "e_score_correction_bias": (EXPERTS,)}
+        others = {f"{M3_LAYER}block_sparse_moe.{name}": torch.randn(size) for name, size in router.items()}
+        others |= {f"{M3_LAYER}self_attn.q_proj{s}": tensor for s, tensor in p.mxfp8(HIDDEN, HIDDEN)[0].items()}
+        config = {"model_type": "minimax_m3_vl", "text_config": text, "quantization_config": quant}
+        return Published(config, p.experts(packer, M3_HOME, M3_NAMES), others)
+
+    return make
+
+
+M3_LAYERS = {
+    f"{M3_HOME}{e}.{name}": {"quant_algo": "NVFP4", "group_size": 16} for e in range(EXPERTS) for name in M3_NAMES
+}
+M3_LAYERS[M3_LAYER + "self_attn.q_proj"] = {"quant_algo": "MXFP8"}
+
+
 def mlx(**sections: Any) -> Callable[[], Published]:
     def make() -> Published:
         tensors, truth = p.experts(p.mlx, MLP)
@@ -109,17 +148,34 @@ def mlx(**sections: Any) -> Callable[[], Published]:
     return make
 
 
+V4_NAMES = ("w1", "w3", "w2")
+
+
 def deepseek_v4_f4() -> Published:
     """The experts' codes in safetensors' own 4-bit type, whose shape counts codes and not bytes."""
-    tensors, truth = p.experts(p.mxfp4, "layers.0.ffn.experts.", ("w1", "w3", "w2"))
+    tensors, truth = p.experts(p.mxfp4, "layers.0.ffn.experts.", V4_NAMES)
     pairs = {k: t.view(torch.float4_e2m1fn_x2) if t.dtype == torch.uint8 else t for k, t in tensors.items()}
-    quant = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    return deepseek_v4((pairs, truth))
+
+
+def deepseek_v4_nvfp4() -> Published:
+    """NVIDIA's: NVFP4 experts, but for the layer that predicts a further token."""
+    quant = {
+        "moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION", "group_size": 16, "producer": PRODUCER,
+        "ignore": ["mtp.*"], "quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}},
+    }  # fmt: skip
+    further, _ = p.experts(p.mxfp4, "mtp.0.ffn.experts.", V4_NAMES)
+    return deepseek_v4(p.experts(p.nvfp4, "layers.0.ffn.experts.", V4_NAMES), further, **quant)
+
+
+def deepseek_v4(made: tuple[p.Stored, p.Truth], others: p.Stored | None = None, **keys: Any) -> Published:
+    quant = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], **keys}
     config = p.model(
         "deepseek_v4", n_routed_experts=EXPERTS, num_experts=..., scoring_func="sqrtsoftplus", norm_topk_prob=True,
         routed_scaling_factor=1.5, topk_method="noaux_tc", swiglu_limit=10.0, num_hash_layers=0,
     )  # fmt: skip
     gate = {"layers.0.ffn.gate.weight": torch.randn(EXPERTS, HIDDEN), "layers.0.ffn.gate.bias": torch.randn(EXPERTS)}
-    return Published(config | {"quantization_config": quant}, (pairs, truth), gate)
+    return Published(config | {"quantization_config": quant}, made, gate | (others or {}))
 
 
 AFFINE = {"group_size": 64, "bits": 4}
@@ -145,6 +201,17 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
         quantization=AFFINE, quantization_config={"quant_method": "auto-round", "packing_format": "mlx", **AFFINE}
     ),
     "deepseek-v4, 4-bit type": deepseek_v4_f4,
+    "deepseek-v4, nvfp4 by NVIDIA": deepseek_v4_nvfp4,
+    "minimax-m3": minimax_m3(
+        p.mxfp8, {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    ),
+    "minimax-m3, the method alone": minimax_m3(p.mxfp8, {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}),
+    "minimax-m3.1": minimax_m3(
+        p.nvfp4_divided,
+        {"quant_method": "mxfp8", "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"},
+    ),
+    "minimax-m3, nvfp4 by NVIDIA": minimax_m3(p.nvfp4, MIXED | {"quantized_layers": M3_LAYERS}),
+    "nvfp4, saved again in 16 bits": recast_nvfp4,
 }  # fmt: skip
 
 
@@ -170,7 +237,15 @@ def same(got: Tensor, matrix: Tensor) -> bool:
     return torch.allclose(got.float(), matrix, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("name", ["mlx, beside the section of its source", "modelopt, layers in a third file"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlx, beside the section of its source",
+        "modelopt, layers in a third file",
+        "minimax-m3, nvfp4 by NVIDIA",
+        "deepseek-v4, nvfp4 by NVIDIA",
+    ],
+)
 def test_a_conversion_leaves_no_section_of_its_source(name: str, tmp_path: Path) -> None:
     source = PUBLISHED[name]().write(tmp_path / "source")
     options = {"device": "cpu", "mx_rule": "floor", "search": False, "overwrite": False, "experts_only": False}
