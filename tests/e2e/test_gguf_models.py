@@ -20,32 +20,69 @@ import tiny  # noqa: E402
 from tiny_gguf import write  # noqa: E402
 
 import lancebill  # noqa: E402
-from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem  # noqa: E402
+from lancebill.errors import CannotEncode, MalformedFile, UnexpectedTensor, UnsupportedProblem  # noqa: E402
+from lancebill.integrations.transformers.gguf_rows import ROWS  # noqa: E402
+from lancebill.testing.gguf import write_gguf  # noqa: E402
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3moe": ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}),
-    "qwen2moe": ("qwen2_moe", {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
+GROUPED = {"n_routed_experts": 16, "moe_intermediate_size": 32, "intermediate_size": 64, "n_shared_experts": 1}
+GROUPED |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = GROUPED | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+LATENT |= {"n_group": 4, "topk_group": 2, "num_key_value_heads": 4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 2.0}
+LOCAL = {"num_local_experts": 8, "intermediate_size": 32}
+MOE = {"num_experts": 8, "moe_intermediate_size": 32}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+# Architecture, transformers' model type, and config.
+MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
+    ("qwen2moe", "qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),
     # Half of a head's columns are rotated, a bias corrects the routing.
-    "minimax-m2": ("minimax_m2", {"num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8}),
-}
+    ("minimax-m2", "minimax_m2", {**LOCAL, "rotary_dim": 8}),
+    ("llama", "mixtral", LOCAL),
+    ("olmoe", "olmoe", {"num_experts": 8, "intermediate_size": 32, "num_key_value_heads": 4}),
+    ("glm4moe", "glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
+    ("dots1", "dots1", GROUPED),
+    ("deepseek2", "deepseek_v3", {**LATENT, "q_lora_rank": 32, "rope_parameters": YARN}),
+    ("deepseek2", "deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
+    ("gpt-oss", "gpt_oss", {**LOCAL, **SLIDING}),
+    ("granitemoe", "granitemoe", {**LOCAL, **SCALES}),
+    ("granitemoe", "granitemoeshared", {**LOCAL, **SCALES, "shared_intermediate_size": 96}),
+    ("ernie4_5-moe", "ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32,
+                                      "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
+    ("exaone-moe", "exaone_moe", {**MOE, **SLIDING, "first_k_dense_replace": 1, "num_shared_experts": 1}),
+    ("afmoe", "afmoe", {**MOE, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
+                        "num_hidden_layers": 4, "sliding_window": 4}),
+    ("hunyuan-moe", "hunyuan_v1_moe", {"num_experts": 8, "intermediate_size": 32, "moe_topk": 3}),
+    ("lfm2moe", "lfm2_moe", {**MOE, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
+                             "tie_word_embeddings": True}),
+]  # fmt: skip
 
 
 def dense(family: str, more: dict[str, Any]) -> Any:
-    common = {**tiny.COMMON, "intermediate_size": 64, "tie_word_embeddings": False}
-    config = transformers.AutoConfig.for_model(family, **{**common, **more})
+    common = {**tiny.COMMON, "num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": False}
+    try:
+        config = transformers.AutoConfig.for_model(family, **{**common, **more})
+    except (ValueError, KeyError):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, tensor in model.state_dict().items():
-        if name.endswith("correction_bias"):
-            tensor.normal_()  # else zero
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "norm" in name:
+                tensor += 0.1 * torch.randn(tensor.shape)
+            elif tensor.ndim < 2 or "correction" in name:
+                tensor.normal_()  # else zero
     return model
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_whole_models(architecture: str, tmp_path: Path) -> None:
-    reference = dense(*FAMILIES[architecture])
+@pytest.mark.parametrize(("architecture", "family", "more"), MODELS, ids=[family for _, family, _ in MODELS])
+def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    reference = dense(family, more)
     write(reference, architecture, tmp_path / "model.gguf")
     ours = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
+    assert ours.config.model_type == family
     tokens = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         got, want = ours(tokens).logits, reference(tokens).logits
@@ -54,16 +91,53 @@ def test_whole_models(architecture: str, tmp_path: Path) -> None:
     last = reference.config.vocab_size - 1  # our model reads the EOS token from the file
     assert torch.equal(ours.generate(tokens, **options), reference.generate(tokens, **options, eos_token_id=last))
     assert "int8" in str(ours.lancebill_reports()[0].kept["w13"])
-    assert {"lm_head", "model.embed_tokens", "model.layers.1.self_attn.k_proj"} <= set(ours.lancebill_rest.packed)
+    linears = {name for name, module in reference.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = {name for name in linears if "router" not in name and not name.endswith((".gate", ".wg"))}
+    dequantised = {name for name in linears if name.endswith((".kv_b_proj", "shared_expert_gate"))}
+    assert set(ours.lancebill_rest.packed) == linears - dequantised | {"model.embed_tokens"}
     assert not ours.lancebill_rest.dequantized
-    with pytest.raises(CannotEncode, match="GGUF"):
-        ours.save_pretrained(tmp_path / "saved")
+
+
+def test_every_architecture_has_a_test() -> None:
+    assert {architecture for architecture, _, _ in MODELS} == set(ROWS)
+
+
+def test_saved_as_the_same_file(tmp_path: Path) -> None:
+    write(dense("qwen3_moe", MOE), "qwen3moe", tmp_path / "model.gguf")
+    ours = lancebill.from_pretrained(tmp_path / "model.gguf")
+    ours.save_pretrained(tmp_path / "saved")
+    assert [file.name for file in (tmp_path / "saved").iterdir()] == ["model.gguf"]
+    assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+    requantised = lancebill.from_pretrained(tmp_path / "model.gguf", weights="mxfp4")
+    with pytest.raises(CannotEncode, match="convert --experts-only"):
+        requantised.save_pretrained(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("qwen3moe.block_count", 1 << 30),
+        ("qwen3moe.attention.key_length", 1 << 30),
+        ("qwen3moe.embedding_length", 0.5),
+        ("qwen3moe.rope.scaling.type", "new"),
+    ],
+)
+def test_sizes_that_no_tensor_has_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    names = ("token_embd.weight", *(f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up", "down")))
+    metadata = {"general.architecture": "qwen3moe", "qwen3moe.block_count": 1, "qwen3moe.embedding_length": 32}
+    metadata |= {"qwen3moe.attention.head_count": 2, "qwen3moe.expert_count": 2, "qwen3moe.expert_used_count": 1}
+    tensors = {name: ("F32", torch.ones(2, 32, 32)) for name in names}
+    write_gguf(tmp_path / "model.gguf", {**metadata, key: value}, tensors)
+    with pytest.raises((MalformedFile, UnsupportedProblem)) as caught:
+        lancebill.from_pretrained(tmp_path / "model.gguf")
+    assert any(word in str(caught.value) for word in (key, "layers", "rotary", "hidden_size"))
 
 
 def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:
     from lancebill.cli.main import app
 
-    write(dense(*FAMILIES["qwen3moe"]), "qwen3moe", tmp_path / "model.gguf")
+    write(dense("qwen3_moe", MOE), "qwen3moe", tmp_path / "model.gguf")
     words = ["generate", str(tmp_path / "model.gguf"), "abc", "--max-tokens", "4", "--json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
@@ -73,11 +147,11 @@ def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path) -> None:
-    model = dense(*FAMILIES["qwen3moe"])
+    model = dense("qwen3_moe", MOE)
     write(model, "qwen3moe", tmp_path / "extra.gguf", extra="rope_freqs.weight")
     with pytest.raises(UnexpectedTensor, match="rope_freqs"):
         lancebill.from_pretrained(tmp_path / "extra.gguf")
-    other = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    other = gguf.GGUFWriter(tmp_path / "other.gguf", "arctic")
     other.add_tensor("token_embd.weight", torch.ones(4, 4).numpy())
     other.write_header_to_file()
     other.write_kv_data_to_file()

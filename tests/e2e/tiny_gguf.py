@@ -1,58 +1,70 @@
-"""Writes whole transformers models as GGUF files with the gguf library."""
+"""Writes whole transformers models as GGUF files with the gguf library, and changes what llama.cpp changes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
+# The library's methods for metadata, and the config keys of which a model has one or none.
+METADATA = {
+    "block_count": ["num_hidden_layers"],
+    "context_length": ["max_position_embeddings"],
+    "embedding_length": ["hidden_size"],
+    "feed_forward_length": ["intermediate_size"],
+    "head_count": ["num_attention_heads"],
+    "vocab_size": ["vocab_size"],
+    "layer_norm_rms_eps": ["rms_norm_eps", "norm_eps"],
+    "expert_count": ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
+    "expert_used_count": ["num_experts_per_tok", "moe_k", "moe_topk"],
+    "expert_shared_count": ["n_shared_experts", "num_shared_experts", "moe_num_shared_experts"],
+    "expert_shared_feed_forward_length": ["shared_expert_intermediate_size", "shared_intermediate_size"],
+    "expert_group_count": ["n_group"],
+    "expert_group_used_count": ["topk_group"],
+    "expert_weights_scale": ["routed_scaling_factor", "route_scale"],
+    "expert_weights_norm": ["norm_topk_prob"],
+    "leading_dense_block_count": ["first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"],
+    "interleave_moe_layer_step": ["moe_layer_interval"],
+    "sliding_window": ["sliding_window"],
+    "attention_scale": ["attention_multiplier"],
+    "embedding_scale": ["embedding_multiplier"],
+    "residual_scale": ["residual_multiplier"],
+    "logit_scale": ["logits_scaling"],
+    "q_lora_rank": ["q_lora_rank"],
+    "kv_lora_rank": ["kv_lora_rank"],
+    "value_length_mla": ["v_head_dim"],
+    "shortconv_l_cache": ["conv_L_cache"],
+}
+# Where the library knows only the names of published files.
+RENAMED = {"moe.router": "moe.router.layer", "gate.moe_statics": "moe_statics"}
+UNQUANTISED = ("ffn_gate_inp", "shortconv.conv")
 
 
 def write(model: Any, architecture: str, path: Path, extra: str | None = None) -> None:
+    """Matrices become Q8_0, and the model's own tensors get the values that were written."""
     config = model.config
     out = gguf.GGUFWriter(path, architecture)
-    out.add_block_count(config.num_hidden_layers)
-    out.add_context_length(config.max_position_embeddings)
-    out.add_embedding_length(config.hidden_size)
-    out.add_feed_forward_length(config.intermediate_size)
-    out.add_head_count(config.num_attention_heads)
-    out.add_head_count_kv(config.num_key_value_heads)
-    out.add_key_length(config.hidden_size // config.num_attention_heads)
-    out.add_value_length(config.hidden_size // config.num_attention_heads)
-    out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    out.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    out.add_vocab_size(config.vocab_size)
-    values = config.to_dict()
-    out.add_expert_count(values.get("num_experts") or values["num_local_experts"])
-    out.add_expert_used_count(config.num_experts_per_tok)
-    out.add_expert_feed_forward_length(values.get("moe_intermediate_size") or config.intermediate_size)
-    if "rotary_dim" in values:
-        out.add_rope_dimension_count(values["rotary_dim"])
-        out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    out.add_tokenizer_model("gpt2")
-    letters = [chr(code) for code in range(ord("!"), ord("!") + 90)]
-    out.add_token_list([*letters, "ab", "cd", *(f"<{i}>" for i in range(config.vocab_size - 92))])
-    out.add_token_types([1] * config.vocab_size)
-    out.add_token_merges(["a b", "c d"])
-    out.add_eos_token_id(config.vocab_size - 1)
-    out.add_bos_token_id(config.vocab_size - 2)
+    _add_metadata(out, config)
+    _add_vocabulary(out, config.vocab_size)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    paired = architecture in ("llama", "granitemoe")
     for name, tensor in model.state_dict().items():
-        if ".experts." in name:
-            layer = name.split(".")[2]
-            parts = zip(("gate", "up"), tensor.chunk(2, 1)) if "gate_up" in name else [("down", tensor)]
-            for part, matrix in parts:
-                add(out, f"blk.{layer}.{EXPERTS[part]}.weight", matrix)
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if "e_score_correction_bias" in name:
-            add(out, f"blk.{name.split('.')[2]}.exp_probs_b.bias", tensor)
-            continue
-        stem, _, suffix = name.rpartition(".")
-        add(out, f"{names.get_name(stem)}.{suffix}", tensor.squeeze(0) if "shared_expert_gate" in name else tensor)
+        for part, suffix, view, shape in _parts(name, tensor, config, paired):
+            for new, old in RENAMED.items():
+                part = part.replace(new, old)
+            known = part if part.startswith("blk.") else names.get_name(part)
+            assert known is not None, part
+            written = add(out, known + suffix, view.reshape(shape))
+            if written is not None:
+                view.copy_(written.reshape(view.shape))
     if extra is not None:
         add(out, extra, torch.ones(4))
     out.write_header_to_file()
@@ -61,13 +73,106 @@ def write(model: Any, architecture: str, path: Path, extra: str | None = None) -
     out.close()
 
 
-def add(out: Any, name: str, tensor: torch.Tensor) -> None:
-    """Write matrices as Q8_0, vectors and the router unquantised. `tensor` is set to the values written."""
-    values = tensor.contiguous().numpy()
-    if tensor.ndim < 2 or "ffn_gate_inp" in name:
-        out.add_tensor(name, values)
+def _add_metadata(out: Any, config: Any) -> None:
+    values = config.to_dict()
+    for method, keys in METADATA.items():
+        found = [values[key] for key in keys if values.get(key) is not None]
+        if found:
+            getattr(out, f"add_{method}")(found[0])
+    inner = values.get("moe_intermediate_size")
+    out.add_expert_feed_forward_length(inner if isinstance(inner, int) else config.intermediate_size)
+    kinds, heads = values.get("layer_types") or [], values["num_key_value_heads"]
+    if "conv" in kinds:
+        out.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds])
     else:
-        kind = gguf.GGMLQuantizationType.Q8_0
-        codes = gguf.quants.quantize(values, kind)
-        out.add_tensor(name, codes, raw_dtype=kind)
-        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(codes, kind)))
+        out.add_head_count_kv(1 if "kv_lora_rank" in values else heads)
+    if "sliding_attention" in kinds:
+        out.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    _add_rotary(out, values)
+
+
+def _add_rotary(out: Any, values: dict[str, Any]) -> None:
+    rotary = values["rope_parameters"]
+    out.add_rope_freq_base(rotary["rope_theta"])
+    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    if "kv_lora_rank" in values:
+        rotated = values["qk_rope_head_dim"]
+        out.add_key_length(values["kv_lora_rank"] + rotated)
+        out.add_value_length(values["kv_lora_rank"])
+        out.add_key_length_mla(values["qk_nope_head_dim"] + rotated)
+    else:
+        rotated = int(head * rotary.get("partial_rotary_factor", 1))
+        out.add_key_length(head)
+        out.add_value_length(head)
+    out.add_rope_dimension_count(rotated)
+    if rotary["rope_type"] == "yarn":
+        out.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        out.add_rope_scaling_factor(rotary["factor"])
+        out.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
+        if "mscale_all_dim" in rotary:
+            out.add_rope_scaling_yarn_log_mul(0.1 * rotary["mscale_all_dim"])
+
+
+def _add_vocabulary(out: Any, size: int) -> None:
+    out.add_tokenizer_model("gpt2")
+    letters = [chr(code) for code in range(ord("!"), ord("!") + 90)]
+    out.add_token_list([*letters, "ab", "cd", *(f"<{i}>" for i in range(size - 92))])
+    out.add_token_types([1] * size)
+    out.add_token_merges(["a b", "c d"])
+    out.add_eos_token_id(size - 1)
+    out.add_bos_token_id(size - 2)
+
+
+def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tuple[str, str, Tensor, tuple[int, ...]]]:
+    """(name without suffix, suffix, a view of the values, the stored shape) of each tensor that is stored."""
+    if ".experts." in name:
+        for part, suffix, view in _experts(name.rpartition(".")[2], tensor, config.model_type == "gpt_oss"):
+            yield f"blk.{name.split('.')[2]}.{EXPERTS[part]}", suffix, view, tuple(view.shape)
+        return
+    stem, suffix = name, ".weight"
+    for ending in (".weight", ".bias", "_bias"):
+        if name.endswith(ending):
+            stem, suffix = name.removesuffix(ending), "." + ending[1:]
+    stem += "_bias" if stem.endswith(".expert") else ""
+    shape = tuple(size for size in tensor.shape if size > 1) if tensor.ndim > 1 else tuple(tensor.shape)
+    if paired and stem.endswith(("q_proj", "k_proj")):
+        heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+        yield stem, suffix, tensor.view(heads, 2, -1, tensor.shape[-1]).swapaxes(1, 2), shape
+    elif stem.endswith("kv_b_proj"):
+        heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+        keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        keys = keys.transpose(1, 2)
+        yield stem.replace("kv_b", "k_b"), suffix, keys, tuple(keys.shape)
+        yield stem.replace("kv_b", "v_b"), suffix, values, tuple(values.shape)
+    elif stem.endswith("shared_mlp.input_linear"):
+        for part, half in zip(("gate", "up"), tensor.chunk(2)):
+            yield f"blk.{name.split('.')[2]}.ffn_{part}_shexp", suffix, half, tuple(half.shape)
+    else:
+        yield stem, suffix, tensor, shape
+
+
+def _experts(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """gpt-oss has gate and up in turns, and all matrices transposed."""
+    suffix = ".bias" if name.endswith("_bias") else ".weight"
+    if transposed:
+        tensor = tensor if suffix == ".bias" else tensor.transpose(1, 2)
+        halves = (tensor[:, ::2], tensor[:, 1::2])
+    else:
+        halves = tensor.chunk(2, 1)
+    if not name.startswith("gate_up"):
+        yield "down", suffix, tensor
+        return
+    for part, half in zip(("gate", "up"), halves):
+        yield part, suffix, half
+
+
+def add(out: Any, name: str, tensor: Tensor) -> Tensor | None:
+    """Write a matrix as Q8_0 and give the values that were written; anything else is written unquantised."""
+    values = tensor.contiguous().numpy()
+    if tensor.ndim < 2 or any(part in name for part in UNQUANTISED) or name.endswith(".bias"):
+        out.add_tensor(name, values)
+        return None
+    kind = gguf.GGMLQuantizationType.Q8_0
+    codes = gguf.quants.quantize(values, kind)
+    out.add_tensor(name, codes, raw_dtype=kind)
+    return torch.from_numpy(gguf.quants.dequantize(codes, kind))

@@ -197,6 +197,11 @@ def read_gguf(files: Sequence[Path]) -> tuple[Config, list[TensorInfo]]:
     return config, [tensor for header in headers for tensor in header.tensors]
 
 
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """All metadata of a model; of long arrays only the length."""
+    return _read_header(split_files(path)[0]).metadata
+
+
 def split_files(path: Path) -> tuple[Path, ...]:
     """All files of the model that `path` belongs to: name-00001-of-00003.gguf comes with two others."""
     match = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)

@@ -339,4 +339,10 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
     "dbrx": _gguf(_SOFTMAX_NORMED),
     "granitemoe": _gguf(_SOFTMAX_NORMED),
     "granitehybrid": _gguf(_SOFTMAX_NORMED),
+    "dots1": _gguf(_GGUF_SIGMOID),
+    "exaone-moe": _gguf(_GGUF_SIGMOID),
+    "afmoe": _gguf({**_GGUF_SIGMOID, "renormalize": True}),
+    "lfm2moe": _gguf({**_GGUF_SIGMOID, "renormalize": True}),
+    "ernie4_5-moe": _gguf({**_SOFTMAX_NORMED, "correction": True}),
+    "hunyuan-moe": _gguf(_SOFTMAX_NORMED),
 }

@@ -44,6 +44,8 @@ class Shard:
 
 def plan_shards(tensors: Mapping[str, Stored], limit: int = SHARD_BYTES) -> list[Shard]:
     """Distribute tensors over files in order, at most `limit` bytes per file; a larger tensor gets its own file."""
+    if not tensors:
+        return []
     groups: list[dict[str, Stored]] = [{}]
     filled = 0
     for name, stored in tensors.items():

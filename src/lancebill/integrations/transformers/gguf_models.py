@@ -1,85 +1,115 @@
 """Loads GGUF files as transformers models: the config from the metadata, and transformers' names for the tensors.
 
-Only for architectures whose other tensors are stored as transformers holds them. Where llama.cpp permutes, shifts or
-splits tensors, renaming them would not be enough.
+`gguf_rows.py` says for each architecture what llama.cpp names, orders and splits differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.ggml_types import TYPE_IDS, TYPES
-from lancebill.errors import CannotEncode, UnexpectedTensor, UnsupportedProblem
+from lancebill.errors import UnexpectedTensor
 from lancebill.formats import detect
 from lancebill.formats.base import Module
+from lancebill.integrations.transformers.gguf_config import config_of as config_of
+from lancebill.integrations.transformers.gguf_config import row_of
+from lancebill.integrations.transformers.gguf_rows import NAMES, WHOLE, GgufRow
 from lancebill.integrations.transformers.other_tensors import LazyTensor
 from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 from lancebill.numbers.codec import dequantize
-from lancebill.numbers.weight import LogicalWeight
+from lancebill.numbers.weight import LogicalWeight, stack
 
-ARCHITECTURES = ("qwen2moe", "qwen3moe", "minimax-m2")
 SUFFIX = ".gguf"
-_SHARED = "blk.0.ffn_gate_shexp.weight"
-_GATE_OF_SHARED = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector
+_SUFFIXES = (".weight", ".bias")
+_QUERIES, _KEYS = "attn_q", "attn_k"
 
-
-def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
-    """The model's config as transformers reads it from the file's metadata."""
-    file = checkpoint.path
-    architecture = checkpoint.config.model.get("architecture")
-    if architecture not in ARCHITECTURES:
-        raise UnsupportedProblem(
-            "whole models of this GGUF architecture are not supported",
-            where=str(file),
-            expected=" or ".join(ARCHITECTURES),
-            got=architecture,
-            hint="`RoutedExperts.from_checkpoint` reads the experts of any architecture, layer by layer",
-        )
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    except ImportError:
-        raise UnsupportedProblem(
-            "transformers needs the package gguf to read GGUF metadata", hint="pip install gguf"
-        ) from None
-    config.update(_intermediate_sizes(checkpoint))
-    return config
-
-
-def _intermediate_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Sizes that transformers does not read from the metadata and leaves at its defaults."""
-    sizes = {"moe_intermediate_size": checkpoint.config.model.get("moe_intermediate_size")}
-    shared = checkpoint.tensors.get(_SHARED)
-    sizes["shared_expert_intermediate_size"] = None if shared is None else shared.stored.shape[0]
-    return {name: size for name, size in sizes.items() if size is not None}
+Read = Callable[[], Tensor]
 
 
 def lazy_tensors(
     checkpoint: Checkpoint, experts: Container[str], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
     """All tensors but those of `experts`, under the names of `model`, which may be on the meta device."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf_hf_weights_map
+    row, expected = row_of(checkpoint), model.state_dict()
+    layers = checkpoint.config.model["num_hidden_layers"]
+    further = tuple(f"blk.{layers + i}." for i in range(checkpoint.config.model.get("num_nextn_predict_layers", 0)))
+    left = {name for name in checkpoint.tensors if name not in experts and not name.startswith(further)}
+    tensors = {}
+    for stored, name, read in _plan(checkpoint, row, layers, model, dtype):
+        if left.issuperset(stored) and name in expected:
+            left -= set(stored)
+            tensors[name] = LazyTensor(partial(_shaped, read, expected[name].shape))
+    if left:
+        raise UnexpectedTensor("the model has no such tensor", where=min(left))
+    return tensors
 
-    processor = TENSOR_PROCESSORS[checkpoint.config.model["architecture"]](config=model.config)
-    names = get_gguf_hf_weights_map(model, processor)
-    others = [name for name in checkpoint.tensors if name not in experts]
-    for name in others:
-        if name not in names:
-            raise UnexpectedTensor("the model has no such tensor", where=name)
-    return {names[name]: LazyTensor(lambda name=name: _read(checkpoint, name, dtype)) for name in others}  # type: ignore[misc]
+
+def _shaped(read: Read, shape: torch.Size) -> Tensor:
+    """A plain tensor in the model's shape: GGUF leaves out dimensions of 1."""
+    tensor = read()
+    if isinstance(tensor, StoredMatrix) or tensor.shape == shape or tensor.numel() != shape.numel():
+        return tensor
+    return tensor.reshape(shape)
 
 
-def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    """A tensor in the shape that transformers expects; quantised matrices keep their blocks."""
+def _plan(
+    checkpoint: Checkpoint, row: GgufRow, layers: int, model: nn.Module, dtype: torch.dtype
+) -> Iterator[tuple[tuple[str, ...], str, Read]]:
+    """(stored names, name in the model, how to read it) of every tensor that a model of this architecture may have."""
+    config: Any = model.config
+    heads = {_QUERIES: config.num_attention_heads, _KEYS: config.num_key_value_heads} if row.pairs else {}
+    for stem, module in WHOLE.items():
+        for suffix in _SUFFIXES:
+            yield (stem + suffix,), module + suffix, partial(_read, checkpoint, stem + suffix, dtype)
+    for layer in range(layers):
+        block, prefix = f"blk.{layer}.", f"model.layers.{layer}."
+        for stem, module in {**NAMES, **row.names}.items():
+            for suffix in _SUFFIXES:
+                name = block + stem + suffix
+                yield (name,), prefix + module + suffix, partial(_read, checkpoint, name, dtype, heads.get(stem))
+        for stored, name in row.whole.items():
+            yield (block + stored,), prefix + name, partial(_read, checkpoint, block + stored, dtype)
+        for module, stems in row.joined.items():
+            names = tuple(f"{block}{stem}{_SUFFIXES[0]}" for stem in stems)
+            join = _join_latent if row.latent else _join_rows
+            yield names, prefix + module + _SUFFIXES[0], partial(join, checkpoint, names, dtype)
+
+
+def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, heads: int | None = None) -> Tensor:
+    """A tensor of the file; quantised matrices keep their blocks. With `heads`, the rows of each head are in pairs."""
     stored = _read_blocks(checkpoint, name)
-    if isinstance(stored, LogicalWeight):
-        return StoredMatrix(stored, dtype)
-    tensor = stored.to(dtype)
-    return tensor.unsqueeze(0) if name.endswith(_GATE_OF_SHARED) and tensor.ndim == 1 else tensor
+    if heads is not None:
+        rows = stored.n if isinstance(stored, LogicalWeight) else stored.shape[0]
+        order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+        stored = stored.rows(order) if isinstance(stored, LogicalWeight) else stored[order]
+    return StoredMatrix(stored, dtype) if isinstance(stored, LogicalWeight) else stored.to(dtype)
+
+
+def _join_rows(checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    """Matrices over each other; they keep their blocks if those are of one type."""
+    parts = [_read_blocks(checkpoint, name) for name in names]
+    blocks = [part for part in parts if isinstance(part, LogicalWeight)]
+    if len(blocks) == len(parts) and len({part.spec for part in blocks}) == 1:
+        return StoredMatrix(stack(blocks), dtype)
+    return torch.cat([read_dequantized(checkpoint, name, dtype) for name in names])
+
+
+def _join_latent(checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    """Keys over values of each head. llama.cpp stores the keys' matrices transposed, so that no block can be kept."""
+    keys, values = (_per_head(checkpoint, name, dtype) for name in names)
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def _per_head(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
+    heads = checkpoint.tensors[name].stored.shape[0]
+    matrix = read_dequantized(checkpoint, name, dtype)
+    return matrix.view(heads, -1, matrix.shape[-1])
 
 
 def read_dequantized(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
@@ -95,12 +125,8 @@ def _read_blocks(checkpoint: Checkpoint, name: str) -> LogicalWeight | Tensor:
     if stored.dtype != "U8":
         return tensor
     kind = TYPES[TYPE_IDS[checkpoint.config.quant["types"][name]]]
-    n, k = stored.shape[0], stored.shape[1] * kind.elements
+    tensor = tensor.flatten(0, -3)  # matrices of several heads over each other
+    n, k = tensor.shape[0], tensor.shape[1] * kind.elements
     module = Module(name.removesuffix(".weight"), {".weight": stored})
     scheme = detect(checkpoint.config).scheme(checkpoint.config, module)
     return scheme.decode({"codes": tensor}, n, k)
-
-
-def check_savable(checkpoint: Checkpoint) -> None:
-    if checkpoint.path.is_file():
-        raise CannotEncode("a model that was loaded from GGUF cannot be saved as a transformers checkpoint")

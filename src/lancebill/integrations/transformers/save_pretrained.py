@@ -19,7 +19,6 @@ from lancebill.checkpoint.write.convert import ConvertOptions, convert, plan_con
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import choose_target
 from lancebill.errors import CannotEncode, SpecError
-from lancebill.integrations.transformers.gguf_models import check_savable
 from lancebill.integrations.transformers.packed_rest import RestReport
 from lancebill.integrations.transformers.saved_modules import rest_modules, target_as_stored
 from lancebill.layer.recipe import LoadOptions
@@ -97,12 +96,17 @@ def save_packed(
         return
     if origin is None:
         raise CannotEncode("this model was not loaded by lancebill.from_pretrained")
-    check_savable(origin.checkpoint)
     origin.check_unchanged(model)
     rest, spec = rest or RestReport(), origin.target()
     if spec is None and not rest.requantized:
         _copy(origin.checkpoint, folder, overwrite)
         return
+    if origin.checkpoint.path.is_file():
+        raise CannotEncode(
+            "a GGUF model that was requantised while loading cannot be saved",
+            where=str(origin.checkpoint.path),
+            hint="`lancebill convert --experts-only` writes its experts in another format",
+        )
     target = choose_target(spec, format) if spec is not None else target_as_stored(origin.checkpoint, format)
     options = ConvertOptions(overwrite=overwrite, search=False)  # as the model's numbers were rounded while loading
     modules = rest_modules(model, origin.checkpoint, rest, origin.options.dtype)
@@ -110,6 +114,12 @@ def save_packed(
 
 
 def _copy(source: Checkpoint, folder: Path, overwrite: bool) -> None:
+    """The same tensors and configs; GGUF files hold everything themselves."""
+    if source.path.is_file():
+        with CheckpointWriter(folder, {}, source=source.path, overwrite=overwrite) as out:
+            for file in source.files:
+                out.copy_file(file)
+        return
     with CheckpointWriter(folder, source.headers, source=source.path, overwrite=overwrite) as out:
         for file in (*source.other_files(), *(source.path / name for name in CONFIG_FILES)):
             if file.exists():

@@ -31,6 +31,7 @@ from lancebill.layer.model_experts import ModelExperts
 
 NAME = "gguf"  # of --load-format
 CONFIG = "config.json"
+ARCHITECTURES = ("qwen2moe", "qwen3moe", "minimax-m2")
 
 
 class GgufModelLoader(BaseModelLoader):
@@ -92,6 +93,7 @@ def as_folder(path: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="lancebill-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with Checkpoint.open(file) as checkpoint:
+        _check_architecture(checkpoint)
         config = gguf_models.config_of(checkpoint)
         parts = checkpoint.files
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -101,6 +103,19 @@ def as_folder(path: Path) -> Path:
     for part in parts:
         (folder / part.name).symlink_to(part.resolve())
     return folder
+
+
+def _check_architecture(checkpoint: Checkpoint) -> None:
+    """vLLM names tensors as published checkpoints do: only where these are the names of transformers' models."""
+    architecture = checkpoint.config.model["architecture"]
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedProblem(
+            "vLLM does not serve this GGUF architecture with lancebill",
+            where=str(checkpoint.path),
+            expected=" or ".join(ARCHITECTURES),
+            got=architecture,
+            hint="`lancebill serve` without vLLM reads more of them",
+        )
 
 
 def point_to_folder(arguments: Any) -> None:

@@ -1,0 +1,166 @@
+"""The config of a transformers model from the metadata of a GGUF file (`gguf_rows.py` has the keys)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from lancebill.checkpoint.read.files import Checkpoint
+from lancebill.checkpoint.read.gguf import read_metadata
+from lancebill.errors import MalformedFile, UnsupportedProblem
+from lancebill.integrations.transformers.gguf_rows import EMBEDDING, KEYS, OUTPUT, ROWS, UNBOUNDED, GgufRow
+
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+_LOG_MULTIPLIER = 0.1  # the file's multiplier of the logarithm of yarn's factor, for an `mscale` of 1
+
+
+@dataclass(frozen=True)
+class _File:
+    """The metadata of a file below its architecture, every number checked before it is used."""
+
+    where: str
+    architecture: str
+    metadata: Mapping[str, Any]
+    largest: int  # dimension of a tensor
+
+    def number(self, key: str) -> Any:
+        """A number, or None; the largest one if there is one for each layer."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, tuple) and value:
+            value = max(value)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise self._wrong(key, "a number that is not negative", value)
+        if isinstance(value, int) and key not in UNBOUNDED and value > self.largest:
+            raise self._wrong(key, f"at most {self.largest}, the largest dimension of a tensor", value)
+        return value
+
+    def need(self, key: str) -> Any:
+        value = self.number(key)
+        if not value:
+            raise self._wrong(key, "a positive number", value)
+        return value
+
+    def per_layer(self, key: str, layers: int) -> tuple[Any, ...]:
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if not isinstance(value, tuple) or len(value) < layers:
+            raise self._wrong(key, f"a value for each of {layers} layers", type(value))
+        return value[:layers]
+
+    def _wrong(self, key: str, expected: str, got: object) -> MalformedFile:
+        what = f"the metadata '{self.architecture}.{key}' cannot be used"
+        return MalformedFile(what, where=self.where, expected=expected, got=got)
+
+
+def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The model's config."""
+    row, where = row_of(checkpoint), str(checkpoint.path)
+    shapes = [info.stored.shape for info in checkpoint.tensors.values()]
+    largest = max((math.prod(shape) // min(shape) for shape in shapes if shape), default=0)
+    file = _File(where, checkpoint.config.model["architecture"], read_metadata(checkpoint.path), largest)
+    layers = _layers(checkpoint)
+    last = f"blk.{layers - 1}."
+    values = _values(file, row, layers) | {key: last + name in checkpoint.tensors for key, name in row.present.items()}
+    values |= {
+        "num_hidden_layers": layers,
+        "vocab_size": _vocabulary(checkpoint),
+        "tie_word_embeddings": checkpoint.tensors.get(OUTPUT) is None,
+    }
+    other = row.variant is not None and last + row.variant[0] in checkpoint.tensors
+    model_type = row.variant[1] if row.variant is not None and other else row.model_type
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:
+        raise MalformedFile("transformers refuses these metadata", where=where, got=error) from error
+
+
+def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
+    """The config's values that the metadata and the row give."""
+    found = {key: file.number(stored) for key, stored in {**KEYS, **row.keys}.items()}
+    values = {**row.fixed, **{key: value for key, value in found.items() if value is not None}}
+    if row.latent:
+        values |= _latent_sizes(file, values)
+    if row.kinds is not None:
+        key, zero, other = row.kinds
+        values["layer_types"] = [other if value else zero for value in file.per_layer(key, layers)]
+    head = values.get("head_dim") or file.need("embedding_length") // file.need("attention.head_count")
+    values["rope_parameters"] = _rotary(file, row, head)
+    return values | {key: file.metadata.get(f"tokenizer.ggml.{stored}") for key, stored in _TOKENS.items()}
+
+
+def row_of(checkpoint: Checkpoint) -> GgufRow:
+    architecture = checkpoint.config.model.get("architecture")
+    row = ROWS.get(str(architecture))
+    if row is None:
+        raise UnsupportedProblem(
+            "whole models of this GGUF architecture are not supported",
+            where=str(checkpoint.path),
+            expected=" or ".join(ROWS),
+            got=architecture,
+            hint="`RoutedExperts.from_checkpoint` reads the experts of any architecture, layer by layer",
+        )
+    return row
+
+
+def _layers(checkpoint: Checkpoint) -> int:
+    """The number of layers, without those that predict further tokens. Each has a tensor of its own."""
+    layers = checkpoint.config.model.get("num_hidden_layers")
+    if not isinstance(layers, int) or not 0 < layers <= len(checkpoint.tensors):
+        raise MalformedFile(
+            "the number of layers cannot be right",
+            where=str(checkpoint.path),
+            expected=f"1 to {len(checkpoint.tensors)}, the number of tensors",
+            got=layers,
+        )
+    return layers
+
+
+def _vocabulary(checkpoint: Checkpoint) -> int:
+    """The rows of the embedding: some files list fewer tokens."""
+    embedding = checkpoint.tensors.get(EMBEDDING)
+    if embedding is None:
+        raise MalformedFile("the file has no embedding", where=str(checkpoint.path), expected=EMBEDDING)
+    return embedding.stored.shape[0]
+
+
+def _latent_sizes(file: _File, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of heads that share a latent vector. Old files store them as those of plain heads."""
+    whole = file.number("attention.key_length_mla") or file.need("attention.key_length")
+    rotated = file.need("rope.dimension_count")
+    sizes = {
+        "qk_nope_head_dim": whole - rotated,
+        "v_head_dim": file.number("attention.value_length_mla") or file.need("attention.value_length"),
+        "num_key_value_heads": values["num_attention_heads"],
+        "head_dim": rotated,
+    }
+    if values["n_group"] > 1:
+        sizes["topk_method"] = "group_limited_greedy"
+    return sizes
+
+
+def _rotary(file: _File, row: GgufRow, head: int) -> dict[str, Any]:
+    """transformers' description of rotary positions."""
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": file.number("rope.freq_base") or 10000.0}
+    rotated = file.number("rope.dimension_count")
+    if row.partial and rotated:
+        made["partial_rotary_factor"] = rotated / head
+    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
+    if kind == "none":
+        return made
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedProblem("unknown scaling of rotary positions", where=file.where, expected="yarn", got=kind)
+    made |= {"rope_type": kind, "factor": float(file.need("rope.scaling.factor")), **row.rotary}
+    if kind == "yarn":
+        made["original_max_position_embeddings"] = file.need("rope.scaling.original_context_length")
+        given = {key: file.number(f"rope.scaling.{stored}") for key, stored in _YARN.items()}
+        made |= {key: value for key, value in given.items() if value is not None}
+        multiplier = file.number("rope.scaling.yarn_log_multiplier")
+        if multiplier:
+            made |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / _LOG_MULTIPLIER)
+    return made
