@@ -56,6 +56,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1},
     "dots3_note": {"vision_config": {"pyramid_num_routed": [-1, 8]}},
     "dots3_note_text": {"n_group": 4, "topk_group": 2},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [16, 24],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        }
+    },
     "flint": {"mlp_only_layers": [0]},
     "gemma4": {"text_config": _GEMMA},
     "gemma4_text": _GEMMA,
@@ -138,11 +144,11 @@ def tiny_model(model_type: str) -> Any:
     """A tiny model in fp32. Its experts and routers are random, with every bias, correction and table."""
     config = tiny_config(model_type)
     model: Any = class_of(config)._from_config(config, dtype=torch.float32).eval()
-    row = names.find_family(config.to_dict())
-    gates = {name for layer in range(2) for name in row.router.gates(layer)}
+    rows = names.find_family(config.to_dict()).mixtures
+    gates = {name for row in rows for layer in range(2) for name in row.router.gates(layer)}
     generator = torch.Generator().manual_seed(7)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in gates or row.claim(name) is not None:
+        if name in gates or any(row.claim(name) is not None for row in rows):
             _fill(tensor.data, generator)
     return model
 

@@ -64,11 +64,14 @@ class Case:
 
 
 def distinct_forms() -> list[tuple[Naming, list[NameForm]]]:
-    """Every naming form once, in the first row that has it, without GGUF's. Many families share theirs."""
+    """Every naming form once, in the first row that has it, without GGUF's. Many families share theirs.
+
+    Layers with several mixtures have a test of their own.
+    """
     seen: list[NameForm] = []
     found = []
     for row in TABLE:
-        own = [form for form in row.forms if form not in seen and row.family != "gguf"]
+        own = [form for form in row.forms if form not in seen and row.family != "gguf" and not row.beside]
         seen += own
         found += [(row, own)] if own else []
     return found

@@ -41,6 +41,9 @@ GpuExperts = Annotated[
     int | None,
     typer.Option("--gpu-experts", min=0, help="So many experts on the GPU: which way the others go, by estimate."),
 ]
+Mixture = Annotated[
+    str | None, typer.Option("--mixture", help="Where the layers of PATH have several: text or vision.")
+]
 MovesWay = Annotated[
     str, typer.Option("--moves", help="With --gpu-experts: off, or recency: when it pays that experts move.")
 ]
@@ -55,6 +58,7 @@ def explain(
     layer: Annotated[
         int | None, typer.Option("--layer", min=0, help="A layer of PATH; the default is its first MoE layer.")
     ] = None,
+    mixture: Mixture = None,
     device: Annotated[
         str | None,
         typer.Option("--device", help="cpu, cuda:0, or sm_90, sm_80 (no GPU needed); the default is this machine."),
@@ -84,7 +88,7 @@ def explain(
         from lancebill.backends import oracle
 
         if path is not None:
-            request = _from_checkpoint(path, layer, weights, activations, tp)
+            request = _from_checkpoint(path, layer, mixture, weights, activations, tp)
         else:
             assert shape is not None and weights is not None
             request = _from_shape(shape, weights, activations, tp)
@@ -159,16 +163,18 @@ def _from_shape(shape: str, weights: str, activations: str | None, tp: int) -> E
 
 
 def _from_checkpoint(
-    path: Path, layer: int | None, weights: str | None, activations: str | None, tp: int
+    path: Path, layer: int | None, mixture: str | None, weights: str | None, activations: str | None, tp: int
 ) -> ExplainRequest:
     """The problem of this layer, as loading it would create it; reads only headers."""
     from lancebill.checkpoint.read.files import Checkpoint
     from lancebill.checkpoint.resolve import manifest as manifests
+    from lancebill.checkpoint.resolve.naming import find_family
     from lancebill.layer.recipe import LoadOptions, plan_problem
     from lancebill.moe.placement import Placement
 
     with Checkpoint.open(path) as checkpoint:
-        manifest = manifests.build(checkpoint.config, checkpoint.headers)
+        naming = find_family(checkpoint.config.model, mixture=mixture)
+        manifest = manifests.build(checkpoint.config, checkpoint.headers, naming)
         manifest.check(where=str(path))
     index = min(manifest.layers, default=0) if layer is None else layer
     options = LoadOptions(

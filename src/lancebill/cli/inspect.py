@@ -57,29 +57,39 @@ def describe(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
     """What the headers and the config contain, ready for JSON."""
     from lancebill.checkpoint.resolve.missing_layers import missing_layers
 
-    layers = list(manifest.layers.values())
-    problems = [*manifest.problems, *checkpoint.problems, *missing_layers(manifest)]
+    layers = manifest.stored_layers
+    found = [problem for one in manifest.mixtures for problem in one.problems]
+    problems = [*found, *checkpoint.problems, *missing_layers(manifest)]
     first = layers[0] if layers else None
     expert_bytes = sum(checkpoint.tensors[name].nbytes for name in manifest.expert_tensors)
     weights = sum(_weight_count(layer) for layer in layers)
-    complete = layers and not manifest.problems
+    complete = layers and not found
     return {
         "path": str(checkpoint.path),
         "format": manifest.format.name,
         "family": manifest.naming.family,
         "files": len(checkpoint.files),
         "tensors": len(checkpoint.tensors),
-        "layers": len(layers),
+        "layers": len(manifest.layers),
+        **_sizes(manifest),
+        "mixtures": {one.naming.mixture: _sizes(one) for one in manifest.mixtures} if manifest.beside else None,
+        "gated": first.gated if first else None,
+        "names": _name_form(first) if first else None,
+        "groups": [group for one in manifest.mixtures for group in _groups(one)],
+        "bytes": {"experts": expert_bytes, "all": sum(info.nbytes for info in checkpoint.tensors.values())},
+        "bits_per_weight": round(8 * expert_bytes / weights, 4) if complete else None,
+        "problems": len(problems),
+    }
+
+
+def _sizes(manifest: Manifest) -> dict[str, int | None]:
+    """The sizes of the experts as they are stored, else as the config states them."""
+    first = next(iter(manifest.layers.values()), None)
+    return {
         "experts": first.experts if first else manifest.sizes.experts,
         "top_k": manifest.sizes.top_k,
         "hidden": first.hidden if first else manifest.sizes.hidden,
         "intermediate": first.intermediate if first else manifest.sizes.intermediate,
-        "gated": first.gated if first else None,
-        "names": _name_form(first) if first else None,
-        "groups": _groups(checkpoint, manifest),
-        "bytes": {"experts": expert_bytes, "all": sum(info.nbytes for info in checkpoint.tensors.values())},
-        "bits_per_weight": round(8 * expert_bytes / weights, 4) if complete else None,
-        "problems": len(problems),
     }
 
 
@@ -113,7 +123,8 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
 
     layout, total = PlainLayout(), parse_bytes(gpu)
     others = sum(info.nbytes for name, info in checkpoint.tensors.items() if name not in manifest.expert_tensors)
-    plans = [plan_layer(layer, Placement(), uneven=manifest.naming.uneven) for layer in manifest.layers.values()]
+    layers = manifest.stored_layers
+    plans = [plan_layer(layer, Placement(), uneven=manifest.naming.uneven) for layer in layers]
     sizes = [(len(plan.experts), plan.bytes(layout) // len(plan.experts)) for plan in plans]
     counts = share_budget(max(0, total - others), sizes)
     missing = [size * (experts - count) for (experts, size), count in zip(sizes, counts)]
@@ -124,7 +135,7 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
     return {
         "gpu_bytes": total,
         "other_bytes": others,
-        "gpu_experts": dict(zip(manifest.layers, counts)),
+        "gpu_experts": {f"{layer.index} {layer.mixture or ''}".strip(): n for layer, n in zip(layers, counts)},
         "gpu_expert_bytes": sum(size * count for (_, size), count in zip(sizes, counts)),
         "host_expert_bytes": sum(missing),
         "cpu_bytes_per_token": per_token,
@@ -133,7 +144,7 @@ def describe_split(checkpoint: Checkpoint, manifest: Manifest, gpu: str) -> dict
     }
 
 
-def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
+def _groups(manifest: Manifest) -> list[dict[str, Any]]:
     """Layers grouped by their specs."""
     groups: dict[tuple[str, ...], list[StoredLayer]] = {}
     for layer in manifest.layers.values():
@@ -141,6 +152,7 @@ def _groups(checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, Any]]:
     return [
         {
             "layers": ranges([layer.index for layer in members]),
+            "mixture": members[0].mixture,
             "w13": _matrix(manifest, members[0], "w13"),
             "w2": _matrix(manifest, members[0], "w2"),
         }
@@ -169,14 +181,13 @@ def _activations(manifest: Manifest, projection: Projection) -> str | None:
 
 
 def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
-    """The stored tensors of expert 0 of a layer."""
+    """The stored tensors of expert 0 of a layer, of each mixture."""
     from lancebill.errors import MissingTensor
 
     if index not in manifest.layers:
         raise MissingTensor(
             "no such MoE layer", where=f"layer {index}", expected=ranges(list(manifest.layers)) or "none"
         )
-    layer = manifest.layers[index]
     rows = [
         {
             "projection": projection.name,
@@ -186,8 +197,9 @@ def _describe_layer(manifest: Manifest, index: int) -> dict[str, Any]:
             "shape": list(manifest.tensors[source.tensor].shape),
             "axes": source.axes,
         }
+        for layer in manifest.stored_layers
         for (expert, _), projection in layer.projections.items()
-        if expert == 0
+        if expert == 0 and layer.index == index
         for role, source in projection.sources.items()
     ]
     return {"index": index, "tensors": rows}
@@ -213,8 +225,8 @@ def show(summary: Mapping[str, Any], out: Console) -> None:
     facts = ui.table("", "")
     facts.show_header = False
     facts.add_row("format", f"[bold cyan]{summary['format']}[/], names of {summary['family']} ({summary['names']})")
-    facts.add_row("experts", f"{summary['layers']} layers x {summary['experts']} experts{top}")
-    facts.add_row("sizes", f"hidden {summary['hidden']}, intermediate {summary['intermediate']}")
+    facts.add_row("experts", f"{summary['layers']} layers x {_of_mixtures(summary, 'experts')} experts{top}")
+    facts.add_row("sizes", f"hidden {summary['hidden']}, intermediate {_of_mixtures(summary, 'intermediate')}")
     bits = f", {summary['bits_per_weight']:.3f} bits per weight" if summary["bits_per_weight"] else ""
     count = summary["bytes"]
     facts.add_row("bytes", f"{ui.size(count['experts'])} of experts{bits}; {ui.size(count['all'])} in total")
@@ -227,7 +239,7 @@ def show(summary: Mapping[str, Any], out: Console) -> None:
             matrix = group[name]
             extra = " act-order" * matrix["act_order"] + " bias" * matrix["bias"]
             specs.add_row(
-                group["layers"] if name == "w13" else "",
+                " ".join(filter(None, (group["layers"], group["mixture"]))) if name == "w13" else "",
                 name,
                 f"[bold]{matrix['spec']}[/]{extra}",
                 f"{matrix['bits_per_weight']:.3f}",
@@ -243,6 +255,12 @@ def show(summary: Mapping[str, Any], out: Console) -> None:
     if summary["problems"]:
         word = f"{summary['problems']} problem{'s' * (summary['problems'] > 1)}"
         out.print(f"[bold red]{word}[/]: see `lancebill verify`")
+
+
+def _of_mixtures(summary: Mapping[str, Any], size: str) -> str:
+    """A size of the experts; where layers have several mixtures, that of each."""
+    mixtures = summary["mixtures"] or {}
+    return " + ".join(f"{sizes[size]} ({name})" for name, sizes in mixtures.items()) or str(summary[size])
 
 
 def _show_layer(layer: Mapping[str, Any], out: Console) -> None:

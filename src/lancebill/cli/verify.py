@@ -142,11 +142,13 @@ def _metadata_problems(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[L
     from lancebill.checkpoint.resolve.router_check import router_problems
     from lancebill.checkpoint.resolve.unquantized_experts import unquantized_experts
 
-    yield from manifest.problems
+    for one in manifest.mixtures:
+        yield from one.problems
     yield from missing_layers(manifest)
-    yield from unquantized_experts(manifest)
+    for one in manifest.mixtures:
+        yield from unquantized_experts(one)
     yield from router_problems(manifest)
-    for layer in manifest.layers.values():
+    for layer in manifest.stored_layers:
         for projection in layer.projections.values():
             error = check_stored_size(checkpoint.read, projection)
             if error is not None:
@@ -170,15 +172,15 @@ def _check_experts(checkpoint: Checkpoint, manifest: Manifest, report: VerifyRep
     from lancebill.checkpoint.load.compare_experts import compare_inputs, compare_layer
     from lancebill.checkpoint.worker_threads import map_in_order
 
-    projections = [p for layer in manifest.layers.values() for p in layer.projections.values()]
-    profiles: dict[int, list[Profile]] = {index: [] for index in manifest.layers}
+    projections = [p for layer in manifest.stored_layers for p in layer.projections.values()]
+    profiles: dict[str, list[Profile]] = {layer.where: [] for layer in manifest.stored_layers}
     with ui.progress("experts", len(projections)) as advance:
         for projection, findings in map_in_order(partial(check_values, checkpoint.read), projections):
             report.problems.extend(findings.problems)
             report.warnings.extend(findings.warnings)
             report.notes.extend(findings.notes)
             if findings.profile is not None:
-                profiles[projection.layer].append(findings.profile)
+                profiles[projection.where_layer].append(findings.profile)
             report.matrices += 1
             advance(1)
     for members in profiles.values():

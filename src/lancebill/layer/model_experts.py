@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.read.files import Checkpoint
-from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import Claim
 from lancebill.errors import CheckpointError, CheckpointProblems, MissingTensor, SpecError
@@ -56,7 +55,7 @@ class ModelExperts:
         """
         self.config = config if isinstance(config, Config) else config_of_model(config)
         self.options = replace(options or LoadOptions(), **changes)
-        self.naming = self.options.naming or names.find_family(self.config.model)
+        self.naming = self.options.family(self.config.model)
         self.tensors = tensors
         if tensors is None and self.options.gpu_memory is not None:
             what = "how many experts fit into gpu_memory is not known without the headers"

@@ -41,8 +41,8 @@ def pull(recipe: Recipe, read: Reader) -> LayerParts:
     layout = recipe.layout
     load_layer(read, recipe.plan, layout, out=packed, losses=losses.add, progress=recipe.advance)
     manifest, index = recipe.manifest, recipe.plan.layer.index
-    roles = manifest.naming.router.names(index)
-    router = {role: read(name, ()) for name, role in roles.items() if name in manifest.tensors}
+    roles, own = manifest.naming.router.names(index), manifest.naming.router.own
+    router = {role: own(name, read(name, ())) for name, role in roles.items() if name in manifest.tensors}
     report = recipe.report(packed, time.perf_counter() - start, losses.held, layout.notes())
     return assemble(recipe, packed, router, report, host)
 

@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.checkpoint.resolve.manifest import LayerIndex, Manifest
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, Claim, NameForm, Naming
 from lancebill.errors import DuplicateTensor, LaunchError, MissingTensor
@@ -81,7 +80,7 @@ class _Unplanned:
         self.suffixes: dict[tuple[int | None, str], set[str]] = defaultdict(set)  # by expert and stored projection
         self.all_suffixes: dict[bool, set[str]] = defaultdict(set)  # over all experts, of down and of gate and up
         self.ready: set[int | None] = set()
-        count = expert_sizes(config.model).experts
+        count = naming.sizes(config.model).experts
         self.local = None if count is None else frozenset(options.placement.experts(count))
 
     def push(self, claim: Claim, name: str, tensor: Tensor) -> _Planned | _Unplanned:
@@ -167,7 +166,7 @@ class PushedLayer(Generic[Made]):
             self._naming = source.manifest.naming
             self._stage = _Planned(source)
         else:
-            self._naming = options.naming or names.find_family(source.model)
+            self._naming = options.family(source.model)
             self._stage = _Unplanned(source, self._naming, index, options)
 
     @property
@@ -187,7 +186,7 @@ class PushedLayer(Generic[Made]):
         if claim.router is None:
             self._stage = self._stage.push(claim, name, tensor)
         else:
-            self._router[claim.router] = tensor
+            self._router[claim.router] = self._naming.router.own(name, tensor)
 
     @property
     def waits(self) -> bool:

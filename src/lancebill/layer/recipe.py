@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ class LoadOptions:
     `gpu_experts` or `gpu_memory` (bytes, or a text such as "20GiB") say how much of the layer may be on `device`: the
     other experts are in host memory, computed by the CPU. `moves` "recency" keeps those on the device that were used
     last; host memory then holds all experts.
+    `mixture` is one of several that the layers have ("text" or "vision" of ERNIE-4.5-VL); by default the first.
     """
 
     device: str = "cpu"
@@ -66,6 +68,11 @@ class LoadOptions:
     gpu_experts: int | None = None
     gpu_memory: int | str | None = None
     moves: str = OFF
+    mixture: str | None = None
+
+    def family(self, model: Mapping[str, Any]) -> Naming:
+        """The names of the experts in a checkpoint with this config.json."""
+        return self.naming or find_family(model, mixture=self.mixture)
 
     def split(self, slots: int, expert_bytes: int) -> Split | None:
         """Where the experts of a layer are; None: all on the device."""
@@ -134,7 +141,7 @@ class Recipe:
         cls, config: Config, layer: int, options: LoadOptions, tensors: Mapping[str, Stored] | None = None
     ) -> Recipe:
         """The recipe of a checkpoint that does not exist: with these headers, or with those the config suggests."""
-        naming = options.naming or find_family(config.model)
+        naming = options.family(config.model)
         headers = expected_headers(config, naming, layer) if tensors is None else tensors
         return cls.resolve(LayerIndex(config, headers, naming), layer, options, where=config.source)
 
@@ -203,6 +210,7 @@ class Recipe:
             tuple(self.manifest.format.unknown_keys(self.manifest.config)),
             notes,
             moves=self.slots is not None and self.options.moves != OFF,
+            mixture=layer.mixture,
         )
 
 

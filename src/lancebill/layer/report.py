@@ -29,6 +29,12 @@ class LoadReport:
     notes: tuple[str, ...] = ()  # what the backend's layout could not store exactly
     host: LoadReport | None = None  # of the experts in host memory, where the layer is split
     moves: bool = False  # experts move, and host memory has all of them
+    mixture: str | None = None  # where the layer has several
+
+    @property
+    def counted(self) -> str:
+        """How many experts, and of which mixture."""
+        return str(self.experts) if self.mixture is None else f"{self.experts} {self.mixture}"
 
     @property
     def host_bytes(self) -> int:
@@ -37,7 +43,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [
-            f"layer {self.layer}: {self.format} ({self.family}), {self.experts} experts, "
+            f"layer {self.layer}: {self.format} ({self.family}), {self.counted} experts, "
             f"{self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s"
         ]
         for name, kept in self.kept.items():
@@ -82,7 +88,7 @@ def _kind(report: LoadReport) -> tuple[str, ...]:
         for name, kept in report.kept.items()
     ]
     inputs = list(report.activations.values())
-    return str(report.experts), _once(weights), _once(inputs), report.choice.backend.name
+    return report.counted, _once(weights), _once(inputs), report.choice.backend.name
 
 
 def _once(names: list[str]) -> str:

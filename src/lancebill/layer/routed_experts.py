@@ -91,13 +91,13 @@ class RoutedExperts(MovableExperts):
 
         `ModelExperts` reads the headers once for all layers. Options are the fields of `LoadOptions`: device,
         placement, backend, weights, activations, dtype (of the inputs), order, naming, routing, top_k, activation,
-        progress.
+        progress, mixture (where layers have several: "text" or "vision").
         `weights` and `activations` take a spec, a spec for each matrix, or rules by layer; activations="checkpoint"
         follows what the checkpoint declares.
         """
         load_options = LoadOptions(**options)
         checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-        index = LayerIndex(checkpoint.config, checkpoint.headers, load_options.naming)
+        index = LayerIndex(checkpoint.config, checkpoint.headers, load_options.family(checkpoint.config.model))
         recipe = Recipe.resolve(index, layer, load_options, where=str(checkpoint.path))
         return cls(pull(recipe, checkpoint.read))
 
@@ -119,7 +119,7 @@ class RoutedExperts(MovableExperts):
         model = config if isinstance(config, Config) else config_of_model(config)
         if tensors is None:
             return PushedLayer(cls, model, layer, load_options)
-        index = LayerIndex(model, tensors, load_options.naming)
+        index = LayerIndex(model, tensors, load_options.family(model.model))
         return PushedLayer(cls, Recipe.resolve(index, layer, load_options, where=model.source), layer, load_options)
 
     @classmethod
@@ -306,7 +306,8 @@ class RoutedExperts(MovableExperts):
                 if self.host_experts is not None:
                     self.host_experts.push(claim, name, tensor)
         else:
-            self.take_router(claim.router, tensor.to(next(self.parameters()).device))
+            own = self._require_refit().recipe.manifest.naming.router.own(name, tensor)
+            self.take_router(claim.router, own.to(next(self.parameters()).device))
 
     def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Refit: push checkpoint tensors in any order; returns the names of the experts' tensors.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming, find_family
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.base import Example, Part
@@ -50,15 +50,21 @@ class Generated:
 def generate(example: Example, naming: Naming, form: NameForm, size: Geometry, *, seed: int = 0) -> Generated:
     """A checkpoint with `example`'s scheme and the tensor names of `form`, one of `naming`'s forms.
 
-    It has biases if the example says so, or if the family always has them.
+    It has biases if the example says so, or if the family always has them. Where layers have several mixtures, it has
+    the others too; `weights` are those of the first.
     """
     if naming.biased and example.scheme.part("bias") is not None:
         example = replace(example, bias=True)
     prefix = "model." if "model." in form.prefixes else form.prefixes[0]
     generated = Generated(_config(example.config, naming, size))
-    for layer in range(size.layers):
-        for stored in form.names:
-            _generate_projection(generated, example, form, size, (prefix, layer, stored), seed)
+    rows = find_family(generated.config.model).mixtures if naming.beside else (naming,)
+    for number, row in enumerate(rows):
+        named = row.forms[naming.forms.index(form)]
+        made = Generated(generated.config) if number else generated
+        for layer in range(size.layers):
+            for stored in named.names:
+                _generate_projection(made, example, named, size, (prefix, layer, stored), seed + number)
+        generated.tensors |= made.tensors
     return generated
 
 

@@ -9,19 +9,18 @@ from collections.abc import Iterator
 
 from lancebill.checkpoint.resolve.naming import REFUSED, TABLE, Naming
 
-REFUSED_REMOTE_CODE = ("ernie4_5_moe_vl",)  # refused families whose code is on the hub only
-WITHOUT_ROW = {name: why for name, why in REFUSED.items() if name not in REFUSED_REMOTE_CODE}
+WITHOUT_ROW = REFUSED
 TRANSFORMERS = "5.23"  # the version that the lists are of
 # Rows from published configs: their code is on the hub, not in transformers, so no judge checks the routing.
 REMOTE_CODE = (
-    "arctic", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "deepseek", "grok-1", "hunyuan", "kimi_k2",
-    "kimi_k3", "mimo_v2", "minimax_m1", "minimax_text_01", "PanguProMoE", "pangu_ultra_moe", "step3_text", "step3_vl",
-    "step3p5",
+    "arctic", "bailing_moe", "bailing_moe_linear", "bailing_moe_v2", "deepseek", "ernie4_5_moe_vl", "grok-1",
+    "hunyuan", "kimi_k2", "kimi_k3", "mimo_v2", "minimax_m1", "minimax_text_01", "PanguProMoE", "pangu_ultra_moe",
+    "step3_text", "step3_vl", "step3p5",
 )  # fmt: skip
 # Types of the text section of a multimodal config, which is no model of its own.
 TEXT_SECTIONS = (
-    "deepseek_ocr2_text", "diffusion_gemma_text", "glm4v_moe_text", "glm5_next_text", "mistral_large4_text",
-    "qwen3_omni_moe_text", "qwen3_vl_moe_text", "step3p7_text", "unlimited_ocr_text",
+    "deepseek_ocr2_text", "diffusion_gemma_text", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm5_next_text",
+    "mistral_large4_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "step3p7_text", "unlimited_ocr_text",
 )  # fmt: skip
 _NOT_MODELS = {"gguf", *REMOTE_CODE, *TEXT_SECTIONS}
 

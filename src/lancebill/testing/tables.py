@@ -116,7 +116,12 @@ def _router(row: Naming) -> str:
 
 
 def _forms(row: Naming) -> str:
-    return "; ".join(f"`{form.home}{next(iter(form.names.values()))}` ({_traits(form)})" for form in row.forms)
+    """The names of the experts, of each mixture."""
+    return "; ".join(
+        f"`{form.home}{next(iter(form.names.values()))}` ({_traits(form)}{f', {one.mixture}' if one.mixture else ''})"
+        for one in row.mixtures
+        for form in one.forms
+    )
 
 
 def _traits(form: NameForm) -> str:

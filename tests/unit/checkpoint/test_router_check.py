@@ -15,10 +15,16 @@ from lancebill.formats.stored import Stored
 from lancebill.testing.checkpoints import Geometry, generate
 
 SIZE = Geometry(experts=4, hidden=32, intermediate=48, layers=1)
+# Every row, and every mixture of one with several as a row of its own.
+ROWS = {
+    " ".join(filter(None, (one.family, one.mixture))): replace(one, beside=())
+    for row in names.TABLE
+    for one in row.mixtures
+}
 
 
 def problems(family: str, router: dict[str, tuple[int, ...]], form: int = 0, **config: object) -> list[type]:
-    row = next(row for row in names.TABLE if row.family == family)
+    row = ROWS[family]
     made = generate(next(iter(registry()["dense"].examples())), row, row.forms[form], SIZE)
     headers = made.headers | {name: Stored("F32", shape) for name, shape in router.items()}
     found = manifests.build(replace(made.config, model={**made.config.model, **config}), headers, row)
@@ -52,7 +58,7 @@ def test_hash_tables_zero_experts_and_routers_of_their_own() -> None:
     assert problems("mixtral", {}, norm_topk_prob=False) == [UnsupportedFormat]
 
 
-@pytest.mark.parametrize("row", names.TABLE, ids=lambda row: row.family)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_layer_of_a_whole_model_has_a_gate(row: names.Naming) -> None:
     """In every spelling. A file of experts alone needs none; a quantised gate has other tensors."""
     prefixes = row.forms[0].prefixes
@@ -62,7 +68,8 @@ def test_a_layer_of_a_whole_model_has_a_gate(row: names.Naming) -> None:
         norm = name.partition(".0.")[0] + ".0.norm.weight"
         assert missing_gates(row, {norm: (32,)}) == [template.format(layer=0) for template in row.router.gate_templates]
         assert not missing_gates(row, {norm: (32,), name: (4, 32)})
-        assert not missing_gates(row, {norm: (32,), name.removesuffix("weight") + "qweight": (4, 4)})
+        quantised = {norm: (32,), name.rpartition(".")[0] + ".qweight": (4, 4)}
+        assert bool(missing_gates(row, quantised)) == (not row.router.quantizable)
         assert missing_gates(row, {norm: (32,), name.removesuffix("weight") + "global_scale": (1,)})
         assert not missing_gates(row, {})
 
@@ -83,11 +90,12 @@ NEEDS_ALL = {
     "pangu_ultra_moe": {"router_enable_expert_bias": True},
 }
 OPTIONAL = {("deepseek_v4", "table")}  # of layers that route by hash
-WITH_ROLES = [row for row in names.TABLE if row.router.roles and row.family != "gguf"]  # GGUF does not state its roles
+WITH_ROLES = [name for name, row in ROWS.items() if row.router.roles and name != "gguf"]  # which does not state them
 
 
-@pytest.mark.parametrize("row", WITH_ROLES, ids=lambda row: row.family)
-def test_every_tensor_of_a_router_is_missed_in_every_spelling(row: names.Naming) -> None:
+@pytest.mark.parametrize("name", WITH_ROLES)
+def test_every_tensor_of_a_router_is_missed_in_every_spelling(name: str) -> None:
+    row = ROWS[name]
     config = NEEDS_ALL.get(row.family, {})
     prefix = "model." if "model." in row.forms[0].prefixes else row.forms[0].prefixes[0]
     for number in range(max(len(templates) for templates in row.router.roles.values())):
@@ -96,7 +104,8 @@ def test_every_tensor_of_a_router_is_missed_in_every_spelling(row: names.Naming)
             for role, templates in row.router.roles.items()
             if (row.family, role) not in OPTIONAL
         }
-        assert problems(row.family, dict.fromkeys(spelled.values(), (4,)), **config) == []
-        for role, name in spelled.items():
-            left = {other: (4,) for other in spelled.values() if other != name}
-            assert problems(row.family, left, **config) == [MissingTensor], f"without the {role} {name}"
+        stored = {tensor: (2, 4) if row.router.is_shared(tensor) else (4,) for tensor in spelled.values()}
+        assert problems(name, stored, **config) == []
+        for role, tensor in spelled.items():
+            left = {other: shape for other, shape in stored.items() if other != tensor}
+            assert problems(name, left, **config) == [MissingTensor], f"without the {role} {tensor}"

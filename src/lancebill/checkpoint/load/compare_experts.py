@@ -26,12 +26,12 @@ def compare_layer(read: Reader, profiles: Sequence[Profile]) -> Iterator[BadValu
     for profile in profiles:
         by_name[profile.projection.name].append(profile)
     for name, members in by_name.items():
-        where = f"layer {members[0].projection.layer}, {name}"
+        where = f"{members[0].projection.where_layer}, {name}"
         yield from _zero(where, members)
         yield from _equal(read, where, [profile for profile in members if profile.peak])
         yield from _outliers(where, [profile for profile in members if profile.peak])
     if profiles:
-        yield from _halves(f"layer {profiles[0].projection.layer}, gate and up", by_name[GATE], by_name[UP])
+        yield from _halves(f"{profiles[0].projection.where_layer}, gate and up", by_name[GATE], by_name[UP])
 
 
 def compare_inputs(profiles: Iterable[Profile]) -> Iterator[BadValue]:

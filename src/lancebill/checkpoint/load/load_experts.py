@@ -92,7 +92,7 @@ def _pack_run(plan: LayerPlan, layout: Layout, weights: ExpertWeights, packed: M
         weights.pack(plan, layout, slot_rows(packed, slice(slot, slot + count)))
     except LancebillError as error:
         if count == 1:
-            raise error.within(f"layer {plan.layer.index}, expert {plan.experts[slot]}") from error
+            raise error.within(f"{plan.layer.where}, expert {plan.experts[slot]}") from error
         for i in range(count):
             _pack_run(plan, layout, weights.at(slice(i, i + 1)), packed, slot + i)
         raise
@@ -203,7 +203,7 @@ def load_experts(
         return ExpertWeights(w13, w2, inputs13, combine_input_scales([w2.inputs], w2.lead))
     except LancebillError as error:
         if len(experts) == 1:
-            raise error.within(f"layer {layer.index}, expert {experts[0]}") from error
+            raise error.within(f"{layer.where}, expert {experts[0]}") from error
         for expert in experts:  # which one is it?
             load_expert(read, plan, expert)
         raise

@@ -33,7 +33,7 @@ def plan_memory(
     for ep_rank in range(ep):
         for tp_rank in range(tp):
             placement = Placement(tp_rank, tp, ep_rank, ep, strategy)
-            plans = [plan_layer(layer, placement, uneven=manifest.naming.uneven) for layer in manifest.layers.values()]
+            plans = [plan_layer(layer, placement, uneven=manifest.naming.uneven) for layer in manifest.stored_layers]
             final = sum(plan.bytes(layout) for plan in plans)
             working = max((expert_bytes(plan) for plan in plans), default=0)
             yield RankMemory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
 from lancebill.checkpoint.resolve.naming import DOWN, GATE_UP, NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.errors import MissingTensor
@@ -18,7 +17,7 @@ def expected_headers(config: Config, naming: Naming, layer: int) -> dict[str, St
 
     Optional tensors are left out, except input scales and the biases of families that have them.
     """
-    fmt, sizes = detect(config), expert_sizes(config.model)
+    fmt, sizes = detect(config), naming.sizes(config.model)
     if sizes.experts is None or sizes.hidden is None or sizes.intermediate is None:
         raise MissingTensor(
             "the config does not state the size of the experts",

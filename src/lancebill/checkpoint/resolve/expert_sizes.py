@@ -34,20 +34,22 @@ class ExpertSizes:
     further_layers: int = 0  # layers after the others that predict further tokens
 
 
-def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
-    """The sizes of the experts, under any of the keys that families use for them."""
+def expert_sizes(model: Mapping[str, Any], entry: int | None = None) -> ExpertSizes:
+    """The sizes of the experts, under any of the keys that families use for them.
+
+    `entry` is set for a mixture beside others: a list has a value for each of them, and this is its place there.
+    """
     return ExpertSizes(
         experts=_lookup(
-            model, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", most=MAX_EXPERTS
+            model, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", most=MAX_EXPERTS,
+            entry=entry,
         ),
         hidden=_lookup(model, "moe_latent_size", "routed_expert_hidden_size", "hidden_size", "d_model"),
         intermediate=_lookup(
-            model, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"
+            model, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size",
+            entry=entry,
         ),
-        top_k=_lookup(
-            model, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
-            "experts_per_token", most=MAX_EXPERTS,
-        ),
+        top_k=experts_per_token(model, entry),
         layers=_lookup(model, *LAYER_COUNTS),
         zero_experts=_lookup(model, "zero_expert_num", most=MAX_EXPERTS) or 0,
         further_layers=_lookup(
@@ -57,24 +59,34 @@ def expert_sizes(model: Mapping[str, Any]) -> ExpertSizes:
     )  # fmt: skip
 
 
+def experts_per_token(model: Mapping[str, Any], entry: int | None = None) -> int | None:
+    """To how many experts a token is routed."""
+    return _lookup(
+        model, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
+        "experts_per_token", most=MAX_EXPERTS, entry=entry,
+    )  # fmt: skip
+
+
 def config_sections(model: Mapping[str, Any], depth: int = MAX_DEPTH) -> list[Mapping[str, Any]]:
     """The config and its nested sections for the text model and the experts, the innermost first."""
     nested = [part for key in SECTIONS if depth and isinstance(part := model.get(key), Mapping)]
     return [*(section for part in nested for section in config_sections(part, depth - 1)), model]
 
 
-def _lookup(model: Mapping[str, Any], *keys: str, most: int = MAX_SIZE) -> int | None:
+def _lookup(model: Mapping[str, Any], *keys: str, most: int = MAX_SIZE, entry: int | None = None) -> int | None:
     """The first of these keys that is set; null and 0 count as absent, as dense models write them.
 
-    A list has a value for each layer, 0 for dense ones (and perhaps more, for layers that predict further tokens): the
-    size that all other layers have, None if they differ.
+    A list has a value for each mixture if `entry` is set. Else it has one for each layer, 0 for dense ones (and perhaps
+    more, for layers that predict further tokens): the size that all other layers have, None if they differ.
     """
     for section in config_sections(model):
         layers = next((section[key] for key in LAYER_COUNTS if key in section), None)
         for key in keys:
             value = section.get(key)
             values: list[Any] = [value]
-            if isinstance(value, list) and type(layers) is int and 0 < layers <= len(value):
+            if isinstance(value, list) and entry is not None:
+                values = value[entry : entry + 1]
+            elif isinstance(value, list) and type(layers) is int and 0 < layers <= len(value):
                 values = value
             if all(each is None or (type(each) is int and each == 0) for each in values):
                 continue

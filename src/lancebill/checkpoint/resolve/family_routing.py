@@ -199,6 +199,7 @@ ROWS: dict[str, FamilyRouting] = {
     "gemma4": _GEMMA4,
     "diffusion_gemma": _GEMMA4,
     "ernie4_5_moe": FamilyRouting({**_SOFTMAX_NORMED, "correction": True}),
+    "ernie4_5_vl_moe": FamilyRouting({**_SOFTMAX_NORMED, "correction": True}),
     "longcat_flash": FamilyRouting(
         {"scoring": SOFTMAX, "correction": True, "routed_scaling_factor": 6.0}, (SCALE, ZERO_EXPERTS, ZERO_KIND)
     ),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lancebill.checkpoint.resolve import naming as names
-from lancebill.checkpoint.resolve.expert_sizes import ExpertSizes, expert_sizes
+from lancebill.checkpoint.resolve.expert_sizes import ExpertSizes
 from lancebill.checkpoint.resolve.naming import NameForm, Naming
 from lancebill.checkpoint.resolve.resolve_layer import LayerBuilder, ModuleTensors
 from lancebill.checkpoint.resolve.stored_layer import Projection as Projection
@@ -44,6 +44,16 @@ class Manifest:
     problems: list[CheckpointError] = field(default_factory=list)
     expert_tensors: frozenset[str] = frozenset()
     layer_indices: tuple[int, ...] = ()  # all layers that have experts, resolved or not
+    beside: tuple[Manifest, ...] = ()  # other mixtures of the same layers; `expert_tensors` are those of all
+
+    @property
+    def mixtures(self) -> tuple[Manifest, ...]:
+        return (self, *self.beside)
+
+    @property
+    def stored_layers(self) -> tuple[StoredLayer, ...]:
+        """The layers of all mixtures."""
+        return tuple(layer for one in self.mixtures for layer in one.layers.values())
 
     def __deepcopy__(self, memo: object) -> Manifest:
         """A manifest does not change after `build`, so copies of a layer share it."""
@@ -51,8 +61,9 @@ class Manifest:
 
     def check(self, where: str) -> None:
         """Raise all problems as one error."""
-        if self.problems:
-            raise CheckpointProblems(self.problems, where=where)
+        problems = [problem for one in self.mixtures for problem in one.problems]
+        if problems:
+            raise CheckpointProblems(problems, where=where)
 
 
 def build(
@@ -67,7 +78,15 @@ def build(
 
     `layers` limits the work to these layers, `experts` to these experts, for a rank that was sent only its own.
     """
-    return LayerIndex(config, tensors, naming).manifest(layers, experts)
+    row = names.find_family(config.model) if naming is None else naming.numbered(config.model)
+    return together(LayerIndex(config, tensors, one).manifest(layers, experts) for one in row.mixtures)
+
+
+def together(mixtures: Iterable[Manifest]) -> Manifest:
+    """The manifest of the first mixture of a checkpoint's layers, with the others beside it."""
+    first, *others = mixtures
+    held = first.expert_tensors.union(*(other.expert_tensors for other in others))
+    return replace(first, expert_tensors=held, beside=tuple(replace(one, expert_tensors=held) for one in others))
 
 
 class LayerIndex:
@@ -79,8 +98,9 @@ class LayerIndex:
     def __init__(
         self, config: Config, tensors: Mapping[str, Stored], naming: Naming | None = None, fmt: Format | None = None
     ) -> None:
-        self.config, self.tensors, self.sizes = config, tensors, expert_sizes(config.model)
+        self.config, self.tensors = config, tensors
         self.naming = naming or names.find_family(config.model)
+        self.sizes = self.naming.sizes(config.model)
         self.format = fmt or detect(config)
         candidates = _modules_by_layer(self.naming, tensors, self.sizes)
         fitting = (one for one in candidates if self._resolves(*one)) if len(candidates) > 1 else iter(candidates)
@@ -111,9 +131,8 @@ class LayerIndex:
         )
         for index, modules in chosen.items():
             builder = LayerBuilder(
-                self.config, self.format, self.form, index, modules, self.tensors,
-                biased=self.naming.biased, rivals=self._rivals,
-            )  # fmt: skip
+                self.config, self.format, self.naming, self.form, index, modules, self.tensors, rivals=self._rivals
+            )
             layer = builder.build(experts)
             manifest.problems.extend(builder.problems)
             if layer is not None:
@@ -126,9 +145,7 @@ class LayerIndex:
         if not modules:
             return False
         index = min(modules)
-        builder = LayerBuilder(
-            self.config, self.format, form, index, modules[index], self.tensors, biased=self.naming.biased, rivals=[]
-        )
+        builder = LayerBuilder(self.config, self.format, self.naming, form, index, modules[index], self.tensors)
         return builder.build(None) is not None and not builder.problems
 
     def _general_problems(self) -> Iterable[CheckpointError]:
@@ -137,7 +154,7 @@ class LayerIndex:
         if not self.layers:
             yield MissingTensor(
                 "no tensor name matches an expert of this family",
-                where=f"naming '{self.naming.family}'",
+                where=f"naming '{self.naming.family}'" + (f", {self.naming.mixture}" if self.naming.mixture else ""),
                 expected=" or ".join(f.home + next(iter(f.names.values())) for f in self.naming.forms),
                 got=f"{len(self.tensors)} other tensors",
             )
@@ -150,7 +167,7 @@ def _too_few_experts(manifest: Manifest) -> Iterable[CheckpointError]:
     if top_k is not None and smallest is not None and top_k > smallest.experts:
         yield BadValue(
             "a token is routed to more experts than there are",
-            where=f"layer {smallest.index}",
+            where=smallest.where,
             expected=f"at most {smallest.experts} experts for each token",
             got=top_k,
         )
@@ -211,5 +228,5 @@ def _stray_tensors(form: NameForm, others: Iterable[str]) -> Iterable[Checkpoint
     for name in others:
         if names.parse_name(form, name) is not None:
             yield DuplicateTensor("the same part is stored under two names", where=name)
-        elif form.exclusive and form.below_home.fullmatch(name):
+        elif form.exclusive and form.below_home.fullmatch(name) and not form.pattern.fullmatch(name):
             yield UnexpectedTensor("below the experts, but not a projection", where=name)

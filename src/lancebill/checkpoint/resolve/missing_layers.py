@@ -6,10 +6,9 @@ look at whole checkpoints, so for them a layer without tensors is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lancebill.checkpoint.resolve.manifest import Manifest
-from lancebill.checkpoint.resolve.naming import Naming
 from lancebill.errors import CheckpointError, MissingTensor, UnexpectedTensor, ranges
 
 
@@ -18,7 +17,7 @@ def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
 
     The gaps follow from the layers that exist, so a huge number of layers in the config costs nothing.
     """
-    present, routed = _layers(manifest.naming, manifest.tensors)
+    present = {index for name in manifest.tensors if (index := manifest.naming.layer_of(name)) is not None}
     count = manifest.sizes.layers
     if count is not None:
         for first, last in _gaps(sorted(index for index in present if index < count), count):
@@ -32,21 +31,10 @@ def missing_layers(manifest: Manifest) -> Iterator[CheckpointError]:
                 expected=f"{count} layers, and {manifest.sizes.further_layers} that predict further tokens",
                 hint="an engine builds as many layers as the config says and drops or misplaces the others",
             )
-    for index in sorted(routed - set(manifest.layer_indices)):
-        yield MissingTensor("the layer has a router but no experts", where=f"layer {index}")
-
-
-def _layers(naming: Naming, tensors: Iterable[str]) -> tuple[set[int], set[int]]:
-    """The layers of all tensors, and those that have a router."""
-    present, routed = set[int](), set[int]()
-    for name in tensors:
-        index = naming.layer_of(name)
-        if index is not None:
-            present.add(index)
-        gated = naming.router.gate_layer(name)
-        if gated is not None:
-            routed.add(gated)
-    return present, routed
+    for one in manifest.mixtures:
+        routed = {index for name in one.tensors if (index := one.naming.router.gate_layer(name)) is not None}
+        for index in sorted(routed - set(one.layer_indices)):
+            yield MissingTensor("the layer has a router but no experts", where=one.naming.where(index))
 
 
 def _gaps(present: list[int], count: int) -> Iterator[tuple[int, int]]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lancebill.checkpoint.resolve.expert_sizes import ExpertSizes, expert_sizes
+from lancebill.errors import UnsupportedFormat, WrongShape
 
 GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
 # Prefixes before "layers.": text models, multimodal wrappers, state-space hybrids.
@@ -32,6 +38,9 @@ class NameForm:
     interleaved: bool = False  # fused rows alternate gate, up, gate, up
     flat: bool = False  # experts stacked along the first matrix axis: [E*I, H]
     exclusive: bool = True  # everything below home belongs to the experts
+    together: bool = False  # one numbering for the experts of all mixtures of a layer, of which this one has
+    first: int = 0  # ... the numbers from here
+    end: int | None = None  # ... to before this
     prefixes: tuple[str, ...] = PREFIXES
 
     @cached_property
@@ -48,7 +57,7 @@ class NameForm:
 
     def module(self, prefix: str, layer: int, expert: int, projection: str) -> str:
         """The module name of a projection."""
-        return (prefix + self.home + self.names[projection]).format(layer=layer, expert=expert)
+        return (prefix + self.home + self.names[projection]).format(layer=layer, expert=self.first + expert)
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -98,12 +107,14 @@ class ParsedName:
 
 
 def parse_name(form: NameForm, name: str) -> ParsedName | None:
-    """Parse a tensor name under this form; None if it is not an expert tensor."""
+    """Parse a tensor name under this form; None if it is not an expert tensor, or one of another mixture."""
     match = form.pattern.fullmatch(name)
     if match is None:
         return None
     projection = next(p for p in form.names if match[p] is not None)
-    expert = None if form.stacked else int(match[f"{projection}_expert"])
+    expert = None if form.stacked else int(match[f"{projection}_expert"]) - form.first
+    if expert is not None and (expert < 0 or (form.end is not None and form.first + expert >= form.end)):
+        return None
     return ParsedName(match["prefix"], int(match["layer"]), expert, projection, match["suffix"])
 
 
@@ -128,6 +139,9 @@ class Router:
     correction: Names = ()  # added to the scores for expert selection only
     table: Names = ()  # token id -> expert ids
     scale: Names = ()  # one factor for each expert, on the routing weights
+    shared: Names = ()  # of those, tensors with a row for each mixture of a layer
+    row: int = 0  # ... and the row of this one
+    quantizable: bool = True  # the gate matrix is the weight of a module of its own, which tools may quantise
     prefixes: tuple[str, ...] = (*PREFIXES, "transformer.")
 
     @property
@@ -169,10 +183,29 @@ class Router:
 
     def gate_part(self, name: str) -> int | None:
         """The layer whose gate has a part with this name, its matrix or what a quantised one is stored as."""
+        if not self.quantizable:
+            return self.gate_layer(name)
         if self.claim(name) is not None:
             return None
         matches = (pattern.fullmatch(name) for pattern in self._gate_parts)
         return next((int(match["layer"]) for match in matches if match is not None), None)
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the tensor has a row for each mixture of a layer."""
+        return any(pattern.fullmatch(name) for pattern in self._shared_patterns)
+
+    def own(self, name: str, tensor: Tensor) -> Tensor:
+        """What of a router tensor is this mixture's."""
+        if not self.is_shared(name):
+            return tensor
+        if tensor.ndim < 2 or len(tensor) <= self.row:
+            what = f"'{name}' has no row for each mixture of its layer"
+            raise WrongShape(what, expected=f"at least {self.row + 1} rows", got=list(tensor.shape))
+        return tensor[self.row]
+
+    @cached_property
+    def _shared_patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(_below(self.prefixes, template)) for template in _tuple(self.shared))
 
     @cached_property
     def _gate_parts(self) -> tuple[re.Pattern[str], ...]:
@@ -196,6 +229,11 @@ def _tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
+def layer_name(layer: int, mixture: str | None) -> str:
+    """A layer, or one of its mixtures, for messages."""
+    return f"layer {layer}" if mixture is None else f"layer {layer}, {mixture}"
+
+
 @dataclass(frozen=True)
 class Naming:
     """A model family: its `model_type`s and the naming forms of its experts."""
@@ -207,6 +245,40 @@ class Naming:
     uneven: bool = False  # tensor-parallel shards keep blocks whole and may differ in size
     biased: bool = False  # every projection has a bias
     described: bool = True  # the config states the routing and the activation
+    mixture: str | None = None  # its name, where a layer has several
+    entry: int | None = None  # ... and its place in lists of the config that have a value for each
+    beside: tuple[Naming, ...] = ()  # ... and the others
+
+    @property
+    def mixtures(self) -> tuple[Naming, ...]:
+        return (self, *self.beside)
+
+    def numbered(self, model: Mapping[str, Any]) -> Naming:
+        """With its part of the numbers for each mixture, where one numbering has the experts of all of them.
+
+        The last part has no end, so that an expert that the config does not have is still found, and reported.
+        """
+        if not self.beside:
+            return self
+        parts, first = list[Naming](), 0
+        for one in self.mixtures:
+            count = one.sizes(model).experts
+            if count is None:
+                what = "the config does not state how many experts each mixture of a layer has"
+                raise UnsupportedFormat(what, where="config.json", expected="moe_num_experts")
+            end = None if one is self.beside[-1] else first + count
+            forms = (replace(form, first=first, end=end) if form.together else form for form in one.forms)
+            parts.append(replace(one, forms=tuple(forms), beside=()))
+            first += count
+        return replace(parts[0], beside=tuple(parts[1:]))
+
+    def sizes(self, model: Mapping[str, Any]) -> ExpertSizes:
+        """The sizes of the experts that a config states."""
+        return expert_sizes(model, self.entry)
+
+    def where(self, layer: int) -> str:
+        """A layer of experts, for messages."""
+        return layer_name(layer, self.mixture)
 
     def claim(self, name: str) -> Claim | None:
         """What the tensor with this name is; None if it is neither an expert's nor their router's."""

@@ -23,13 +23,14 @@ from lancebill.checkpoint.resolve.name_forms import (
     Naming,
     ParsedName,
     Router,
+    layer_name,
     parse_name,
 )
-from lancebill.errors import UnsupportedFormat
+from lancebill.errors import SpecError, UnsupportedFormat
 
 __all__ = [
     "DOWN", "GATE", "GATE_UP", "REFUSED", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName", "Router",
-    "find_family", "parse_name",
+    "find_family", "layer_name", "parse_name",
 ]  # fmt: skip
 
 _LLAMA_NAMES = {GATE: ".{expert}.gate_proj", UP: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}
@@ -85,10 +86,28 @@ _KIMI_ROUTER = replace(_MIXTRAL_ROUTER, correction=_in_layer(
 ))  # fmt: skip
 _CORRECTED = Router(correction=_in_layer("mlp.gate.e_score_correction_bias"))
 _BLOCK_CORRECTIONS = ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias")
-_TWO_MIXTURES = (
-    "every layer has two mixtures, for tokens of text and of images, with experts of two sizes in one numbering, "
-    "a gate each and one correction of both"
-)
+_ERNIE_VL = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "ernie4_5_moe_vl")
+
+
+def _ernie_vl(mixture: str, entry: int) -> Naming:
+    """One of the two mixtures of every layer, for tokens of text and for those of images.
+
+    The hub's names have one numbering for the experts of both, one gate with two matrices, and one correction.
+    """
+    own, number = f"mlp.{mixture}_moe", f"_{entry}" if entry else ""
+    both = f"{_LAYER}.mlp.moe_statics.e_score_correction_bias"
+    corrections = _in_layer(f"{own}.gate.moe_statics.e_score_correction_bias", f"mlp.e_score_correction_bias{number}")
+    gates = _in_layer(f"mlp.gate.weight{number}", f"{own}.gate.weight", f"mlp.gate{number}.weight")
+    forms = (
+        NameForm(_MLP, _LLAMA_NAMES, together=True, exclusive=entry == 0),
+        *(NameForm(f"{_LAYER}.{own}.experts", names) for names in (_FUSED_NAMES, _LLAMA_NAMES)),
+        NameForm(f"{_LAYER}.mlp.switch_mlp{number}", _SEPARATE_NAMES),
+    )
+    router = Router(
+        tuple(dict.fromkeys(gates)), correction=(both, *corrections), shared=both, row=entry, quantizable=False
+    )
+    return Naming("ernie4_5_vl_moe", _ERNIE_VL, forms, router, mixture=mixture, entry=entry)
+
 
 TABLE: tuple[Naming, ...] = (
     Naming("mixtral", ("mixtral", "arctic"), (
@@ -164,6 +183,7 @@ TABLE: tuple[Naming, ...] = (
     Naming("ernie4_5_moe", ("ernie4_5_moe",), _STANDARD, Router(correction=_in_layer(
         "mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"
     ))),
+    replace(_ernie_vl("text", 0), beside=(_ernie_vl("vision", 1),)),
     Naming("hy_v3", ("hy_v3",), _STANDARD, Router(
         _in_layer("mlp.router.gate.weight", "mlp.gate.weight"),
         correction=_in_layer("mlp.expert_bias", "mlp.e_score_correction_bias"),
@@ -269,14 +289,30 @@ TABLE: tuple[Naming, ...] = (
 # Families that a row cannot describe, and why.
 REFUSED = {
     "doge": "an expert is one pair of vectors, found by product keys, not a pair of matrices",
-    "ernie4_5_vl_moe": _TWO_MIXTURES,
-    "ernie4_5_moe_vl": _TWO_MIXTURES,  # the same, as published with code of its own
     "muse_spark": "a norm follows every expert, before its output is weighted, which no kernel computes",
 }
 
 
-def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE) -> Naming:
-    """The row for a config.json, by its `model_type`, or by that of its text_config if that one is not known."""
+def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE, *, mixture: str | None = None) -> Naming:
+    """The row for a config.json, by its `model_type`, or by that of its text_config if that one is not known.
+
+    Where layers have several mixtures, `mixture` chooses one: by default the first, with the others beside it.
+    """
+    row = _row(model, table).numbered(model)
+    if mixture is None:
+        return row
+    for one in row.mixtures:
+        if one.mixture == mixture:
+            return replace(one, beside=())
+    raise SpecError(
+        "the layers of this model have no such mixture of experts",
+        where=f"naming '{row.family}'",
+        expected=" or ".join(one.mixture for one in row.mixtures if one.mixture) or "no name: each layer has one",
+        got=mixture,
+    )
+
+
+def _row(model: Mapping[str, Any], table: Iterable[Naming]) -> Naming:
     model_types = [section.get("model_type") for section in config_sections(model)][::-1]
     rows = {name: row for row in table for name in row.model_types}
     for name in (name for name in model_types if isinstance(name, str)):

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from lancebill.checkpoint.resolve.expert_sizes import MAX_EXPERTS, expert_sizes
-from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm
+from lancebill.checkpoint.resolve.expert_sizes import MAX_EXPERTS
+from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
 from lancebill.checkpoint.resolve.stored_layer import Projection, StoredLayer, StoredPart
 from lancebill.errors import (
     BadValue,
@@ -40,19 +40,19 @@ class LayerBuilder:
         self,
         config: Config,
         fmt: Format,
+        naming: Naming,
         form: NameForm,
         index: int,
         modules: Mapping[tuple[int | None, str], ModuleTensors],
         tensors: Mapping[str, Stored],
         *,
-        biased: bool = False,
         rivals: Sequence[NameForm] = (),
     ) -> None:
-        """`biased`: every projection must have a bias. `rivals`: other forms that fit the stored names as well."""
-        self.config, self.format, self.form, self.index = config, fmt, form, index
-        self.biased, self.rivals = biased, rivals
+        """`rivals`: other forms that fit the stored names as well."""
+        self.config, self.format, self.naming, self.form, self.index = config, fmt, naming, form, index
+        self.where, self.rivals = naming.where(index), rivals
         self.modules, self.tensors = modules, tensors
-        self.sizes = expert_sizes(config.model)
+        self.sizes = naming.sizes(config.model)
         self.prefix = next(iter(modules.values())).prefix
         self.experts = self.sizes.experts or self._stored_experts()
         self.problems: list[CheckpointError] = []
@@ -76,7 +76,7 @@ class LayerBuilder:
         self._check_agreement(projections, chosen)
         if not self._complete(projections, chosen):
             return None
-        return StoredLayer(self.index, self.prefix, self.form, experts, hidden, inter, projections)
+        return StoredLayer(self.index, self.prefix, self.form, experts, hidden, inter, projections, self.naming.mixture)
 
     def _chosen(self, experts: int, only: Container[int] | None) -> list[int]:
         """The experts to resolve: those that are stored, and those that are missing.
@@ -95,7 +95,7 @@ class LayerBuilder:
             self.problems.append(
                 MissingTensor(
                     f"expert {more} and maybe others have no tensor",
-                    where=f"layer {self.index}",
+                    where=self.where,
                     expected=f"{experts} experts",
                     got=f"tensors of {len(stored)}",
                 )
@@ -156,7 +156,7 @@ class LayerBuilder:
             self.problems.append(
                 BadValue(
                     "the layer has too many experts",
-                    where=f"layer {self.index}",
+                    where=self.where,
                     expected=f"<= {MAX_EXPERTS}",
                     got=experts,
                 )
@@ -170,7 +170,7 @@ class LayerBuilder:
             self.problems.append(
                 MissingTensor(
                     "the size of the experts follows neither from the config nor from the tensors",
-                    where=f"layer {self.index}",
+                    where=self.where,
                     expected="num_experts, hidden_size and moe_intermediate_size in config.json",
                 )
             )
@@ -200,7 +200,7 @@ class LayerBuilder:
     ) -> Iterable[Projection]:
         """The projections of one expert in a stored module: two if it is fused."""
         key = (None if self.form.stacked else expert, stored)
-        where = f"layer {self.index}, expert {expert}, {stored}"
+        where = f"{self.where}, expert {expert}, {stored}"
         if key not in schemes:
             if key not in self.modules:
                 self._missing_module(schemes, key, expert, where)
@@ -211,7 +211,9 @@ class LayerBuilder:
         sources = self._sources(scheme, key, expert, stored_n, k, where)
         if sources is None:
             return
-        base = Projection(self.index, expert, stored, module, scheme, n, k, sources, stored_n)
+        base = Projection(
+            self.index, expert, stored, module, scheme, n, k, sources, stored_n, mixture=self.naming.mixture
+        )
         if stored != GATE_UP:
             yield base
             return
@@ -252,7 +254,7 @@ class LayerBuilder:
                 self._missing(part, expert, key, where, self._other_names(expert, key[1]))
 
     def _is_required(self, part: Part) -> bool:
-        return not part.optional or (part.role == "bias" and self.biased)
+        return not part.optional or (part.role == "bias" and self.naming.biased)
 
     def _missing(
         self, part: Part, expert: int, key: tuple[int | None, str], where: str, others: Iterable[str] = ()
@@ -321,7 +323,7 @@ class LayerBuilder:
                 self.problems.append(
                     UnexpectedTensor(
                         "the config has no such expert",
-                        where=f"layer {self.index}, expert {expert}, {stored}",
+                        where=f"{self.where}, expert {expert}, {stored}",
                         expected=f"experts 0 to {experts - 1}",
                         got=next(iter(module.names.values())),
                     )
@@ -368,7 +370,7 @@ class LayerBuilder:
                     self.problems.append(
                         UnexpectedTensor(
                             "this format has no tensor with this suffix",
-                            where=f"layer {self.index}, expert {expert if expert is not None else 'all'}, {stored}",
+                            where=f"{self.where}, expert {expert if expert is not None else 'all'}, {stored}",
                             expected=", ".join(sorted(suffixes[name])),
                             got=tensor,
                         )

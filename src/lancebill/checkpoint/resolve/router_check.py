@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from lancebill.checkpoint.resolve.manifest import Manifest
+from lancebill.checkpoint.resolve.naming import Naming
 from lancebill.checkpoint.resolve.routing_config import routes_itself, routing_for
 from lancebill.errors import LancebillError, MissingTensor, UnsupportedFormat, WrongShape
 from lancebill.moe.routing import Routing
@@ -13,8 +14,9 @@ from lancebill.moe.routing import Routing
 
 def router_problems(manifest: Manifest) -> Iterator[LancebillError]:
     """Router tensors that are missing or have another size, and configs whose routing is not known."""
-    yield from _missing_gates(manifest)
-    yield from _routing_problems(manifest)
+    for one in manifest.mixtures:
+        yield from _missing_gates(one)
+        yield from _routing_problems(one)
 
 
 def _missing_gates(manifest: Manifest) -> Iterator[LancebillError]:
@@ -30,13 +32,13 @@ def _missing_gates(manifest: Manifest) -> Iterator[LancebillError]:
             gated.add(gate)
     for index in manifest.layers:
         if index in whole - gated:
-            yield _missing("gate", index, router.gate_templates)
+            yield _missing("gate", manifest.naming, index, router.gate_templates)
 
 
-def _missing(role: str, index: int, templates: Iterable[str]) -> MissingTensor:
+def _missing(role: str, naming: Naming, index: int, templates: Iterable[str]) -> MissingTensor:
     return MissingTensor(
         f"the layer cannot route: the router's {role} is missing",
-        where=f"layer {index}, router",
+        where=f"{naming.where(index)}, router",
         expected=" or ".join(template.format(layer=index) for template in templates),
     )
 
@@ -56,24 +58,27 @@ def _routing_problems(manifest: Manifest) -> Iterator[LancebillError]:
 
 
 def _layer_problems(manifest: Manifest, index: int, experts: int, routing: Routing) -> Iterator[LancebillError]:
-    names = manifest.naming.router.names(index)
-    stored = {role: name for name, role in names.items() if name in manifest.tensors}
+    naming, router, where = manifest.naming, manifest.naming.router, f"{manifest.naming.where(index)}, router"
+    stored = {role: name for name, role in router.names(index).items() if name in manifest.tensors}
     needed = {
-        "bias": manifest.naming.biased,
+        "bias": naming.biased,
         "correction": routing.correction,
         "table": routing.hashed,
         "scale": routing.expert_scale,
     }
     for role in (role for role, is_needed in needed.items() if is_needed and role not in stored):
-        yield _missing(role, index, manifest.naming.router.roles.get(role, ()))
+        yield _missing(role, naming, index, router.roles.get(role, ()))
     columns = experts + routing.zero_experts
-    for gate in (name for name in manifest.naming.router.gates(index) if name in manifest.tensors):
+    for gate in (name for name in router.gates(index) if name in manifest.tensors):
         shape = manifest.tensors[gate].shape
         if columns not in shape:
             expected = f"{columns} rows, one for each expert"
-            yield WrongShape(f"the router {gate}", where=f"layer {index}, router", expected=expected, got=list(shape))
+            yield WrongShape(f"the router {gate}", where=where, expected=expected, got=list(shape))
     for role in stored.keys() & {"bias", "correction", "scale"}:
-        shape = manifest.tensors[stored[role]].shape
-        if math.prod(shape) != columns:
-            where = f"layer {index}, router"
-            yield WrongShape(f"the router's {role} in {stored[role]}", where=where, expected=[columns], got=list(shape))
+        shape, what = manifest.tensors[stored[role]].shape, f"the router's {role} in {stored[role]}"
+        if router.is_shared(stored[role]):
+            if len(shape) != 2 or shape[0] <= router.row or shape[1] != columns:
+                expected = f"[mixtures, {columns}]"
+                yield WrongShape(what, where=where, expected=expected, got=list(shape))
+        elif math.prod(shape) != columns:
+            yield WrongShape(what, where=where, expected=[columns], got=list(shape))

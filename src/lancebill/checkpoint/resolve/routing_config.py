@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from lancebill.checkpoint.read.tensor_info import quoted
-from lancebill.checkpoint.resolve.expert_sizes import config_sections, expert_sizes
+from lancebill.checkpoint.resolve.expert_sizes import config_sections, experts_per_token
 from lancebill.checkpoint.resolve.family_routing import (
     GGUF_ROWS,
     GROUPS,
@@ -35,7 +35,7 @@ def routing_for(model: Mapping[str, Any], family: str, layer: int) -> Routing:
         raise UnsupportedFormat(
             f"lancebill does not route for {family}: {row.own_router}", where=WHERE, hint="pass experts and weights"
         )
-    top_k = expert_sizes(model).top_k
+    top_k = experts_per_token(model)
     if top_k is None:
         raise UnsupportedFormat("the config does not state how many experts a token is routed to", where=WHERE)
     if row.top_k is not None and top_k != row.top_k:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lancebill.checkpoint.resolve.naming import NameForm
+from lancebill.checkpoint.resolve.naming import NameForm, layer_name
 from lancebill.formats.base import Module, Part, Scheme
 from lancebill.formats.stored import Stored
 from lancebill.numbers.spec import QuantSpec
@@ -51,10 +51,15 @@ class Projection:
     stored_n: int
     first: int = 0
     step: int = 1
+    mixture: str | None = None  # where the layer has several
 
     @property
     def where(self) -> str:
-        return f"layer {self.layer}, expert {self.expert}, {self.name}"
+        return f"{self.where_layer}, expert {self.expert}, {self.name}"
+
+    @property
+    def where_layer(self) -> str:
+        return layer_name(self.layer, self.mixture)
 
     def stored_like(self, other: Projection) -> bool:
         """Whether another expert's projection differs only in the names of its tensors."""
@@ -82,6 +87,11 @@ class StoredLayer:
     hidden: int
     intermediate: int
     projections: Mapping[tuple[int, str], Projection]  # (expert, gate | up | down)
+    mixture: str | None = None  # where the layer has several
+
+    @property
+    def where(self) -> str:
+        return layer_name(self.index, self.mixture)
 
     @property
     def gated(self) -> bool:

@@ -26,7 +26,7 @@ def unquantized_experts(manifest: Manifest) -> Iterator[WrongDtype]:
     for (declared, stored), indices in layers.items():
         yield WrongDtype(
             "the experts are not quantised, but the config says that they are",
-            where=f"layers {ranges(indices)}",
+            where=f"layers {ranges(indices)}" + (f", {manifest.naming.mixture}" if manifest.naming.mixture else ""),
             expected=declared,
             got=stored,
             hint="the tool skipped the experts: quantise them, or list them in the config as not quantised",

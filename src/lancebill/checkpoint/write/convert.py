@@ -159,7 +159,7 @@ class _ExpertConverter:
         for job in jobs:
             parts, fitted = fitted[: len(job.sources)], fitted[len(job.sources) :]
             weight = parts[0] if len(parts) == 1 else stack(parts)
-            if len(parts) > 1 and self.output.form.interleaved:
+            if len(parts) > 1 and job.form.interleaved:
                 weight = weight.rows(torch.arange(weight.n).view(2, -1).t().reshape(-1))
             self._write(job, self.output.scheme.encode(weight))
         return cost
@@ -183,7 +183,7 @@ class _ExpertConverter:
             tensor = tensor.t() if self.output.flipped(job, role) else tensor
             if expert is None:
                 self.out.write(name, tensor)
-            elif self.output.form.flat and tensor.ndim:
+            elif job.form.flat and tensor.ndim:
                 self.out.write(name, tensor, expert * tensor.shape[0])
             else:
                 self.out.write(name, tensor.unsqueeze(0), expert)

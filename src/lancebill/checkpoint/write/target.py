@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -93,6 +93,8 @@ class Job:
 
     layer: int
     expert: int
+    experts: int  # of the layer, or of its mixture
+    form: NameForm
     stored: str
     module: str
     sources: tuple[Projection, ...]
@@ -107,7 +109,6 @@ class Output:
     """The whole output: the config, every tensor, and the jobs that write them."""
 
     target: Target
-    form: NameForm
     config: dict[str, Any]
     scheme: Scheme
     plain_scheme: Scheme  # for modules that are dequantised
@@ -117,17 +118,16 @@ class Output:
     recast: tuple[OtherModule, ...]
     dequantized: tuple[OtherModule, ...]
     rest: tuple[WrittenModule, ...] = ()  # modules outside the experts with specs of their own
-    experts: Mapping[int, int] = field(default_factory=dict)  # number of experts, by layer
 
     def place(self, job: Job, role: str) -> tuple[str, int | None]:
         """The tensor that stores a part of a job's module, and the expert's index in it if stacked."""
         part = self.scheme.part(role)
         assert part is not None
-        return job.module + _suffix(part, self.form, self.target.format), job.expert if self.form.stacked else None
+        return job.module + _suffix(part, job.form, self.target.format), job.expert if job.form.stacked else None
 
     def flipped(self, job: Job, role: str) -> bool:
         part = self.scheme.part(role)
-        return part is not None and job.stored in self.form.transposed and is_matrix_like(part.axes[0])
+        return part is not None and job.stored in job.form.transposed and is_matrix_like(part.axes[0])
 
 
 def plan_output(
@@ -142,7 +142,7 @@ def plan_output(
     """Plan the whole output; `others` are the quantised modules outside the experts, `rest` what a model made of
     some modules."""
     naming = _family(manifest)
-    form = _form(manifest, naming, target)
+    jobs = tuple(_jobs(manifest, naming, target))
     format = target.format if target.spec.quantized else registry()[DEFAULT_FORMAT]
     rest = [r for r in rest if not r.as_stored or keeps_spec(format, r)]
     others = [module for module in others if module.module not in {r.module.module for r in rest}]
@@ -158,17 +158,15 @@ def plan_output(
     plain_spec = DENSE_BF16 if target.spec.quantized else target.spec
     output = Output(
         target,
-        form,
         _config(manifest, naming, quant, untied=any(r.tied for r in rest)),
         scheme,
         registry()[DENSE_FORMAT].config_for(plain_spec, ())[1],
         {name: tensors[name] for name in copied},
-        tuple(job for layer in manifest.layers.values() for job in _jobs(layer, form)),
+        jobs,
         tuple(copied),
         tuple(exact),
         tuple(plain),
         written_rest,
-        {index: layer.experts for index, layer in manifest.layers.items()},
     )
     _declare(output, tensors)
     _check(output, quant)
@@ -210,13 +208,22 @@ def _form(manifest: Manifest, naming: Naming, target: Target) -> NameForm:
     return able[0]
 
 
-def _jobs(layer: StoredLayer, form: NameForm) -> Iterator[Job]:
+def _jobs(manifest: Manifest, naming: Naming, target: Target) -> Iterator[Job]:
+    """Every module of every expert, of all mixtures."""
+    for one, row in zip(manifest.mixtures, naming.mixtures):
+        form = _form(one, row, target)
+        for layer in one.layers.values():
+            yield from _layer_jobs(layer, form)
+
+
+def _layer_jobs(layer: StoredLayer, form: NameForm) -> Iterator[Job]:
     prefix = layer.prefix if layer.prefix in form.prefixes and layer.form.prefixes == form.prefixes else _prefix(form)
     for expert in range(layer.experts):
         for stored in form.names:
             parts = (GATE, UP) if stored == GATE_UP else (stored,)
             sources = tuple(layer.projections[expert, part] for part in parts)
-            yield Job(layer.index, expert, stored, form.module(prefix, layer.index, expert, stored), sources)
+            module = form.module(prefix, layer.index, expert, stored)
+            yield Job(layer.index, expert, layer.experts, form, stored, module, sources)
 
 
 def _prefix(form: NameForm) -> str:
@@ -274,9 +281,8 @@ def _declare(output: Output, tensors: Mapping[str, Stored]) -> None:
             name, expert = output.place(job, role)
             shape = stored.shape[::-1] if output.flipped(job, role) else stored.shape
             if expert is not None:
-                count = output.experts[job.layer]
-                flat = output.form.flat and shape
-                shape = (count * shape[0], *shape[1:]) if flat else (count, *shape)
+                flat = job.form.flat and shape
+                shape = (job.experts * shape[0], *shape[1:]) if flat else (job.experts, *shape)
             output.tensors[name] = Stored(stored.dtype, shape)
 
 
@@ -354,13 +360,14 @@ def _check(output: Output, quant: Mapping[str, Any]) -> None:
     config = Config(output.config, quant, quant.get("quant_method"))
     written = manifests.build(config, output.tensors)
     written.check("the converted checkpoint")
-    missing = sorted(set(output.experts) - set(written.layers))
-    wrong = [i for i, layer in written.layers.items() if layer.spec(DOWN) != output.target.spec]
+    planned = {job.sources[0].where_layer for job in output.jobs}
+    missing = sorted(planned - {layer.where for layer in written.stored_layers})
+    wrong = [layer.where for layer in written.stored_layers if layer.spec(DOWN) != output.target.spec]
     if missing or wrong:
         raise CannotEncode(
             f"{output.target.format.name} cannot read back its own output",
-            expected=f"{output.target.spec} in {len(output.experts)} layers",
-            got=f"missing layers {missing}, other specs in layers {wrong}",
+            expected=f"{output.target.spec} in {len(planned)} layers",
+            got=f"missing: {'; '.join(missing) or 'none'}, with other specs: {'; '.join(wrong) or 'none'}",
         )
     others = [(module, output.scheme) for module in output.recast] + [(r.module, r.scheme) for r in output.rest]
     for module, scheme in others:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.resolve.expert_sizes import expert_sizes
+from lancebill.checkpoint.resolve.expert_sizes import experts_per_token
 from lancebill.errors import UnsupportedFormat
 from lancebill.integrations.transformers.experts_interface import ModuleExperts, pack_matrices, problem_of
 from lancebill.integrations.transformers.graphed_generation import use_graphs
@@ -50,7 +50,7 @@ def _packed(
 ) -> RoutedExperts:
     targets, chosen = weight_targets(weights, index), activation_specs(activations, index)
     model = source.config.to_dict()  # type: ignore[attr-defined]
-    top_k = expert_sizes(model).top_k
+    top_k = experts_per_token(model)
     if top_k is None:
         raise UnsupportedFormat("the model's config does not state how many experts a token is routed to")
     problem = problem_of(source, top_k, index)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lancebill.backends import oracle
-from lancebill.checkpoint.resolve.naming import find_family
+from lancebill.checkpoint.resolve.naming import find_family, layer_name
 from lancebill.errors import LaunchError, UnsupportedProblem
 from lancebill.layer.recipe import UNQUANTISED
 from lancebill.layer.report import LoadReport
@@ -31,14 +31,15 @@ _ROUTED_ARGUMENTS = {"hidden_states", "top_k_index", "top_k_weights"}
 class PackedExperts(nn.Module):
     """Replaces a model's experts module; `experts` is None until its weights are loaded."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, mixture: str | None = None) -> None:
+        """`mixture` is the name of the layer's mixture, where it has several."""
         super().__init__()
-        self.index = index
+        self.index, self.mixture = index, mixture
         self.experts: RoutedExperts | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.experts is None:
-            raise LaunchError("the experts are not loaded yet", where=f"layer {self.index}")
+            raise LaunchError("the experts are not loaded yet", where=layer_name(self.index, self.mixture))
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids, weights = (tensor.reshape(-1, top_k_index.shape[-1]) for tensor in (top_k_index, top_k_weights))
         if self.experts.routing is not None and self.experts.routing.zero_experts:
@@ -119,14 +120,16 @@ def replace_experts(model: nn.Module, config: Mapping[str, Any]) -> None:
     """
     modules = list(expert_modules(model))
     naming = find_family(config)
-    found = [(name, index) for name, index, _ in modules if naming.has_experts_in(name)]
+    found = [
+        (name, index, row.mixture) for name, index, _ in modules for row in naming.mixtures if row.has_experts_in(name)
+    ]
     if not found:
         what = f"the experts of this model are not where {naming.family} has them"
         raise UnsupportedProblem(what, where=modules[0][0], expected=" or ".join(form.home for form in naming.forms))
-    for name, index in found:
+    for name, index, mixture in found:
         parent, _, leaf = name.rpartition(".")
         block: Any = model.get_submodule(parent)
-        block.register_module(leaf, PackedExperts(index))
+        block.register_module(leaf, PackedExperts(index, mixture))
         block._is_hf_initialized = True
     _forget_ties(model)
 

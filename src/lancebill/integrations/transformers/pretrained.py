@@ -30,6 +30,7 @@ from lancebill.backends import oracle
 from lancebill.checkpoint.read.config import QUANT_SECTIONS
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.hub import local_path
+from lancebill.checkpoint.resolve.manifest import together
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,
@@ -48,7 +49,7 @@ from lancebill.integrations.transformers.other_tensors import lazy_tensors
 from lancebill.integrations.transformers.packed_experts import packed_experts, replace_experts
 from lancebill.integrations.transformers.packed_rest import RestReport, RestRules, pack_rest
 from lancebill.integrations.transformers.save_pretrained import Origin, save_packed
-from lancebill.layer.model_experts import ModelExperts
+from lancebill.layer.mixtures import Mixtures, mixtures_of
 from lancebill.layer.recipe import UNQUANTISED, LoadOptions
 from lancebill.layer.report import LoadReports
 from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, split_rest
@@ -131,7 +132,7 @@ def from_pretrained(
         options = replace(options, gpu_memory=gpu_memory, moves=moves)
     rest = RestRules(rest_weights, rest_inputs)
     experts = _experts(config, checkpoint, options)
-    manifest = experts.manifest()
+    manifest = together(each.manifest() for each in experts.values())
     if folder.is_file():
         other_tensors = gguf.lazy_tensors(checkpoint, manifest.expert_tensors, _meta_model(config), wide)
     else:
@@ -164,21 +165,21 @@ def reload_experts(model: Any, **changes: Any) -> None:
     origin: Origin = model.lancebill_origin
     options = replace(origin.options, **changes)
     checkpoint = origin.checkpoint
-    load_experts(model, ModelExperts.from_checkpoint(checkpoint, options=options))
+    load_experts(model, mixtures_of(checkpoint, options))
     model.lancebill_origin = Origin.of(model, checkpoint, options)
 
 
-def load_experts(model: nn.Module, experts: ModelExperts, progress: Callable[[int, int], None] | None = None) -> None:
+def load_experts(model: nn.Module, experts: Mixtures, progress: Callable[[int, int], None] | None = None) -> None:
     """Load the experts of all layers, one layer after the other."""
     places = dict(packed_experts(model))
-    missing = [name for name, place in places.items() if place.index not in experts.layers]
+    missing = [name for name, place in places.items() if place.index not in experts[place.mixture].layers]
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
-    done, total = 0, experts.bytes
-    for index in dict.fromkeys(place.index for place in places.values()):
-        done += experts.recipe(index).bytes
-        layer = experts.layer(index)
-        for place in (place for place in places.values() if place.index == index):
+    done, total = 0, sum(each.bytes for each in experts.values())
+    for index, mixture in dict.fromkeys((place.index, place.mixture) for place in places.values()):
+        done += experts[mixture].recipe(index).bytes
+        layer = experts[mixture].layer(index)
+        for place in (place for place in places.values() if (place.index, place.mixture) == (index, mixture)):
             place.experts = layer
         if progress is not None:
             progress(done, total)
@@ -256,10 +257,10 @@ def _computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOptions) -> ModelExperts:
+def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOptions) -> Mixtures:
     """The checkpoint's experts; raises if the model has none."""
     try:
-        return ModelExperts.from_checkpoint(checkpoint, options=options)
+        return mixtures_of(checkpoint, options)
     except UnsupportedFormat:
         _meta_model(config)  # raises a clearer error if the model has no experts
         raise

@@ -14,7 +14,8 @@ from vllm.logger import init_logger
 from lancebill.checkpoint.read.config import config_of_model
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.strict_json import read_json
-from lancebill.errors import CheckpointError, LancebillError
+from lancebill.checkpoint.resolve.naming import find_family
+from lancebill.errors import CheckpointError, LancebillError, UnsupportedFormat
 from lancebill.integrations.vllm.dense_config import DequantizedConfig
 from lancebill.integrations.vllm.gguf import NAME as GGUF
 from lancebill.integrations.vllm.gguf import gguf_file
@@ -109,6 +110,8 @@ def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
         source = Source(str(folder), config_of_model(read_json(folder / "config.json")), None)
     else:
         source = Source(str(folder), checkpoint.config, checkpoint.headers)
+    if find_family(source.config.model).beside:
+        raise UnsupportedFormat("layers with several mixtures of experts are left to vLLM", where=source.path)
     takeover = Takeover(settings, source, random=load_format == DUMMY, copies=load_format not in KEEPS_TENSORS)
     offered = settings.linear == OFFER and load_format != DUMMY and vllm_config.quant_config is not None
     if checkpoint is not None and (offered or isinstance(vllm_config.quant_config, DequantizedConfig)):
