@@ -13,10 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 from judge import EXACT, check_left_experts, judge  # noqa: E402
-from tiny_models import CONFIG_MAPPING, language_models, mixtures, tiny_model  # noqa: E402
+from tiny_models import CONFIG_MAPPING, language_models, mixtures, tiny_config, tiny_model  # noqa: E402
 
 import lancebill  # noqa: E402
 from lancebill.checkpoint.resolve.naming import TABLE  # noqa: E402
+from lancebill.cli.verify import examine  # noqa: E402
+from lancebill.errors import UnsupportedFormat  # noqa: E402
 from lancebill.integrations.transformers.packed_experts import packed_experts  # noqa: E402
 from lancebill.integrations.transformers.pretrained import class_of, packed_class  # noqa: E402
 from lancebill.testing.families import REMOTE_CODE, TRANSFORMERS, WITHOUT_ROW, families, judged_types  # noqa: E402
@@ -103,6 +105,18 @@ def test_a_talker_keeps_its_own_experts(spelling: str, tmp_path: Path, request: 
     names = [f"thinker.model.language_model.layers.{layer}.mlp.experts" for layer in range(2)]
     assert [name for name, _ in packed_experts(packed)] == names
     check_left_experts(model, packed)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROW)
+def test_a_family_without_a_row_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
+    if name not in MODELS:
+        pytest.skip("needs a newer transformers")
+    config = tiny_config(name)
+    class_of(config)._from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    (problem,) = examine(tmp_path).problems
+    assert WITHOUT_ROW[name] in problem.what
+    with pytest.raises(UnsupportedFormat, match=WITHOUT_ROW[name]):
+        lancebill.from_pretrained(tmp_path)
 
 
 def test_experts_behind_an_encoder_of_speech_are_replaced() -> None:

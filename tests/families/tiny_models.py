@@ -53,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_group": 4, "topk_group": 2},
     "deepseek_v4": {"num_hash_layers": 1},
     "diffusion_gemma": {"text_config": _GEMMA},
+    "doge": {"is_moe": True, "num_experts": 16},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1},
     "dots3_note": {"vision_config": {"pyramid_num_routed": [-1, 8]}},
     "dots3_note_text": {"n_group": 4, "topk_group": 2},
@@ -73,6 +74,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "mistral4": {"head_dim": 16},
+    "muse_spark": {
+        "audio_config": {"num_hidden_layers": 4},
+        "text_config": {"moe_hidden_size": 32, "num_experts_per_tok": 3},
+    },
     "nemotron_h": {"moe_latent_size": 16},
     "phimoe": {"num_experts_per_tok": 2},
     "qwen3_omni_moe": {

@@ -30,7 +30,7 @@ from lancebill.errors import SpecError, UnsupportedFormat
 
 __all__ = [
     "DOWN", "GATE", "GATE_UP", "REFUSED", "TABLE", "UP", "Claim", "NameForm", "Naming", "ParsedName", "Router",
-    "find_family", "layer_name", "parse_name",
+    "find_family", "is_refused", "layer_name", "parse_name",
 ]  # fmt: skip
 
 _LLAMA_NAMES = {GATE: ".{expert}.gate_proj", UP: ".{expert}.up_proj", DOWN: ".{expert}.down_proj"}
@@ -312,14 +312,25 @@ def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE, *, mi
     )
 
 
+def is_refused(model: Mapping[str, Any]) -> bool:
+    """Whether the config is of a family that no row can describe."""
+    return any(isinstance(name, str) and name in REFUSED for name in _model_types(model))
+
+
+def _model_types(model: Mapping[str, Any]) -> list[Any]:
+    """Those of a config and its sections, the outermost first."""
+    return [section.get("model_type") for section in config_sections(model)][::-1]
+
+
 def _row(model: Mapping[str, Any], table: Iterable[Naming]) -> Naming:
-    model_types = [section.get("model_type") for section in config_sections(model)][::-1]
+    model_types = _model_types(model)
     rows = {name: row for row in table for name in row.model_types}
     for name in (name for name in model_types if isinstance(name, str)):
         if name in rows:
             return rows[name]
         if name in REFUSED:
-            raise UnsupportedFormat(f"model_type {quoted(name)} is not supported: {REFUSED[name]}", where="config.json")
+            what = f"model_type {quoted(name)} is not supported: {REFUSED[name]}"
+            raise UnsupportedFormat(what, where="config.json", hint="transformers itself loads it")
     if not model:
         raise UnsupportedFormat(
             "no config.json, which says what model this is", hint="copy it from the model that these tensors belong to"

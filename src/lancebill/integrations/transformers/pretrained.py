@@ -31,6 +31,7 @@ from lancebill.checkpoint.read.config import QUANT_SECTIONS
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.hub import local_path
 from lancebill.checkpoint.resolve.manifest import together
+from lancebill.checkpoint.resolve.naming import is_refused
 from lancebill.errors import (
     CheckpointError,
     CheckpointProblems,
@@ -262,7 +263,8 @@ def _experts(config: PretrainedConfig, checkpoint: Checkpoint, options: LoadOpti
     try:
         return mixtures_of(checkpoint, options)
     except UnsupportedFormat:
-        _meta_model(config)  # raises a clearer error if the model has no experts
+        if not is_refused(checkpoint.config.model):
+            _meta_model(config)  # raises a clearer error if the model has no experts
         raise
 
 
