@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming, find_family
-from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
+from lancebill.checkpoint.resolve.orientation import is_matrix_like
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.formats.base import Example, Part
 from lancebill.formats.stored import DTYPE_NAMES, Config, Stored

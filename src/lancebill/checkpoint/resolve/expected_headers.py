@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lancebill.checkpoint.resolve.naming import DOWN, GATE_UP, NameForm, Naming
-from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
+from lancebill.checkpoint.resolve.orientation import is_matrix_like
 from lancebill.errors import MissingTensor
 from lancebill.formats import detect
 from lancebill.formats.base import Part

@@ -8,6 +8,7 @@ from itertools import islice
 
 from lancebill.checkpoint.resolve.expert_sizes import MAX_EXPERTS
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
+from lancebill.checkpoint.resolve.orientation import orientations
 from lancebill.checkpoint.resolve.stored_layer import Projection, StoredLayer, StoredPart
 from lancebill.errors import (
     BadValue,
@@ -21,8 +22,6 @@ from lancebill.errors import (
 from lancebill.formats import axes as ax
 from lancebill.formats.base import BIAS, FLOATS, Format, Module, Part, Scheme, dense
 from lancebill.formats.stored import Config, Stored
-
-COLUMN = "n 1"  # the axes of one number for each row of a matrix
 
 
 @dataclass
@@ -287,7 +286,7 @@ class LayerBuilder:
             return None
         transposed = stored in self.form.transposed
         expected: list[tuple[int, ...]] = []
-        ways = ((axes, flip) for axes in part.axes for flip in _orientations(axes, transposed))
+        ways = ((axes, flip) for axes in part.axes for flip in orientations(axes, transposed))
         for axes, flip in ways:
             shape = ax.shape(axes, n, k, part.ratio(header.dtype))
             shape = shape[::-1] if flip else shape
@@ -379,23 +378,3 @@ class LayerBuilder:
 
 def _kind(scheme: Scheme) -> str:
     return f"{scheme.spec} with act-order" if scheme.act_order else str(scheme.spec)
-
-
-def _orientations(axes: str, transposed: bool) -> tuple[bool, ...]:
-    """Whether a part may be stored reversed. Next to transposed matrices, a column of scales has either shape:
-    Llama-4's fp8 experts have [1, N] for one matrix and [N, 1] for the other.
-    """
-    if not transposed:
-        return (False,)
-    return (False, True) if axes == COLUMN else (is_matrix_like(axes),)
-
-
-def is_matrix_like(axes: str) -> bool:
-    """Whether a transposed export transposes a part with these axes: matrices and block scales."""
-    parsed = ax.parse(axes)
-    return (
-        len(parsed) == 2
-        and all(a.symbol in ("n", "k") for a in parsed)
-        and len({a.per > 1 for a in parsed}) == 1
-        and not any(a.packed for a in parsed)
-    )

@@ -19,8 +19,8 @@ from lancebill.checkpoint.resolve import manifest as manifests
 from lancebill.checkpoint.resolve import naming as names
 from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
 from lancebill.checkpoint.resolve.naming import DOWN, GATE, GATE_UP, UP, NameForm, Naming
+from lancebill.checkpoint.resolve.orientation import is_matrix_like
 from lancebill.checkpoint.resolve.other_modules import OtherModule
-from lancebill.checkpoint.resolve.resolve_layer import is_matrix_like
 from lancebill.checkpoint.write.rest import RestModule, WrittenModule, add_rest, keeps_spec
 from lancebill.checkpoint.write.variants import first_that_holds
 from lancebill.errors import CannotEncode, UnsupportedFormat
