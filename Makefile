@@ -33,8 +33,9 @@ VLLM_WITHOUT := torchvision torchaudio torchcodec
 VLLM_TESTS := "pytest<9.2" pytest-xdist gguf
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= llmcompressor autoround quark mlx torchao hqq quanto modelopt bitsandbytes llamacpp
+TOOLS ?= llmcompressor gptqmodel autoround quark mlx torchao hqq quanto modelopt bitsandbytes llamacpp ggml
 TOOL_llmcompressor := llmcompressor==0.14.0.1 accelerate
+TOOL_gptqmodel := gptqmodel==7.6.0
 TOOL_autoround := auto-round==0.16.1 compressed-tensors==0.19.0 transformers==5.23.0 accelerate
 TOOL_quark := amd-quark==0.13 transformers==5.23.0 accelerate
 TOOL_mlx := mlx[cpu]==0.32.4 mlx-lm==0.32.2
@@ -43,7 +44,8 @@ TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers==4.57.6 accelerate
 TOOL_bitsandbytes := bitsandbytes==0.50.2 transformers==5.22.2 accelerate
-TOOL_llamacpp := gguf==0.19.0 cyllama==0.2.18 safetensors typer
+TOOL_llamacpp := gguf==0.19.0 cyllama==0.2.18
+TOOL_ggml := gguf==0.19.0 xllamacpp==2026.10.11549
 # Tools that cannot be installed here, and why.
 NO_llamacpp := $(if $(filter aarch64 arm64,$(shell uname -m)),cyllama has no wheel for this kind of CPU)
 
@@ -113,7 +115,7 @@ test-tool-%:
 	@test -x .venv-tool-$*/bin/python || $(PYTHON) -m venv .venv-tool-$*
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
 	@.venv-tool-$*/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > .venv-tool-$*/torch.txt
-	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv-tool-$*/torch.txt $(foreach package,$(TOOL_$*),'$(package)') pytest
+	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --constraint .venv-tool-$*/torch.txt $(foreach package,$(TOOL_$*),'$(package)') pytest safetensors typer
 	@.venv-tool-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@OMP_NUM_THREADS=$(JOBS) .venv-tool-$*/bin/python -m pytest tests/with_tools/test_$*.py -W ignore --junitxml=build/tools/$*.xml
 	@test -n "$(KEEP)" || rm -rf .venv-tool-$*

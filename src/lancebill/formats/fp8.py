@@ -1,15 +1,16 @@
 """FP8 (`quant_method: fp8`): e4m3 per tensor, channel or block, as in DeepSeek-V3.
 
-`weight_scale_inv` multiplies despite its name. Scales keep their stored dtype; the power-of-two scales
-of later checkpoints are bytes and are never converted. `fbgemm_fp8` is the per-channel variant; `mxfp8` has a
-power of two for 32 columns, as in MiniMax-M3. The experts are MXFP4, or compressed-tensors' NVFP4, if the
-config says so.
+`weight_scale_inv` multiplies despite its name, except in files of GPTQModel, whose config says that it divides. Scales
+keep their stored dtype; the power-of-two scales of later checkpoints are bytes and are never converted. `fbgemm_fp8` is
+the per-channel variant; `mxfp8` has a power of two for 32 columns, as in MiniMax-M3. The experts are MXFP4, or
+compressed-tensors' NVFP4, if the config says so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lancebill.errors import CannotEncode, UnsupportedFormat
@@ -43,6 +44,7 @@ from lancebill.formats.base import (
 from lancebill.numbers.dtypes import E4M3, E8M0, F32, DType
 from lancebill.numbers.spec import (
     CHANNEL,
+    DIV,
     FP8_BLOCK_SIDES,
     FP8_CHANNEL,
     FP8_TENSOR,
@@ -66,6 +68,9 @@ _SCALE = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_scale")
 _SCALE_INV = (".weight_scale_inv", "_scale_inv", ".weight_scale", "_scale")
 _INPUT_DIVISOR = part("input_global_scale", ".input_global_scale", "F32", SCALAR, optional=True)
 _INPUT_SCALE = (".input_scale", ".activation_scale", "_activation_scale")
+_E4M3_NAMES = ("e4m3", "float8_e4m3fn")
+# What GPTQModel writes beside its scales, where the tensors or other keys say the same.
+_GPTQMODEL_KEYS = frozenset({"checkpoint_format", "method", "pack_dtype", "meta", "desc_act", "weight_scale_method"})
 # Writers use different keys for the storage type of the experts.
 _PACKED_EXPERTS = {"moe_quant_algo": ("NVFP4",), "moe_quant_format": ("nvfp4-pack-quantized",)}  # MiniMax-M3.1's
 _EXPERT_KEYS = {"store_dtype": ("mxfp4",), "routed_experts_quant_method": ("mxfp4",), "expert_dtype": ("fp4", "fp8")}
@@ -106,12 +111,13 @@ class Fp8(Format):
     used = frozenset(
         {
             "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "ignored_layers",
-            "modules_to_not_convert", *_EXPERT_KEYS, *_PACKED_EXPERTS,
+            "modules_to_not_convert", "format", "weight_scale_semantics", *_EXPERT_KEYS, *_PACKED_EXPERTS,
         }
     )  # fmt: skip
     ignored = (
         frozenset({"dequantize", "modules_to_convert", "kv_cache_scheme", "kv_cache_quant_algo", "activation_scale_ub"})
         | AUTO_ROUND_KEYS
+        | _GPTQMODEL_KEYS
     )
 
     def matches(self, config: Config) -> bool:
@@ -120,7 +126,8 @@ class Fp8(Format):
     def scheme(self, config: Config, module: Module) -> Scheme:
         if is_unquantized(config, module, _SCALE):
             return dense(module)
-        optional(config, "fmt", str, "e4m3", ("e4m3", "float8_e4m3fn"))
+        for key in ("fmt", "format"):
+            optional(config, key, str, "e4m3", _E4M3_NAMES)
         static = optional(config, "activation_scheme", str, "dynamic", ("dynamic", "static")) == "static"
         expert_types = {optional(config, key, str, None, legal) for key, legal in _EXPERT_KEYS.items()}
         if {"mxfp4", "fp4"} & expert_types and module.dtype(*WEIGHT) in PACKED_FP4:
@@ -130,7 +137,10 @@ class Fp8(Format):
         if None not in packed and any(map(module.has, ct.PACKED)):
             return ct.floats(NVFP4_DIV, (_INPUT_DIVISOR,))
         scale_name, scale = stored_scale(config, module, _SCALE)
-        return fp8_scheme(fp8_spec(self._block(config, module), scale=scale), scale_name, static=static)
+        spec = fp8_spec(self._block(config, module), scale=scale)
+        if optional(config, "weight_scale_semantics", str, None, ("inverse",)):
+            spec = _dividing(spec)
+        return fp8_scheme(spec, scale_name, static=static)
 
     def activations(self, config: Config, module: Module) -> ActivationSpec | None:
         spec = self.scheme(config, module).spec
@@ -188,8 +198,14 @@ class Fp8(Format):
         for method in BY_ROW:
             yield Example(method, _config({}, method), fp8_scheme(fp8_spec(CHANNEL), "F32"))
         yield Example(MX, _config({}, MX), fp8_scheme(MXFP8, "U8"))
+        inverse = {"weight_scale_semantics": "inverse", "format": "float8_e4m3fn"}
+        yield Example("channel-inverse", _config(inverse), fp8_scheme(_dividing(fp8_spec(CHANNEL)), "F32"))
         experts = mxfp4_scheme(WEIGHT, _SCALE, ("U8", "U8"))
         yield Example("mxfp4-experts", _config({**blocks, "store_dtype": "mxfp4"}), experts)
+
+
+def _dividing(spec: QuantSpec) -> QuantSpec:
+    return replace(spec, scales=(replace(spec.scales[0], op=DIV),))
 
 
 def _config(quant: Mapping[str, Any], method: str = "fp8") -> Config:

@@ -50,7 +50,7 @@ from lancebill.numbers.spec import (
 )
 
 MIXED = "MIXED_PRECISION"
-GROUPS = (16, 32, 64, 128, 256)  # of 4-bit integers
+GROUPS = (16, 32, 64, 128, 256)  # of algorithms without a fixed group
 # Suffixes of the module's name; the second is used for stacked experts.
 SCALE = (".weight_scale", "_weight_scale")
 MX_SCALE = (".weight_scale", ".weight_scale_inv", "_weight_scale")  # MiniMax-M3 is published with the second
@@ -74,8 +74,9 @@ class Algorithm:
         """The same algorithm with the group size of a config."""
         if not (self.grouped and size):
             return self
-        scale = self.spec.scales[0].dtype
-        return replace(self, spec=int_spec(4, group(size), scale=scale), scale_axes=(f"n k/{size}",))
+        first, *rest = self.spec.scales
+        spec = replace(self.spec, scales=(replace(first, block=group(size)), *rest))
+        return replace(self, spec=spec, scale_axes=(f"n k/{size}",))
 
 
 STATIC_FP8 = ActivationSpec(FP8_TENSOR, static=True)
@@ -87,7 +88,7 @@ ALGORITHMS = {
     "NVFP4": Algorithm(NVFP4, ("n k/16",), ActivationSpec(NVFP4), calibrated=True),
     "NVFP4_AWQ": Algorithm(NVFP4, ("n k/16",), ActivationSpec(NVFP4), calibrated=True, smoothed=True),
     "W4A16_NVFP4": Algorithm(NVFP4, ("n k/16",)),
-    "W4A8_NVFP4_FP8": Algorithm(NVFP4, ("n k/16",), STATIC_FP8, calibrated=True),
+    "W4A8_NVFP4_FP8": Algorithm(NVFP4, ("n k/16",), STATIC_FP8, calibrated=True, grouped=True),
     "MXFP8": Algorithm(MXFP8, ("n k/32",), ActivationSpec(MXFP8)),
     "MXFP4": Algorithm(MXFP4, ("n k/32",), ActivationSpec(MXFP4)),
     "W4A8_MXFP4_FP8": Algorithm(MXFP4, ("n k/32",), STATIC_FP8, calibrated=True),
@@ -150,6 +151,9 @@ class ModelOpt(Format):
         bf16 = _build(ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"], BF16)
         quant = {"quant_algo": "fp8_per_channel_per_token", "exclude_modules": ["lm_head"]}
         yield Example("bf16-scales", Config(quant=quant, method="modelopt"), bf16, bias=True)
+        wide = ALGORITHMS["W4A8_NVFP4_FP8"].with_group(32)
+        config = Config(quant={"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}, method="modelopt")
+        yield Example("nvfp4-g32", config, _build(wide, F32))
         groups = {
             "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
             "group_1": {"targets": ["*self_attn*"], "weights": {"num_bits": 8, "type": "float"}},
@@ -205,16 +209,19 @@ def _algorithm(config: Config, module: Module) -> Algorithm | None:
             )
         algorithm = algorithms.pop()
     if algorithm is not None and config.quant.get("group_size") is None:
-        return algorithm.with_group(_stored_group(module))
+        return algorithm.with_group(_stored_group(module, algorithm.spec))
     return algorithm
 
 
-def _stored_group(module: Module) -> int | None:
-    """Columns per scale, by the headers: config.json has no `group_size`, hf_quant_config.json has."""
+def _stored_group(module: Module, spec: QuantSpec) -> int | None:
+    """Columns per scale, by the headers: config.json has no `group_size`, hf_quant_config.json has.
+
+    Integers share a byte with those of the next row, mini-floats with those of the next column.
+    """
     codes, scales = (next((module.stored[s] for s in names if module.has(s)), None) for names in (WEIGHT, SCALE))
     if codes is None or scales is None or not codes.shape or not scales.shape or not scales.shape[-1]:
         return None
-    size = codes.shape[-1] // scales.shape[-1]
+    size = codes.shape[-1] * (1 if is_integer(spec) else 8 // spec.dtype.bits) // scales.shape[-1]
     return size if size in GROUPS else None
 
 
