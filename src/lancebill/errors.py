@@ -96,7 +96,11 @@ class WrongShape(CheckpointError):
 
 
 class WrongDtype(CheckpointError):
-    """A stored dtype is not allowed for this part of the format, or experts of one layer have different specs."""
+    """A stored dtype is not allowed for this part of the format."""
+
+
+class MixedSpecs(WrongDtype):
+    """Experts of one layer, or gate and up, have different specs: no layer holds them, but they can be converted."""
 
 
 class BadValue(CheckpointError):

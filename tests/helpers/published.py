@@ -66,6 +66,11 @@ def _size(projection: str) -> tuple[int, int]:
     return (HIDDEN, INTER) if projection == "down" else (INTER, HIDDEN)
 
 
+def bf16(n: int, k: int) -> tuple[Stored, Tensor]:
+    matrix = torch.randn(n, k).bfloat16()
+    return {".weight": matrix}, matrix.float()
+
+
 def pairs(codes: Tensor) -> Tensor:
     """Two codes in a byte, the first in the low nibble."""
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)

@@ -24,6 +24,7 @@ REFUSED = {
     "vptq": "a code stands for a vector of several weights",
     "higgs": "a code stands for a vector of several weights, and inputs are rotated",
     "spqr": "outliers are stored apart, as a sparse matrix",
+    "fastdeploy": "PaddlePaddle stores codes in layouts of its own",
     "fp_quant": "weights are rotated by a Hadamard matrix, so inputs must be rotated too",
 }
 
@@ -63,6 +64,7 @@ def detect(config: Config) -> Format:
             where=config.source,
             expected=f"one of {', '.join(registry())}",
             got=f"keys {', '.join(sorted(config.quant)) or 'none'}",
+            hint="use a checkpoint in one of these formats",
         )
     names = ", ".join(f.name for f in matching)
     raise UnsupportedFormat(f"more than one format matches quant_method {method}: {names}", where=config.source)

@@ -49,6 +49,7 @@ from lancebill.numbers.spec import (
     FP8_CHANNEL,
     FP8_TENSOR,
     MUL,
+    MXFP4,
     MXFP8,
     NVFP4_DIV,
     TENSOR,
@@ -111,7 +112,8 @@ class Fp8(Format):
     used = frozenset(
         {
             "fmt", "activation_scheme", "weight_block_size", "scale_fmt", "ignored_layers",
-            "modules_to_not_convert", "format", "weight_scale_semantics", *_EXPERT_KEYS, *_PACKED_EXPERTS,
+            "modules_to_not_convert", "format", "weight_scale_semantics", "mxfp4_block_size", *_EXPERT_KEYS,
+            *_PACKED_EXPERTS,
         }
     )  # fmt: skip
     ignored = (
@@ -131,6 +133,7 @@ class Fp8(Format):
         static = optional(config, "activation_scheme", str, "dynamic", ("dynamic", "static")) == "static"
         expert_types = {optional(config, key, str, None, legal) for key, legal in _EXPERT_KEYS.items()}
         if {"mxfp4", "fp4"} & expert_types and module.dtype(*WEIGHT) in PACKED_FP4:
+            optional(config, "mxfp4_block_size", int, MXFP4.group, (MXFP4.group,))
             stored = stored_as(module, WEIGHT, PACKED_FP4), stored_as(module, _SCALE, EXPONENTS)
             return mxfp4_scheme(WEIGHT, _SCALE, stored)
         packed = {optional(config, key, str, None, legal) for key, legal in _PACKED_EXPERTS.items()}

@@ -49,7 +49,9 @@ class W4AFp8(Format):
     used = frozenset(
         {"group_size", "weight_block_size", "activation_scheme", "ignored_layers", "modules_to_not_convert"}
     )
-    ignored = frozenset({"linear_activation_scheme", "moe_activation_scheme", "fmt", "kv_cache_scheme"})
+    ignored = frozenset(
+        {"linear_activation_scheme", "moe_activation_scheme", "fmt", "kv_cache_scheme", "ignore"}
+    )  # the last says what the tensors say
 
     def matches(self, config: Config) -> bool:
         return config.method == METHOD

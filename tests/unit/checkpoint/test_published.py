@@ -22,8 +22,10 @@ from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.resolve.manifest import build
 from lancebill.cli.convert import run_conversion, target_of
 from lancebill.cli.verify import examine
+from lancebill.errors import MixedSpecs
 from lancebill.numbers.codec import dequantize
 
+OPTIONS = {"device": "cpu", "mx_rule": "floor", "search": False, "overwrite": False, "experts_only": False}
 MLP, ROUTER = "model.layers.0.mlp.experts.", "model.layers.0.mlp.gate.weight"
 
 
@@ -248,12 +250,46 @@ def same(got: Tensor, matrix: Tensor) -> bool:
 )
 def test_a_conversion_leaves_no_section_of_its_source(name: str, tmp_path: Path) -> None:
     source = PUBLISHED[name]().write(tmp_path / "source")
-    options = {"device": "cpu", "mx_rule": "floor", "search": False, "overwrite": False, "experts_only": False}
-    run_conversion(source, tmp_path / "out", target_of("mxfp4"), options)
+    run_conversion(source, tmp_path / "out", target_of("mxfp4"), OPTIONS)
     report = examine(tmp_path / "out", strict=True)
     assert report.ok, [problem.render() for problem in report.problems]
     assert "quantization" not in json.loads((tmp_path / "out/config.json").read_text())
     assert not (tmp_path / "out/quant_cfg.json").exists()
+
+
+@pytest.mark.parametrize("quant, files, reason", [
+    ({"quantization": "wint2", "moe_quant_type": "w4w2"}, {}, "PaddlePaddle"),
+    ({"quant_method": "slimquant_w4a8"}, {}, "one of these formats"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "hf_quant_config.json"),
+    (None, {"params.json": {"dim": HIDDEN}}, "Mistral's own layout"),
+], ids=["paddle", "unknown", "modelopt without layers", "mistral"])  # fmt: skip
+def test_what_cannot_be_read_is_refused_with_a_reason(
+    quant: dict[str, Any] | None, files: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    made = Published(QWEN | {"quantization_config": quant}, p.experts(p.int4_words, MLP))
+    folder = made.write(tmp_path)
+    if files:
+        (tmp_path / "config.json").unlink()
+        p.write(folder, files, made.experts[0])
+    report = examine(folder)
+    assert len(report.problems) == 1 and reason in report.problems[0].render()
+
+
+def test_gate_and_up_of_different_types_can_be_converted(tmp_path: Path) -> None:
+    """As tools choose bits for each matrix: no layer can hold them, but each matrix is read by itself."""
+    packed, plain = p.experts(p.mlx, MLP), p.experts(p.bf16, MLP)
+    chosen = {name: tensor for name, tensor in packed[0].items() if "up_proj" not in name}
+    chosen |= {name: tensor for name, tensor in plain[0].items() if "up_proj" in name}
+    source = Published(QWEN | {"quantization": AFFINE}, (chosen, packed[1])).write(tmp_path / "source")
+    report = examine(source)
+    assert {type(problem) for problem in report.problems} == {MixedSpecs}
+    assert all("lancebill convert" in str(problem.hint) for problem in report.problems)
+    run_conversion(source, tmp_path / "out", target_of("fp32"), OPTIONS)
+    truth = packed[1] | {key: matrix for key, matrix in plain[1].items() if key[1] == "up"}
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        layer = build(checkpoint.config, checkpoint.headers).layers[0]
+        for key, matrix in truth.items():
+            assert same(dequantize(load_projection(checkpoint.read, layer.projections[key])), matrix), key
 
 
 @pytest.mark.parametrize("targets", [["Qwen3MoeMLP"], ["model.layers.0.mlp.experts"], []], ids=str)

@@ -37,6 +37,7 @@ TELLTALE_KEYS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"zero_point"}), "awq"),
     (frozenset({"config_groups"}), "compressed-tensors"),
     (frozenset({"bits", "group_size", "mode"}), "mlx"),
+    (frozenset({"quantization"}), "fastdeploy"),
 )
 
 # Published configs that do not say how the experts are stored. transformers writes it when it saves such a model.

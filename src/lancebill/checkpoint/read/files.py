@@ -16,7 +16,7 @@ from types import MappingProxyType, TracebackType
 
 from torch import Tensor
 
-from lancebill.checkpoint.read.config import CONFIG_FILES, read_config, read_json
+from lancebill.checkpoint.read.config import CONFIG_FILES, MODEL_CONFIG, read_config, read_json
 from lancebill.checkpoint.read.file_bytes import open_read, reason
 from lancebill.checkpoint.read.gguf import read_gguf, split_files
 from lancebill.checkpoint.read.safetensors import read_header
@@ -36,6 +36,7 @@ from lancebill.formats.stored import Config, Stored
 
 MAX_NAME = 512  # characters of a tensor name: bounds the cost of pattern matching and of numbers in names
 INDEX = "model.safetensors.index.json"
+MISTRAL_CONFIG = "params.json"
 TENSOR_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 INDEX_SUFFIX = ".index.json"
 
@@ -160,10 +161,22 @@ def _open_folder(folder: Path) -> Checkpoint:
         return _open_indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if files:
+        _refuse_mistral(folder)
         for file in files:
             _check_inside(file, folder)
         return Checkpoint(folder, read_config(folder), [t for file in files for t in read_header(file)], files=files)
     return _open_gguf_folder(folder)
+
+
+def _refuse_mistral(folder: Path) -> None:
+    if (folder / MISTRAL_CONFIG).exists() and not (folder / MODEL_CONFIG).exists():
+        raise CheckpointError(
+            "Mistral's own layout of files is not read",
+            where=str(folder),
+            expected=f"{MODEL_CONFIG}, and tensors with transformers' names",
+            got=MISTRAL_CONFIG,
+            hint="most models are published in both layouts: download the files of transformers' too",
+        )
 
 
 def _open_indexed(folder: Path) -> Checkpoint:

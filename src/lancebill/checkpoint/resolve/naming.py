@@ -277,6 +277,10 @@ TABLE: tuple[Naming, ...] = (
         NameForm(
             "blk.{layer}", {GATE_UP: ".ffn_gate_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, prefixes=("",)
         ),
+        NameForm(  # before experts were stacked
+            "blk.{layer}", {GATE: ".ffn_gate.{expert}", UP: ".ffn_up.{expert}", DOWN: ".ffn_down.{expert}"},
+            exclusive=False, prefixes=("",),
+        ),
     ), Router(
         "blk.{layer}.ffn_gate_inp.weight",
         bias="blk.{layer}.ffn_gate_inp.bias",

@@ -15,6 +15,7 @@ from lancebill.errors import (
     CheckpointError,
     DuplicateTensor,
     MissingTensor,
+    MixedSpecs,
     UnexpectedTensor,
     WrongDtype,
     WrongShape,
@@ -349,11 +350,12 @@ class LayerBuilder:
         for p in members[1:]:
             if (p.scheme.spec, p.scheme.act_order) != (first.scheme.spec, first.scheme.act_order):
                 self.problems.append(
-                    WrongDtype(
+                    MixedSpecs(
                         "all experts of a layer, and gate and up, must have the same spec",
                         where=p.where,
                         expected=f"{_kind(first.scheme)}, as {first.where}",
                         got=_kind(p.scheme),
+                        hint="`lancebill convert` gives all of them one spec",
                     )
                 )
 

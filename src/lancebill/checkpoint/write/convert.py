@@ -25,7 +25,7 @@ from lancebill.checkpoint.worker_threads import map_in_order
 from lancebill.checkpoint.write.rest import RestModule
 from lancebill.checkpoint.write.save import CheckpointWriter
 from lancebill.checkpoint.write.target import GGUF, Job, Output, Target, plan_output
-from lancebill.errors import UnsupportedFormat
+from lancebill.errors import MixedSpecs, UnsupportedFormat
 from lancebill.formats.base import Scheme
 from lancebill.numbers.codec import FLOOR, Loss, dequantize, keeps_codes, loss, quantize, recasts, requantize
 from lancebill.numbers.dtypes import ZERO16
@@ -80,7 +80,7 @@ def plan_conversion(
     """Check the source and plan the output; reads headers only. `rest`: modules outside the experts as a model has
     them."""
     manifest = manifests.build(source.config, source.headers)
-    manifest.check(str(source.path))
+    manifest.check(str(source.path), allowed=(MixedSpecs,))  # every matrix is converted by itself
     if manifest.naming.family == GGUF and not options.experts_only:
         raise UnsupportedFormat(
             "only the experts of a GGUF file can be converted: the names and layouts of its other tensors differ",
