@@ -87,6 +87,42 @@ def llama4_fp8() -> Published:
     })  # fmt: skip
 
 
+def modelopt_gpt_oss() -> Published:
+    """NVFP4 by ModelOpt: codes and scales are transposed like the matrices, and all experts share one factor."""
+    tensors, truth = {}, {}
+    for name, n, k in (("gate_up_proj", 2 * INTER, HIDDEN), ("down_proj", HIDDEN, INTER)):
+        made = [p.nvfp4(n, k) for _ in range(EXPERTS)]
+        tensors[MLP + name] = torch.stack([stored[".weight"] for stored, _ in made]).mT
+        scales = torch.stack([stored[".weight_scale"].view(torch.uint8) for stored, _ in made])
+        tensors[f"{MLP}{name}_weight_scale"] = scales.mT.contiguous().view(torch.float8_e4m3fn)
+        factor = tensors[f"{MLP}{name}_weight_scale_2"] = torch.tensor(0.5)
+        tensors[f"{MLP}{name}_bias"] = torch.randn(EXPERTS, n).bfloat16()
+        for expert, (stored, matrix) in enumerate(made):
+            matrix = matrix / stored[".weight_scale_2"] * factor
+            found = {"gate": matrix[0::2], "up": matrix[1::2]} if k == HIDDEN else {"down": matrix}
+            truth |= {(expert, projection): rows for projection, rows in found.items()}
+    router = "model.layers.0.mlp.router."
+    others = {router + "weight": torch.randn(EXPERTS, HIDDEN), router + "bias": torch.randn(EXPERTS)}
+    config = p.model("gpt_oss", num_local_experts=EXPERTS, num_experts=..., swiglu_limit=7.0)
+    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*router*"]}
+    return Published(config | {"quantization_config": quant}, (tensors, truth), others)
+
+
+def modelopt_qwen3_vl() -> Published:
+    """A list of modules for each projection: the number of the expert comes last."""
+    home = "model.language_model.layers.0.mlp.experts."
+    tensors, truth = p.experts(p.nvfp4, home)
+    turned = {}
+    for name, tensor in tensors.items():
+        expert, projection, part = name.removeprefix(home).split(".")
+        turned[f"{home}{projection}.{expert}.{part}"] = tensor
+    quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*gate"]}
+    text = p.model("qwen3_vl_moe_text", norm_topk_prob=True)
+    config = {"model_type": "qwen3_vl_moe", "text_config": text, "quantization_config": quant}
+    gate = {"model.language_model.layers.0.mlp.gate.weight": torch.randn(EXPERTS, HIDDEN)}
+    return Published(config, (turned, truth), gate)
+
+
 QWEN = p.model("qwen3_moe", norm_topk_prob=True)
 LAYERS = {f"{MLP}{e}.{name}_proj": {"quant_algo": "NVFP4"} for e in range(EXPERTS) for name in ("gate", "up", "down")}
 MIXED = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
@@ -184,6 +220,8 @@ AFFINE = {"group_size": 64, "bits": 4}
 PUBLISHED: dict[str, Callable[[], Published]] = {
     "unsloth gpt-oss": unsloth_gpt_oss,
     "llama4 fp8": llama4_fp8,
+    "gpt-oss, nvfp4 by ModelOpt": modelopt_gpt_oss,
+    "qwen3-vl, nvfp4 by ModelOpt": modelopt_qwen3_vl,
     "modelopt, layers in another file": modelopt(
         MIXED, {"hf_quant_config.json": {"producer": PRODUCER, "quantization": MIXED | {"quantized_layers": LAYERS}}}
     ),

@@ -40,6 +40,7 @@ _FUSED_EACH = {GATE_UP: ".{expert}.gate_up_proj", DOWN: ".{expert}.down_proj"}
 _LINEAR_NAMES = {GATE_UP: ".input_linear", DOWN: ".output_linear"}
 _W13_EACH = {GATE_UP: ".{expert}.w13", DOWN: ".{expert}.w2"}
 _LISTED_NAMES = {GATE_UP: ".gate_up_projs.{expert}", DOWN: ".down_projs.{expert}"}  # lists of modules
+_LISTED_EACH = {GATE: ".gate_proj.{expert}", UP: ".up_proj.{expert}", DOWN: ".down_proj.{expert}"}
 _SEPARATE_NAMES = {GATE: ".gate_proj", UP: ".up_proj", DOWN: ".down_proj"}
 _BOTH = (GATE_UP, DOWN)
 
@@ -132,9 +133,9 @@ TABLE: tuple[Naming, ...] = (
     Naming("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), _STANDARD),
     Naming("qwen4_exp", ("qwen4_exp", "qwen4_exp_text"), _STANDARD),
     Naming("qwen3_omni_moe", ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"), _STANDARD),
-    Naming(
-        "qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), (_STANDARD[0], _STACKED_TRANSPOSED, _MLP_STACKED, _MLX)
-    ),
+    Naming("qwen3_vl_moe", ("qwen3_vl_moe", "qwen3_vl_moe_text"), (
+        _STANDARD[0], _STACKED_TRANSPOSED, _MLP_STACKED, _MLX, NameForm(_MLP, _LISTED_EACH),  # the last: ModelOpt
+    )),
     Naming("olmoe", ("olmoe",), _STANDARD),
     Naming("flex_olmo", ("flex_olmo",), _STANDARD),
     Naming("mellum", ("mellum",), _STANDARD),

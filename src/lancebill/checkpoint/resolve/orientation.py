@@ -8,16 +8,21 @@ COLUMN = "n 1"  # the axes of one number for each row of a matrix
 
 
 def orientations(axes: str, transposed: bool) -> tuple[bool, ...]:
-    """Whether a part may be stored reversed. Next to transposed matrices, a column of scales has either shape:
-    Llama-4's fp8 experts have [1, N] for one matrix and [N, 1] for the other.
+    """Whether a part may be stored reversed.
+
+    Next to transposed matrices, other parts have either shape. Llama-4's fp8 experts have scales [1, N] for one matrix
+    and [N, 1] for the other; ModelOpt turns packed codes and their scales too, other tools do not.
     """
     if not transposed:
         return (False,)
-    return (False, True) if axes == COLUMN else (is_matrix_like(axes),)
+    if is_matrix_like(axes):
+        return (True,)
+    both = axes == COLUMN or [axis.symbol for axis in ax.parse(axes)] == ["n", "k"]
+    return (False, True) if both else (False,)
 
 
 def is_matrix_like(axes: str) -> bool:
-    """Whether a transposed export transposes a part with these axes: matrices and block scales."""
+    """Whether every transposed export transposes a part with these axes: matrices and block scales."""
     parsed = ax.parse(axes)
     return (
         len(parsed) == 2
