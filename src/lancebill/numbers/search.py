@@ -18,19 +18,20 @@ import torch
 from torch import Tensor
 
 from lancebill.numbers.blocks import apply_per_block, finest, reduce_blocks, rows_of
-from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, TERNARY
-from lancebill.numbers.native.rounding import BlockNumbers, try_scales
+from lancebill.numbers.dtypes import E8M0, FLOAT, INTEGER, TERNARY, DType
+from lancebill.numbers.native.rounding import BlockNumbers, best_scales, scale_errors
 from lancebill.numbers.scales import Grid, Levels, Rows, reach_of
 from lancebill.numbers.spec import ALL, DIV, TENSOR, QuantSpec, Scale
 
-_CHUNK = 1 << 19  # elements rounded at a time
+_CHUNK = 1 << 20  # elements rounded at a time
 # What is tried besides the fitted scale: offsets of its code if it is a small float, else factors. More of them take
-# longer and give little: twice as many would lower the error by another few percent, of fp8 rows by a quarter.
+# longer and give little.
 _NEXT_POWER = (1,)
 _NEIGHBOURS = (-1, 4, 5)  # four or five of E4M3's codes are a factor of 1.5: 4 in place of 6 for the largest value
-_CLIPPED = (0.95, 0.88, 0.8)
-_OCTAVE = (1.2, 1.4, 1.7)  # the steps of floats repeat after an octave
-_TERNARY = (1.15, 1.3, 1.45, 1.6)  # times the mean magnitude
+_CLIPPED = {2: (0.9, 0.8), 3: (0.95, 0.88), 4: (0.97, 0.93), 5: (0.97,)}  # by bits: with more, nothing is gained
+_CLIPPED_CODEBOOK = (0.95, 0.88)
+_OCTAVE = (1.4, 1.7)  # the steps of floats repeat after an octave
+_TERNARY = (1.3, 1.6)  # times the mean magnitude
 
 
 def search_pays(spec: QuantSpec) -> bool:
@@ -62,7 +63,7 @@ def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec:
         factors = scale.dtype.decode(candidates)
         outer_of = outer if len(outer) == 1 else outer[blocks]
         steps = outer_of / factors if scale.op == DIV else outer_of * factors
-        chosen[blocks] = _least(candidates, trial.errors(steps, low, high))
+        chosen[blocks] = candidates.gather(0, trial.best(steps, low, high)[None])[0]
     return replace(levels, scales=tuple(chosen if i == inner else t for i, t in enumerate(levels.scales)))
 
 
@@ -85,12 +86,12 @@ def _factors(spec: QuantSpec) -> tuple[float, ...]:
         return _TERNARY
     if dtype.kind == FLOAT:
         return _OCTAVE
-    if dtype.kind == INTEGER and dtype.bits == 8:  # clipping costs more than finer steps give
-        return ()
-    if dtype.kind == INTEGER and spec.zero is None and 0 < dtype.max < -dtype.min:
+    if dtype.kind != INTEGER:
+        return _CLIPPED_CODEBOOK
+    if spec.zero is None and dtype.bits < 8 and 0 < dtype.max < -dtype.min:
         outermost = reach_of(dtype) / -dtype.min  # one side has a step more: the largest value on it, by the sign
         return outermost, -outermost
-    return _CLIPPED
+    return _CLIPPED.get(dtype.bits, ())
 
 
 def _bands(size: tuple[int, int], side: int) -> Iterator[tuple[int, int]]:
@@ -98,6 +99,9 @@ def _bands(size: tuple[int, int], side: int) -> Iterator[tuple[int, int]]:
     n, k = size
     step = n if side == ALL else max(1, _CHUNK // (k * side)) * side
     return ((low, min(n, low + step)) for low in range(0, n, step))
+
+
+_Inputs = tuple[Tensor, Tensor, int, DType, BlockNumbers | None]  # of the native calls
 
 
 @dataclass(frozen=True)
@@ -109,38 +113,44 @@ class _Trial:
     levels: Levels
     grid: Grid
 
-    def errors(self, steps: Tensor, low: int, high: int) -> Tensor:
-        """The sum of weighted squared errors of each block of rows [low, high), for each candidate.
+    def best(self, steps: Tensor, low: int, high: int) -> Tensor:
+        """The index of the candidate with the least error, for each block of rows [low, high).
 
         `steps` is [candidates, blocks of these rows, blocks along k].
         """
         (_, k), side = self.grid.size, self.grid.block[0]
         if side == 1:
-            return self._rounded(steps, low, high)
+            found = best_scales(*self._inputs(steps, low, high))
+            return _least(self._errors(steps, low, high)) if found is None else found
         per_row = torch.empty(len(steps), high - low, steps.shape[2], device=self.grid.device)
         count = max(1, _CHUNK // k)
         for first in range(low, high, count):
             last = min(high, first + count)
             ours = torch.stack([rows_of(step, side, first - low, last - low) for step in steps])
             ours = ours.expand(-1, last - first, -1).contiguous()
-            per_row[:, first - low : last - low] = self._rounded(ours, first, last)
-        return reduce_blocks(torch.sum, per_row, 1, side)
+            per_row[:, first - low : last - low] = self._errors(ours, first, last)
+        return _least(reduce_blocks(torch.sum, per_row, 1, side))
 
-    def _rounded(self, steps: Tensor, low: int, high: int) -> Tensor:
+    def _errors(self, steps: Tensor, low: int, high: int) -> Tensor:
         """The weighted squared errors of rows [low, high) with these steps, summed over the columns of each block."""
-        values, side, zero = self.rows(low, high), self.grid.block[1], None
+        inputs = self._inputs(steps, low, high)
+        errors = scale_errors(*inputs)
+        return torch.stack([self._errors_of(each, inputs) for each in steps]) if errors is None else errors
+
+    def _inputs(self, steps: Tensor, low: int, high: int) -> _Inputs:
+        values, zero = self.rows(low, high), None
         if self.spec.zero is not None and self.levels.zero is not None:
             level = self.spec.zero
             numbers = level.dtype.decode(rows_of(self.levels.zero, level.block[0], low, high))
             zero = BlockNumbers(numbers, level.block[1])
-        errors = try_scales(values, steps, side or values.shape[1], self.spec.dtype, zero)
-        return torch.stack([self._errors(values, each, side, zero) for each in steps]) if errors is None else errors
+        return values, steps, self.grid.block[1] or values.shape[1], self.spec.dtype, zero
 
-    def _errors(self, values: Tensor, step: Tensor, side: int, zero: BlockNumbers | None) -> Tensor:
+    def _errors_of(self, step: Tensor, inputs: _Inputs) -> Tensor:
+        values, _, side, dtype, zero = inputs
         position = apply_per_block(torch.mul, values, 1 / step, side)
         if zero is not None:
             apply_per_block(torch.add, position, zero.numbers, zero.side, out=position)
-        error = self.spec.dtype.nearest(position).sub_(position).mul_(values).square_()
+        error = dtype.nearest(position).sub_(position).mul_(values).square_()
         return reduce_blocks(_sum_by_halves, error, 1, side).mul_(step.square())
 
 
@@ -155,10 +165,10 @@ def _sum_by_halves(numbers: Tensor, axis: int, keepdim: bool = False) -> Tensor:
     return numbers if keepdim else numbers.squeeze(-1)
 
 
-def _least(candidates: Tensor, errors: Tensor) -> Tensor:
-    """The candidate with the least error in each block; the first of equal ones. NaN is never less."""
-    best, least = candidates[0], errors[0]
-    for candidate, error in zip(candidates[1:], errors[1:]):
+def _least(errors: Tensor) -> Tensor:
+    """The index of the least error in each block; the first of equal ones. NaN is never less."""
+    best, least = torch.zeros(errors.shape[1:], dtype=torch.int64, device=errors.device), errors[0]
+    for index, error in enumerate(errors[1:], 1):
         better = error < least
-        best, least = torch.where(better, candidate, best), torch.where(better, error, least)
+        best, least = best.masked_fill_(better, index), torch.where(better, error, least)
     return best

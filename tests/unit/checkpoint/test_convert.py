@@ -186,6 +186,13 @@ def test_a_gpu_writes_the_same_bytes(to: str, tmp_path: Path) -> None:
     assert reports[0].total.saturated == reports[1].total.saturated
 
 
+def has_negative_scales(path: Path) -> bool:
+    """Scale search gives them to symmetric integers, and other readers must take them as they are."""
+    with Checkpoint.open(path) as checkpoint:
+        scales = (checkpoint.read(name) for name in checkpoint.tensors if name.endswith("weight_scale"))
+        return any(bool((scale.float() < 0).any()) for scale in scales)
+
+
 @pytest.mark.parametrize("to", ["int4-g128", "int8", "fp8-channel", "mxfp4"])
 def test_transformers_loads_the_whole_model(to: str, tmp_path: Path) -> None:
     """transformers computes bitwise the same logits from the converted model and from its dequantised weights: expert
@@ -195,6 +202,7 @@ def test_transformers_loads_the_whole_model(to: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", Geometry(experts=4, hidden=256, intermediate=128, layers=2))
     run_conversion(tmp_path / "model", tmp_path / "small", to)
     run_conversion(tmp_path / "small", tmp_path / "dense", "bf16")
+    assert has_negative_scales(tmp_path / "small") == (to == "int4-g128")
     logits = []
     for name in ("small", "dense", "model"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)

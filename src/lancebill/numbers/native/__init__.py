@@ -85,6 +85,7 @@ class TrialsStruct(Structure):
         ("values", c_void_p),
         ("steps", c_void_p),
         ("errors", c_void_p),
+        ("best", c_void_p),
         ("rows", c_int64),
         ("columns", c_int64),
         ("candidates", c_int32),

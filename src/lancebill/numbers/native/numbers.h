@@ -59,6 +59,7 @@ typedef struct lancebill_trials {
   const float *values; /* [rows][columns] */
   const float *steps;  /* [candidates][rows][blocks]: a position is value * (1 / step) + zero */
   float *errors;       /* [candidates][rows][blocks]: step**2 * sum of ((rounded position - position) * value)**2 */
+  int64_t *best;       /* [rows][blocks]: the candidate with the least error, the first of equal ones */
   int64_t rows, columns;
   int32_t candidates;
   int32_t side; /* columns of a block; the last one of a row may have fewer */

@@ -62,20 +62,34 @@ def round_rows(
     return work
 
 
-def try_scales(values: Tensor, steps: Tensor, side: int, dtype: DType, zero: BlockNumbers | None) -> Tensor | None:
+def scale_errors(values: Tensor, steps: Tensor, side: int, dtype: DType, zero: BlockNumbers | None) -> Tensor | None:
     """Weighted squared errors [candidates, rows, blocks] with steps of the same shape.
 
     Blocks have `side` columns. None if it does not apply.
     """
-    code_type = _code_type(dtype)
-    calls = library_for(values, steps, *([] if zero is None else [zero.numbers]))
-    if calls is None or code_type is None or (dtype.kind == FLOAT and (dtype.min == 0 or zero is not None)):
-        return None
     errors = torch.empty_like(steps)
-    addresses = (values.data_ptr(), steps.data_ptr(), errors.data_ptr())
-    work = TrialsStruct(*addresses, *values.shape, len(steps), side, _struct(zero), code_type)
+    return errors if _try_scales(values, steps, side, dtype, zero, errors=errors) else None
+
+
+def best_scales(values: Tensor, steps: Tensor, side: int, dtype: DType, zero: BlockNumbers | None) -> Tensor | None:
+    """As `scale_errors`, but only the index of the least error in each block, the first of equal ones: int64."""
+    best = torch.empty(steps.shape[1:], dtype=torch.int64, device=steps.device)
+    return best if _try_scales(values, steps, side, dtype, zero, best=best) else None
+
+
+def _try_scales(
+    values: Tensor, steps: Tensor, side: int, dtype: DType, zero: BlockNumbers | None, **results: Tensor
+) -> bool:
+    code_type = _code_type(dtype)
+    calls = library_for(values, steps, *results.values(), *([] if zero is None else [zero.numbers]))
+    if calls is None or code_type is None or (dtype.kind == FLOAT and (dtype.min == 0 or zero is not None)):
+        return False
+    work = TrialsStruct(values.data_ptr(), steps.data_ptr())
+    work.rows, work.columns, work.candidates, work.side = *values.shape, len(steps), side
+    work.zero, work.type = _struct(zero), code_type
+    work.errors, work.best = (results[name].data_ptr() if name in results else None for name in ("errors", "best"))
     calls.lancebill_try_scales(byref(work))
-    return errors
+    return True
 
 
 def _struct(level: BlockNumbers | None) -> LevelStruct:

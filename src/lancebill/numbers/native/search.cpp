@@ -2,7 +2,7 @@
 // The errors of several scales for every block: see `_Trial` in numbers/search.py, which sums in the same order.
 //
 // Clamps are single instructions only if nothing is NaN or minus zero. Where a step is zero, errors may be NaN all the
-// same: the comparison that follows, in torch, takes another scale.
+// same: errors are compared by their bits, or by torch.
 #include <vector>
 
 #include "encode.h"
@@ -20,15 +20,22 @@ int64_t power_of_two_from(int64_t count) {
   return power;
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
+LANCEBILL_INLINE Four four_at(const float* numbers) {
+  Four four;
+  std::memcpy(&four, numbers, sizeof(four));
+  return four;
+}
+
 // Adds the upper half to the lower one until one number is left. `count` is a power of two of at least kLanes.
 LANCEBILL_INLINE float sum_by_halves(float* numbers, int64_t count) {
   for (count /= 2; count >= kLanes; count /= 2) {
     for (int64_t i = 0; i < count; i++) numbers[i] += numbers[i + count];
   }
-  float eight[8], four[4];
-  for (int i = 0; i < 8; i++) eight[i] = numbers[i] + numbers[i + 8];
-  for (int i = 0; i < 4; i++) four[i] = eight[i] + eight[i + 4];
-  return (four[0] + four[2]) + (four[1] + four[3]);
+  // Written with vectors: left alone, compilers take the last sixteen numbers apart.
+  const Four sum = (four_at(numbers) + four_at(numbers + 8)) + (four_at(numbers + 4) + four_at(numbers + 12));
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // The weighted squared error of one value. Its sign does not matter, so floats are rounded without theirs.
@@ -58,18 +65,31 @@ LANCEBILL_INLINE float try_scale(const lancebill_code_type& type, const float* _
   return sum_by_halves(errors, padded);
 }
 
+// Whether an error, a sum of squares, is less than another. NaN is neither less nor more.
+LANCEBILL_INLINE bool is_less(float error, float least) {
+  constexpr uint32_t kInfinity = 0x7F800000;
+  return bits_of(error) < bits_of(least) && bits_of(least) <= kInfinity;
+}
+
 template <int kEncoding, int kCount>
 LANCEBILL_INLINE void try_scales(const lancebill_trials& t, float* scratch) {
   const lancebill_code_type type = t.type;
   const int64_t blocks = (t.columns + t.side - 1) / t.side, all = t.rows * blocks;
-  for (int64_t at = 0; at < all; at++) {
-    const int64_t row = at / blocks, first = at % blocks * t.side, count = std::min<int64_t>(t.side, t.columns - first);
-    const float* values = t.values + row * t.columns + first;
-    const float zero = t.zero.numbers == nullptr ? -0.0f : number_at(t.zero, row, first);
-    for (int64_t c = 0; c < t.candidates; c++) {
-      const float step = t.steps[c * all + at];
-      const float error = try_scale<kEncoding, kCount>(type, values, count, 1 / step, zero, scratch);
-      t.errors[c * all + at] = error * (step * step);
+  for (int64_t at = 0, row = 0; row < t.rows; row++) {
+    for (int64_t first = 0; first < t.columns; first += t.side, at++) {
+      const int64_t count = std::min<int64_t>(t.side, t.columns - first);
+      const float* values = t.values + row * t.columns + first;
+      const float zero = t.zero.numbers == nullptr ? -0.0f : number_at(t.zero, row, first);
+      float least = 0;
+      int64_t best = 0;
+      for (int64_t c = 0; c < t.candidates; c++) {
+        const float step = t.steps[c * all + at];
+        const float error =
+            try_scale<kEncoding, kCount>(type, values, count, 1 / step, zero, scratch) * (step * step);
+        if (t.errors != nullptr) t.errors[c * all + at] = error;
+        if (c == 0 || is_less(error, least)) least = error, best = c;
+      }
+      if (t.best != nullptr) t.best[at] = best;
     }
   }
 }
