@@ -92,12 +92,13 @@ def test_a_decoder_of_a_changed_model_is_not_used(tmp_path: Path, monkeypatch: p
     assert chosen.step([sequence], [PROMPT]).shape == (1, 128)
 
 
-def test_wrong_steps_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", [lambda x: x.roll(1, -1), lambda x: 2 * x], ids=["order", "size"])
+def test_wrong_steps_are_noticed(change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is connected in another way than a decoder assumes gets no native steps."""
     model = load("mixtral", {}, tmp_path, monkeypatch)
     decoder = native_decoder(model)
     assert isinstance(decoder, NativeDecoder)
     head = model.lm_head.forward
-    monkeypatch.setattr(model.lm_head, "forward", lambda x: head(x).roll(1, -1))
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: change(head(x)))
     chosen = runner(model, decoder)
     assert isinstance(chosen, RaggedModel) and chosen.small is None

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from lancebill.cli import console as ui
 from lancebill.cli.console import Json
+from lancebill.cli.flags import Command, Group
 from lancebill.errors import CompileError, SpecError
 from lancebill.jit.targets import TARGETS
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lancebill.jit.compile import KernelSource
 
 app = typer.Typer(
+    cls=Group,
     help="Kernels of the GPU backends: list them, compile them ahead of time, load them, verify the cache.",
     no_args_is_help=True,
 )
@@ -30,7 +32,7 @@ Arch = Annotated[str, typer.Option(help="The GPUs to compile for: sm_80, sm_90, 
 Jobs = Annotated[int | None, typer.Option(min=1, help="Compiler processes; the default is one per core.")]
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_kernels(folder: Folder = None, arch: Arch = DEFAULT, as_json: Json = False) -> None:
     """List the shipped kernels, which of them are compiled, and what each block of them takes of a GPU."""
     from lancebill.jit.cache import Cache
@@ -49,7 +51,7 @@ def list_kernels(folder: Folder = None, arch: Arch = DEFAULT, as_json: Json = Fa
     out.print(f"{compiled} of {len(rows)} kernels are compiled; the cache is {cache.folder}", soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=Command)
 def build(
     folder: Folder = None,
     jobs: Jobs = None,
@@ -80,7 +82,7 @@ def build(
     raise typer.Exit(ui.PROBLEM if failed else ui.FINE)
 
 
-@app.command()
+@app.command(cls=Command)
 def warmup(
     device: Annotated[str, typer.Option(help="The GPU to load onto.")] = "cuda",
     jobs: Jobs = None,
@@ -114,7 +116,7 @@ def warmup(
         ui.console().print(f"{summary['kernels']} kernels loaded on {device} in {summary['seconds']} s")
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(folder: Folder = None, as_json: Json = False) -> None:
     """Check every compiled kernel, in the cache and in the package, against its hash."""
     from lancebill.jit import private_folder as private

@@ -14,6 +14,7 @@ from lancebill.cli.engines import PASS_THROUGH
 from lancebill.cli.env import env, version_of
 from lancebill.cli.eval import evaluate
 from lancebill.cli.explain import explain
+from lancebill.cli.flags import Command, Group
 from lancebill.cli.generate import generate
 from lancebill.cli.inspect import inspect
 from lancebill.cli.kernels import app as kernels
@@ -22,6 +23,7 @@ from lancebill.cli.tune import tune
 from lancebill.cli.verify import verify
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -45,13 +47,13 @@ def common(
 
 
 for command in (inspect, verify, convert, explain, bench, env):
-    app.command()(command)
-app.command()(generate)
-app.command()(chat)
-app.command("eval")(evaluate)
-app.command(context_settings=PASS_THROUGH)(serve)
-app.command("bench-serve", context_settings=PASS_THROUGH)(bench_serve)
-app.command()(tune)
+    app.command(cls=Command)(command)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command, context_settings=PASS_THROUGH)(serve)
+app.command("bench-serve", cls=Command, context_settings=PASS_THROUGH)(bench_serve)
+app.command(cls=Command)(tune)
 app.add_typer(kernels, name="kernels")
 
 

@@ -30,7 +30,7 @@ def answer(expected, *words):
 
 commands = list(walk(typer.main.get_command(app)))
 for words in commands:
-    answer(0, *words, "--help")
+    assert "bool" not in answer(0, *words, "--help").lower(), words  # flags have no type
     answer(2, *words, "--no-such-option")
 answer(0, "--version")
 answer(2, "no-such-command")
