@@ -295,6 +295,26 @@ def test_a_conversion_leaves_no_section_of_its_source(name: str, tmp_path: Path)
     assert not (tmp_path / "out/quant_cfg.json").exists()
 
 
+FP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize("listed, found", [
+    (["model.layers.0"], 0), (["language_model.model.layers.0.mlp.experts"], 0), (["model.layers.10"], 1), ([], 1),
+], ids=str)  # fmt: skip
+def test_a_layer_that_is_left_out_under_another_prefix_is_no_problem(
+    listed: list[str], found: int, tmp_path: Path
+) -> None:
+    """Engines have classes of their own for a model, and so names of their own for its modules."""
+    layer = "model.language_model.layers.{}.mlp."
+    tensors = p.experts(p.bf16, layer.format(0) + "experts.")[0] | p.experts(p.mxfp8, layer.format(1) + "experts.")[0]
+    tensors |= {layer.format(i) + "gate.weight": torch.randn(EXPERTS, HIDDEN) for i in range(2)}
+    text = p.model("qwen3_5_moe_text", num_hidden_layers=2)
+    config = {"model_type": "qwen3_5_moe", "text_config": text}
+    quant = FP8 | {"modules_to_not_convert": listed}
+    report = examine(p.write(tmp_path, {"config.json": config | {"quantization_config": quant}}, tensors))
+    assert report.layers == 2 and len(report.problems) == found, [problem.render() for problem in report.problems]
+
+
 @pytest.mark.parametrize("quant, files, reason", [
     ({"quantization": "wint2", "moe_quant_type": "w4w2"}, {}, "PaddlePaddle"),
     ({"quant_method": "slimquant_w4a8"}, {}, "one of these formats"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lancebill.checkpoint.resolve.manifest import Manifest, Projection
+from lancebill.checkpoint.resolve.manifest import Manifest, Projection, StoredLayer
 from lancebill.errors import LancebillError, WrongDtype, ranges
 
 
@@ -19,10 +19,14 @@ def unquantized_experts(manifest: Manifest) -> Iterator[WrongDtype]:
     if manifest.config.method is None or not manifest.format.lists_dense:
         return
     layers = defaultdict(list)
+    prefixes = _prefixes(manifest)
     for index, layer in manifest.layers.items():
-        sample = next(iter(layer.projections.values()))
-        if not sample.scheme.spec.quantized and (declared := _declared(manifest, sample)) is not None:
-            layers[declared, str(sample.scheme.spec)].append(index)
+        if (sample := _sample(layer)).scheme.spec.quantized:
+            continue
+        names = {prefix + sample.module.removeprefix(layer.prefix) for prefix in (layer.prefix, *prefixes)}
+        specs = {_declared(manifest, name) for name in names}
+        if len(specs) == 1 and None not in specs:
+            layers[specs.pop(), str(sample.scheme.spec)].append(index)
     for (declared, stored), indices in layers.items():
         yield WrongDtype(
             "the experts are not quantised, but the config says that they are",
@@ -33,9 +37,22 @@ def unquantized_experts(manifest: Manifest) -> Iterator[WrongDtype]:
         )
 
 
-def _declared(manifest: Manifest, projection: Projection) -> str | None:
+def _sample(layer: StoredLayer) -> Projection:
+    return next(iter(layer.projections.values()))
+
+
+def _prefixes(manifest: Manifest) -> tuple[str, ...]:
+    """Prefixes under which the config declares what the quantised experts are: those of other classes of the model."""
+    quantized = next((each for each in manifest.layers.values() if _sample(each).scheme.spec.quantized), None)
+    if quantized is None:
+        return ()
+    name = _sample(quantized).module.removeprefix(quantized.prefix)
+    return tuple(prefix for prefix in quantized.form.prefixes if _declared(manifest, prefix + name) is not None)
+
+
+def _declared(manifest: Manifest, name: str) -> str | None:
     """The spec that the config declares for this module, whatever is stored; None if it is not quantised."""
-    module = manifest.format.expert_module(manifest.config, projection.module)
+    module = manifest.format.expert_module(manifest.config, name)
     try:
         spec = manifest.format.scheme(manifest.config, module).spec
     except LancebillError:  # the config alone does not decide it
