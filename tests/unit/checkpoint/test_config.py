@@ -78,6 +78,10 @@ CASES: dict[str, tuple[dict[str, Any], str | None, str, dict[str, Any]]] = {
         {"config.json": {"quantization_config": {"quant_method": "fp8"}}, "hf_quant_config.json": MODELOPT},
         "fp8", "config.json", {"quant_method": "fp8"},
     ),
+    "AutoRound's copy": (
+        {"quantization_config.json": {"quant_method": "auto-round"}}, "auto-round", "quantization_config.json",
+        {"quant_method": "auto-round"},
+    ),
     "files in order": (
         {"hf_quant_config.json": MODELOPT, "quantize_config.json": GPTQ, "quant_config.json": AWQ},
         "modelopt", "hf_quant_config.json", MODELOPT["quantization"],

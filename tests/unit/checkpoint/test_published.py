@@ -350,6 +350,11 @@ def test_gate_and_up_of_different_types_can_be_converted(tmp_path: Path) -> None
             assert same(dequantize(load_projection(checkpoint.read, layer.projections[key])), matrix), key
 
 
+def test_a_config_without_a_section_is_named_as_the_reason(tmp_path: Path) -> None:
+    report = examine(Published(QWEN, p.experts(p.int4_words, MLP)).write(tmp_path))
+    assert report.problems and all("'quantization_config'" in str(problem.hint) for problem in report.problems)
+
+
 @pytest.mark.parametrize("targets", [["Qwen3MoeMLP"], ["model.layers.0.mlp.experts"], []], ids=str)
 def test_a_config_that_leaves_out_quantised_experts_is_named_as_the_reason(targets: list[str], tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

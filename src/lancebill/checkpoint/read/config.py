@@ -19,7 +19,8 @@ MODEL_CONFIG = "config.json"
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 QUANTO = "quanto_qmap.json"
 MODELOPT_LAYERS = "quant_cfg.json"  # what TensorRT-LLM keeps apart from MODELOPT
-CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ, QUANTO, MODELOPT_LAYERS)
+AUTO_ROUND = "quantization_config.json"  # a copy of the section in config.json
+CONFIG_FILES = (MODEL_CONFIG, MODELOPT, GPTQ, AWQ, QUANTO, MODELOPT_LAYERS, AUTO_ROUND)
 
 # Keys of config.json that hold a quantisation section: MLX's, most others', and an old one of compressed-tensors.
 MLX_SECTION, USUAL_SECTION, OLD_SECTION = QUANT_SECTIONS = ("quantization", "quantization_config", "compression_config")
@@ -88,7 +89,8 @@ def _sections(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, Map
     """(file, section, method implied by the file or key), in order of precedence."""
     for section, fallback in _model_sections(model, str(folder / MODEL_CONFIG)):
         yield MODEL_CONFIG, section, fallback
-    for name, implied in ((MODELOPT, "modelopt"), (GPTQ, "gptq"), (AWQ, "awq"), (QUANTO, "quanto")):
+    files = {MODELOPT: "modelopt", GPTQ: "gptq", AWQ: "awq", QUANTO: "quanto", AUTO_ROUND: None}
+    for name, implied in files.items():
         if _present(folder / name):
             section = read_json(folder / name)
             if name == MODELOPT:

@@ -146,7 +146,9 @@ class LayerBuilder:
                 where=name,
                 expected=f"{name}{part.usual_suffix(self.form.stacked)} as {' or '.join(FLOATS)}",
                 got=", ".join(sorted(suffix for suffix in headers)),
-                hint=f"see what {self.config.source} targets, and its list of modules that are left out",
+                hint=f"see what {self.config.source} targets, and its list of modules that are left out"
+                if self.config.method
+                else "copy the section 'quantization_config' from the config.json that these tensors came with",
             )
 
     def _geometry(self, schemes: Mapping[tuple[int | None, str], Scheme]) -> tuple[int, int, int] | None:
