@@ -52,6 +52,7 @@ def judge(model_type: str, folder: Path, *, hub_names: bool) -> None:
     report = examine(folder)
     assert report.layers and report.ok, [problem.render() for problem in report.problems]
     check_missing_router_tensors(folder)
+    check_names_of_experts_taken_apart(model)
     if any(takes_routed_rows(module) for module in model.modules()):
         original, model = model, lancebill.from_pretrained(folder, **EXACT)
         check_left_experts(original, model)
@@ -82,6 +83,17 @@ def check_missing_router_tensors(folder: Path) -> None:
             assert [type(problem) for problem in problems] == [MissingTensor] * len(users), f"no {name}: {problems}"
             for problem in problems:
                 assert any(name.endswith(spelled) for spelled in str(problem.expected).split(" or "))
+
+
+def check_names_of_experts_taken_apart(model: Any) -> None:
+    """A tool that takes stacked experts apart names each below the module that held them, and its names are known."""
+    rows = find_family(model.config.to_dict()).mixtures
+    for home in (name for name, module in model.named_modules() if takes_routed_rows(module)):
+        for row in (row for row in rows if row.has_experts_in(home)):
+            halves = ("gate_proj", "up_proj", "down_proj") if row.forms[0].gated else ("up_proj", "down_proj")
+            for name in (f"{home}.3.{half}.weight" for half in halves):
+                claim = row.claim(name)
+                assert claim is not None and claim.expert == 3, f"{name} is not known"
 
 
 def check_left_experts(original: nn.Module, model: nn.Module) -> None:

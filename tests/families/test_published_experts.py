@@ -21,6 +21,24 @@ from lancebill.cli.verify import examine
 GROUP = 32
 
 
+@torch.no_grad()
+def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path: Path) -> None:
+    """DeepSeek-V3 stores it after the others; transformers has no module for it."""
+    model = tiny_model("deepseek_v3")
+    want = model(TOKENS, use_cache=False).logits
+    model.save_pretrained(tmp_path, save_original_format=True)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(file)
+    more = {n.replace(".layers.1.", ".layers.2."): t.clone() for n, t in tensors.items() if ".layers.1." in n}
+    save_file({**tensors, **more, "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, file, {"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_nextn_predict_layers": 1}))
+    report, calls = examine(tmp_path, strict=True), list[tuple[int, int]]()
+    assert report.ok and report.layers == 2, [problem.render() for problem in report.problems]
+    packed = lancebill.from_pretrained(tmp_path, progress=lambda done, total: calls.append((done, total)), **EXACT)
+    assert (packed(TOKENS, use_cache=False).logits - want).norm() / want.norm() < 2e-6
+    assert len(calls) == 1 and calls[0][0] == calls[0][1], "all that is loaded is counted, and nothing else"
+
+
 def mxfp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, exponents and their product: e4m3 with a power of two for each 32 columns."""
     groups = weight.unflatten(-1, (-1, GROUP))

@@ -16,8 +16,9 @@ from lancebill.errors import UnsupportedFormat, WrongShape
 GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
 # Prefixes before "layers.": text models, multimodal wrappers, state-space hybrids.
 PREFIXES = (
-    "", "model.", "language_model.", "language_model.model.", "model.language_model.", "thinker.model.",
-    "thinker.model.language_model.", "model.llm.", "llm.model.", "backbone.", "language_model.backbone.",
+    "", "model.", "language_model.", "language_model.model.", "language.model.", "model.language_model.",
+    "thinker.model.", "thinker.model.language_model.", "model.llm.", "llm.model.", "backbone.",
+    "language_model.backbone.",
 )  # fmt: skip
 
 NUMBER = "0|[1-9][0-9]*"  # one spelling for each number: 00 is not 0, nor is a digit of another script

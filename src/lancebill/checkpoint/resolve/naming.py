@@ -206,7 +206,7 @@ TABLE: tuple[Naming, ...] = (
         table=_in_layer("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
     )),
     Naming("mistral_large4", ("mistral_large4", "mistral_large4_text"), (
-        NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES), _MLP_STACKED
+        NameForm(f"{_LAYER}.experts", _MIXTRAL_NAMES), _MLP_STACKED, NameForm(_MLP, _LLAMA_NAMES)
     ), Router(_in_layer("gate.weight", "mlp.gate.weight"))),
     Naming("gpt_oss", ("gpt_oss",), (
         NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES), _MLX_EXPERTS,
@@ -229,7 +229,9 @@ TABLE: tuple[Naming, ...] = (
         "jamba", ("jamba",), (NameForm(_FEED, _LLAMA_NAMES), _FEED_STACKED, _MLX_FEED),
         Router(_in_layer("feed_forward.router.weight")),
     ),
-    Naming("lfm2_moe", ("lfm2_moe",), (NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED, _MLX_FEED), Router(
+    Naming("lfm2_moe", ("lfm2_moe",), (
+        NameForm(_FEED, _MIXTRAL_NAMES), _FEED_STACKED, _MLX_FEED, NameForm(_FEED, _LLAMA_NAMES)
+    ), Router(
         _in_layer("feed_forward.gate.weight"), correction=_in_layer("feed_forward.expert_bias")
     )),
     Naming("gemma4", ("gemma4", "gemma4_text"), _GEMMA, _GEMMA_ROUTER),

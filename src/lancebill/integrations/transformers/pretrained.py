@@ -176,9 +176,11 @@ def load_experts(model: nn.Module, experts: Mixtures, progress: Callable[[int, i
     missing = [name for name, place in places.items() if place.index not in experts[place.mixture].layers]
     if missing:
         raise MissingTensor("the checkpoint has no experts for this layer", where=missing[0])
-    done, total = 0, sum(each.bytes for each in experts.values())
-    for index, mixture in dict.fromkeys((place.index, place.mixture) for place in places.values()):
-        done += experts[mixture].recipe(index).bytes
+    wanted = dict.fromkeys((place.index, place.mixture) for place in places.values())  # without further predictors
+    sizes = {(index, mixture): experts[mixture].recipe(index).bytes for index, mixture in wanted}
+    done, total = 0, sum(sizes.values())
+    for index, mixture in wanted:
+        done += sizes[index, mixture]
         layer = experts[mixture].layer(index)
         for place in (place for place in places.values() if (place.index, place.mixture) == (index, mixture)):
             place.experts = layer
