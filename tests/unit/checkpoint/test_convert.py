@@ -28,6 +28,7 @@ from lancebill.checkpoint.resolve.naming import GATE, UP
 from lancebill.checkpoint.write.convert import fit_to_scheme
 from lancebill.checkpoint.write.target import choose_target
 from lancebill.cli.verify import examine
+from lancebill.errors import CannotEncode
 from lancebill.formats.base import Example, Format
 from lancebill.numbers.codec import dequantize, quantize
 from lancebill.numbers.search import search_pays
@@ -210,3 +211,10 @@ def test_transformers_loads_the_whole_model(to: str, tmp_path: Path) -> None:
             logits.append(model(torch.arange(16)[None]).logits)
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
+
+
+def test_a_family_with_a_format_of_its_own_is_not_written_in_one_that_looks_like_it(tmp_path: Path) -> None:
+    source = dense_source(tmp_path, "deepseek_v4", 0)
+    with pytest.raises(CannotEncode, match="is read as deepseek_v4"):
+        run_conversion(source, tmp_path / "out", "fp8-block", "fp8")
+    assert not (tmp_path / "out").exists()

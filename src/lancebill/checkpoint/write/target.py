@@ -358,14 +358,21 @@ def _config(manifest: Manifest, naming: Naming, quant: Mapping[str, Any], *, unt
 def _check(output: Output, quant: Mapping[str, Any]) -> None:
     """Resolve the declared output like any checkpoint, before anything is written."""
     config = Config(output.config, quant, quant.get("quant_method"))
-    written = manifests.build(config, output.tensors)
+    written, format = manifests.build(config, output.tensors), output.target.format.name
+    if written.problems and written.format.name != format:
+        raise CannotEncode(
+            f"a model of this family with a config of {format} is read as {written.format.name}",
+            where=format,
+            got=output.target.spec,
+            hint="choose another format",
+        )
     written.check("the converted checkpoint")
     planned = {job.sources[0].where_layer for job in output.jobs}
     missing = sorted(planned - {layer.where for layer in written.stored_layers})
     wrong = [layer.where for layer in written.stored_layers if layer.spec(DOWN) != output.target.spec]
     if missing or wrong:
         raise CannotEncode(
-            f"{output.target.format.name} cannot read back its own output",
+            f"{format} cannot read back its own output",
             expected=f"{output.target.spec} in {len(planned)} layers",
             got=f"missing: {'; '.join(missing) or 'none'}, with other specs: {'; '.join(wrong) or 'none'}",
         )
