@@ -110,8 +110,7 @@ def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
         source = Source(str(folder), config_of_model(read_json(folder / "config.json")), None)
     else:
         source = Source(str(folder), checkpoint.config, checkpoint.headers)
-    if find_family(source.config.model).beside:
-        raise UnsupportedFormat("layers with several mixtures of experts are left to vLLM", where=source.path)
+    _check_mixtures(source)
     takeover = Takeover(settings, source, random=load_format == DUMMY, copies=load_format not in KEEPS_TENSORS)
     offered = settings.linear == OFFER and load_format != DUMMY and vllm_config.quant_config is not None
     if checkpoint is not None and (offered or isinstance(vllm_config.quant_config, DequantizedConfig)):
@@ -119,6 +118,16 @@ def _takeover(vllm_config: Any, settings: Settings) -> Takeover:
         options = {"keep": offered, "copies": takeover.copies}
         takeover.others = OtherWeights(manifest, checkpoint, vllm_config.model_config.dtype, **options)
     return takeover
+
+
+def _check_mixtures(source: Source) -> None:
+    """Raise if a layer has several mixtures: vLLM asks for a layer by its number alone."""
+    try:
+        several = find_family(source.config.model).beside
+    except UnsupportedFormat:
+        return  # reported when its experts are asked for
+    if several:
+        raise UnsupportedFormat("layers with several mixtures of experts are left to vLLM", where=source.path)
 
 
 def _folder(vllm_config: Any, load_format: str) -> Path:

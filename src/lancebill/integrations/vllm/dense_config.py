@@ -64,10 +64,10 @@ class DequantizedConfig(QuantizationConfig):
         if method in QUANTIZATION_METHODS and not current_platform.is_cpu():
             return None
         try:
-            find_family(hf_config.to_dict())
+            row = find_family(hf_config.to_dict())
         except UnsupportedFormat:
             return None
-        return NAME
+        return None if row.beside else NAME  # layers with several mixtures are left to vLLM
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """For routed experts only where lancebill did not take them: then vLLM must know the format."""
