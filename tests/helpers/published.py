@@ -94,6 +94,15 @@ def nvfp4_divided(n: int, k: int) -> tuple[Stored, Tensor]:
     return {".weight_packed": pairs(codes), ".weight_scale": scales, ".weight_global_scale": divisor}, matrix
 
 
+def fp4_e5m3(n: int, k: int) -> tuple[Stored, Tensor]:
+    """AutoRound's FP4 with scales of five exponent bits and three of mantissa, and none of the matrix."""
+    codes, scales = torch.randint(16, (n, k)), torch.randint(1, 255, (n, k // 16))
+    exponent, mantissa = scales >> 3, (scales & 7) / 8
+    values = torch.where(exponent == 0, mantissa * 2.0**-14, (1 + mantissa) * torch.exp2(exponent - 15.0))
+    matrix = E2M1[codes] * values.repeat_interleave(16, 1)
+    return {".weight_packed": pairs(codes), ".weight_scale": scales.to(torch.uint8)}, matrix
+
+
 def mxfp4(n: int, k: int) -> tuple[Stored, Tensor]:
     """DeepSeek-V4's: e2m1 codes, and a power of two for 32 columns."""
     codes, exponents = torch.randint(16, (n, k)), torch.randint(115, 125, (n, k // 32)).to(torch.uint8)

@@ -14,7 +14,7 @@ from typing import Any
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats.base import Config, checked, require
-from lancebill.numbers.dtypes import E4M3, E8M0
+from lancebill.numbers.dtypes import E2M1, E4M3, E8M0, UE5M3
 from lancebill.numbers.spec import (
     CHANNEL,
     MXFP4,
@@ -24,18 +24,21 @@ from lancebill.numbers.spec import (
     TENSOR,
     Block,
     QuantSpec,
+    Scale,
     group,
     is_integer,
 )
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 MIXED = "mixed-precision"  # each group names its own format
+ONE_LEVEL = "nvfp4-e5m3-pack-quantized"  # AutoRound's: scales with a wide exponent, so no scale of the whole matrix
 # Formats that determine the spec: the spec and its `strategy` in the config.
 FIXED: dict[str, tuple[QuantSpec, str]] = {
     "nvfp4-pack-quantized": (NVFP4_DIV, "tensor_group"),
     "mxfp4-pack-quantized": (MXFP4, "group"),
     "mxfp6-pack-quantized": (MXFP6_E2M3, "group"),
     "mxfp8-quantized": (MXFP8, "group"),
+    ONE_LEVEL: (QuantSpec(E2M1, (Scale(UE5M3, group(16)),)), "tensor_group"),
 }
 READ = (PACK, INT, FLOAT, NAIVE, *FIXED)
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
@@ -246,7 +249,7 @@ def weight_args(spec: QuantSpec) -> dict[str, Any]:
         "num_bits": spec.dtype.bits,
         "type": "int" if is_integer(spec) else "float",
         "symmetric": spec.zero is None,
-        "strategy": "tensor_group" if len(spec.scales) == 2 else strategy,
+        "strategy": "tensor_group" if columns == 16 and spec.dtype == E2M1 else strategy,
         "group_size": columns if strategy == "group" else None,
         "dynamic": False,
     }

@@ -35,7 +35,7 @@ from lancebill.formats.base import (
 )
 from lancebill.formats.stored import TORCH_DTYPES
 from lancebill.numbers.bit_packing import pack_bits, stream_codes
-from lancebill.numbers.dtypes import E4M3, E8M0, F32, DType
+from lancebill.numbers.dtypes import E4M3, E8M0, F32, UE5M3, DType
 from lancebill.numbers.spec import CHANNEL, MXFP4, TENSOR, Block, Level
 from lancebill.numbers.weight import LogicalWeight
 
@@ -43,7 +43,12 @@ PACKED_FP4 = ("U8", "I8")  # stored dtypes of two fp4 codes per byte
 EXPONENTS = ("F8_E8M0", "U8")  # stored dtypes of power-of-two scales
 WEIGHT = (".weight", "")
 LEVEL_ROLES = ("scale", "scale_2")  # the roles of a spec's levels, innermost first
-_LEVEL_DTYPES: dict[DType, str | tuple[str, ...]] = {**FLOAT_NAMES, E4M3: "F8_E4M3", E8M0: ("U8", "F8_E8M0")}
+_LEVEL_DTYPES: dict[DType, str | tuple[str, ...]] = {
+    **FLOAT_NAMES,
+    E4M3: "F8_E4M3",
+    E8M0: ("U8", "F8_E8M0"),
+    UE5M3: "U8",
+}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lancebill.errors import UnsupportedFormat
 from lancebill.formats import awq, compressed_tensors, fp8, gptq
-from lancebill.formats._ct_config import weight_args, write_config
+from lancebill.formats._ct_config import FIXED, ONE_LEVEL, weight_args, write_config
 from lancebill.formats._patterns import Pattern, compile_pattern
 from lancebill.formats._tuning_keys import TUNING_KEYS
 from lancebill.formats.base import Config, Example, Format, Module, Scheme, checked, dense, optional, require
@@ -25,10 +25,13 @@ GPTQ, GPTQ_V2, AWQ, FLOATS, FP8, FAKE = "gptq", "gptq_v2", "awq", "floats", "fp8
 PACKINGS = {
     "auto_round:auto_gptq": GPTQ,
     "auto_round:gptq": GPTQ,
+    "auto": GPTQ,
     "auto_round:gptqmodel": GPTQ_V2,  # these two store zero points without an offset
     "auto_round": GPTQ_V2,
     "auto_round:auto_awq": AWQ,
+    "auto_round:awq": AWQ,
     "auto_round:llm_compressor": FLOATS,
+    "auto_round:llm_compressor_nvfp4_e5m3": FLOATS,
     "auto_round:fp8": FP8,
     "auto_round:fp8_static": FP8,
     "auto_round:fake": FAKE,  # rounded, but stored as floats
@@ -37,6 +40,7 @@ DATA_TYPES = (
     "int",
     "mx_fp",
     "nv_fp",
+    "nvfp4_v2",
     "fp",
 )  # prefixes; what follows describes the rounding, which does not matter here
 # (data type, bits, group size) -> spec and its name in compressed-tensors
@@ -44,6 +48,7 @@ FLOAT_SPECS: dict[tuple[str, int, int], tuple[str, QuantSpec]] = {
     ("mx_fp", 4, 32): ("mxfp4-pack-quantized", MXFP4),
     ("mx_fp", 8, 32): ("mxfp8-quantized", MXFP8),
     ("nv_fp", 4, 16): ("nvfp4-pack-quantized", NVFP4_DIV),
+    ("nvfp4_v2", 4, 16): (ONE_LEVEL, FIXED[ONE_LEVEL][0]),
 }
 PER_MODULE = frozenset(
     {"bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
@@ -59,7 +64,14 @@ class AutoRound(Format):
         "packing_format", "desc_act", "extra_config", "block_name_to_quantize", "to_quant_block_names",
         "modules_to_not_convert", *UNREADABLE, *FP8_KEYS,
     }  # fmt: skip
-    ignored = TUNING_KEYS | {"backend", "vllm_backend", "static_kv_dtype", "static_attention_dtype", "regex_config"}
+    ignored = TUNING_KEYS | {
+        "backend",
+        "vllm_backend",
+        "static_kv_dtype",
+        "static_attention_dtype",
+        "regex_config",
+        "model_free",
+    }
 
     def matches(self, config: Config) -> bool:
         return config.method in ("auto-round", "auto_round", "intel/auto-round", "inc")
@@ -87,7 +99,7 @@ class AutoRound(Format):
         kind = PACKINGS[packing]
         if kind == FAKE:
             return None
-        if (kind == FP8) != (data_type == "fp") or (kind == FLOATS) != (data_type in ("mx_fp", "nv_fp")):
+        if (kind == FP8) != (data_type == "fp") or (kind == FLOATS) != (data_type in ("mx_fp", "nv_fp", "nvfp4_v2")):
             raise UnsupportedFormat(f"{packing} cannot store data_type {data_type}", where=source)
         if kind == FP8:
             checked(merged.quant["bits"], "bits with data_type fp", int, (8,), source)

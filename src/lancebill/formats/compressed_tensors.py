@@ -20,6 +20,7 @@ from lancebill.formats._ct_config import (
     INT,
     MIXED,
     NAIVE,
+    ONE_LEVEL,
     PACK,
     READ,
     Args,
@@ -101,6 +102,8 @@ class CompressedTensors(Format):
             return None
         if section.weights is not None and ct.stores_plain_floats(module):
             return None
+        if ONE_LEVEL in (section.format, config.quant.get("format")):
+            return ActivationSpec(FIXED[ONE_LEVEL][0])
         return _activation(section.inputs, config.source)
 
     def export(self, spec: QuantSpec, dense_modules: Sequence[str]) -> tuple[dict[str, Any], Scheme]:
@@ -113,7 +116,7 @@ class CompressedTensors(Format):
             raise CannotEncode("compressed-tensors stores NVFP4's global scale as a divisor", hint="use nvfp4-div")
         inputs = _input_parts(None)
         for fmt, (fixed_spec, _) in FIXED.items():
-            if fixed_spec == spec:
+            if fixed_spec == spec and fmt != ONE_LEVEL:  # which only AutoRound reads
                 return write_config(fmt, spec, ignore=dense_modules), ct.floats(spec, inputs)
         scale = spec.scales[0] if len(spec.scales) == 1 and not spec.minimum else None
         if scale is not None and scale.dtype in FLOAT_NAMES:
@@ -228,7 +231,7 @@ def _words(weights: Args, module: Module) -> str:
 @lru_cache(maxsize=256)
 def _build(fmt: str, section: ConfigGroup, scale: DType, words: str, source: str) -> Scheme:
     """The scheme of a format with the arguments of a config group."""
-    weights, inputs = section.weights, _input_parts(section.inputs)
+    weights, inputs = section.weights, _input_parts(None if fmt == ONE_LEVEL else section.inputs)
     assert weights is not None
     checked(weights.dynamic, "weights.dynamic", bool, (False,), source)
     if fmt in FIXED:

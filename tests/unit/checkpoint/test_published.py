@@ -216,6 +216,14 @@ def deepseek_v4(made: tuple[p.Stored, p.Truth], others: p.Stored | None = None, 
     return Published(config | {"quantization_config": quant}, made, gate | (others or {}))
 
 
+ONE_LEVEL = {"bits": 4, "group_size": 16, "data_type": "nvfp4_v2", "act_bits": 4, "act_data_type": "nvfp4_v2"}
+
+
+def auto_round(packing: str, **keys: Any) -> Callable[[], Published]:
+    quant = {"quant_method": "auto-round", "packing_format": packing, "sym": True, "model_free": True, **keys}
+    return lambda: Published(QWEN | {"quantization_config": quant}, p.experts(p.fp4_e5m3, MLP))
+
+
 AFFINE = {"group_size": 64, "bits": 4}
 PUBLISHED: dict[str, Callable[[], Published]] = {
     "unsloth gpt-oss": unsloth_gpt_oss,
@@ -240,6 +248,7 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
     "mlx, made by AutoRound": mlx(
         quantization=AFFINE, quantization_config={"quant_method": "auto-round", "packing_format": "mlx", **AFFINE}
     ),
+    "auto-round, fp4 with e5m3": auto_round("auto_round:llm_compressor_nvfp4_e5m3", **ONE_LEVEL),
     "deepseek-v4, 4-bit type": deepseek_v4_f4,
     "deepseek-v4, nvfp4 by NVIDIA": deepseek_v4_nvfp4,
     "minimax-m3": minimax_m3(

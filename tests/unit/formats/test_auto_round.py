@@ -147,7 +147,7 @@ def test_only_listed_blocks_are_quantised() -> None:
     ("values", "message"),
     [
         ({"packing_format": "auto_round:marlin"}, "auto_round:auto_gptq, "),
-        ({"packing_format": "auto_round:llm_compressor_nvfp4_e5m3"}, "packing_format"),
+        ({"packing_format": "itrex"}, "packing_format"),
         ({"packing_format": "auto_round:fp8_static"}, "cannot store data_type int"),
         ({"packing_format": "auto_round:llm_compressor"}, "cannot store data_type int"),
         ({**MX4, "packing_format": "auto_round:auto_awq"}, "cannot store data_type mx_fp"),
