@@ -201,6 +201,7 @@ ENVIRONMENT = {
     "native/load.py": {"LANCEBILL_NATIVE"},
     "native/build.py": set(),  # CXX
     "bench/peers_cpu.py": {"LANCEBILL_VLLM_OPS"},
+    "bench/peers_ggml.py": {"LANCEBILL_GGML"},
     "demo/package.py": set(),  # XDG_CACHE_HOME
     "integrations/vllm/plugin.py": {"LANCEBILL_VLLM"},
 }

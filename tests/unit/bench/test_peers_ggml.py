@@ -1,0 +1,58 @@
+"""llama.cpp as a peer: the same blocks as our GGUF format, and the same results where its library is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lancebill.bench import peers_ggml
+from lancebill.bench.check import check_output
+from lancebill.bench.peers_ggml import FOLDER, Ggml, stored_as
+from lancebill.bench.workload import Weights, batches
+from lancebill.errors import SpecError
+from lancebill.formats import registry
+from lancebill.moe.model_shapes import parse_shape
+from lancebill.moe.problem import Problem
+from lancebill.numbers.codec import quantize
+from lancebill.numbers.spec_names import ACTIVATIONS, parse_spec
+
+SPECS = {"mxfp4": "MXFP4", "int4-g32:fp16": "Q4_0", "int8-g32:fp16": "Q8_0"}
+
+
+def problem_of(spec: str, inputs: str = "bf16") -> Problem:
+    return parse_shape("4,64,64,2").problem(parse_spec(spec), ACTIVATIONS[inputs])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_blocks_are_those_of_gguf(spec: str) -> None:
+    example = next(example for example in registry()["gguf"].examples() if example.name == SPECS[spec])
+    weight = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), example.scheme.spec)
+    stored = example.scheme.encode(weight)["codes"]
+    assert torch.equal(stored_as(problem_of(spec)).encode(weight), stored.flatten(1))
+
+
+def test_other_weights_are_refused() -> None:
+    with pytest.raises(SpecError, match="other weights"):
+        stored_as(problem_of("nvfp4"))
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(peers_ggml, "find_spec", lambda name: None)
+    peers_ggml.library.cache_clear()
+    with pytest.raises(ImportError, match=f"cyllama.*{FOLDER}"):
+        peers_ggml.library()
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("spec", SPECS)
+def test_results(spec: str, tokens: int) -> None:
+    try:
+        peers_ggml.library()
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    problem = problem_of(spec)
+    weights = Weights(problem, torch.device("cpu"))
+    (batch,) = batches(problem, tokens, "uniform", 1, torch.device("cpu"))
+    got = Ggml(problem, weights)(batch.x, batch.ids, batch.weights)
+    assert check_output("llama.cpp", problem_of(spec, "int8"), weights, batch, got) < 0.02
