@@ -33,12 +33,13 @@ VLLM_WITHOUT := torchvision torchaudio torchcodec
 VLLM_TESTS := "pytest<9.2" pytest-xdist gguf
 
 # Tools that write checkpoints, for test-tools: an environment each, with the packages below.
-TOOLS ?= llmcompressor gptqmodel autoround quark mlx torchao hqq quanto modelopt bitsandbytes llamacpp ggml
+TOOLS ?= llmcompressor gptqmodel autoround quark mlx transformers torchao hqq quanto modelopt bitsandbytes llamacpp ggml
 TOOL_llmcompressor := llmcompressor==0.14.0.1 accelerate
 TOOL_gptqmodel := gptqmodel==7.6.0
 TOOL_autoround := auto-round==0.16.1 compressed-tensors==0.19.0 transformers==5.23.0 accelerate
 TOOL_quark := amd-quark==0.13 transformers==5.23.0 accelerate
 TOOL_mlx := mlx[cpu]==0.32.4 mlx-lm==0.32.2
+TOOL_transformers := transformers==5.23.0 accelerate
 TOOL_torchao := torchao==0.18.0 transformers==5.22.2 accelerate
 TOOL_hqq := hqq==0.2.8.post1 transformers==5.22.2 accelerate
 TOOL_quanto := optimum-quanto==0.2.7 transformers==5.22.2 accelerate

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import other_results
+import tool_table
 from figures import FIGURES, Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def page() -> str:
         ]
         lines += [_row(target, runs.get(target.name, {})) for target in targets]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *tool_table.section(runs.get("R7", {}))])
 
 
 def _runs() -> dict[str, dict[str, dict[str, Any]]]:

@@ -42,6 +42,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "int4-zp-auto_gptq": ("W4A16", "auto_gptq", {"sym": False}),
     "int4-zp-gptqmodel": ("W4A16", "auto_round:gptqmodel", {"sym": False}),
     "int4-zp-auto_awq": ("W4A16", "auto_awq", {"sym": False}),
+    "int4-g32-auto_awq": ("W4A16", "auto_awq", {"group_size": 32}),
+    "int4-g64-zp-auto_awq": ("W4A16", "auto_awq", {"group_size": 64, "sym": False}),
     "int4-g32": ("W4A16", "auto_round", {"group_size": 32}),
     "int2-g64-zp": ("W2A16", "auto_round", {"group_size": 64, "sym": False}),
     "int4-channel": ("W4A16", "auto_round", {"group_size": -1}),

@@ -40,6 +40,7 @@ def _mixed_modes(path: str, module: Any, *_: Any) -> bool | dict[str, Any]:
     return {"group_size": 32, "bits": 4, "mode": "mxfp4"} if "experts" in path or "switch_mlp" in path else True
 
 
+GPT_OSS: list[dict[str, Any]] = [{}, {"num_hidden_layers": 4}, {"num_local_experts": 4, "num_experts_per_tok": 4}]
 PREDICATES: dict[str, Callable[..., bool | dict[str, Any]]] = {"only-down": _only_down, "mixed-modes": _mixed_modes}
 
 
@@ -59,10 +60,11 @@ def test_family(family: str, mode: str, tmp_path: Path) -> None:
     assert_judged(_converted(tmp_path, family, q_mode=mode), _judged(tmp_path))
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
-    """mlx-lm reads the hub's MXFP4 experts, keeps them, and quantises the rest."""
+@pytest.mark.parametrize("changes", GPT_OSS, ids=str)
+def test_gpt_oss(changes: dict[str, Any], tmp_path: Path) -> None:
+    """mlx-lm reads the hub's MXFP4 experts, keeps them, and quantises the rest. Both checkpoints have its numbers."""
     plain = tmp_path / "plain"
-    tiny_model("gpt_oss").save_pretrained(plain)
+    tiny_model("gpt_oss", **changes).save_pretrained(plain)
     tensors = load_file(plain / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         words, scales = mx.quantize(mx.array(tensors.pop(name).mT.float().numpy()), mode="mxfp4")
@@ -71,7 +73,8 @@ def test_gpt_oss(tmp_path: Path) -> None:
         tensors[f"{name}_scales"] = torch.from_numpy(np.array(scales))
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     folder = _from_plain(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
-    assert_judged(folder, _judged(tmp_path), biases=_judged(tmp_path, "bias"))
+    for each in (folder, plain):
+        assert_judged(each, _judged(tmp_path), biases=_judged(tmp_path, "bias"))
 
 
 def test_layers_and_tied_embeddings(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_scheme(name: str, tmp_path: Path) -> None:
     assert_judged(_written(tmp_path, name), _judged(tmp_path), rounding=rounding)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3"])
 def test_family(family: str, tmp_path: Path) -> None:
     assert family in FAMILIES
     assert_judged(_written(tmp_path, "fp8", family), _judged(tmp_path))
