@@ -28,7 +28,7 @@ from lancebill.numbers.spec_names import parse_spec
 from lancebill.testing.checkpoints import Geometry
 from lancebill.testing.models import write_model
 
-SPECS = ("mxfp4", "int4-g128")
+SPECS = ("mxfp4", "nvfp4", "int4-g128")
 HIDDEN, INTERMEDIATE, EXPERTS = 2048, 1024, 64
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
 SLACK = 256 << 20
