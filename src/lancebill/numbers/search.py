@@ -42,18 +42,31 @@ def search_pays(spec: QuantSpec) -> bool:
     one scale for a whole matrix is hardly better than another.
     """
     whole = finest(level.block for level in spec.levels) == TENSOR
-    return spec.quantized and spec.dtype.kind in (INTEGER, FLOAT) and not whole
+    return spec.dtype.kind in (INTEGER, FLOAT) and not whole and can_search(spec)
+
+
+def can_search(spec: QuantSpec) -> bool:
+    """Whether there are other scales to try: of 8-bit integers, for example, there are none."""
+    inner = _innermost(spec)
+    if inner is None or spec.minimum:  # no format that we write has a minimum
+        return False
+    dtype = spec.scales[inner].dtype
+    return dtype.kind == FLOAT if dtype.table else bool(_factors(spec))
+
+
+def _innermost(spec: QuantSpec) -> int | None:
+    """Which scale has the smallest blocks; None if another level has smaller ones."""
+    block = finest(level.block for level in spec.levels)
+    return next((i for i, scale in enumerate(spec.scales) if scale.block == block), None)
 
 
 def search_scales(rows: Rows, size: tuple[int, int], device: torch.device, spec: QuantSpec, levels: Levels) -> Levels:
     """`levels` with other innermost scales in the blocks that they round better; the other levels stay."""
     grid = Grid(finest(level.block for level in spec.levels), size, device)
-    inner = next((i for i, scale in enumerate(spec.scales) if scale.block == grid.block), None)
-    if inner is None or spec.minimum:  # no format that we write has a minimum
+    inner = _innermost(spec)
+    if inner is None or not can_search(spec):
         return levels
     scale, fitted = spec.scales[inner], levels.scales[inner]
-    if not any(True for _ in _candidates(scale, spec, fitted[:1])):
-        return levels
     others = [i for i in range(len(spec.scales)) if i != inner]
     outer = grid.product([spec.scales[i] for i in others], [levels.scales[i] for i in others]).float()
     trial, chosen, side = _Trial(rows, spec, levels, grid), torch.empty_like(fitted), grid.block[0]

@@ -12,7 +12,7 @@ from lancebill.formats.base import Format
 from lancebill.numbers.blocks import finest, reduce_blocks
 from lancebill.numbers.codec import dequantize, quantize, requantize
 from lancebill.numbers.dtypes import E2M1, E2M3, E3M2, E4M3, E5M2, NF4, TERNARY, DType, biased_type, int_type, uint_type
-from lancebill.numbers.search import search_pays
+from lancebill.numbers.search import can_search, search_pays
 from lancebill.numbers.spec import DENSE_F32, MXFP4, NVFP4, QuantSpec
 from lancebill.numbers.spec_names import parse_spec
 from lancebill.numbers.weight import LogicalWeight
@@ -83,6 +83,15 @@ def test_small_float_scales_are_about_as_good_as_the_best(spec: QuantSpec, bound
 def test_search_is_the_default_where_it_is_quick() -> None:
     names = ("mxfp4", "nvfp4", "int4-g128", "int4-g32-zp", "fp8-block", "fp8-channel", "nf4", "fp8-tensor", "bf16")
     assert [search_pays(parse_spec(name)) for name in names] == [True] * 6 + [False] * 3
+
+
+def test_a_search_that_has_nothing_to_try_is_none() -> None:
+    values = weights()
+    for name in ("int8", "int8-g32-zp", "int7-g64-zp", "bf16"):
+        assert not can_search(parse_spec(name)) and not search_pays(parse_spec(name))
+    for name in ("nf4", "fp8-channel", "int7-g64", "int5-g64-zp"):
+        spec = parse_spec(name)
+        assert can_search(spec) and not quantize(values, spec, search=True).equals(quantize(values, spec)), name
 
 
 def test_eight_bit_integers_keep_the_fitted_scale() -> None:

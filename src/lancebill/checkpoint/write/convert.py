@@ -29,7 +29,7 @@ from lancebill.errors import MixedSpecs, UnsupportedFormat
 from lancebill.formats.base import Scheme
 from lancebill.numbers.codec import FLOOR, Loss, dequantize, keeps_codes, loss, quantize, recasts, requantize
 from lancebill.numbers.dtypes import ZERO16
-from lancebill.numbers.search import search_pays
+from lancebill.numbers.search import can_search, search_pays
 from lancebill.numbers.spec import DENSE_BF16, DENSE_F32, TENSOR, QuantSpec
 from lancebill.numbers.weight import INPUT_ROLES, LogicalWeight, stack
 
@@ -71,7 +71,7 @@ class ConvertOptions:
 
     def searches(self, spec: QuantSpec) -> bool:
         """Whether scales of this spec are searched."""
-        return search_pays(spec) if self.search is None else self.search
+        return search_pays(spec) if self.search is None else self.search and can_search(spec)
 
 
 def plan_conversion(

@@ -292,6 +292,7 @@ def _check_groups(spec: QuantSpec, projection: Projection) -> None:
             f"rows of length {projection.k} do not consist of whole groups of {spec}",
             where=projection.where,
             expected=f"a group size that divides {projection.k}: {', '.join(map(str, _groups(projection.k)))}",
+            hint=f"int4-g{_groups(projection.k)[0]}, or a scale for each row or block: int4, fp8-channel, fp8-block",
         )
 
 
