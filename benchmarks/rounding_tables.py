@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from result_files import ResultFile, links, markdown_table, newest_files, result_files
 
 HEAD = (
-    "spec", "error", "with search", "divergence", "with search", "perplexity", "with search", "loss difference", "time",
+    "spec", "error", "with search", "divergence", "with search", "perplexity", "stored", "plain", "with search",
+    "loss difference", "time",
 )  # fmt: skip
 
 
 def rounding() -> str:
-    return "\n".join(_table(file) for file in newest_files("rounding"))
+    return "\n".join(_table(file.machine) for file in newest_files("rounding"))
 
 
-def _table(newest: ResultFile) -> str:
-    """The rows of all runs on this machine over the same tokens; of a spec the newest."""
-    record = newest.record
-    alike = [file for file in result_files("rounding", newest.machine) if _text(file.record) == _text(record)]
-    rows = {row["spec"]: row for file in alike for row in file.record["rows"]}
+def _table(machine: str) -> str:
+    """A row for each spec: of all runs on this machine the one over most tokens, the newest of those."""
+    files, chosen = result_files("rounding", machine), dict[str, tuple[ResultFile, dict[str, Any]]]()
+    for file in files:
+        for row in file.record["rows"]:
+            before = chosen.get(row["spec"])
+            if before is None or file.record["tokens"] >= before[0].record["tokens"]:
+                chosen[row["spec"]] = file, row
+    used = {file.name: file for file, _ in chosen.values()}
     note = (
         f"The demo model's experts rounded to each spec. RMS error of the weights; divergence (Kullback-Leibler, nats) "
-        f"of the predictions from those of the stored weights; perplexity of {record['tokens']:,} tokens of WikiText-2 "
-        f"in windows of {record['window']}, where the stored weights have {record['stored_perplexity']:.2f}; loss with "
-        f"search less that without it, in nats, and its standard error; CPU time of rounding with search over that "
-        f"without it, on {newest.machine_title}; {links(*(file.name for file in alike))}"
+        f"of the predictions from those of the stored weights; perplexity of so many tokens of WikiText-2, in windows "
+        f"of {_windows(used.values())}, with the stored weights, plain rounding and search; loss with search less that "
+        f"with plain rounding, in nats, and its standard error over the same tokens, which runs "
+        f"over 1,024 of them take as independent; CPU time of rounding with search "
+        f"over that without it, on {files[-1].machine_title}; {links(*used)}"
     )
-    return markdown_table(HEAD, map(_cells, rows.values()), note)
+    return markdown_table(HEAD, (_cells(file.record, row) for file, row in chosen.values()), note)
 
 
-def _text(record: dict[str, Any]) -> tuple[Any, ...]:
-    return record["model"], record["text"], record["tokens"], record["window"]
+def _windows(files: Iterable[ResultFile]) -> str:
+    return " or ".join(str(size) for size in sorted({file.record["window"] for file in files}))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(record: dict[str, Any], row: dict[str, Any]) -> list[str]:
     plain, search, loss = row["plain"], row["search"], row["loss_difference"]
     return [
         row["spec"],
@@ -42,6 +49,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{search['rms_error']:.2%}",
         f"{plain['divergence']['mean']:.4f}",
         f"{search['divergence']['mean']:.4f}",
+        f"{record['tokens']:,} tokens",
+        f"{record['stored_perplexity']:.2f}",
         f"{plain['perplexity']:.2f}",
         f"{search['perplexity']:.2f}",
         f"{loss['mean']:+.3f} ± {loss['stderr']:.3f}",
