@@ -71,7 +71,9 @@ def main() -> None:
     chosen = parser.parse_args()
     batches = [int(batch) for batch in chosen.batches.split(",")]
     if chosen.device.startswith("cuda"):
-        prebuild(chosen, [*batches, *(batch * chosen.prompt for batch in batches)])
+        problems = [problem_of(name, chosen) for name in filter(None, chosen.ours.split(","))]
+        counts = [*batches, *(batch * chosen.prompt for batch in batches)]
+        prebuild(problems, counts, chosen.device, chosen.backend)
     rows: list[dict[str, Any]] = []
     for name in filter(None, (*chosen.theirs.split(","), *chosen.ours.split(","))):
         start = time.perf_counter()
@@ -101,17 +103,16 @@ def problem_of(name: str, chosen: argparse.Namespace) -> Problem:
     return layer_problem(*name.rsplit(":", 1), **sizes)
 
 
-def prebuild(chosen: argparse.Namespace, tokens: Iterable[int]) -> None:
+def prebuild(problems: Iterable[Problem], tokens: Iterable[int], device: str, backend: str) -> None:
     """Compile the kernels of our experts on all cores, so that no timed call compiles."""
     from lancebill.jit.build import build_all
     from lancebill.jit.load import loadable
 
-    start, sources = time.perf_counter(), []
-    for name in filter(None, chosen.ours.split(",")):
-        problem = problem_of(name, chosen)
-        choice = oracle.select(problem, chosen.device, chosen.backend)
+    start, sources, counts = time.perf_counter(), [], sorted(set(tokens))
+    for problem in problems:
+        choice = oracle.select(problem, device, backend)
         if isinstance(choice.backend, GpuBackend):
-            plans = [choice.backend.plan(problem, count, choice.device) for count in sorted(set(tokens))]
+            plans = [choice.backend.plan(problem, count, choice.device) for count in counts]
             steps = [step for plan in plans for step in choice.backend.steps(plan)]
             sources += [loadable(step.source, choice.device.index) for step in steps]
     for source, why in build_all(sources).items():

@@ -29,6 +29,7 @@ from lancebill.demo.vocabulary import read_metadata
 from lancebill.evaluate.perplexity import Perplexity, batches, perplexity, windows
 from lancebill.integrations.transformers.packed_experts import packed_experts, set_activations
 from lancebill.integrations.transformers.pretrained import reload_experts
+from lancebill.testing.layers import layer_problem
 
 PAIRS = "mxfp4:bf16,mxfp4:int8,int4-g32:bf16,int4-g32:int8"
 START = time.perf_counter()
@@ -64,7 +65,9 @@ def main() -> None:
         if chosen.backend == "hopper":
             spans = batches(windows(ids.numel(), chosen.window, chosen.window), chosen.batch)
             counts = {len(span) * (span[0][1] - span[0][0]) for span in spans}
-            prebuild(chosen.pairs.split(","), counts, hidden=576, intermediate=192, experts=8, top_k=8)
+            sizes = {"hidden": 576, "intermediate": 192, "experts": 8, "top_k": 8}
+            problems = [layer_problem(*pair.rsplit(":", 1), **sizes) for pair in chosen.pairs.split(",")]
+            prebuild(problems, counts, chosen.device, chosen.backend)
         found = {"tokens": ids.numel(), "window": chosen.window, "whole_text": chosen.tokens is None, "rows": []}
         print(f"{ids.numel()} tokens after {time.perf_counter() - START:.0f} s", flush=True)
         found |= unquantised(chosen, moe, ids)
