@@ -234,9 +234,10 @@ def write_config(
 def add_group(config: Mapping[str, Any], section: Mapping[str, Any], targets: Sequence[str]) -> dict[str, Any]:
     """The config with one more group for `targets`, which are described by `section`.
 
-    It comes first: the library takes the first target that matches and warns about names that are never reached.
+    It comes last: transformers takes the first group for experts.
     """
-    groups = {f"group_{len(config['config_groups'])}": {**section, "targets": list(targets)}, **config["config_groups"]}
+    groups = dict(config["config_groups"])
+    groups[f"group_{len(groups)}"] = {**section, "targets": list(targets)}
     formats = {made["format"] for made in groups.values()}
     return {**config, "format": formats.pop() if len(formats) == 1 else MIXED, "config_groups": groups}
 
