@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from judge import FAMILIES, Layers, assert_judged, calibration, named_experts, tiny_model
+from torch import Tensor
 
 quark = pytest.importorskip("quark.torch")
 templates = pytest.importorskip("quark.torch.quantization.config.template")
@@ -26,10 +27,11 @@ def test_scheme(name: str, tmp_path: Path) -> None:
     assert_judged(_written(tmp_path, name), _judged(tmp_path), rounding=rounding)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "gpt_oss"])
 def test_family(family: str, tmp_path: Path) -> None:
     assert family in FAMILIES
-    assert_judged(_written(tmp_path, "fp8", family), _judged(tmp_path))
+    folder = _written(tmp_path, "fp8", family)
+    assert_judged(folder, _judged(tmp_path), biases=_judged(tmp_path, "bias"))
 
 
 def _model(folder: Path) -> Any:
@@ -48,10 +50,19 @@ def _written(folder: Path, scheme: str, family: str = "qwen3_moe") -> Path:
     return folder / "quantised"
 
 
-def _judged(folder: Path) -> Layers:
+def _judged(folder: Path, kind: str = "weight") -> Layers:
     model = quark.import_model_from_safetensors(_model(folder), str(folder / "quantised"))
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if hasattr(module, "_get_qweight"):
-            found[f"{name}.weight"] = module._get_qweight(module.weight).detach()
-    return named_experts(found)
+            tensor = module._get_qweight(module.weight) if kind == "weight" else module.bias
+            found |= {} if tensor is None else _separate(name, kind, tensor.detach())
+    return named_experts(found, kind)
+
+
+def _separate(name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
+    """gpt-oss's rows alternate gate, up, gate, up."""
+    home, fused, _ = name.partition("gate_up_proj")
+    if not fused:
+        return {f"{name}.{kind}": tensor}
+    return {f"{home}gate_proj.{kind}": tensor[0::2], f"{home}up_proj.{kind}": tensor[1::2]}

@@ -211,6 +211,7 @@ TABLE: tuple[Naming, ...] = (
     Naming("gpt_oss", ("gpt_oss",), (
         NameForm(_MLP, _FUSED_NAMES, transposed=_BOTH, interleaved=True), NameForm(_MLP, _LLAMA_NAMES), _MLX_EXPERTS,
         NameForm(_MLP, _LISTED_NAMES, interleaved=True),  # Unsloth, so that bitsandbytes quantises the experts
+        NameForm(_MLP, _FUSED_EACH, interleaved=True),  # Quark
     ), Router(
         _in_layer("mlp.router.weight", "mlp.router.linear.weight"),
         bias=_in_layer("mlp.router.bias", "mlp.router.linear.bias"),
