@@ -10,7 +10,6 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from string import ascii_lowercase
 
 from result_files import RESULTS, ROOT
 
@@ -19,12 +18,13 @@ ARM_PARTS = {"0xd0c": "neoverse-n1"}
 
 
 def result_path(table: str, device: str = "cpu") -> Path:
-    """benchmarks/results/<table>/<machine>/<date>-<commit>.json, with a suffix if there is such a run already."""
+    """benchmarks/results/<table>/<machine>/<date>t<time>-<commit>.json, in UTC: names sort by time.
+
+    "t" sorts after "-", so after the runs of a day that were recorded without a time.
+    """
     folder = RESULTS / table / machine_name(device)
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{time.strftime('%Y-%m-%d')}-{commit()[:7]}"
-    names = [stem, *(f"{stem}-{letter}" for letter in ascii_lowercase[1:])]
-    return next(path for path in (folder / f"{name}.json" for name in names) if not path.exists())
+    return folder / f"{time.strftime('%Y-%m-%dt%H%M%S', time.gmtime())}-{commit()[:7]}.json"
 
 
 def machine_name(device: str) -> str:
@@ -86,7 +86,7 @@ def without_local_paths(text: str) -> str:
 
 def origin(script: str) -> dict[str, str]:
     """Command, commit and date."""
-    return {"command": command(script), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    return {"command": command(script), "commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
 def commit() -> str:

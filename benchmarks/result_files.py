@@ -1,6 +1,6 @@
-"""Recorded results: benchmarks/results/<table>/<machine>/<date>-<commit>.json, and how tables print them.
+"""Recorded results: benchmarks/results/<table>/<machine>/<date>t<time>-<commit>.json, and how tables print them.
 
-Runs of one date and commit have a suffix (-a, -b ...), so the names of a folder sort by time.
+Older runs have no time in their names; several of one date and commit have a suffix (-a, -b ...).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How a part of the campaign reports: one JSON object with its figures, printed, or kept with --record or --out.
 
-A record is benchmarks/results/reliability/<part>/<machine>/<date>-<commit>.json. docs/reliability.md is made from the
-records by page.py, which shows the newest run of each figure. Runs with other seeds are shards of one run: shards.py
-adds up their tallies, and the part words the figures from the sums.
+A record is benchmarks/results/reliability/<part>/<machine>/<date>t<time>-<commit>.json. docs/reliability.md is made
+from the records by page.py, which shows the newest run of each figure. Runs with other seeds are shards of one run:
+shards.py adds up their tallies, and the part words the figures from the sums.
 """
 
 from __future__ import annotations
