@@ -24,7 +24,7 @@ def test_peak_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     source = benchmark.write_source(tmp_path / "source", 2, 32, hidden=1024, intermediate=768)
-    packed = benchmark.convert_to(source, tmp_path / "packed", "int4-g128+int8")
+    packed = benchmark.convert_to(source, tmp_path / "packed", "int4-g128")
     process = subprocess.run(
         [sys.executable, str(BENCHMARK), "--load", benchmark.OURS, str(packed)],
         capture_output=True, text=True, check=True,
