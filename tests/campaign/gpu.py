@@ -269,7 +269,7 @@ def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
 
 
 def main() -> None:
-    part = Part("gpu", __doc__, figures, device="cuda", seconds=300.0, seed=0)
+    part = Part("gpu", __doc__, figures, device="cuda", seconds=300.0, seed=0, kinds=len(KINDS))
     from lancebill.jit.build import build_all
 
     every = problems(part.arguments.kinds)
