@@ -28,9 +28,11 @@ def result_path(table: str, device: str = "cpu") -> Path:
 
 
 def machine_name(device: str) -> str:
-    """A short name for the GPU or the CPU, as a folder is called."""
+    """A short name for the GPU or the CPU, as a folder is called; a GPU that counts as another says so."""
     if device.startswith("cuda"):
-        return slug(nvidia_smi("name").splitlines()[0].removeprefix("NVIDIA "))
+        counts_as = os.environ.get("LANCEBILL_GPU")
+        name = slug(nvidia_smi("name").splitlines()[0].removeprefix("NVIDIA "))
+        return f"{name}-as-{slug(counts_as)}" if counts_as else name
     from lancebill.cli.env import describe
 
     cpu = describe()["cpu"]

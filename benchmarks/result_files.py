@@ -19,6 +19,7 @@ MACHINES = {
     "aarch64": "an Arm CPU (aarch64)",
     "cascade-lake": "Intel Cascade Lake, 2 cores",
     "h200": "NVIDIA H200",
+    "h200-as-sm-80": "NVIDIA H200 with the kernels of an sm_80",
     "neoverse-n1": "Arm Neoverse N1, 2 cores",
     "xeon-amx": "Intel Xeon with AMX, 2 of 16 cores",
     "xeon-avx512": "Intel Xeon, AMX switched off for us and for torch, 2 of 16 cores",

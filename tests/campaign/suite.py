@@ -1,12 +1,12 @@
 """Runs the tests that hold figures of docs/reliability.md and counts them by figure.
 
-    python tests/campaign/suite.py --record                  the files that hold figures; with a GPU, those of tests/gpu
+    python tests/campaign/suite.py --record                  the files that hold figures; with a GPU, all of tests/gpu
     python tests/campaign/suite.py --only R1,R4 --record     the files of these figures
     python tests/campaign/suite.py --coverage 1 --record     all files, and the branches they reach (needs coverage)
     python tests/campaign/suite.py --optimized 1 --record    the files of `make test-O`, under python -O
 
 Every file is a process of its own; `--workers` of them run at the same time. Files that are not done in `--seconds` are
-stopped; their figures are left out.
+stopped; their figures are left out. `--reports FOLDER` keeps what pytest printed and reported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
     interpreter: tuple[str, ...]
     workers: int
     end: float  # time.monotonic()
-    folder: Path
+    reports: Path
 
     def outcomes(self, files: Sequence[str]) -> dict[str, str]:
         """{test: passed, failed, skipped}, as pytest names tests."""
@@ -56,13 +56,14 @@ class Run:
         return {test: outcome for file in found for test, outcome in file.items()}
 
     def _one_file(self, file: str) -> dict[str, str]:
-        report = self.folder / f"{file.replace('/', '.')}.xml"
+        report = self.reports / f"{file.replace('/', '.')}.xml"
         command = [*self.interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
         try:
-            subprocess.run(
-                [*command, f"--junitxml={report}", file], cwd=ROOT, capture_output=True,
-                timeout=max(1.0, self.end - time.monotonic()),
-            )  # fmt: skip
+            with report.with_suffix(".log").open("w") as log:
+                subprocess.run(
+                    [*command, f"--junitxml={report}", file], cwd=ROOT, stdout=log, stderr=log,
+                    timeout=max(1.0, self.end - time.monotonic()),
+                )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {f"{file}::{STOPPED}": STOPPED}
         return read_report(report, file) if report.exists() else {f"{file}::no report": "failed"}
@@ -91,11 +92,21 @@ def held_files(targets: Sequence[Target], gpu: bool) -> list[str]:
     return [file for file in files if file.startswith("tests/gpu") == gpu]
 
 
+def test_files(folder: str = "tests") -> list[str]:
+    """The largest first."""
+    files = sorted((ROOT / folder).rglob("test_*.py"), key=lambda path: -path.stat().st_size)
+    return [str(path.relative_to(ROOT)) for path in files]
+
+
 def all_files() -> list[str]:
-    """Those that run here, the largest first."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: -path.stat().st_size)
-    names = [str(path.relative_to(ROOT)) for path in files]
-    return [name for name in names if not name.startswith(NOT_HERE)]
+    """Those that need no GPU."""
+    return [name for name in test_files() if not name.startswith(NOT_HERE)]
+
+
+def chosen_files(targets: Sequence[Target], device: str, every: bool, only: bool) -> list[str]:
+    if device == "cuda":
+        return held_files(targets, gpu=True) if only else test_files("tests/gpu")
+    return all_files() if every else held_files(targets, gpu=False)
 
 
 def files_without_asserts() -> list[str]:
@@ -165,7 +176,10 @@ def figures(tallies: Tallies, details: Sequence[Details]) -> dict[str, Figure]:
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    part = Part("suite", __doc__, figures, device=device, workers=2, seconds=3600.0, coverage=0, optimized=0, only="")
+    part = Part(
+        "suite", __doc__, figures, device=device, workers=2, seconds=3600.0, coverage=0, optimized=0, only="",
+        reports="",
+    )  # fmt: skip
     chosen, tallies, details = part.arguments, dict[str, Tally](), dict[str, Any]()
     os.environ["OMP_NUM_THREADS"] = "1"
     only = chosen.only.split(",") if chosen.only else None
@@ -175,12 +189,14 @@ def main() -> None:
         folder, interpreter = Path(name), [sys.executable, *(["-O"] if chosen.optimized else [])]
         if chosen.coverage:
             interpreter += ["-m", "coverage", "run", f"--rcfile={coverage_settings(folder)}"]
-        run = Run(tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, folder)
+        reports = Path(chosen.reports or name)
+        reports.mkdir(parents=True, exist_ok=True)
+        run = Run(tuple(interpreter), chosen.workers, time.monotonic() + chosen.seconds, reports)
         if chosen.optimized:
             outcomes = run.outcomes(files_without_asserts())
             tallies["E2"] = _tally(Counter(outcomes.values()), outcomes)
         else:
-            outcomes = run.outcomes(all_files() if chosen.coverage else held_files(targets, device == "cuda"))
+            outcomes = run.outcomes(chosen_files(targets, device, bool(chosen.coverage), only is not None))
             for target in targets:
                 counts = count(outcomes, target.tests)
                 if (counts["passed"] or counts["failed"]) and not _stopped(target, outcomes):
