@@ -37,6 +37,7 @@ class Live:
     example: Example
     made: list[Generated]
     layer: RoutedExperts
+    inputs: list[tuple[Tensor, Tensor, Tensor]]  # which the graphs read
     graphs: list[torch.cuda.CUDAGraph]
     outs: list[Tensor]
     states: list[dict[str, Tensor]]
@@ -54,7 +55,7 @@ class Live:
             with torch.cuda.graph(graphs[-1]):
                 outs.append(called(live, given))
         wanted = [[called(layer, given).clone() for given in inputs] for layer in fresh]
-        return cls(example, made, live, graphs, outs, [dict(layer.state_dict()) for layer in fresh], wanted)
+        return cls(example, made, live, inputs, graphs, outs, [dict(layer.state_dict()) for layer in fresh], wanted)
 
     def refit(self, rng: random.Random) -> str | None:
         """Push one of the checkpoints; what is wrong then."""

@@ -16,12 +16,12 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SIZES = {
-    "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
+    "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024,
     "num_hidden_layers": 3, "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 FAMILIES = ("qwen3", "gpt-oss")
 TOKENS = 300  # more than the columns that the first graph sees
-NEAR = 0.05  # of the spread of the logits: so close, 16-bit rounding decides
+NEAR = 0.1  # of the spread of the logits, a few steps of bf16: so close, rounding decides
 
 
 def config(family: str) -> Any:

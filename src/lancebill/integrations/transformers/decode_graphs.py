@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lancebill.backends.base import Reason
 from lancebill.errors import LancebillError
 from lancebill.integrations.transformers.decode_cache import DecodeCache, span_of
+from lancebill.integrations.transformers.filled_constants import FilledConstants
 from lancebill.integrations.transformers.step_modules import Swap, find_swaps, swapped
 
 LEAST_COSINE = 0.98  # 16-bit models differ a little with the kernel that attends; a wrong position differs much more
@@ -44,7 +45,8 @@ class CudaRecorder:
             call()  # whatever is made once on a stream (workspaces of libraries, kernels) must exist before a capture
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        with captured, FilledConstants():
             result = call()
 
         def replay() -> Any:
