@@ -20,7 +20,15 @@ import tiny  # noqa: E402
 from tiny_gguf import write  # noqa: E402
 
 import lancebill  # noqa: E402
-from lancebill.errors import CannotEncode, MalformedFile, UnexpectedTensor, UnsupportedProblem  # noqa: E402
+from lancebill.errors import (  # noqa: E402
+    BadValue,
+    CannotEncode,
+    MalformedFile,
+    UnexpectedTensor,
+    UnsupportedProblem,
+    WrongShape,
+)
+from lancebill.integrations.transformers.gguf_changes import log_of_negated  # noqa: E402
 from lancebill.integrations.transformers.gguf_rows import ROWS  # noqa: E402
 from lancebill.testing.gguf import write_gguf  # noqa: E402
 
@@ -34,9 +42,12 @@ SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_mu
 LOCAL = {"num_local_experts": 8, "intermediate_size": 32}
 MOE = {"num_experts": 8, "moe_intermediate_size": 32}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 # Architecture, transformers' model type, and config.
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
+    ("qwen3next", "qwen3_next", {**MOE, **DELTA, "shared_expert_intermediate_size": 96}),
     ("qwen2moe", "qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),
     # Half of a head's columns are rotated, a bias corrects the routing.
     ("minimax-m2", "minimax_m2", {**LOCAL, "rotary_dim": 8}),
@@ -96,18 +107,19 @@ def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_
     dequantised = {name for name in linears if name.endswith((".kv_b_proj", "shared_expert_gate"))}
     assert set(ours.lancebill_rest.packed) == linears - dequantised | {"model.embed_tokens"}
     assert not ours.lancebill_rest.dequantized
+    ours.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
 def test_every_architecture_has_a_test() -> None:
     assert {architecture for architecture, _, _ in MODELS} == set(ROWS)
 
 
-def test_saved_as_the_same_file(tmp_path: Path) -> None:
+def test_saved_as_one_file_and_only_if_not_requantised(tmp_path: Path) -> None:
     write(dense("qwen3_moe", MOE), "qwen3moe", tmp_path / "model.gguf")
     ours = lancebill.from_pretrained(tmp_path / "model.gguf")
     ours.save_pretrained(tmp_path / "saved")
     assert [file.name for file in (tmp_path / "saved").iterdir()] == ["model.gguf"]
-    assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
     requantised = lancebill.from_pretrained(tmp_path / "model.gguf", weights="mxfp4")
     with pytest.raises(CannotEncode, match="convert --experts-only"):
         requantised.save_pretrained(tmp_path / "never")
@@ -132,6 +144,18 @@ def test_sizes_that_no_tensor_has_are_refused(key: str, value: Any, tmp_path: Pa
     with pytest.raises((MalformedFile, UnsupportedProblem)) as caught:
         lancebill.from_pretrained(tmp_path / "model.gguf")
     assert any(word in str(caught.value) for word in (key, "layers", "rotary", "hidden_size"))
+
+
+def test_linear_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    model = dense("qwen3_next", {**MOE, **DELTA, "shared_expert_intermediate_size": 96})
+    write(model, "qwen3next", tmp_path / "both.gguf", extra="blk.0.attn_q.weight")
+    with pytest.raises(MalformedFile, match=r"blk\.0\.ssm_a, blk\.0\.attn_q"):
+        lancebill.from_pretrained(tmp_path / "both.gguf")
+    write(model, "qwen3next", tmp_path / "heads.gguf", stated={"linear_num_key_heads": 4})
+    with pytest.raises(WrongShape, match=r"blk\.0\.attn_qkv"):
+        lancebill.from_pretrained(tmp_path / "heads.gguf")
+    with pytest.raises(BadValue, match="ssm_a"):
+        log_of_negated(torch.tensor([-1.0, 0.5]), "blk.0.ssm_a")
 
 
 def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from tiny_gguf_hybrid import changed, delta_heads
 from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -39,17 +40,26 @@ METADATA = {
     "kv_lora_rank": ["kv_lora_rank"],
     "value_length_mla": ["v_head_dim"],
     "shortconv_l_cache": ["conv_L_cache"],
+    "ssm_conv_kernel": ["linear_conv_kernel_dim"],
+    "ssm_state_size": ["linear_key_head_dim"],
+    "ssm_group_count": ["linear_num_key_heads"],
+    "ssm_time_step_rank": ["linear_num_value_heads"],
 }
 # Where the library knows only the names of published files.
 RENAMED = {"moe.router": "moe.router.layer", "gate.moe_statics": "moe_statics"}
-UNQUANTISED = ("ffn_gate_inp", "shortconv.conv")
+UNQUANTISED = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
 
 
-def write(model: Any, architecture: str, path: Path, extra: str | None = None) -> None:
-    """Matrices become Q8_0, and the model's own tensors get the values that were written."""
+def write(
+    model: Any, architecture: str, path: Path, extra: str | None = None, stated: Mapping[str, Any] | None = None
+) -> None:
+    """Matrices become Q8_0, and the model's own tensors get the values that were written.
+
+    `extra` is the name of a further tensor, `stated` are values of the config that the metadata state wrongly.
+    """
     config = model.config
     out = gguf.GGUFWriter(path, architecture)
-    _add_metadata(out, config)
+    _add_metadata(out, {**config.to_dict(), **(stated or {})})
     _add_vocabulary(out, config.vocab_size)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -62,7 +72,7 @@ def write(model: Any, architecture: str, path: Path, extra: str | None = None) -
                 part = part.replace(new, old)
             known = part if part.startswith("blk.") else names.get_name(part)
             assert known is not None, part
-            written = add(out, known + suffix, view.reshape(shape))
+            written = add(out, known + suffix, changed(architecture, known, view).reshape(shape))
             if written is not None:
                 view.copy_(written.reshape(view.shape))
     if extra is not None:
@@ -73,14 +83,13 @@ def write(model: Any, architecture: str, path: Path, extra: str | None = None) -
     out.close()
 
 
-def _add_metadata(out: Any, config: Any) -> None:
-    values = config.to_dict()
+def _add_metadata(out: Any, values: dict[str, Any]) -> None:
     for method, keys in METADATA.items():
         found = [values[key] for key in keys if values.get(key) is not None]
         if found:
             getattr(out, f"add_{method}")(found[0])
     inner = values.get("moe_intermediate_size")
-    out.add_expert_feed_forward_length(inner if isinstance(inner, int) else config.intermediate_size)
+    out.add_expert_feed_forward_length(inner if isinstance(inner, int) else values["intermediate_size"])
     kinds, heads = values.get("layer_types") or [], values["num_key_value_heads"]
     if "conv" in kinds:
         out.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds])
@@ -135,7 +144,14 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
             stem, suffix = name.removesuffix(ending), "." + ending[1:]
     stem += "_bias" if stem.endswith(".expert") else ""
     shape = tuple(size for size in tensor.shape if size > 1) if tensor.ndim > 1 else tuple(tensor.shape)
-    if paired and stem.endswith(("q_proj", "k_proj")):
+    if name.endswith(".dt_bias"):
+        yield stem.replace("dt", "dt_proj"), suffix, tensor, shape
+    elif name.endswith(".A_log"):
+        yield stem, "", tensor, shape
+    elif stem.endswith("in_proj_qkvz"):
+        for part, view in delta_heads(tensor, config):
+            yield f"blk.{name.split('.')[2]}.{part}", suffix, view, tuple(view.shape)
+    elif paired and stem.endswith(("q_proj", "k_proj")):
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         yield stem, suffix, tensor.view(heads, 2, -1, tensor.shape[-1]).swapaxes(1, 2), shape
     elif stem.endswith("kv_b_proj"):

@@ -324,6 +324,7 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
     "llama4": _gguf(_LLAMA4, top_k=1),
     "qwen2moe": _gguf({"scoring": SOFTMAX}),
     "qwen3moe": _gguf(_SOFTMAX_NORMED),
+    "qwen3next": _gguf(_SOFTMAX_NORMED),
     "qwen3vlmoe": _gguf(_SOFTMAX_NORMED),
     "olmoe": _gguf({"scoring": SOFTMAX}),
     "deepseek": _gguf({"scoring": SOFTMAX}),

@@ -67,6 +67,8 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     layers = _layers(checkpoint)
     last = f"blk.{layers - 1}."
     values = _values(file, row, layers) | {key: last + name in checkpoint.tensors for key, name in row.present.items()}
+    if row.layer_tensors:
+        values["layer_types"] = _layer_types(checkpoint, row, layers)
     values |= {
         "num_hidden_layers": layers,
         "vocab_size": _vocabulary(checkpoint),
@@ -119,6 +121,18 @@ def _layers(checkpoint: Checkpoint) -> int:
             got=layers,
         )
     return layers
+
+
+def _layer_types(checkpoint: Checkpoint, row: GgufRow, layers: int) -> list[str]:
+    """The type of each layer, by a tensor that only layers of that type have."""
+    found = []
+    for block in (f"blk.{layer}." for layer in range(layers)):
+        kinds = [kind for name, kind in row.layer_tensors.items() if block + name in checkpoint.tensors]
+        if len(kinds) != 1:
+            expected = f"one of {', '.join(block + name for name in row.layer_tensors)}"
+            raise MalformedFile("the type of a layer is not clear", where=str(checkpoint.path), expected=expected)
+        found += kinds
+    return found
 
 
 def _vocabulary(checkpoint: Checkpoint) -> int:

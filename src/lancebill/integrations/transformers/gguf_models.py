@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.ggml_types import TYPE_IDS, TYPES
-from lancebill.errors import UnexpectedTensor
+from lancebill.errors import UnexpectedTensor, WrongShape
 from lancebill.formats import detect
 from lancebill.formats.base import Module
 from lancebill.integrations.transformers.gguf_config import config_of as config_of
@@ -27,7 +28,6 @@ from lancebill.numbers.weight import LogicalWeight, stack
 
 SUFFIX = ".gguf"
 _SUFFIXES = (".weight", ".bias")
-_QUERIES, _KEYS = "attn_q", "attn_k"
 
 Read = Callable[[], Tensor]
 
@@ -62,42 +62,63 @@ def _plan(
     checkpoint: Checkpoint, row: GgufRow, layers: int, model: nn.Module, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[str, ...], str, Read]]:
     """(stored names, name in the model, how to read it) of every tensor that a model of this architecture may have."""
-    config: Any = model.config
-    heads = {_QUERIES: config.num_attention_heads, _KEYS: config.num_key_value_heads} if row.pairs else {}
+    file = _Tensors(checkpoint, row, model.config, dtype)
     for stem, module in WHOLE.items():
         for suffix in _SUFFIXES:
-            yield (stem + suffix,), module + suffix, partial(_read, checkpoint, stem + suffix, dtype)
+            yield (stem + suffix,), module + suffix, partial(file.read, stem + suffix, stem)
     for layer in range(layers):
         block, prefix = f"blk.{layer}.", f"model.layers.{layer}."
         for stem, module in {**NAMES, **row.names}.items():
             for suffix in _SUFFIXES:
                 name = block + stem + suffix
-                yield (name,), prefix + module + suffix, partial(_read, checkpoint, name, dtype, heads.get(stem))
+                yield (name,), prefix + module + suffix, partial(file.read, name, stem)
         for stored, name in row.whole.items():
-            yield (block + stored,), prefix + name, partial(_read, checkpoint, block + stored, dtype)
+            yield (block + stored,), prefix + name, partial(file.read, block + stored, stored)
         for module, stems in row.joined.items():
             names = tuple(f"{block}{stem}{_SUFFIXES[0]}" for stem in stems)
-            join = _join_latent if row.latent else _join_rows
-            yield names, prefix + module + _SUFFIXES[0], partial(join, checkpoint, names, dtype)
+            join = partial(_join_latent, checkpoint, names, dtype) if row.latent else partial(file.join, names, module)
+            yield names, prefix + module + _SUFFIXES[0], join
 
 
-def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype, heads: int | None = None) -> Tensor:
-    """A tensor of the file; quantised matrices keep their blocks. With `heads`, the rows of each head are in pairs."""
-    stored = _read_blocks(checkpoint, name)
-    if heads is not None:
+@dataclass(frozen=True)
+class _Tensors:
+    """Reads tensors of a file as its architecture has them; quantised matrices keep their blocks."""
+
+    checkpoint: Checkpoint
+    row: GgufRow
+    config: Any
+    dtype: torch.dtype
+
+    def read(self, name: str, stem: str) -> Tensor:
+        """A tensor of the file; the row says by `stem` in which order its rows are stored, and how its values."""
+        stored = self._ordered(_read_blocks(self.checkpoint, name), name, stem)
+        if isinstance(stored, LogicalWeight):
+            return StoredMatrix(stored, self.dtype)
+        change = self.row.values.get(stem)
+        return (stored if change is None else change(stored.float(), name)).to(self.dtype)
+
+    def join(self, names: tuple[str, ...], module: str) -> Tensor:
+        """Matrices over each other; they keep their blocks if those are of one type."""
+        parts = [_read_blocks(self.checkpoint, name) for name in names]
+        blocks = [part for part in parts if isinstance(part, LogicalWeight)]
+        if len(blocks) == len(parts) and len({part.spec for part in blocks}) == 1:
+            joined: LogicalWeight | Tensor = stack(blocks)
+        else:
+            joined = torch.cat([read_dequantized(self.checkpoint, name, self.dtype) for name in names])
+        ordered = self._ordered(joined, names[0], module)
+        return StoredMatrix(ordered, self.dtype) if isinstance(ordered, LogicalWeight) else ordered
+
+    def _ordered(self, stored: LogicalWeight | Tensor, name: str, key: str) -> LogicalWeight | Tensor:
+        order = self.row.orders.get(key)
+        if order is None:
+            return stored
         rows = stored.n if isinstance(stored, LogicalWeight) else stored.shape[0]
-        order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-        stored = stored.rows(order) if isinstance(stored, LogicalWeight) else stored[order]
-    return StoredMatrix(stored, dtype) if isinstance(stored, LogicalWeight) else stored.to(dtype)
-
-
-def _join_rows(checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-    """Matrices over each other; they keep their blocks if those are of one type."""
-    parts = [_read_blocks(checkpoint, name) for name in names]
-    blocks = [part for part in parts if isinstance(part, LogicalWeight)]
-    if len(blocks) == len(parts) and len({part.spec for part in blocks}) == 1:
-        return StoredMatrix(stack(blocks), dtype)
-    return torch.cat([read_dequantized(checkpoint, name, dtype) for name in names])
+        try:
+            index = order(self.config, rows)
+        except (RuntimeError, ZeroDivisionError) as error:
+            what = "the rows of this tensor cannot be divided by the heads that the metadata state"
+            raise WrongShape(what, where=name, got=f"{rows} rows") from error
+        return stored.rows(index) if isinstance(stored, LogicalWeight) else stored[index]
 
 
 def _join_latent(checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:

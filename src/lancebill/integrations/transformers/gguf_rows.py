@@ -9,6 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lancebill.integrations.transformers.gguf_changes import (
+    PAIRS,
+    Change,
+    Order,
+    delta_heads,
+    log_of_negated,
+    minus_one,
+)
+
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -48,10 +57,11 @@ UNBOUNDED = {"context_length", "attention.sliding_window", "rope.scaling.origina
 class GgufRow:
     """How one architecture is a model of transformers.
 
-    `whole` are single tensors with their suffixes, `joined` modules whose matrices are stored apart. `pairs`: rotary
-    columns are neighbours in the file and half a head apart in the model, so the rows of q and k are put in order.
+    `whole` are single tensors with their suffixes, `joined` modules whose matrices are stored apart. `orders` and
+    `values` say by the name of a tensor or of a joined module what llama.cpp changes about it (`gguf_changes.py`).
     `fixed` are config values that the metadata may not have; `present` are true where a tensor of the last layer is
-    stored. `variant` is another model type, and the tensor of the last layer that tells it apart.
+    stored. `variant` is another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell
+    the type of a layer by a tensor that only layers of that type have.
     """
 
     model_type: str
@@ -63,9 +73,11 @@ class GgufRow:
     present: Mapping[str, str] = field(default_factory=dict)
     rotary: Mapping[str, object] = field(default_factory=dict)  # as `fixed`, of the rotary positions
     variant: tuple[str, str] | None = None
-    pairs: bool = False
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    values: Mapping[str, Change] = field(default_factory=dict)
     latent: bool = False  # keys and values are projected from a latent vector (MLA)
     partial: bool = False  # only some columns of a head may be rotated
+    layer_tensors: Mapping[str, str] = field(default_factory=dict)
     kinds: tuple[str, str, str] | None = None  # a value for each layer: its key, the layer type if it is 0, and if not
 
 
@@ -114,14 +126,48 @@ _GRANITE = {
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
 _QWEN2_SHARED = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_QWEN2_SHARED_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+# Layers of linear attention (gated delta nets) between others. Norms are stored with the 1 that the model adds.
+_DELTA_KEYS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_value_head_dim": "ssm.state_size",
+}
+_DELTA_WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_DELTA_JOINED = "linear_attn.in_proj_qkvz"
+_NORMS = ("output_norm", "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
+_DELTA_VALUES: dict[str, Change] = {"ssm_a": log_of_negated, **dict.fromkeys(_NORMS, minus_one)}
+_DELTA_LAYERS = {"ssm_a": "linear_attention", "attn_q.weight": "full_attention"}
 
 ROWS: dict[str, GgufRow] = {
-    "llama": GgufRow("mixtral", keys=_LOCAL, pairs=True),
+    "llama": GgufRow("mixtral", keys=_LOCAL, orders=PAIRS),
     "qwen2moe": GgufRow(
         "qwen2_moe",
         _QWEN2_SHARED,
-        {**_EXPERTS, **_INNER, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        {**_EXPERTS, **_INNER, **_QWEN2_SHARED_KEYS},
         {"norm_topk_prob": False},
+    ),
+    "qwen3next": GgufRow(
+        "qwen3_next",
+        {
+            **_QWEN2_SHARED,
+            "post_attention_norm": "post_attention_layernorm",
+            "ssm_in": "linear_attn.in_proj_qkvz",  # in old files
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+        },
+        {**_EXPERTS, **_INNER, **_QWEN2_SHARED_KEYS, **_DELTA_KEYS},
+        {"norm_topk_prob": True},
+        whole=_DELTA_WHOLE,
+        joined={_DELTA_JOINED: ("attn_qkv", "attn_gate")},
+        orders={_DELTA_JOINED: delta_heads},
+        values=_DELTA_VALUES,
+        layer_tensors=_DELTA_LAYERS,
+        partial=True,
     ),
     "qwen3moe": GgufRow("qwen3_moe", keys={**_EXPERTS, **_INNER}, fixed={"norm_topk_prob": True}),
     "olmoe": GgufRow("olmoe", keys=_EXPERTS, fixed={"norm_topk_prob": False}),
@@ -164,7 +210,7 @@ ROWS: dict[str, GgufRow] = {
         _GRANITE,
         joined={"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp")},
         variant=("ffn_gate_shexp.weight", "granitemoeshared"),
-        pairs=True,
+        orders=PAIRS,
     ),
     "ernie4_5-moe": GgufRow(
         "ernie4_5_moe",

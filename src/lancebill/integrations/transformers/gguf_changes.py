@@ -1,0 +1,55 @@
+"""What llama.cpp changes about tensors: the order of rows, and values.
+
+An order gives, for each row of the model's tensor, its row in the file. It takes the model's config and the number of
+rows, and fails where these do not fit. A change of values takes the tensor in fp32 and its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lancebill.errors import BadValue
+
+Order = Callable[[Any, int], Tensor]
+Change = Callable[[Tensor, str], Tensor]
+
+
+def _pairs(heads: int, rows: int) -> Tensor:
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def query_pairs(config: Any, rows: int) -> Tensor:
+    """Rotary columns are neighbours in the file and half a head apart in the model."""
+    return _pairs(config.num_attention_heads, rows)
+
+
+def key_pairs(config: Any, rows: int) -> Tensor:
+    """As `query_pairs`."""
+    return _pairs(config.num_key_value_heads, rows)
+
+
+PAIRS: dict[str, Order] = {"attn_q": query_pairs, "attn_k": key_pairs}
+
+
+def delta_heads(config: Any, rows: int) -> Tensor:
+    """Queries, keys, values and gates of linear attention: each of all heads in the file, together in a head here."""
+    heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    parts = torch.arange(rows).split([heads * keys, heads * keys, heads * values, heads * values])
+    return torch.cat([part.view(heads, -1) for part in parts], dim=1).reshape(-1)
+
+
+def minus_one(tensor: Tensor, name: str) -> Tensor:
+    """The model adds 1 to its norm when it computes; the file has the sum."""
+    return tensor - 1
+
+
+def log_of_negated(tensor: Tensor, name: str) -> Tensor:
+    """The model has the logarithm of the decay; the file has the decay, which is negative."""
+    if not (tensor < 0).all():
+        raise BadValue("the decay of a state must be negative", where=name, got=tensor.max().item())
+    return torch.log(-tensor)

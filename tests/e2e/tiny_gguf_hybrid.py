@@ -1,0 +1,36 @@
+"""What llama.cpp changes about the tensors of models with linear attention or states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+
+WITH_ONE = ("qwen3next",)  # architectures whose norms are stored with the 1 that the model adds
+
+
+def changed(architecture: str, name: str, tensor: Tensor) -> Tensor:
+    """The values that are stored."""
+    if name.endswith("ssm_a"):
+        return -torch.exp(tensor)
+    is_norm = name.endswith("norm") and not name.endswith("ssm_norm")
+    return tensor + 1 if architecture in WITH_ONE and is_norm else tensor
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """Round the rows of a matrix to Q8_0 in place: copies of them can then be stored in any order."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return tensor.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)))
+
+
+def delta_heads(tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Queries, keys and values of all heads, and the gates, from a matrix that has all of them head by head."""
+    heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    parts = rounded(tensor).view(heads, -1, tensor.shape[-1]).split([keys, keys, values, values], dim=1)
+    *joined, gates = (part.flatten(0, 1) for part in parts)
+    yield "attn_qkv", torch.cat(joined)
+    yield "attn_gate", gates
