@@ -54,6 +54,10 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "mixtral", LOCAL),
     ("olmoe", "olmoe", {"num_experts": 8, "intermediate_size": 32, "num_key_value_heads": 4}),
     ("glm4moe", "glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
+    ("bailingmoe2", "glm4_moe", {**GROUPED, "use_qk_norm": True, "n_group": 4, "topk_group": 2,
+                                 "score_function": "sigmoid",
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 6e5,
+                                                     "partial_rotary_factor": 0.5}}),
     ("dots1", "dots1", GROUPED),
     ("deepseek2", "deepseek_v3", {**LATENT, "q_lora_rank": 32, "rope_parameters": YARN}),
     ("deepseek2", "deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
@@ -156,6 +160,13 @@ def test_linear_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
         lancebill.from_pretrained(tmp_path / "heads.gguf")
     with pytest.raises(BadValue, match="ssm_a"):
         log_of_negated(torch.tensor([-1.0, 0.5]), "blk.0.ssm_a")
+
+
+def test_scores_that_the_model_does_not_compute_are_refused(tmp_path: Path) -> None:
+    model = dense("glm4_moe", {**GROUPED, "use_qk_norm": True})
+    write(model, "bailingmoe2", tmp_path / "model.gguf", stated={"score_function": "softmax"})
+    with pytest.raises(UnsupportedProblem, match="expert_gating_func"):
+        lancebill.from_pretrained(tmp_path / "model.gguf")
 
 
 def test_the_generate_command_takes_a_gguf_file(tmp_path: Path) -> None:

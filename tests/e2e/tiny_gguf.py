@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import torch
-from tiny_gguf_hybrid import changed, delta_heads
+from tiny_gguf_changes import changed, delta_heads, merged
 from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -64,7 +64,7 @@ def write(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     paired = architecture in ("llama", "granitemoe")
-    for name, tensor in model.state_dict().items():
+    for name, tensor in merged(model.state_dict(), architecture):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for part, suffix, view, shape in _parts(name, tensor, config, paired):
@@ -88,6 +88,8 @@ def _add_metadata(out: Any, values: dict[str, Any]) -> None:
         found = [values[key] for key in keys if values.get(key) is not None]
         if found:
             getattr(out, f"add_{method}")(found[0])
+    if "score_function" in values:
+        out.add_expert_gating_func(gguf.ExpertGatingFuncType[values["score_function"].upper()])
     inner = values.get("moe_intermediate_size")
     out.add_expert_feed_forward_length(inner if isinstance(inner, int) else values["intermediate_size"])
     kinds, heads = values.get("layer_types") or [], values["num_key_value_heads"]

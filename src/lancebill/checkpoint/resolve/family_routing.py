@@ -334,6 +334,7 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
         {"scoring": SQRTSOFTPLUS, "correction": True}, None, replace(LIMIT, required=True), hash_layers=0
     ),
     "glm4moe": _gguf(_GGUF_SIGMOID),
+    "bailingmoe2": _gguf(_GGUF_SIGMOID),
     "gpt-oss": _gguf(_SOFTMAX_AFTER, _SWIGLUOAI),
     "minimax-m2": _gguf({**_GGUF_SIGMOID, "renormalize": True}),
     "nemotron_h_moe": _gguf(_GGUF_SIGMOID, _RELU2),

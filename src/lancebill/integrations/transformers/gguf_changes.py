@@ -1,7 +1,7 @@
 """What llama.cpp changes about tensors: the order of rows, and values.
 
 An order gives, for each row of the model's tensor, its row in the file. It takes the model's config and the number of
-rows, and fails where these do not fit. A change of values takes the tensor in fp32 and its name.
+rows in the file, and fails where these do not fit. A change of values takes the tensor in fp32 and its name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,33 @@ def key_pairs(config: Any, rows: int) -> Tensor:
 
 
 PAIRS: dict[str, Order] = {"attn_q": query_pairs, "attn_k": key_pairs}
+
+
+def _queries_keys_values(config: Any, rows: int) -> tuple[Tensor, ...]:
+    keys = config.num_key_value_heads * config.head_dim
+    return torch.arange(rows).split([config.num_attention_heads * config.head_dim, keys, keys])
+
+
+def query_rows(config: Any, rows: int) -> Tensor:
+    """The queries of a matrix that has keys and values below them."""
+    return _queries_keys_values(config, rows)[0]
+
+
+def key_rows(config: Any, rows: int) -> Tensor:
+    """As `query_rows`."""
+    return _queries_keys_values(config, rows)[1]
+
+
+def value_rows(config: Any, rows: int) -> Tensor:
+    """As `query_rows`."""
+    return _queries_keys_values(config, rows)[2]
+
+
+QUERIES_KEYS_VALUES: dict[str, Order] = {
+    "self_attn.q_proj": query_rows,
+    "self_attn.k_proj": key_rows,
+    "self_attn.v_proj": value_rows,
+}
 
 
 def delta_heads(config: Any, rows: int) -> Tensor:

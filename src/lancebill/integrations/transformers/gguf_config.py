@@ -64,6 +64,7 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     shapes = [info.stored.shape for info in checkpoint.tensors.values()]
     largest = max((math.prod(shape) // min(shape) for shape in shapes if shape), default=0)
     file = _File(where, checkpoint.config.model["architecture"], read_metadata(checkpoint.path), largest)
+    _check_required(file, row)
     layers = _layers(checkpoint)
     last = f"blk.{layers - 1}."
     values = _values(file, row, layers) | {key: last + name in checkpoint.tensors for key, name in row.present.items()}
@@ -91,8 +92,9 @@ def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
     if row.kinds is not None:
         key, zero, other = row.kinds
         values["layer_types"] = [other if value else zero for value in file.per_layer(key, layers)]
-    head = values.get("head_dim") or file.need("embedding_length") // file.need("attention.head_count")
-    values["rope_parameters"] = _rotary(file, row, head)
+    if not values.get("head_dim"):
+        values["head_dim"] = file.need("embedding_length") // file.need("attention.head_count")
+    values["rope_parameters"] = _rotary(file, row, values["head_dim"])
     return values | {key: file.metadata.get(f"tokenizer.ggml.{stored}") for key, stored in _TOKENS.items()}
 
 
@@ -121,6 +123,14 @@ def _layers(checkpoint: Checkpoint) -> int:
             got=layers,
         )
     return layers
+
+
+def _check_required(file: _File, row: GgufRow) -> None:
+    for key, expected in row.required.items():
+        got = file.number(key)
+        if got != expected:
+            what = f"models of this architecture are read only with one value of '{key}'"
+            raise UnsupportedProblem(what, where=file.where, expected=expected, got=got)
 
 
 def _layer_types(checkpoint: Checkpoint, row: GgufRow, layers: int) -> list[str]:

@@ -18,6 +18,7 @@ from lancebill.checkpoint.read.ggml_types import TYPE_IDS, TYPES
 from lancebill.errors import UnexpectedTensor, WrongShape
 from lancebill.formats import detect
 from lancebill.formats.base import Module
+from lancebill.integrations.transformers.gguf_changes import Order
 from lancebill.integrations.transformers.gguf_config import config_of as config_of
 from lancebill.integrations.transformers.gguf_config import row_of
 from lancebill.integrations.transformers.gguf_rows import NAMES, WHOLE, GgufRow
@@ -39,14 +40,15 @@ def lazy_tensors(
     row, expected = row_of(checkpoint), model.state_dict()
     layers = checkpoint.config.model["num_hidden_layers"]
     further = tuple(f"blk.{layers + i}." for i in range(checkpoint.config.model.get("num_nextn_predict_layers", 0)))
-    left = {name for name in checkpoint.tensors if name not in experts and not name.startswith(further)}
-    tensors = {}
+    others = {name for name in checkpoint.tensors if name not in experts and not name.startswith(further)}
+    tensors: dict[str, LazyTensor] = {}
+    used: set[str] = set()
     for stored, name, read in _plan(checkpoint, row, layers, model, dtype):
-        if left.issuperset(stored) and name in expected:
-            left -= set(stored)
+        if others.issuperset(stored) and name in expected and name not in tensors:
+            used.update(stored)
             tensors[name] = LazyTensor(partial(_shaped, read, expected[name].shape))
-    if left:
-        raise UnexpectedTensor("the model has no such tensor", where=min(left))
+    if others - used:
+        raise UnexpectedTensor("the model has no such tensor", where=min(others - used))
     return tensors
 
 
@@ -74,6 +76,11 @@ def _plan(
                 yield (name,), prefix + module + suffix, partial(file.read, name, stem)
         for stored, name in row.whole.items():
             yield (block + stored,), prefix + name, partial(file.read, block + stored, stored)
+        for stem, modules in row.divided.items():
+            for module, order in modules.items():
+                for suffix in _SUFFIXES:
+                    name = block + stem + suffix
+                    yield (name,), prefix + module + suffix, partial(file.read, name, stem, order)
         for module, stems in row.joined.items():
             names = tuple(f"{block}{stem}{_SUFFIXES[0]}" for stem in stems)
             join = partial(_join_latent, checkpoint, names, dtype) if row.latent else partial(file.join, names, module)
@@ -89,9 +96,9 @@ class _Tensors:
     config: Any
     dtype: torch.dtype
 
-    def read(self, name: str, stem: str) -> Tensor:
+    def read(self, name: str, stem: str, order: Order | None = None) -> Tensor:
         """A tensor of the file; the row says by `stem` in which order its rows are stored, and how its values."""
-        stored = self._ordered(_read_blocks(self.checkpoint, name), name, stem)
+        stored = self._ordered(_read_blocks(self.checkpoint, name), name, order or self.row.orders.get(stem))
         if isinstance(stored, LogicalWeight):
             return StoredMatrix(stored, self.dtype)
         change = self.row.values.get(stem)
@@ -105,11 +112,10 @@ class _Tensors:
             joined: LogicalWeight | Tensor = stack(blocks)
         else:
             joined = torch.cat([read_dequantized(self.checkpoint, name, self.dtype) for name in names])
-        ordered = self._ordered(joined, names[0], module)
+        ordered = self._ordered(joined, names[0], self.row.orders.get(module))
         return StoredMatrix(ordered, self.dtype) if isinstance(ordered, LogicalWeight) else ordered
 
-    def _ordered(self, stored: LogicalWeight | Tensor, name: str, key: str) -> LogicalWeight | Tensor:
-        order = self.row.orders.get(key)
+    def _ordered(self, stored: LogicalWeight | Tensor, name: str, order: Order | None) -> LogicalWeight | Tensor:
         if order is None:
             return stored
         rows = stored.n if isinstance(stored, LogicalWeight) else stored.shape[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from lancebill.integrations.transformers.gguf_changes import (
     PAIRS,
+    QUERIES_KEYS_VALUES,
     Change,
     Order,
     delta_heads,
@@ -57,11 +58,13 @@ UNBOUNDED = {"context_length", "attention.sliding_window", "rope.scaling.origina
 class GgufRow:
     """How one architecture is a model of transformers.
 
-    `whole` are single tensors with their suffixes, `joined` modules whose matrices are stored apart. `orders` and
+    `whole` are single tensors with their suffixes, `joined` modules whose matrices are stored apart, `divided` matrices
+    that several modules share. `orders` and
     `values` say by the name of a tensor or of a joined module what llama.cpp changes about it (`gguf_changes.py`).
     `fixed` are config values that the metadata may not have; `present` are true where a tensor of the last layer is
     stored. `variant` is another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell
-    the type of a layer by a tensor that only layers of that type have.
+    the type of a layer by a tensor that only layers of that type have. `required` are metadata without which the model
+    would compute something else.
     """
 
     model_type: str
@@ -70,8 +73,10 @@ class GgufRow:
     fixed: Mapping[str, object] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    divided: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
     rotary: Mapping[str, object] = field(default_factory=dict)  # as `fixed`, of the rotary positions
+    required: Mapping[str, object] = field(default_factory=dict)
     variant: tuple[str, str] | None = None
     orders: Mapping[str, Order] = field(default_factory=dict)
     values: Mapping[str, Change] = field(default_factory=dict)
@@ -184,6 +189,17 @@ ROWS: dict[str, GgufRow] = {
         _ONE_GROUP,
         whole=_CORRECTION,
         present={"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"},
+        partial=True,
+    ),
+    # Ling 2.0: in transformers' own code the same computation as GLM-4.5.
+    "bailingmoe2": GgufRow(
+        "glm4_moe",
+        _SHARED,
+        _GROUPED,
+        {**_ONE_GROUP, "use_qk_norm": True, "attention_bias": False},
+        whole=_CORRECTION,
+        divided={"attn_qkv": QUERIES_KEYS_VALUES},
+        required={"expert_gating_func": 2},  # sigmoid
         partial=True,
     ),
     "dots1": GgufRow("dots1", _SHARED, _GROUPED, _ONE_GROUP, whole=_CORRECTION),

@@ -1,8 +1,8 @@
-"""What llama.cpp changes about the tensors of models with linear attention or states."""
+"""What llama.cpp changes about tensors when it converts a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gguf
@@ -18,6 +18,16 @@ def changed(architecture: str, name: str, tensor: Tensor) -> Tensor:
         return -torch.exp(tensor)
     is_norm = name.endswith("norm") and not name.endswith("ssm_norm")
     return tensor + 1 if architecture in WITH_ONE and is_norm else tensor
+
+
+def merged(state: Mapping[str, Tensor], architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors; queries, keys and values as one where the published model has one."""
+    for name, tensor in state.items():
+        if architecture == "bailingmoe2" and name.endswith("q_proj.weight"):
+            parts = [rounded(state[name.replace("q_proj", part)]) for part in ("q_proj", "k_proj", "v_proj")]
+            yield name.replace("q_proj", "query_key_value"), torch.cat(parts)
+        elif architecture != "bailingmoe2" or not name.endswith(("k_proj.weight", "v_proj.weight")):
+            yield name, tensor
 
 
 def rounded(tensor: Tensor) -> Tensor:
