@@ -1,7 +1,8 @@
 """llama.cpp's expert graph, computed by its library ggml on the CPU with the same weights.
 
 The library comes with the package cyllama; `LANCEBILL_GGML` can name another folder that has it. Its C functions are
-called directly: the graph is the one that llama.cpp builds for gated experts.
+called directly: the graph is the one that llama.cpp builds for gated experts, with weights in the memory that it
+prefers (repacked for this CPU, where it can) and threads that it keeps between calls.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from lancebill.bench.peer import Peer
 from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
 from lancebill.moe.problem import Problem
-from lancebill.numbers.dtypes import F16
+from lancebill.numbers.dtypes import BF16, F16
 from lancebill.numbers.spec import MXFP4, group, int_spec
 from lancebill.numbers.weight import LogicalWeight
 
@@ -30,17 +32,32 @@ _BLOCK = 32  # columns
 _F32, _I32 = 0, 26
 _PARTS = ("base", "cpu")  # libraries, in the order in which they are loaded
 _SLACK = 1 << 20  # bytes of a context for a graph and the tensors' headers
+_REPACKED = b"CPU_REPACK"  # the memory that reorders what is written to it
+_MOST_THREADS = 512  # GGML_MAX_N_THREADS
 _POINTERS = (  # functions that return one
     "init", "new_tensor_2d", "new_tensor_3d", "mul_mat_id", "swiglu_split", "mul", "add", "view_2d", "new_graph",
-    "get_data", "backend_cpu_init",
+    "get_data", "backend_cpu_init", "backend_cpu_buffer_type", "backend_cpu_reg", "backend_reg_dev_get",
+    "backend_reg_get_proc_address", "backend_alloc_ctx_tensors_from_buft", "threadpool_new",
 )  # fmt: skip
-_OTHERS = ("build_forward_expand", "backend_graph_compute", "backend_cpu_set_n_threads")
+_OTHERS = (
+    "build_forward_expand", "backend_graph_compute", "backend_cpu_set_n_threads", "backend_cpu_set_threadpool",
+    "threadpool_params_init", "backend_tensor_set", "backend_dev_supports_op", "backend_buffer_free", "free",
+)  # fmt: skip
 
 
 class _Context(ctypes.Structure):
     """The arguments of `ggml_init`."""
 
     _fields_ = (("size", ctypes.c_size_t), ("memory", ctypes.c_void_p), ("without_data", ctypes.c_bool))
+
+
+class _Pool(ctypes.Structure):
+    """The arguments of `ggml_threadpool_new`."""
+
+    _fields_ = (
+        ("cpus", ctypes.c_bool * _MOST_THREADS), ("threads", ctypes.c_int), ("priority", ctypes.c_int),
+        ("poll", ctypes.c_uint32), ("strict", ctypes.c_bool), ("paused", ctypes.c_bool),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -58,10 +75,13 @@ def library() -> dict[str, Any]:
     libraries = [ctypes.CDLL(str(files[0]), mode=ctypes.RTLD_GLOBAL) for files in found]
     functions = {}
     for name in (*_POINTERS, *_OTHERS):
-        function = libraries[name.startswith("backend_cpu")][f"ggml_{name}"]
+        function = libraries[-1][f"ggml_{name}"]  # which also finds what it depends on
         if name in _POINTERS:
             function.restype = ctypes.c_void_p
         functions[name] = function
+    functions["backend_buft_name"] = libraries[-1].ggml_backend_buft_name
+    functions["backend_buft_name"].restype = ctypes.c_char_p
+    functions["backend_dev_supports_op"].restype = ctypes.c_bool
     functions["init"].argtypes = [_Context]
     return functions
 
@@ -76,22 +96,20 @@ class Ggml(Peer):
         if str(problem.activation) != "silu" or any(shape.bias for shape in problem.matrices.values()):
             raise SpecError("llama.cpp is measured with silu experts without biases")
         kind, encode = stored_as(problem)
-        self.backend = self._call("backend_cpu_init")
-        self.functions["backend_cpu_set_n_threads"](self.backend, torch.get_num_threads())
+        self.backend, threads, pool = self._call("backend_cpu_init"), torch.get_num_threads(), _Pool()
+        self.functions["backend_cpu_set_n_threads"](self.backend, threads)
+        self.functions["threadpool_params_init"](ctypes.byref(pool), threads)
+        self.functions["backend_cpu_set_threadpool"](self.backend, self._call("threadpool_new", ctypes.byref(pool)))
         half, wide, inner = problem.w13.n // 2, problem.hidden, problem.intermediate
-        blocks: dict[str, list[Tensor]] = {name: [] for name in ("gate", "up", "down")}
-        for expert in range(problem.experts):
-            first, second = (weights.logical(matrix, expert) for matrix in ("w13", "w2"))
-            blocks["gate"].append(encode(first)[:half])
-            blocks["up"].append(encode(first)[half:])
-            blocks["down"].append(encode(second))
-        self.held = self._context(sum(part.nbytes for parts in blocks.values() for part in parts))
+        parts = {"gate": ("w13", slice(0, half)), "up": ("w13", slice(half, None)), "down": ("w2", slice(None))}
         sizes = {"gate": (wide, inner), "up": (wide, inner), "down": (inner, wide)}
-        self.matrices = {}
-        for name, (k, n) in sizes.items():
-            tensor = self._call("new_tensor_3d", self.held, kind, _size(k), _size(n), _size(problem.experts))
-            self._write(tensor, torch.stack(blocks.pop(name)))
-            self.matrices[name] = tensor
+        self.matrices, self.repacked = self._room(kind, sizes)
+        for name, (matrix, rows) in parts.items():
+            made = [encode(weights.logical(matrix, e))[rows].cpu() for e in range(weights.distinct)]
+            experts = torch.stack([made[e % weights.distinct] for e in range(problem.experts)])
+            self.functions["backend_tensor_set"](
+                self.matrices[name], ctypes.c_void_p(experts.data_ptr()), _size(0), _size(experts.nbytes)
+            )
         self.graphs: dict[int, _Graph] = {}
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -129,8 +147,45 @@ class Ggml(Peer):
         self.functions["build_forward_expand"](graph, out)
         return _Graph(graph, x, ids, weights, out)
 
-    def _context(self, data: int) -> ctypes.c_void_p:
-        return self._call("init", _Context(data + _SLACK, None, False))
+    def _room(self, kind: int, sizes: dict[str, tuple[int, int]]) -> tuple[dict[str, ctypes.c_void_p], bool]:
+        """Tensors for all experts, and whether the library repacks what is written to them."""
+        registry = self._call("backend_cpu_reg")
+        device = self._call("backend_reg_dev_get", registry, _size(0))
+        for memory in (*self._preferred(registry, device), self._call("backend_cpu_buffer_type")):
+            context = self._context(0, without_data=True)
+            made = {
+                name: self._call("new_tensor_3d", context, kind, _size(k), _size(n), _size(self.problem.experts))
+                for name, (k, n) in sizes.items()
+            }
+            buffer = self._call("backend_alloc_ctx_tensors_from_buft", context, memory)
+            repacked = self.functions["backend_buft_name"](memory) == _REPACKED
+            if not repacked or all(self._computes(device, made[name], k) for name, (k, _) in sizes.items()):
+                return made, repacked
+            self.functions["backend_buffer_free"](buffer)
+            self.functions["free"](context)
+        raise AssertionError("plain memory holds every type")
+
+    def _preferred(self, registry: ctypes.c_void_p, device: ctypes.c_void_p) -> list[ctypes.c_void_p]:
+        """Memory that repacks, if the library has it."""
+        address = self._call("backend_reg_get_proc_address", registry, b"ggml_backend_dev_get_extra_bufts")
+        if not address.value:
+            return []
+        extra = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address.value)(device)
+        found = [ctypes.c_void_p(each) for each in takewhile(bool, extra)]
+        return [each for each in found if self.functions["backend_buft_name"](each) == _REPACKED]
+
+    def _computes(self, device: ctypes.c_void_p, matrix: ctypes.c_void_p, columns: int) -> bool:
+        """Whether the device multiplies rows with a tensor where it is."""
+        context = self._context(0, without_data=True)
+        rows = self._call("new_tensor_3d", context, _F32, _size(columns), _size(1), _size(1))
+        ids = self._call("new_tensor_2d", context, _I32, _size(1), _size(1))
+        product = self._call("mul_mat_id", context, matrix, rows, ids)
+        known = bool(self.functions["backend_dev_supports_op"](device, product))
+        self.functions["free"](context)
+        return known
+
+    def _context(self, data: int, *, without_data: bool = False) -> ctypes.c_void_p:
+        return self._call("init", _Context(data + _SLACK, None, without_data))
 
     def _call(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.functions[name](*arguments))
@@ -164,12 +219,13 @@ class Storage(NamedTuple):
 
 
 def stored_as(problem: Problem) -> Storage:
-    """The type that has the numbers of these weights."""
+    """The type that has the numbers of these weights. Wider groups have their scale once for each block."""
     kinds = {
         MXFP4: Storage(39, _nibbles),
-        int_spec(4, group(_BLOCK), scale=F16): Storage(2, _nibbles),
         int_spec(8, group(_BLOCK), scale=F16): Storage(8, _bytes),
     }
+    for width, scale in product((32, 64, 128, 256), (F16, BF16)):
+        kinds[int_spec(4, group(width), scale=scale)] = Storage(2, _nibbles)
     specs = {shape.spec for shape in problem.matrices.values()}
     found = kinds.get(specs.pop()) if len(specs) == 1 else None
     if found is None:
@@ -190,8 +246,13 @@ def _bytes(weight: LogicalWeight) -> Tensor:
 
 
 def _with_scales(weight: LogicalWeight, codes: Tensor) -> Tensor:
-    scales = weight.scales[0].unsqueeze(-1).contiguous().view(torch.uint8)
-    return torch.cat([scales, codes], dim=-1).flatten(1)
+    scales = weight.scales[0].repeat_interleave(codes.shape[-2] // weight.scales[0].shape[-1], dim=-1)
+    if weight.spec.scales[0].dtype == BF16:
+        half = scales.half()
+        if not torch.equal(half.float(), scales.float()):
+            raise SpecError("llama.cpp's scales are fp16, which cannot hold these bf16 ones")
+        scales = half
+    return torch.cat([scales.unsqueeze(-1).contiguous().view(torch.uint8), codes], dim=-1).flatten(1)
 
 
 PEERS: dict[str, type[Peer]] = {"llama.cpp": Ggml}

@@ -1,4 +1,4 @@
-"""kt-kernel, the CPU kernels of KTransformers: MXFP4 experts, as its wheel has them."""
+"""kt-kernel, the CPU kernels of KTransformers: MXFP4 and int4 experts, as its wheel has them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lancebill.bench.workload import Weights
 from lancebill.errors import SpecError
 from lancebill.moe.problem import Problem
 from lancebill.numbers.bit_packing import pack_bits
-from lancebill.numbers.spec import MXFP4
+from lancebill.numbers.dtypes import BF16
+from lancebill.numbers.spec import MXFP4, group, int_spec
 
 MOST_TOKENS = 8192
-_GROUP = 32
 _pools: dict[int, Any] = {}  # by number of threads: its worker threads never end
 
 
@@ -24,10 +24,9 @@ class KtKernel(Peer):
 
     def __init__(self, problem: Problem, weights: Weights) -> None:
         import kt_kernel
-        from kt_kernel.utils.amx import _select_mxfp4_backend
+        from kt_kernel.utils.amx import _select_mxfp4_backend, _select_rawint4_backend
 
-        if any(shape.spec != MXFP4 for shape in problem.matrices.values()):
-            raise SpecError("kt-kernel is measured with MXFP4 weights", got=problem.w13.spec)
+        columns = _group(problem)
         if any(weights.bias(matrix, torch.bfloat16) is not None for matrix in problem.matrices):
             raise SpecError("kt-kernel has no biases")
         extension = kt_kernel.kt_kernel_ext
@@ -43,13 +42,14 @@ class KtKernel(Peer):
             problem.experts, problem.top_k, problem.hidden, problem.intermediate, self.on_gpu.data_ptr()
         )
         config.layer_idx, config.pool, config.max_len = 0, self.pool.backend_, MOST_TOKENS
-        config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, _GROUP, False
+        config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, columns, False
         kept = _matrices(problem, weights)
         at = {name: [[[tensor.data_ptr() for tensor in part]] for part in parts] for name, parts in kept.items()}
         config.gate_projs, config.gate_scales = at["gate"]
         config.up_projs, config.up_scales = at["up"]
         config.down_projs, config.down_scales = at["down"]
-        self.moe = _select_mxfp4_backend()(config)
+        is_float = problem.w13.spec == MXFP4
+        self.moe = (_select_mxfp4_backend() if is_float else _select_rawint4_backend(columns))(config)
         self.order = torch.arange(problem.experts, dtype=torch.int64)
         self.pool.submit(self.moe.load_weights_task(self.order.data_ptr()))
         self.pool.sync()
@@ -69,18 +69,28 @@ class KtKernel(Peer):
         return out.to(x.dtype)
 
 
+def _group(problem: Problem) -> int:
+    """The columns of a scale."""
+    specs = {shape.spec for shape in problem.matrices.values()}
+    for columns in (32, 64, 128):
+        if specs == {int_spec(4, group(columns), scale=BF16)} or (columns == 32 and specs == {MXFP4}):
+            return columns
+    raise SpecError("kt-kernel is measured with MXFP4 and int4 weights", got=problem.w13.spec)
+
+
 def _matrices(problem: Problem, weights: Weights) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """Codes two per byte and bf16 scales of gate, up and down, by expert."""
+    """Codes two per byte and bf16 scales of gate, up and down, by expert. Equal experts are the same tensors."""
     made: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in ("gate", "up", "down")}
-    for expert in range(problem.experts):
+    half = problem.w13.n // 2
+    for expert in range(weights.distinct):
         first, second = (weights.logical(matrix, expert) for matrix in ("w13", "w2"))
-        half = problem.w13.n // 2
         for name, weight, rows in (
             ("gate", first, slice(0, half)),
             ("up", first, slice(half, None)),
             ("down", second, slice(None)),
         ):
-            made[name][0].append(pack_bits(weight.codes[rows].contiguous(), 4, torch.uint8).contiguous())
+            made[name][0].append(pack_bits(weight.codes[rows].contiguous(), 4, torch.uint8).contiguous().cpu())
             level = weight.spec.scales[0]
-            made[name][1].append(level.dtype.decode(weight.scales[0][rows]).bfloat16().contiguous())
-    return made
+            made[name][1].append(level.dtype.decode(weight.scales[0][rows]).bfloat16().contiguous().cpu())
+    each = [expert % weights.distinct for expert in range(problem.experts)]
+    return {name: ([codes[e] for e in each], [scales[e] for e in each]) for name, (codes, scales) in made.items()}

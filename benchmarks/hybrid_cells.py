@@ -1,0 +1,286 @@
+"""What `hybrid.py` measures of a split layer: decode, decode while experts move, prefill, and other libraries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+import torch
+from hybrid_batches import RECENCY, UNIFORM, Batch, batches, steps
+from hybrid_experts import Experts
+from torch import Tensor
+
+from lancebill.backends.cpu.executor import CpuExecutor
+from lancebill.backends.cpu.host_call import HostCall, HostShape
+from lancebill.bench.peer import Peer
+from lancebill.layer.routed_experts import RoutedExperts
+from lancebill.moe.dispatch import Indexed
+from lancebill.split import executor as executors
+from lancebill.split import large_batches
+from lancebill.split import moves as moving
+from lancebill.split.executor import SplitExecutor
+from lancebill.split.host_calls import host_threads
+from lancebill.testing.layers import worst_row
+
+ENOUGH_S = 0.15  # of one measurement
+ROUNDS = 5, 25  # at least, at most
+PREFILLS = 3
+STEPS = 200, 400  # of a layer whose experts move: first, and timed
+CALLS = {1: 16, 4: 8}  # different calls in a round, by tokens: experts must not stay in the CPU's caches
+FEWEST_CALLS = 4
+Measured = dict[str, Any]
+
+
+def us_of_calls(once: Callable[[], object], calls: int) -> float:
+    """The median time of a call, where `once` makes `calls` of them."""
+    times: list[float] = []
+    while len(times) < ROUNDS[0] or (sum(times) < ENOUGH_S and len(times) < ROUNDS[1]):
+        start = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - start)
+    return median(times) * 1e6 / calls
+
+
+def replayed_us(run: Callable[[Batch], object], given: Sequence[Batch]) -> float:
+    """The median time of a call in a replayed graph of all calls. On a CPU there are no graphs."""
+
+    def all_calls() -> None:
+        for each in given:
+            run(each)
+
+    all_calls()
+    if given[0].x.device.type == "cpu":
+        return us_of_calls(all_calls, len(given))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_calls()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[float] = []
+
+    def replay() -> None:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(given))
+
+    replay()
+    times.clear()
+    us_of_calls(replay, len(given))
+    return median(times)
+
+
+def whole(layer: RoutedExperts) -> Callable[[Batch], Tensor]:
+    """A call of the layer."""
+
+    def run(given: Batch) -> Tensor:
+        out: Tensor = layer(given.x, topk_ids=given.ids, topk_weights=given.weights)
+        return out
+
+    return run
+
+
+def own(layer: RoutedExperts) -> Callable[[Batch], Tensor]:
+    """A call of the GPU's part alone."""
+    executor = layer.executor.own if isinstance(layer.executor, SplitExecutor) else layer.executor
+
+    def run(given: Batch) -> Tensor:
+        dispatch = Indexed(given.ids, given.weights, layer.expert_map)
+        return executor.run(given.x, dispatch, torch.empty_like(given.x))
+
+    return run
+
+
+def host_calls(layer: RoutedExperts, given: Sequence[Batch]) -> list[HostCall]:
+    """The calls of the CPU's part, as the GPU would ask for them."""
+    host = layer.host_experts
+    assert host is not None and isinstance(host.executor, CpuExecutor) and host.expert_map is not None
+    x, ids, weights = given[0].x, given[0].ids, given[0].weights
+    shape = HostShape(len(x), x.dtype, ids.dtype, weights.dtype, host_threads().count)
+    made = []
+    for each in given:
+        call = host.executor.host_call(shape, host.expert_map, lambda size: torch.empty(size, dtype=torch.uint8))
+        call.x.copy_(each.x)
+        call.ids.copy_(each.ids)
+        call.weights.copy_(each.weights)
+        made.append(call)
+    return made
+
+
+def cpu_us(layer: RoutedExperts, given: Sequence[Batch]) -> float:
+    """The median time of the CPU's part, called back to back from this thread."""
+    calls = host_calls(layer, given)
+
+    def all_calls() -> None:
+        for call in calls:
+            call.run()
+
+    all_calls()
+    taken = us_of_calls(all_calls, len(calls))
+    for call in calls:
+        call.check()
+    return taken
+
+
+def bytes_read(layer: RoutedExperts, given: Sequence[Batch]) -> float:
+    """Of the experts in host memory that a call uses, on average."""
+    assert layer.host_experts is not None and layer.host_experts.expert_map is not None
+    places = layer.host_experts.expert_map.tolist()
+    active = [len({expert for expert in each.ids.flatten().tolist() if places[expert] >= 0}) for each in given]
+    each_bytes = sum(t[0].nbytes for held in layer.host_experts.packed.values() for t in held.values())
+    return sum(active) / len(active) * each_bytes
+
+
+def decode(experts: Experts, share: int, routing: str, tokens: int, ways: bool = False) -> Measured:
+    """A split layer against each part alone; `ways`: also what the way to the CPU costs."""
+    layer, shape = experts.layer(share), experts.shape
+    given = batches(shape, routing, tokens, CALLS.get(tokens, FEWEST_CALLS), experts.device)
+    row: Measured = {"split_us": replayed_us(whole(layer), given)}
+    row["gpu_us"] = replayed_us(own(layer), given) if layer.problem.experts else 0.0
+    row["cpu_us"] = cpu_us(layer, given) if layer.host_experts is not None else 0.0
+    row["bar_us"] = max(row["cpu_us"], row["gpu_us"]) / 0.9 + 20
+    row["within"] = row["split_us"] <= row["bar_us"]
+    if layer.host_experts is not None:
+        row["cpu_gbs"] = bytes_read(layer, given) / row["cpu_us"] / 1e3
+        if ways:
+            row |= _ways(layer, experts, tokens, given)
+        layer.host_experts.calls.check()
+    return row
+
+
+def _ways(layer: RoutedExperts, experts: Experts, tokens: int, given: Sequence[Batch]) -> Measured:
+    """Without a token for the CPU, and with CUDA's host functions in the place of mailboxes."""
+    idle = batches(experts.shape, UNIFORM, tokens, len(given), experts.device, most=layer.problem.experts)
+    row = {"idle_us": replayed_us(whole(layer), idle)}
+    executors.MAILBOX_ROWS = 0
+    try:
+        return row | {"function_us": replayed_us(whole(layer), given)}
+    finally:
+        executors.MAILBOX_ROWS = executors.MOST_ROWS
+
+
+class _Steps:
+    """A layer that is called step by step, on a GPU as a replayed graph, with the experts of a trace."""
+
+    def __init__(self, layer: RoutedExperts, experts: Experts, tokens: int) -> None:
+        used = steps(experts.shape, RECENCY, tokens, sum(STEPS))
+        self.ids = torch.tensor(used, dtype=torch.int32, device=experts.device)
+        self.given = batches(experts.shape, UNIFORM, tokens, 1, experts.device)[0]
+        self.run, self.graph = whole(layer), None
+        if experts.device == "cuda":
+            self.run(self.given)
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.run(self.given)
+
+    def us(self) -> float:
+        """The time of a step, after the first ones."""
+        self._go(range(STEPS[0]))
+        start = time.perf_counter()
+        self._go(range(STEPS[0], sum(STEPS)))
+        return (time.perf_counter() - start) * 1e6 / STEPS[1]
+
+    def _go(self, which: range) -> None:
+        for step in which:
+            self.given.ids.copy_(self.ids[step])
+            if self.graph is None:
+                self.run(self.given)
+            else:
+                self.graph.replay()
+                torch.cuda.current_stream().synchronize()  # as a model does at the end of every step
+
+
+def moves(experts: Experts, share: int, tokens: int) -> Measured:
+    """Steps of a trace with experts that stay, that move where it pays by estimate, and that move in any case."""
+    row: Measured = {"steps": STEPS[1], "still_us": _Steps(experts.moving(share, moving.OFF), experts, tokens).us()}
+    estimate = moving.break_even
+    for name, rule in {"recency": estimate, "always": lambda share, rates: 0.0}.items():
+        moving.break_even = rule
+        try:
+            layer = experts.moving(share, moving.RECENCY)
+            assert layer.moves is not None and isinstance(layer.executor, SplitExecutor)
+            if experts.device == "cuda":  # the rates by which moving pays
+                layer.executor.large_batches.expected(4096, torch.device("cuda", 0))
+            row[f"{name}_us"] = _Steps(layer, experts, tokens).us()
+            row[f"{name}_moved"] = layer.moves.moved
+            layer.moves.halt()
+            layer.moves.check()
+        finally:
+            moving.break_even = estimate
+    return row
+
+
+def eager_us(run: Callable[[], object]) -> float:
+    """The median time of a call, from its start until the GPU has ended, after a first one."""
+    times = []
+    for _ in range(PREFILLS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return median(times[1:])
+
+
+def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measured:
+    """A large batch: as planned, with all missing experts on the CPU, and with all of them copied."""
+    layer, given = experts.layer(share), batches(experts.shape, UNIFORM, tokens, 1, experts.device)[0]
+    executor = layer.executor
+    assert isinstance(executor, SplitExecutor)
+    large = executor.large_batches
+    assert layer.host_experts is not None and layer.host_experts.expert_map is not None
+    chosen = large.choose(Indexed(given.ids, given.weights, layer.expert_map), layer.host_experts.expert_map)
+    rates, size = large._measured(given.x.device), large_batches.expert_size(large.host.executor)
+    key, taken = large._key(given.x.device), {}
+    forced = {
+        "planned": rates,
+        "cpu": replace(rates, copy_gbs=1e-6),
+        "copied": replace(rates, cpu_gbs=1e-6, cpu_gflops=1e-6),
+    }
+    try:
+        for name, used in forced.items():
+            large_batches._RATES[key] = used
+            large._expected.clear()
+            taken[name] = eager_us(lambda: whole(layer)(given))
+    finally:
+        large_batches._RATES[key] = rates
+        large._expected.clear()
+    missing = len(chosen.cpu) + len(chosen.streamed)
+    wire = missing * size.bytes / wire_gbs / 1e3
+    together = 1 / (1 / wire + 1 / taken["cpu"])
+    best = min(wire, taken["cpu"], together)
+    return {
+        "prefill_us": taken["planned"], "cpu_us": taken["cpu"], "copied_us": taken["copied"],
+        "gpu_us": eager_us(lambda: own(layer)(given)), "wire_us": wire, "together_us": together,
+        "over_best": taken["planned"] / best, "within": taken["planned"] <= 1.15 * best,
+        "never_slower": taken["planned"] <= min(taken["cpu"], taken["copied"]),
+        "on_cpu": len(chosen.cpu), "copied": len(chosen.streamed), "estimate_us": chosen.estimate_us,
+        "rates": asdict(rates),
+    }  # fmt: skip
+
+
+def beside_peers(experts: Experts, peers: dict[str, Peer], tokens: int) -> Measured:
+    """The CPU's part with all experts, and other libraries with the same ones, on as many threads."""
+    layer = experts.layer(0)
+    given = batches(experts.shape, UNIFORM, tokens, CALLS.get(tokens, FEWEST_CALLS), experts.device)
+    rows = [Batch(each.x.cpu(), each.ids.cpu(), each.weights.cpu()) for each in given]
+    row: Measured = {"cpu_us": cpu_us(layer, given)}
+    row["cpu_gbs"] = bytes_read(layer, given) / row["cpu_us"] / 1e3
+    first = host_calls(layer, given[:1])[0]
+    first.run()
+    for name, peer in peers.items():
+
+        def all_calls(peer: Peer = peer) -> None:
+            for each in rows:
+                peer(each.x, each.ids, each.weights)
+
+        all_calls()
+        row[f"{name}_us"] = us_of_calls(all_calls, len(rows))
+        row[f"{name}_over_ours"] = row[f"{name}_us"] / row["cpu_us"]
+        row[f"{name}_difference"] = worst_row(peer(rows[0].x, rows[0].ids, rows[0].weights), first.out)
+    return row
