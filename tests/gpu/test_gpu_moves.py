@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,11 @@ def background(moves: Moves) -> Iterator[None]:
 
     def work() -> None:
         while not ends.is_set():
-            if not moves.step():
+            try:
+                moved = moves.step()
+            except LaunchError:  # `check` raises it in the thread of the test
+                return
+            if not moved:
                 time.sleep(1e-4)
 
     thread = threading.Thread(target=work)
@@ -110,6 +115,16 @@ def background(moves: Moves) -> Iterator[None]:
         ends.set()
         thread.join()
     moves.check()
+
+
+def steps(moves: Moves, least: int, moved: int) -> Iterator[int]:
+    """So many steps, and as many more as another thread needs for its moves: it gets the interpreter now and then."""
+    end = time.monotonic() + 60
+    for step in count():
+        if step >= least and moves.moved >= moved:
+            return
+        assert time.monotonic() < end, f"{moves.moved} moves in {step} steps"
+        yield step
 
 
 class Replayed:
@@ -150,14 +165,14 @@ def test_the_experts_used_last_come_and_results_stay(folder: Path, tokens: int, 
 
 
 def test_replays_of_two_graphs_and_moves_at_the_same_time(folder: Path) -> None:
-    """Two thousand replays; nothing grows."""
+    """At least two thousand replays; nothing grows."""
     whole, split = load(folder, SIZE.experts), load(folder)
     graphs = [Replayed(split, tokens) for tokens in (1, 3)]
     given = [[inputs(tokens, seed, seed * 5) for seed in range(12)] for tokens in (1, 3)]
     want = [[run(whole, each) for each in several] for several in given]
     torch.cuda.synchronize()
     with background(moves_of(split)):
-        for step in range(1000):
+        for step in steps(moves_of(split), 1000, 50):
             each = step // 4 % 12
             got = [graph(several[each]) for graph, several in zip(graphs, given)]
             if step % 10 == 0:
@@ -167,7 +182,6 @@ def test_replays_of_two_graphs_and_moves_at_the_same_time(folder: Path) -> None:
             if step == 200:
                 held = torch.cuda.memory_allocated()
     torch.cuda.synchronize()
-    assert moves_of(split).moved > 50
     assert torch.cuda.memory_allocated() <= held + (1 << 20)
     views = moves_of(split)._parts.views  # type: ignore[union-attr]
     assert not views.under_way() and views.uses.calls >= 2000
@@ -180,7 +194,7 @@ def test_captures_while_experts_move(folder: Path) -> None:
     want = [run(whole, each) for each in given]
     run(split, given[0])
     with background(moves_of(split)):
-        for step in range(20):
+        for step in steps(moves_of(split), 20, 5):
             for each in given:
                 run(split, each)
             graph, turn = Replayed(split, 3), step % 4
@@ -189,7 +203,6 @@ def test_captures_while_experts_move(folder: Path) -> None:
             assert worst_row(got, want[turn]) < BOUND, step
             del graph
             gc.collect()
-    assert moves_of(split).moved > 4
 
 
 def test_a_place_is_not_overwritten_while_a_call_may_read_it(folder: Path) -> None:
@@ -222,10 +235,9 @@ def test_refits_while_experts_move(folder: Path, tmp_path: Path) -> None:
             torch.cuda.synchronize()
             split.load_weights(made(seed).tensors.items())
             split.finish()
-            for _ in range(5):
+            for _ in steps(moves_of(split), 5, 4 * seed):
                 for each in given:
                     assert worst_row(run(split, each), run(whole, each)) < BOUND
-    assert moves_of(split).moved > 4
 
 
 def test_a_failed_move_is_told_once_and_the_layer_computes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,12 +233,12 @@ class Moves:
         """Copy an expert from host memory, and pack it for the device there."""
         own, host = parts.own, parts.host.executor
         device, held = parts.views.live.device, host.tensors.packed()
-        if device.type == "cuda":
-            for tensors in held.values():
-                for tensor in tensors.values():
-                    pin_in_place(tensor)
         layouts = host.backend.layout(host.problem), own.backend.layout(own.problem)
         with torch.inference_mode(), done_at_once(device):
+            if device.type == "cuda":  # here, because a capture in another thread forbids it elsewhere
+                for tensors in held.values():
+                    for tensor in tensors.values():
+                        pin_in_place(tensor)
             given = {
                 matrix: {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
                 for matrix, tensors in rows_of(held, slot).items()
