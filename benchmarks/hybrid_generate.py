@@ -1,10 +1,12 @@
 """A whole small model with half of its experts in host memory: speed, tokens, and memory over many steps.
 
-    python benchmarks/hybrid_generate.py [--layers 4] [--experts 64] [--steps 10000] [--device cuda] [--out FILE]
+    python benchmarks/hybrid_generate.py [--layers 4] [--experts 64] [--steps 10000] [--moving 2000] [--device cuda]
+                                         [--out FILE]
 
 `equal_tokens` is how many of the first 64 tokens are those of the model that is whole on the GPU: rounding differs, so
 the two may part where two tokens are nearly as likely. Between the calls of `generate` memory must not grow; the last
-call comes after one that was interrupted (Ctrl-C).
+call comes after one that was interrupted (Ctrl-C). Then the same with experts that move (`moves`), which changes the
+last bits of results and with them, now and then, a token.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from gpu_kernels import compile_first
 from machine import gpu_machine, origin, result_path
 
 import lancebill
@@ -43,20 +46,21 @@ def checkpoint(folder: Path, arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def load(folder: Path, device: str, share: float | None) -> Any:
-    """The model, with this share of the bytes of its experts on the GPU; None: all."""
-    whole = lancebill.from_pretrained(folder, weights="mxfp4", device=device)
-    if share is None:
-        return whole
-    held = sum(
-        tensor.nbytes
-        for module in whole.modules()
-        if isinstance(module, lancebill.RoutedExperts)
-        for tensor in module.parameters()
-    )
-    del whole
-    gc.collect()
-    return lancebill.from_pretrained(folder, weights="mxfp4", device=device, gpu_memory=int(held * share))
+def load(folder: Path, device: str, **options: Any) -> Any:
+    model = lancebill.from_pretrained(folder, weights="mxfp4", device=device, **options)
+    if device == "cuda":
+        failed = compile_first((layer.problem, tokens) for layer in layers_of(model) for tokens in (1, PROMPT))
+        assert not failed, failed
+    return model
+
+
+def layers_of(model: Any) -> list[lancebill.RoutedExperts]:
+    return [module for module in model.modules() if isinstance(module, lancebill.RoutedExperts)]
+
+
+def bytes_of(model: Any) -> int:
+    """Of all experts."""
+    return sum(tensor.nbytes for layer in layers_of(model) for tensor in layer.parameters())
 
 
 def generate(model: Any, tokens: int) -> torch.Tensor:
@@ -86,38 +90,68 @@ def interrupted(model: Any) -> bool:
     return False
 
 
-def main() -> None:
-    arguments = parse()
-    with tempfile.TemporaryDirectory() as folder:
-        path = checkpoint(Path(folder) / "model", arguments)
-        whole = load(path, arguments.device, None)
-        want = generate(whole, COMPARED).tolist()
-        del whole
-        model = load(path, arguments.device, 0.5)
-    split = [module for module in model.modules() if isinstance(module, lancebill.RoutedExperts) and module.is_split]
-    found = generate(model, COMPARED).tolist()
-    equal = next((i for i, (a, b) in enumerate(zip(found, want)) if a != b), COMPARED)
-    rows, first = [], None
-    for _ in range(max(1, arguments.steps // EACH)):
+def steps(model: Any, count: int) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    """So many steps in calls of `generate`, with the memory after each; and the tokens of the first call."""
+    rows: list[dict[str, Any]] = []
+    first: torch.Tensor | None = None
+    for _ in range(max(1, count // EACH)):
         start = time.perf_counter()
         tokens = generate(model, EACH)
         first = tokens if first is None else first
         row = {"tokens_per_s": round(EACH / (time.perf_counter() - start), 1), **memory()}
-        row["same"] = torch.equal(tokens, first)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    stopped = interrupted(model)
-    after = torch.equal(generate(model, EACH), first)
-    record = {
-        **origin("hybrid_generate.py"), "machine": gpu_machine() if arguments.device == "cuda" else {},
-        "split_layers": len(split), "layers": arguments.layers, "experts": arguments.experts,
-        "on_gpu": [module.problem.experts for module in split], "equal_tokens": equal, "steps": EACH * len(rows),
-        "graphs": str(getattr(model, "lancebill_decoding", "none")), "rows": rows, "interrupted": stopped,
-        "same_after_interrupt": after,
-        "grown": {name: rows[-1][name] - rows[min(1, len(rows) - 1)][name] for name in ("rss", "gpu", "mailboxes")},
-    }  # fmt: skip
-    print(json.dumps({name: value for name, value in record.items() if name != "rows"}), flush=True)
+        rows.append(row | {"same": torch.equal(tokens, first)})
+        print(json.dumps(rows[-1]), flush=True)
+    assert first is not None
+    return rows, first
+
+
+def grown(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """From the second call to the last."""
+    return {name: rows[-1][name] - rows[min(1, len(rows) - 1)][name] for name in ("rss", "gpu", "mailboxes")}
+
+
+def measure_moves(folder: Path, arguments: argparse.Namespace, on_gpu: int) -> dict[str, Any]:
+    model = load(folder, arguments.device, gpu_memory=on_gpu, moves="recency")
+    rows, _ = steps(model, arguments.moving)
+    moved = [layer.moves.moved for layer in layers_of(model) if layer.moves is not None]
+    return {"rows": rows, "moved": moved, "graphs": str(model.lancebill_decoding), "grown": grown(rows)}
+
+
+def main() -> None:
+    arguments, start = parse(), time.perf_counter()
     path = arguments.out or result_path("hybrid-generate", arguments.device)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = checkpoint(Path(folder) / "model", arguments)
+        whole = load(saved, arguments.device)
+        want, on_gpu = generate(whole, COMPARED).tolist(), bytes_of(whole) // 2
+        whole_rows, _ = steps(whole, 2 * EACH)
+        del whole
+        gc.collect()
+        model = load(saved, arguments.device, gpu_memory=on_gpu)
+        split = [layer for layer in layers_of(model) if layer.is_split]
+        found = generate(model, COMPARED).tolist()
+        equal = next((i for i, (a, b) in enumerate(zip(found, want)) if a != b), COMPARED)
+        rows, first = steps(model, arguments.steps)
+        stopped = interrupted(model)
+        record = {
+            **origin("hybrid_generate.py"), "machine": gpu_machine() if arguments.device == "cuda" else {},
+            "split_layers": len(split), "layers": arguments.layers, "experts": arguments.experts,
+            "on_gpu": [layer.problem.experts for layer in split], "equal_tokens": equal, "steps": EACH * len(rows),
+            "graphs": str(model.lancebill_decoding), "whole_tokens_per_s": whole_rows[-1]["tokens_per_s"],
+            "rows": rows, "grown": grown(rows), "interrupted": stopped,
+            "same_after_interrupt": torch.equal(generate(model, EACH), first),
+        }  # fmt: skip
+        write(path, record)
+        if arguments.moving:
+            del model, split
+            gc.collect()
+            record["moves"] = measure_moves(saved, arguments, on_gpu)
+    record["seconds"] = round(time.perf_counter() - start, 1)
+    write(path, record)
+    print(json.dumps({name: value for name, value in record.items() if name != "rows"}), flush=True)
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -126,6 +160,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--moving", type=int, default=2000, help="steps with experts that move; 0: none")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
