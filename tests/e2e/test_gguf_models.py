@@ -44,6 +44,7 @@ MOE = {"num_experts": 8, "moe_intermediate_size": 32}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16}
 # Architecture, transformers' model type, and config.
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
@@ -64,6 +65,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt-oss", "gpt_oss", {**LOCAL, **SLIDING}),
     ("granitemoe", "granitemoe", {**LOCAL, **SCALES}),
     ("granitemoe", "granitemoeshared", {**LOCAL, **SCALES, "shared_intermediate_size": 96}),
+    ("granitehybrid", "granitemoehybrid", {**LOCAL, **SCALES, **MAMBA, "shared_intermediate_size": 96}),
     ("ernie4_5-moe", "ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32,
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
     ("exaone-moe", "exaone_moe", {**MOE, **SLIDING, "first_k_dense_replace": 1, "num_shared_experts": 1}),
@@ -136,6 +138,7 @@ def test_saved_as_one_file_and_only_if_not_requantised(tmp_path: Path) -> None:
         ("qwen3moe.block_count", 1 << 30),
         ("qwen3moe.attention.key_length", 1 << 30),
         ("qwen3moe.embedding_length", 0.5),
+        ("qwen3moe.attention.head_count_kv", 0),
         ("qwen3moe.rope.scaling.type", "new"),
     ],
 )

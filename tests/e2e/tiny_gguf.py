@@ -40,14 +40,15 @@ METADATA = {
     "kv_lora_rank": ["kv_lora_rank"],
     "value_length_mla": ["v_head_dim"],
     "shortconv_l_cache": ["conv_L_cache"],
-    "ssm_conv_kernel": ["linear_conv_kernel_dim"],
-    "ssm_state_size": ["linear_key_head_dim"],
-    "ssm_group_count": ["linear_num_key_heads"],
-    "ssm_time_step_rank": ["linear_num_value_heads"],
+    "ssm_conv_kernel": ["linear_conv_kernel_dim", "mamba_d_conv"],
+    "ssm_state_size": ["linear_key_head_dim", "mamba_d_state"],
+    "ssm_group_count": ["linear_num_key_heads", "mamba_n_groups"],
+    "ssm_time_step_rank": ["linear_num_value_heads", "mamba_n_heads"],
 }
 # Where the library knows only the names of published files.
 RENAMED = {"moe.router": "moe.router.layer", "gate.moe_statics": "moe_statics"}
-UNQUANTISED = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d")
+RECURRENT = ("conv", "mamba")
+UNQUANTISED = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_norm")
 
 
 def write(
@@ -63,7 +64,7 @@ def write(
     _add_vocabulary(out, config.vocab_size)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    paired = architecture in ("llama", "granitemoe")
+    paired = architecture in ("llama", "granitemoe", "granitehybrid")
     for name, tensor in merged(model.state_dict(), architecture):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -93,8 +94,11 @@ def _add_metadata(out: Any, values: dict[str, Any]) -> None:
     inner = values.get("moe_intermediate_size")
     out.add_expert_feed_forward_length(inner if isinstance(inner, int) else values["intermediate_size"])
     kinds, heads = values.get("layer_types") or [], values["num_key_value_heads"]
-    if "conv" in kinds:
-        out.add_head_count_kv([0 if kind == "conv" else heads for kind in kinds])
+    if "mamba_expand" in values:
+        out.add_ssm_inner_size(values["mamba_expand"] * values["hidden_size"])
+        out.add_rope_scaling_finetuned(values.get("position_embedding_type") == "rope")
+    if any(kind in RECURRENT for kind in kinds):
+        out.add_head_count_kv([0 if kind in RECURRENT else heads for kind in kinds])
     else:
         out.add_head_count_kv(1 if "kv_lora_rank" in values else heads)
     if "sliding_attention" in kinds:
@@ -148,8 +152,10 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
     shape = tuple(size for size in tensor.shape if size > 1) if tensor.ndim > 1 else tuple(tensor.shape)
     if name.endswith(".dt_bias"):
         yield stem.replace("dt", "dt_proj"), suffix, tensor, shape
-    elif name.endswith(".A_log"):
-        yield stem, "", tensor, shape
+    elif name.endswith((".A_log", ".D")):
+        yield stem, "", tensor, (*shape, 1) if "mamba" in name else shape
+    elif name.endswith("mamba.norm.weight"):
+        yield stem, suffix, tensor, (config.mamba_n_groups, tensor.numel() // config.mamba_n_groups)
     elif stem.endswith("in_proj_qkvz"):
         for part, view in delta_heads(tensor, config):
             yield f"blk.{name.split('.')[2]}.{part}", suffix, view, tuple(view.shape)
@@ -187,7 +193,7 @@ def _experts(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str,
 def add(out: Any, name: str, tensor: Tensor) -> Tensor | None:
     """Write a matrix as Q8_0 and give the values that were written; anything else is written unquantised."""
     values = tensor.contiguous().numpy()
-    if tensor.ndim < 2 or any(part in name for part in UNQUANTISED) or name.endswith(".bias"):
+    if tensor.ndim < 2 or tensor.shape[-1] == 1 or any(part in name for part in UNQUANTISED) or name.endswith(".bias"):
         out.add_tensor(name, values)
         return None
     kind = gguf.GGMLQuantizationType.Q8_0

@@ -67,7 +67,10 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     _check_required(file, row)
     layers = _layers(checkpoint)
     last = f"blk.{layers - 1}."
-    values = _values(file, row, layers) | {key: last + name in checkpoint.tensors for key, name in row.present.items()}
+    values = _values(file, row, layers)
+    blocks = [f"blk.{layer}." for layer in range(layers)]
+    for key, name in row.present.items():
+        values[key] = any(block + name in checkpoint.tensors for block in blocks)
     if row.layer_tensors:
         values["layer_types"] = _layer_types(checkpoint, row, layers)
     values |= {
@@ -87,6 +90,11 @@ def _values(file: _File, row: GgufRow, layers: int) -> dict[str, Any]:
     """The config's values that the metadata and the row give."""
     found = {key: file.number(stored) for key, stored in {**KEYS, **row.keys}.items()}
     values = {**row.fixed, **{key: value for key, value in found.items() if value is not None}}
+    for heads in ("attention.head_count", "attention.head_count_kv"):
+        if file.number(heads) is not None:
+            file.need(heads)
+    values |= {key: file.need(over) // file.need(under) for key, (over, under) in row.ratios.items()}
+    values |= {key: zero if file.number(stored) == 0 else other for key, (stored, zero, other) in row.choices.items()}
     if row.latent:
         values |= _latent_sizes(file, values)
     if row.kinds is not None:

@@ -59,12 +59,14 @@ class GgufRow:
     """How one architecture is a model of transformers.
 
     `whole` are single tensors with their suffixes, `joined` modules whose matrices are stored apart, `divided` matrices
-    that several modules share. `orders` and
-    `values` say by the name of a tensor or of a joined module what llama.cpp changes about it (`gguf_changes.py`).
-    `fixed` are config values that the metadata may not have; `present` are true where a tensor of the last layer is
-    stored. `variant` is another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell
-    the type of a layer by a tensor that only layers of that type have. `required` are metadata without which the model
-    would compute something else.
+    that several modules share. `orders` and `values` say by the name of a tensor or of a joined module what llama.cpp
+    changes about it (`gguf_changes.py`).
+
+    `fixed` are config values that the metadata may not have; `present` are true where a tensor of any layer is stored;
+    `ratios` are quotients of two numbers of the metadata; `choices` have a key of the metadata, and the values for 0
+    and for anything else. `required` are metadata without which the model would compute something else. `variant` is
+    another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell the type of a layer
+    by a tensor that only layers of that type have.
     """
 
     model_type: str
@@ -75,6 +77,8 @@ class GgufRow:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     divided: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, object, object]] = field(default_factory=dict)
     rotary: Mapping[str, object] = field(default_factory=dict)  # as `fixed`, of the rotary positions
     required: Mapping[str, object] = field(default_factory=dict)
     variant: tuple[str, str] | None = None
@@ -88,6 +92,16 @@ class GgufRow:
 
 def _shared(module: str) -> dict[str, str]:
     return {f"ffn_{part}_shexp": f"mlp.{module}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def _mamba(module: str) -> dict[str, str]:
+    """Layers with a state instead of attention."""
+    names = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+    return {stem: f"{module}.{name}" for stem, name in names.items()}
+
+
+def _mamba_whole(module: str) -> dict[str, str]:
+    return {"ssm_a": f"{module}.A_log", "ssm_d": f"{module}.D", "ssm_dt.bias": f"{module}.dt_bias"}
 
 
 _EXPERTS, _LOCAL, _ROUTED = (
@@ -130,6 +144,8 @@ _GRANITE = {
     "logits_scaling": "logit_scale",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
+_GRANITE_NAMES = {"ffn_gate_inp": "block_sparse_moe.router", "ffn_down_shexp": "shared_mlp.output_linear"}
+_GRANITE_JOINED = {"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp")}
 _QWEN2_SHARED = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 _QWEN2_SHARED_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 # Layers of linear attention (gated delta nets) between others. Norms are stored with the 1 that the model adds.
@@ -222,11 +238,30 @@ ROWS: dict[str, GgufRow] = {
     ),
     "granitemoe": GgufRow(
         "granitemoe",
-        {"ffn_gate_inp": "block_sparse_moe.router", "ffn_down_shexp": "shared_mlp.output_linear"},
+        _GRANITE_NAMES,
         _GRANITE,
-        joined={"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp")},
+        joined=_GRANITE_JOINED,
         variant=("ffn_gate_shexp.weight", "granitemoeshared"),
         orders=PAIRS,
+    ),
+    "granitehybrid": GgufRow(
+        "granitemoehybrid",
+        {**_GRANITE_NAMES, **_mamba("mamba")},
+        {
+            **_GRANITE,
+            "mamba_n_heads": "ssm.time_step_rank",
+            "mamba_n_groups": "ssm.group_count",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_d_conv": "ssm.conv_kernel",
+        },
+        whole=_mamba_whole("mamba"),
+        joined=_GRANITE_JOINED,
+        orders=PAIRS,
+        values={"ssm_a": log_of_negated},
+        present={"mamba_conv_bias": "ssm_conv1d.bias"},
+        ratios={"mamba_expand": ("ssm.inner_size", "embedding_length")},
+        choices={"position_embedding_type": ("rope.scaling.finetuned", None, "rope")},
+        layer_tensors={"ssm_a": "mamba", "attn_q.weight": "attention"},
     ),
     "ernie4_5-moe": GgufRow(
         "ernie4_5_moe",
