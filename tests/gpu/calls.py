@@ -19,12 +19,13 @@ from lancebill.backends.registry import registry
 from lancebill.jit.compile import KernelSource
 from lancebill.jit.load import loadable
 from lancebill.moe.dispatch import Dispatch
-from lancebill.moe.layout import Packed, as_integer
+from lancebill.moe.layout import W2, W13, Packed, as_integer
 from lancebill.moe.problem import Device, Problem, parse_device
 from lancebill.testing.layers import plausible_weight, worst_row
 
 GPU = parse_device("cuda") if torch.cuda.is_available() else Device("cuda", 90)
 OURS = "hopper" if GPU.arch == 90 else "ampere"
+_LARGEST_INPUTS = {W13: 4.5, W2: 40.0}  # of normal numbers, and of most hidden rows that they give
 _GUARD, _MARK = 4096, 0x5A  # guard bytes on each side of an output, and their value
 
 
@@ -76,7 +77,8 @@ def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, 
             factors = torch.rand(problem.experts, shape.k, generator=generator) + 0.5
             held["pre_scale"] = as_integer(factors).cuda()
         if problem.activations.static:
-            scales = torch.rand(problem.experts, generator=generator) * 0.01 + 0.01
+            step = _LARGEST_INPUTS[name] / problem.activations.spec.dtype.max
+            scales = step * (1 + torch.rand(problem.experts, generator=generator) / 4)
             held["input_scale"] = as_integer(scales).cuda()
         matrices[name] = held
     return matrices

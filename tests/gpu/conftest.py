@@ -1,24 +1,34 @@
-"""Compiles the kernels of all collected tests first, on all cores; one by one it would take longer than the tests."""
+"""Compiles the kernels of all selected tests first, on all cores; one by one it would take longer than the tests."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lancebill.moe.problem import Problem
+
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """A test module that launches kernels has `plans()`, which yields problems and numbers of tokens.
-
-    A kernel that does not compile fails in the test that launches it.
-    """
+    """A kernel that does not compile fails in the test that launches it."""
     if not torch.cuda.is_available():
         return
-    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
-    planned = [plan for module in modules if "plans" in vars(module) for plan in module.plans()]
+    planned = [plan for item in request.session.items if isinstance(item, pytest.Function) for plan in plans_of(item)]
     if planned:
         from calls import sources_of
 
         from lancebill.jit.build import build_all
 
         build_all(sources_of(planned))
+
+
+def plans_of(item: pytest.Function) -> Iterator[tuple[Problem, int]]:
+    """The problems and numbers of tokens of a test: from its mark `plans`, a function of its parameters; else from
+    `plans()` of its module."""
+    mark = item.get_closest_marker("plans")
+    if mark is not None:
+        yield from mark.args[0](**(item.callspec.params if "callspec" in vars(item) else {}))
+    elif "plans" in vars(item.module):
+        yield from item.module.plans()

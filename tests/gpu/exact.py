@@ -2,7 +2,8 @@
 
 Inputs are a few equal numbers among zeros, scales are powers of two, and only a few gates are open. So sums need fewer
 bits than the tensor cores keep even for fp8, and every gate is so large or so small that its sigmoid is one or zero.
-The layer rounds hidden rows, expert results and the sum to nearest; `expected_result` does the same.
+The layer rounds activations (in fp32), hidden rows, expert results and the sum to nearest, and 8-bit rows to codes;
+`expected_result` does the same.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from lancebill.moe.problem import Problem
 from lancebill.numbers.codec import dequantize
 from lancebill.numbers.dtypes import CODEBOOK
 from lancebill.numbers.spec import FP8_CHANNEL
+from lancebill.numbers.spec_names import ACTIVATIONS
 from lancebill.numbers.weight import LogicalWeight
 from lancebill.testing.layers import plausible_weight
 
 OPEN = 6  # hidden features that are not zero
 SPARSE = 24  # inputs of a row that are not zero
-LARGEST = 448.0  # largest e4m3 number: rows of it have the scale 1
+# The largest number of quantised inputs, e4m3 and int8: rows of it have the scale 1.
+LARGEST = {FP8_CHANNEL: 448.0, ACTIVATIONS["int8"].spec: 127.0}
 AT_ONCE = 4096  # rows computed at a time, since several processes may share a GPU
 
 
@@ -40,6 +43,11 @@ class ExactLayer:
     @property
     def fp8(self) -> bool:
         return self.problem.activations.spec == FP8_CHANNEL
+
+    @property
+    def largest(self) -> float | None:
+        """The largest number of quantised inputs."""
+        return LARGEST.get(self.problem.activations.spec)
 
 
 def make_exact_layer(problem: Problem, distinct: int = 3, device: str = "cuda", backend: str = "hopper") -> ExactLayer:
@@ -87,10 +95,11 @@ def exact_weight(
             power[: len(power) // 2] += 8
         opened = torch.randperm(half, generator=generator, device=device)[:OPEN]
         gates = codes[opened].clone()
-        codes[:half] = shape.spec.dtype.encode(torch.zeros(1)).to(device)
+        zero = 0 if weight.zero is None else 8
+        codes[:half] = shape.spec.dtype.encode(torch.zeros(1) + zero).to(device)
         codes[opened] = gates
         if tame:
-            some = shape.spec.dtype.encode(torch.tensor([2.0, 3.0, 4.0])).to(device)
+            some = shape.spec.dtype.encode(torch.tensor([2.0, 3.0, 4.0]) + zero).to(device)
             rows = torch.cat([opened, half + opened])
             codes[rows] = some[torch.randint(3, (len(rows), shape.k), generator=generator, device=device)]
     if weight.zero is not None:
@@ -104,7 +113,8 @@ def exact_inputs(layer: ExactLayer, tokens: int, seed: int, device: str = "cuda"
     x = torch.zeros(tokens, layer.problem.hidden, device=device)
     where = torch.randint(layer.problem.hidden, (tokens, SPARSE), generator=generator, device=device)
     signs = torch.randint(0, 2, (tokens, SPARSE), generator=generator, device=device) * 2.0 - 1
-    x.scatter_(1, where, torch.full_like(signs, LARGEST) if layer.fp8 else signs)
+    magnitude = layer.largest or 1.0
+    x.scatter_(1, where, torch.full_like(signs, magnitude) if layer.fp8 else signs * magnitude)
     return x.to(layer.problem.input.storage)
 
 
@@ -123,9 +133,9 @@ def expected_result(layer: ExactLayer, plan: GpuPlan, x: Tensor, routed: Indexed
     for number, (w13, w2) in enumerate(layer.numbers):
         ours = ((flat >= 0) & (flat % len(layer.numbers) == number)).nonzero().squeeze(1)
         for slots in ours.split(AT_ONCE):
-            gate, up = (x[slots // top_k].double() @ w13.t()).chunk(2, 1)
+            gate, up = (x[slots // top_k].double() @ w13.t()).float().chunk(2, 1)
             h = (gate * torch.sigmoid(gate) * up).to(kind)
-            y[slots] = _second(h, w2, layer.fp8)
+            y[slots] = (h.double() @ w2.t()).float() if layer.largest is None else _quantised(h, w2, layer.largest)
     if not plan.decode:
         y = y.to(kind).float()
     weights = torch.where(routed.ids >= 0, routed.weights, torch.zeros_like(routed.weights))
@@ -135,14 +145,12 @@ def expected_result(layer: ExactLayer, plan: GpuPlan, x: Tensor, routed: Indexed
     return total.to(kind)
 
 
-def _second(h: Tensor, w2: Tensor, fp8: bool) -> Tensor:
-    """The second GEMM in fp32; fp8 rows are quantised as in the kernels."""
-    if not fp8:
-        return (h.double() @ w2.t()).float()
+def _quantised(h: Tensor, w2: Tensor, most: float) -> Tensor:
+    """The second GEMM in fp32, of rows that are quantised as in the kernels."""
     largest = h.float().abs().amax(1, keepdim=True)
-    scale = largest / torch.full_like(
-        largest, LARGEST
-    )  # dividing by a scalar, torch on a GPU would multiply by its reciprocal
+    # Dividing by a scalar, torch on a GPU would multiply by its reciprocal.
+    scale = largest / torch.full_like(largest, most)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = (h.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    codes = h.float() / scale
+    codes = codes.round() if most == LARGEST[ACTIVATIONS["int8"].spec] else codes.to(torch.float8_e4m3fn)
     return (codes.double() @ w2.t()).float() * scale

@@ -49,29 +49,25 @@ def with_sparse_experts(routed: Indexed, experts: int) -> Indexed:
     return Indexed(ids.to(torch.int32).contiguous(), routed.weights)
 
 
-def plans() -> Iterator[tuple[Problem, int]]:
-    """What most of these tests launch; compiled together before the tests."""
-    yield from ((problem, tokens) for problem in SHIPPED for tokens in TOKENS)
-    yield from ((other_problem(*form), tokens) for form in OTHER_FORMS for tokens in OTHER_BATCHES)
-    for order in ("fast", BATCH_INVARIANT):
-        yield from (
-            (small_problem(*form, order), tokens) for form in FORMS for tokens in (1, 4, 48, 100, 300, 2000, 4096)
-        )
-
-
 BF16_SPECS = (
     "nvfp4", "int4", "int4-g32", "int4-g64:fp16", "int4-zp", "int4-g128-zp", "int8", "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
 
 
-OTHER_FORMS = [*((spec, "bf16") for spec in BF16_SPECS), ("int4-g128", "fp8")]
-OTHER_BATCHES = (2, 50, 700)
+OTHER_FORMS = [
+    *((spec, "bf16") for spec in BF16_SPECS),
+    *((spec, "fp8") for spec in ("int4", "int4-g128", "int4-g128-zp", "fp8", "fp8-block")),
+    *((spec, "int8") for spec in ("int4", "int4-g128", "int4-g128-zp", "int4-g256", "int8", "int8-g128")),
+]
+OTHER_BATCHES = (2, 8, 50, 700)
 
 
 def other_problem(spec: str, activations: str) -> Problem:
-    return layer_problem(spec, activations, hidden=512, intermediate=256, experts=5, top_k=2)
+    """So many experts that slots of 8 tokens rarely share one, and each slot is a tile where kernels allow it."""
+    return layer_problem(spec, activations, hidden=512, intermediate=256, experts=40, top_k=2)
 
 
+@pytest.mark.plans(lambda spec, activations: [(other_problem(spec, activations), tokens) for tokens in OTHER_BATCHES])
 @pytest.mark.parametrize(("spec", "activations"), OTHER_FORMS)
 def test_every_other_form(spec: str, activations: str) -> None:
     """Except fp16 inputs, whose range is too small for fully open gates."""
@@ -80,6 +76,7 @@ def test_every_other_form(spec: str, activations: str) -> None:
     check(problem, make_exact_layer(problem), OTHER_BATCHES)
 
 
+@pytest.mark.plans(lambda number: [(SHIPPED[number], tokens) for tokens in TOKENS])
 @pytest.mark.parametrize("number", range(len(SHIPPED)), ids=lambda number: problem_id(SHIPPED[number]))
 def test_every_shipped_configuration(number: int) -> None:
     """The problems and batches that define the shipped set; other tests run gpt-oss' activation and biases."""
@@ -111,13 +108,17 @@ def first_difference(got: Tensor, want: Tensor) -> tuple[int, int, float, float]
 
 
 def small_problem(spec: str, activations: str, order: str) -> Problem:
-    made = layer_problem(spec, activations, hidden=1024, intermediate=512, experts=16, top_k=4)
+    made = layer_problem(spec, activations, hidden=1024, intermediate=512, experts=64, top_k=4)
     return replace(made, order=order)
 
 
-FORMS = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"), ("int4-g128", "fp8")]
+FORMS = [
+    ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "bf16"), ("int4-g128", "fp8"), ("int4-g128", "int8"),
+    ("int8", "int8"),
+]  # fmt: skip
 
 
+@pytest.mark.plans(lambda spec, activations, tokens: [(small_problem(spec, activations, "fast"), tokens)])
 @pytest.mark.parametrize(("spec", "activations"), FORMS)
 @pytest.mark.parametrize("tokens", [1, 4, 48, 300, 2000])
 def test_fast_order_repeats_its_bits(spec: str, activations: str, tokens: int) -> None:
@@ -131,6 +132,11 @@ def test_fast_order_repeats_its_bits(spec: str, activations: str, tokens: int) -
     assert bool(same)
 
 
+@pytest.mark.plans(
+    lambda **form: [
+        (small_problem(**form, order=BATCH_INVARIANT), tokens) for tokens in (1, 4, 48, 100, 300, 2000, 4096)
+    ]
+)
 @pytest.mark.parametrize(("spec", "activations"), FORMS)
 def test_batch_invariant_rows_do_not_depend_on_the_batch(spec: str, activations: str) -> None:
     """Every batch size up to 256, some up to 4096, single rows, and permuted rows."""

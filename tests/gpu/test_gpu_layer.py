@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from calls import OURS, check_error, skip_unless_ours, skip_unsupported
+from calls import OURS, check_error, plan_of, skip_unless_ours, skip_unsupported
 from torch import Tensor
 
 from lancebill.moe.activation import Activation
@@ -22,18 +21,20 @@ skip_unless_ours()
 SPECS = [
     *((s, a) for a in ("bf16", "fp16") for s in (
         "mxfp4", "nvfp4", "int4-g32", "int4-g64:fp16", "int4-g128", "int4", "int4-g128-zp", "int4-g32-zp", "int4-zp",
-        "int8", "int8-g128", "fp8", "fp8-block",
+        "int8", "int8-g128", "fp8", "fp8-block", "int4-g128-h128",
     )),
     *((s, "fp8") for s in ("mxfp4", "fp8", "fp8-block", "int4", "int4-g128", "int4-g128-zp")),
-    *((s, "int8") for s in ("int4", "int4-g128", "int4-g128-zp", "int8", "int8-g128")),
+    *((s, "int8") for s in ("int4", "int4-g128", "int4-g128-zp", "int4-g128-h128", "int8", "int8-g128")),
 ]  # fmt: skip
 
 
 BATCHES = [3, 70, 600]
+FEW, MANY = 5, 32  # tokens of so many experts rarely share one: each slot is a tile
 TILES = [1, 2, 17, 33, 65, 97, 129, 300, 1500, 5000]
 # Thousands of tiles with one stage each: in the first GEMM, and in the second.
 FLAT = [{"hidden": 128, "intermediate": 4096, "experts": 64}, {"hidden": 4096, "intermediate": 128, "experts": 64}]
 TAKEN = [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8"), ("int4-g128", "int8"), ("int8", "int8")]
+SIZED = (FEW, 200, 2000)
 SIZES = [(2880, 2880), (288, 96), (2048, 768), (160, 32), (4096, 2048)]
 FUNCTIONS = [
     Activation("silu"),
@@ -62,25 +63,6 @@ def large_enough(spec: str) -> dict[str, int]:
     the second matrix then has nearly rank two, and maps some hidden rows to little more than their rounding errors.
     """
     return {"hidden": 4096, "intermediate": 2048} if spec.endswith("-zp") else {}
-
-
-def plans() -> Iterator[tuple[Problem, int]]:
-    """What most of these tests launch; compiled together before the tests."""
-    yield from (
-        (make_problem(spec, inputs, **large_enough(spec)), tokens) for spec, inputs in SPECS for tokens in BATCHES
-    )
-    for inputs in ("bf16", "fp8"):
-        yield from ((make_problem("mxfp4", inputs), tokens) for tokens in TILES)
-        for hidden, intermediate in SIZES:
-            sizes = {"hidden": hidden, "intermediate": intermediate}
-            yield from ((make_problem("mxfp4", inputs, **sizes), tokens) for tokens in (5, 200, 2000))
-    yield from ((make_problem(*kind, **sizes), tokens) for kind in TAKEN for sizes in FLAT for tokens in (100, 1000))
-    yield from ((make_problem("mxfp4", "bf16", experts=60, top_k=6), tokens) for tokens in (4, 100, 1000, 3000))
-    for bias in (False, True):
-        for tokens in (3, 90):
-            yield from (
-                (make_problem("mxfp4", "bf16", activation=function, bias=bias), tokens) for function in FUNCTIONS
-            )
 
 
 def compare(spec: str, activations: str, tokens: int, kind: str = "uniform", **sizes: Any) -> None:
@@ -114,18 +96,21 @@ def rows_among(rows: Tensor, routed_rows: Tensor) -> Tensor:
     return (routed_rows.cumsum(0) - 1)[rows]
 
 
+@pytest.mark.plans(lambda spec, activations, tokens: [(make_problem(spec, activations, **large_enough(spec)), tokens)])
 @pytest.mark.parametrize(("spec", "activations"), SPECS)
 @pytest.mark.parametrize("tokens", BATCHES)
 def test_every_form(spec: str, activations: str, tokens: int) -> None:
     compare(spec, activations, tokens, **large_enough(spec))
 
 
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.plans(lambda spec, activations, tokens: [(make_problem(spec, activations), tokens)])
+@pytest.mark.parametrize(("spec", "activations"), [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "int8")])
 @pytest.mark.parametrize("tokens", TILES)
-def test_every_tile_class(tokens: int, activations: str) -> None:
-    compare("mxfp4", activations, tokens)
+def test_every_tile_class(tokens: int, spec: str, activations: str) -> None:
+    compare(spec, activations, tokens)
 
 
+@pytest.mark.plans(lambda spec, activations, sizes, tokens: [(make_problem(spec, activations, **sizes), tokens)])
 @pytest.mark.parametrize(("spec", "activations"), TAKEN)
 @pytest.mark.parametrize("sizes", FLAT)
 @pytest.mark.parametrize("tokens", [100, 1000])
@@ -134,19 +119,28 @@ def test_many_tiles_for_a_block(tokens: int, sizes: dict[str, int], spec: str, a
     compare(spec, activations, tokens, **sizes)
 
 
+def sizes_of(tokens: int, **sizes: int) -> dict[str, int]:
+    return {**sizes, "experts": MANY if tokens == FEW else 8}
+
+
+@pytest.mark.plans(
+    lambda activations, **sizes: [(make_problem("mxfp4", activations, **sizes_of(m, **sizes)), m) for m in SIZED]
+)
 @pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_sizes(hidden: int, intermediate: int, activations: str) -> None:
-    for tokens in (5, 200, 2000):
-        compare("mxfp4", activations, tokens, hidden=hidden, intermediate=intermediate)
+    for tokens in SIZED:
+        compare("mxfp4", activations, tokens, **sizes_of(tokens, hidden=hidden, intermediate=intermediate))
 
 
+@pytest.mark.plans(lambda kind, tokens: [(make_problem("mxfp4", "bf16", experts=60, top_k=6), tokens)])
 @pytest.mark.parametrize("kind", ["zipf", "one", "holes"])
 @pytest.mark.parametrize("tokens", [4, 100, 1000, 3000])
 def test_routings(kind: str, tokens: int) -> None:
     compare("mxfp4", "bf16", tokens, kind, experts=60, top_k=6)
 
 
+@pytest.mark.plans(lambda tokens, **sizes: [(make_problem("mxfp4", "bf16", **sizes), tokens)])
 @pytest.mark.parametrize("tokens", [3, 90])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
@@ -154,12 +148,19 @@ def test_activations(activation: Activation, bias: bool, tokens: int) -> None:
     compare("mxfp4", "bf16", tokens, activation=activation, bias=bias)
 
 
+def unsplit(activation: Activation) -> dict[str, Any]:
+    """Sizes of so many tiles that K is not split when decoding."""
+    intermediate = 2048 if activation.gated else 4096
+    return {"activation": activation, "bias": True, "intermediate": intermediate, "experts": MANY}
+
+
+@pytest.mark.plans(lambda inputs, activation: [(make_problem("mxfp4", inputs, **unsplit(activation)), FEW)])
 @pytest.mark.parametrize("inputs", ["bf16", "fp8"])
 @pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
 def test_activations_without_a_split_of_k(activation: Activation, inputs: str) -> None:
-    """Decoding with so many tiles that K is not split."""
-    intermediate = 2048 if activation.gated else 4096
-    compare("mxfp4", inputs, 5, activation=activation, bias=True, intermediate=intermediate)
+    compare("mxfp4", inputs, FEW, **unsplit(activation))
+    plan = plan_of(make_problem("mxfp4", inputs, **unsplit(activation)), FEW)
+    assert plan.decode and plan.first_gemm.pieces == 1
 
 
 def test_act_order() -> None:
@@ -170,7 +171,7 @@ def test_act_order() -> None:
 def test_weight_on_input() -> None:
     for tokens in (3, 90):
         compare("mxfp4", "bf16", tokens, top_k=1, weight_on_input=True, bias=True)
-    compare("mxfp4", "bf16", 8, top_k=1, weight_on_input=True, bias=True, intermediate=2048)
+    compare("mxfp4", "bf16", 8, top_k=1, weight_on_input=True, bias=True, intermediate=2048, experts=MANY)
 
 
 def test_graph_capture_and_streams() -> None:
@@ -192,16 +193,17 @@ def test_graph_capture_and_streams() -> None:
     assert torch.equal(out, want)
 
 
+@pytest.mark.plans(lambda activations, tokens: [(make_problem("mxfp4", activations, experts=MANY), tokens)])
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [4, 100, 3000])
 def test_ids_without_an_expert_contribute_nothing(tokens: int, activations: str) -> None:
     """-1, other negative numbers, the number of experts (a common padding id) and larger ids are all ignored."""
-    problem = layer_problem("mxfp4", activations, hidden=512, intermediate=256, experts=8, top_k=2)
+    problem = make_problem("mxfp4", activations, experts=MANY)
     skip_unsupported(problem)
     layer = make_layer(problem, OURS)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     routed = routing(problem, tokens, 7, kind="holes")
-    invalid = torch.tensor([8, -9, 255, 256, 1 << 20], device="cuda").repeat(tokens)[: routed.ids.numel()]
+    invalid = torch.tensor([MANY, -9, 255, 256, 1 << 20], device="cuda").repeat(tokens)[: routed.ids.numel()]
     ids = torch.where(routed.ids < 0, invalid.view_as(routed.ids), routed.ids).to(torch.int32)
     assert not torch.equal(ids, routed.ids)
     assert torch.equal(layer(x, type(routed)(ids, routed.weights)), layer(x, routed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,6 +26,7 @@ from lancebill.backends.registry import registry
 from lancebill.moe.activation import Activation
 from lancebill.moe.dispatch import Batched, Contiguous, Dispatch, Indexed, to_batched, to_contiguous
 from lancebill.moe.problem import BATCHED, CONTIGUOUS, Problem
+from lancebill.numbers.rotation import rotate
 from lancebill.numbers.spec_names import parse_activation
 from lancebill.testing.layers import layer_problem, routing
 
@@ -40,6 +40,9 @@ FORMS = [
     ("mxfp4", "fp8-static", {}),
     ("int4-g128", "int8-static", {"hidden": 512, "intermediate": 256}),
     ("int8", "int8", {}),
+    ("int8", "int8", {"pre_scale": True}),
+    ("int4-g128-h128", "bf16", {}),
+    ("int4-g128-h128", "int8", {}),
     ("mxfp4", "bf16", {"pre_scale": True}),
     ("mxfp4", "fp8", {"pre_scale": True}),
     ("mxfp4", "bf16", {"activation": Activation("relu2_no_mul")}),
@@ -64,15 +67,6 @@ def linear(spec: str, activations: str, options: dict[str, object]) -> Problem:
     return replace(problem, w2=None, experts=1, global_experts=1, top_k=1)
 
 
-def plans() -> Iterator[tuple[Problem, int]]:
-    """What most of these tests launch; compiled together before the tests."""
-    for form in FORMS:
-        for tokens in DISPATCHED:
-            yield make_problem(*form, dispatch=CONTIGUOUS), 2 * tokens + 7
-            yield make_problem(*form, dispatch=BATCHED), 12 * (tokens + 3)
-        yield from ((linear(*form), tokens) for tokens in SINGLE)
-
-
 def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, valid: Tensor) -> None:
     """Compare the rows of the mask `valid` with the reference; runs must agree, other rows stay untouched."""
     skip_unsupported(problem)
@@ -94,6 +88,14 @@ def compare(problem: Problem, x: Tensor, dispatch: Dispatch, columns: int, valid
     check_error(got[valid], want[valid], truth[valid], torch.arange(int(valid.sum()), device="cuda"))
 
 
+@pytest.mark.plans(
+    lambda spec, activations, options, tokens, form: [
+        (
+            make_problem(spec, activations, options, dispatch=form),
+            2 * tokens + 7 if form == CONTIGUOUS else 12 * (tokens + 3),
+        )
+    ]
+)
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
 @pytest.mark.parametrize("tokens", DISPATCHED)
 @pytest.mark.parametrize("form", [CONTIGUOUS, BATCHED])
@@ -118,6 +120,7 @@ def test_rows_grouped_by_the_caller(
     compare(problem, rows, Batched(batched.counts), 512, valid)
 
 
+@pytest.mark.plans(lambda tokens, **form: [(linear(**form), tokens)])
 @pytest.mark.parametrize(("spec", "activations", "options"), FORMS)
 @pytest.mark.parametrize("tokens", SINGLE)
 def test_single_linear(spec: str, activations: str, options: dict[str, object], tokens: int) -> None:
@@ -127,32 +130,53 @@ def test_single_linear(spec: str, activations: str, options: dict[str, object], 
     compare(problem, x, Contiguous(torch.tensor([0, tokens], device="cuda")), problem.w13.n, valid)
 
 
-@pytest.mark.parametrize("exponent", [-90, -61, -20, 0, 20, 61, 90])
-def test_rows_are_quantised_as_by_division(exponent: int) -> None:
-    """Code for code, although the kernel multiplies by a corrected reciprocal of the row's scale."""
-    problem, tokens = linear("mxfp4", "fp8", {}), 3000
-    skip_unsupported(problem)
-    backend, device, plan = gpu_backend(), torch.device("cuda", 0), plan_of(problem, tokens)
+def rows_of_first_gemm(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute a linear with more rows than are decoded; its input rows and their scales as the kernel wrote them."""
+    tokens, backend, device = len(x), gpu_backend(), torch.device("cuda", 0)
+    plan = plan_of(problem, tokens)
     assert not plan.decode
-    x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
     edges = Contiguous(torch.tensor([0, tokens], device="cuda"))
     call(backend, problem, x.cuda(), edges, packed(problem, OURS), problem.w13.n)
     stream = torch.cuda.current_stream().cuda_stream
     held = workspace.WORKSPACES.of_stream(device, stream, plan.workspace_bytes)
     found = workspace.views(held.memory, scratch(plan))
-    codes, scales = found["x"][:tokens].cpu().float(), found["x_scales"][:tokens].cpu()
-    codes = codes.view(tokens, -1, 8, 4, 4).transpose(2, 3).reshape(tokens, -1)  # undo the column order of fp8 rows
+    return found["x"][:tokens].cpu().float(), found["x_scales"][:tokens].cpu()
+
+
+@pytest.mark.parametrize("exponent", [-90, -61, -20, 0, 20, 61, 90])
+@pytest.mark.parametrize(("spec", "activations"), [("mxfp4", "fp8"), ("int8", "int8")])
+def test_rows_are_quantised_as_by_division(spec: str, activations: str, exponent: int) -> None:
+    """Code for code, although the kernel multiplies by a corrected reciprocal of the row's scale."""
+    problem, tokens = linear(spec, activations, {}), 3000
+    skip_unsupported(problem)
+    x = (torch.randn(tokens, 512) * torch.rand(tokens, 1) * 2.0**exponent).bfloat16()
+    codes, scales = rows_of_first_gemm(problem, x)
+    codes = codes.view(tokens, -1, 8, 4, 4).transpose(2, 3).reshape(tokens, -1)  # undo the column order of 8-bit rows
     largest = x.float().abs().amax(1)
-    assert torch.equal(scales, largest / torch.full_like(largest, 448.0))
-    assert torch.equal(codes, (x.float() / scales.unsqueeze(1)).to(torch.float8_e4m3fn).float())
+    assert torch.equal(scales, largest / torch.full_like(largest, problem.activations.spec.dtype.max))
+    numbers = x.float() / scales.unsqueeze(1)
+    assert torch.equal(codes, numbers.round() if activations == "int8" else numbers.to(torch.float8_e4m3fn).float())
 
 
+@pytest.mark.parametrize("spec", ["int4-g128-h32", "int4-g128-h128", "int4-g128-h512"])
+def test_rows_are_rotated_as_by_the_definition(spec: str) -> None:
+    """Bit for bit: the kernel adds in the order of the fast transform, and rounds once."""
+    problem = linear(spec, "bf16", {})
+    x = torch.randn(300, 512).bfloat16()
+    rotated, _ = rows_of_first_gemm(problem, x)
+    assert torch.equal(rotated, rotate(x.float(), problem.w13.spec.rotation).bfloat16().float())
+
+
+@pytest.mark.plans(lambda spec, activations, options, tokens: [(make_problem(spec, activations, options), tokens)])
 @pytest.mark.parametrize("options", [{}, {"pre_scale": True}, {"top_k": 1, "weight_on_input": True}])
-@pytest.mark.parametrize("activations", ["bf16", "fp8", "fp8-static"])
+@pytest.mark.parametrize(
+    ("spec", "activations"),
+    [("mxfp4", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "fp8-static"), ("int8", "int8"), ("int4-g128", "int8-static")],
+)
 @pytest.mark.parametrize("tokens", [2, 60, 1500])
-def test_input_scales_of_experts(options: dict[str, object], activations: str, tokens: int) -> None:
+def test_input_scales_of_experts(options: dict[str, object], spec: str, activations: str, tokens: int) -> None:
     """Static scales and stored factors per expert, applied while rows are dispatched."""
-    problem = make_problem("mxfp4", activations, options)
+    problem = make_problem(spec, activations, options)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
     compare(problem, x, routing(problem, tokens, 5), 512, valid)

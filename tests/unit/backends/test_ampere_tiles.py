@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lancebill.backends.ampere import kernel_sources, tiles
-from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import BF16, E4M3, S8, WeightForm
 from lancebill.jit.compile import compile_kernel
 from lancebill.testing.sass import disassemble
 
@@ -24,6 +25,7 @@ FORMS = [
     WeightForm("int3", "bf16", 64, BF16, zero=True),
     WeightForm("nf4", "fp32", 64, BF16),
     WeightForm("e2m1", "e8m0", 32, E4M3),
+    WeightForm("int4", "fp32", 128, S8),
 ]
 CARDS = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_90": 228 << 10}  # shared memory of an SM
 
@@ -46,12 +48,26 @@ def test_pipelines_fit_the_card(form: WeightForm, shared: int) -> None:
 
 @pytest.mark.parametrize(
     ("form", "tokens", "arch", "instruction"),
-    [(FORMS[0], 8, 80, "HMMA.16816.F32.BF16"), (FORMS[-1], 8, 89, "QMMA.16832.F32.E4M3.E4M3")],
-    ids=["sm_80", "sm_89"],
+    [
+        (FORMS[0], 8, 80, "HMMA.16816.F32.BF16"),
+        (FORMS[-2], 8, 89, "QMMA.16832.F32.E4M3.E4M3"),
+        (FORMS[-1], 8, 80, "IMMA.16832.S8.S8"),
+    ],
+    ids=["bf16", "e4m3", "s8"],
 )
 def test_kernels_use_the_cards_instructions(form: WeightForm, tokens: int, arch: int, instruction: str) -> None:
-    """They compile without spills, which `compile_kernel` checks, and copy weights past the first-level cache."""
+    """They compile without spills and copy weights past the first-level cache. Sums of a group become floats without a
+    conversion, which older GPUs make slowly."""
     tile = tiles.tile(form, (tokens,), True, 64, CARDS["sm_80"], 2)
     source = kernel_sources.grouped_gemm(form, tile, "bf16", "gated", "silu", bias=False)
-    listing = disassemble(compile_kernel(replace(source, arch=arch)).cubin)
-    assert instruction in listing and "LDGSTS.E.BYPASS" in listing
+    compiled = compile_kernel(replace(source, arch=arch))
+    listing = disassemble(compiled.cubin)
+    assert not compiled.spills and instruction in listing and "LDGSTS.E.BYPASS" in listing and " I2F R" not in listing
+
+
+def test_integer_sums_are_bits_of_a_float() -> None:
+    """The largest sums of 128 products of int8 numbers keep the exponent of the number they start with."""
+    mainloop = pytest.importorskip("lancebill.backends.ampere.kernels.mainloop")
+    sums = torch.tensor([-(128**3), -1, 0, 1, 128**3], dtype=torch.int32)
+    floats = (sums + mainloop.FLOAT_BITS.value).view(torch.float32) - mainloop.FLOAT_START.value
+    assert torch.equal(floats, sums.float())

@@ -15,6 +15,12 @@ from lancebill.backends.gpu.kernels import dequant
 from lancebill.backends.gpu.kernels.dequant import dequantise, load_codes, load_scales
 from lancebill.backends.gpu.kernels.stage import scale_block_of, stage_blocks
 
+# Sums of int8 products start with the bits of this number. Those of 128 columns are at most 2**21, so the bits stay a
+# float of the same exponent, and one subtraction makes the sum a float. sm_80 converts integers at an eighth of that
+# rate.
+FLOAT_START = gl.constexpr(1.5 * 2**23)
+FLOAT_BITS = gl.constexpr(0x4B400000)
+
 
 @gluon.constexpr_function
 def accumulator_layout():
@@ -83,11 +89,14 @@ def multiply_add(sums, weights, scales, tokens, form: gl.constexpr):
     """Add the products of a slice to the sums.
 
     fp8 products are summed separately first and added in fp32: tensor cores may keep only about 14 bits of such sums,
-    and a promoted form's scales multiply the sum of a group. Sums of int8 products are exact.
+    and a promoted form's scales multiply the sum of a group. Sums of int8 products are exact: see `FLOAT_START`.
     """
     TYPE: gl.constexpr = dequant.product_type(form)
     if dequant.byte_inputs(form) and dequant.sum_type(form) == gl.float32:
-        more = mma_v2(weights, tokens, gl.zeros(sums.shape, TYPE, accumulator_layout())).to(gl.float32)
+        start = gl.full(sums.shape, FLOAT_BITS if gl.int32 == TYPE else 0.0, TYPE, accumulator_layout())
+        more = mma_v2(weights, tokens, start)
+        if gl.int32 == TYPE:
+            more = more.to(gl.float32, bitcast=True) - FLOAT_START
         if dequant.promoted(form):
             more = more * dequant.row_factors(scales, accumulator_layout(), form).expand_dims(1)
         return sums + more
