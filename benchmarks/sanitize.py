@@ -1,7 +1,9 @@
-"""Every branch of the Hopper kernels under compute-sanitizer, with layers small enough to finish in minutes.
+"""Every branch of the GPU kernels under compute-sanitizer, with layers small enough to finish in minutes.
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck] [--out FILE] [--total 230] [--jobs 12]
+    python benchmarks/sanitize.py --gpus sm_80        only kernels of these GPUs
     python benchmarks/sanitize.py --list              the cases, and those that the backend refuses; needs no GPU
+    python benchmarks/sanitize.py --compile           only fill the kernel cache; needs no GPU
     python benchmarks/sanitize.py --judge FILE        judge a saved run again, with the same kernels; needs no GPU
 
 Several processes run under each tool at the same time. Each takes the next case from the tool's list, largest first, so
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import gpu_machine, origin, result_path
-from sanitize_cases import Case, compute, problem_of, supported_cases, use_tiles_of_large_layers
+from sanitize_cases import HOPPER, Case, compute, kernels_of, supported_cases, use_tiles_of_large_layers
 from sanitize_report import Variants, count_ordered, explain, findings
 
 TOOLS = {
@@ -47,11 +49,11 @@ DONE = "all cases done"
 LOST = ("Maximum number of hazards", "print limit")  # the tool left out findings
 
 
-def compute_cases(tool: str, taken: Path) -> None:
+def compute_cases(tool: str, taken: Path, cases: list[Case]) -> None:
     """Runs under a tool: computes each case that no other process has taken, and checks the result for NaN."""
     import torch
 
-    for number, case in reversed(list(enumerate(supported_cases()[0]))):
+    for number, case in reversed(list(enumerate(cases))):
         if not take_case(taken / f"{tool}-{number}"):
             continue
         print(f"case {number}: {case.label}", flush=True)
@@ -73,22 +75,21 @@ def take_case(mark: Path) -> bool:
 
 def compile_all(cases: list[Case]) -> int:
     """Fill the kernel cache: processes under a tool must not compile."""
-    from lancebill.backends.hopper.steps import kernels
     from lancebill.jit.build import build_all
 
-    sources = {source for case in cases for source in kernels(problem_of(case), case.rows)}
+    sources = {source for case in cases for source in kernels_of(case)}
     failed = build_all(sources)
     for source, why in failed.items():
         print("does not compile:", source.label, why[-300:])
     return len(sources)
 
 
-def run_process(tool: str, taken: Path, limit: float) -> dict[str, Any]:
+def run_process(tool: str, taken: Path, limit: float, gpus: str) -> dict[str, Any]:
     """One process under one tool."""
     command = [
         SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only",
         "--print-limit", PRINT_LIMIT, "--launch-timeout", "60", "--show-backtrace", "no", *TOOLS[tool],
-        sys.executable, __file__, "--work", tool, "--taken", str(taken),
+        sys.executable, __file__, "--work", tool, "--taken", str(taken), "--gpus", gpus,
     ]  # fmt: skip
     environment = {
         **os.environ, "LANCEBILL_NO_COMPILE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
@@ -120,14 +121,15 @@ def run_process(tool: str, taken: Path, limit: float) -> dict[str, Any]:
 
 
 def kernel_variants(cases: list[Case], lines: list[str]) -> Variants:
-    """Disassembled kernels by case and name; those that a report names are disassembled in parallel."""
-    from lancebill.backends.hopper.steps import kernels
+    """Disassembled kernels by case and name; those that a report names are disassembled in parallel.
 
+    Of PTX there are none: its machine code is the driver's, so nothing excuses a finding.
+    """
     by_label = {case.label: case for case in cases}
 
     def sources(label: str, kernel: str) -> list[Any]:
         case = by_label.get(label)
-        of_case = kernels(problem_of(case), case.rows) if case else []
+        of_case = kernels_of(case) if case and case.gpu == HOPPER else []
         return [source for source in of_case if source.kernel == kernel]
 
     @cache
@@ -183,21 +185,22 @@ def verdict_of(tool: str, results: list[dict[str, Any]], cases: list[Case]) -> d
     }
 
 
-def run_tools(tools: list[str], cases: list[Case], jobs: int, limit: float, total: float) -> list[dict[str, Any]]:
+def run_tools(tools: list[str], cases: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run up to `jobs` processes at a time; when one ends, another starts for a tool with cases left."""
+    jobs = arguments.jobs
     initial = [tool for tool in tools for _ in range(max(1, jobs * SHARES[tool] // sum(SHARES[t] for t in tools)))]
     helpers = sorted(tools, key=lambda tool: -SHARES[tool]) * jobs
-    end = time.perf_counter() + total
+    end = time.perf_counter() + arguments.total
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder)
 
         def run_if_useful(task: tuple[int, str]) -> dict[str, Any] | None:
             number, tool = task
             cases_left = len(cases) - len(list(taken.glob(f"{tool}-*")))
-            time_left = min(limit, end - time.perf_counter())
+            time_left = min(arguments.limit, end - time.perf_counter())
             if number >= len(initial) and (cases_left < 2 * SHARES[tool] or time_left < START_SECONDS):
                 return None
-            return run_process(tool, taken, time_left)
+            return run_process(tool, taken, time_left, arguments.gpus)
 
         with ThreadPoolExecutor(jobs) as pool:
             results = list(pool.map(run_if_useful, enumerate([*initial, *helpers])))
@@ -226,16 +229,19 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds for each process")
     parser.add_argument("--total", type=float, default=3600, help="seconds for all processes")
     parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
+    parser.add_argument("--gpus", default="", help="for example sm_90,sm_80; default: all")
     parser.add_argument("--list", action="store_true", help="print the cases")
+    parser.add_argument("--compile", action="store_true", help="only fill the kernel cache")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="a file that an earlier run saved")
     parser.add_argument("--work", metavar="TOOL", help="compute cases in this process (the sanitizer starts it)")
     parser.add_argument("--taken", type=Path, help="folder in which processes mark the cases they took")
     arguments = parser.parse_args()
     use_tiles_of_large_layers()
-    if arguments.work:
-        compute_cases(arguments.work, arguments.taken)
-        return
     cases, refused = supported_cases()
+    cases = [case for case in cases if case.gpu in (arguments.gpus or case.gpu).split(",")]
+    if arguments.work:
+        compute_cases(arguments.work, arguments.taken, cases)
+        return
     for label, reason in refused.items():
         print(f"refused: {label}: {reason}")
     if arguments.list:
@@ -246,7 +252,9 @@ def main() -> None:
         record: dict[str, Any] = json.loads(arguments.judge.read_text())
     else:
         print(f"{len(cases)} cases, {compile_all(cases)} kernels", flush=True)
-        results = run_tools(tools, cases, arguments.jobs, arguments.limit, arguments.total)
+        if arguments.compile:
+            return
+        results = run_tools(tools, cases, arguments)
         record = {"machine": gpu_machine(), **origin(Path(__file__).name), "cases": [case.label for case in cases]}
         record |= {"refused": refused, "results": results}
         if arguments.out is None:

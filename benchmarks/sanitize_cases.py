@@ -1,4 +1,4 @@
-"""The layers that run under compute-sanitizer: small, and together they reach every branch of the Hopper kernels."""
+"""The layers that run under compute-sanitizer: small, and together they reach every branch of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ SPECS = (
     "mxfp4", "nvfp4", "int4", "int4-g32", "int4-g64", "int4-g128", "int4-zp", "int4-g32-zp", "int4-g128-zp", "int8",
     "int8-g128", "fp8", "fp8-block",
 )  # fmt: skip
+HOPPER, AMPERE, SMALL_AMPERE = "sm_90", "sm_80", "sm_86"  # a Hopper GPU runs the PTX of older GPUs' kernels
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Case:
     pre_scale: bool = False
     linear: bool = False  # one matrix, no experts
     processors: int = 0  # SMs that the backend believes to have; 0: the real number
+    gpu: str = HOPPER  # whose kernels
 
     @property
     def rows(self) -> int:
@@ -48,33 +50,46 @@ class Case:
 
 
 def matrix() -> Iterator[Case]:
-    """Up to 32 slots take the decode kernels; with more, the rows of an expert decide the tiles."""
-    for tokens in (5, 18):
-        yield from (Case(spec, "bf16", tokens) for spec in SPECS)
-        yield from (Case(spec, "fp8", tokens) for spec in ("mxfp4", "nvfp4", "int4-g128", "fp8", "fp8-block"))
-        for few in (Case(tokens=tokens), Case(activations="fp8", tokens=tokens)):
+    """Every case with the kernels of each GPU. Of a card with less shared memory: the specs, whose pipelines differ."""
+    yield from layers()
+    older = [case for case in layers() if not case.activations.startswith("fp8")]
+    yield from (replace(case, gpu=AMPERE) for case in older)
+    yield from (Case(spec, "bf16", 60, gpu=SMALL_AMPERE) for spec in SPECS)
+
+
+def layers() -> Iterator[Case]:
+    """Up to 32 slots take the decode kernels, if they rarely share an expert; with more, the rows of an expert decide
+    the tiles."""
+    for tokens, experts in ((5, 16), (18, 4)):
+        yield from (Case(spec, "bf16", tokens, experts) for spec in SPECS)
+        yield from (Case(spec, "fp8", tokens, experts) for spec in ("mxfp4", "nvfp4", "int4-g128", "fp8", "fp8-block"))
+        yield from (Case(spec, "int8", tokens, experts) for spec in ("int4", "int4-g128-zp", "int8", "int8-g128"))
+        for few in (Case("mxfp4", "bf16", tokens, experts), Case("mxfp4", "fp8", tokens, experts)):
             yield replace(few, hidden=288, intermediate=96)  # partial tiles and slices
             yield replace(few, routing="holes", bias=True, activation="swigluoai")
             yield replace(few, activation="relu2_no_mul")
             yield replace(few, top_k=1, weight_on_input=True)
             yield replace(few, pre_scale=True)
             yield replace(few, linear=True, experts=1, top_k=1, dispatch="contiguous")
-        yield Case(activations="fp8-static", tokens=tokens)
-        yield Case("int4-g128", "fp16", tokens)
-        yield Case("int4-g128", tokens=tokens, act_order=True)
-        yield from (Case(activations=act, tokens=tokens, dispatch=form)
-                    for act in ("bf16", "fp8") for form in ("contiguous", "batched"))  # fmt: skip
+        yield Case("mxfp4", "fp8-static", tokens, experts)
+        yield Case("int4-g128", "int8-static", tokens, experts)
+        yield Case("int4-g128", "fp16", tokens, experts)
+        yield Case("int4-g128", "bf16", tokens, experts, act_order=True)
+        yield from (Case("int4-g128-h128", act, tokens, experts) for act in ("bf16", "int8"))
+        yield from (Case(spec, act, tokens, experts, dispatch=form)
+                    for spec, act in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int8", "int8"))
+                    for form in ("contiguous", "batched"))  # fmt: skip
     whole = Case(tokens=16, experts=48, hidden=1536, intermediate=768)  # as many tiles as blocks: chunks are tiles
     pieces = Case(tokens=1, experts=2, hidden=2304, intermediate=768)  # few tiles: blocks share them
     for few in (whole, pieces, replace(whole, activations="fp8"), replace(pieces, activations="fp8")):
         yield from (few, replace(few, bias=True, activation="swigluoai"))
         yield replace(few, bias=True, activation="relu2_no_mul", intermediate=1536)
-    for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8")):
+    for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int4-g128", "fp8"), ("int4-g128", "int8")):
         few = Case(spec, activations, 20, experts=16, hidden=1024, intermediate=512, processors=1)
         # One block computes many tiles, of several stages and of one.
         yield from (few, replace(few, hidden=128), replace(few, intermediate=128), replace(few, tokens=5))
-    for activations in ("bf16", "fp8"):
-        every = Case(activations=activations)
+    for spec, activations in (("mxfp4", "bf16"), ("mxfp4", "fp8"), ("int8", "int8")):
+        every = Case(spec, activations)
         yield replace(every, tokens=20, experts=16)  # few rows for each expert: the smallest tiles
         yield replace(every, tokens=60)
         yield replace(every, tokens=200, routing="zipf")
@@ -98,14 +113,29 @@ def problem_of(case: Case) -> Any:
     return replace(problem, dispatch=case.dispatch, pre_scale=case.pre_scale, w2=w2)
 
 
+def backend_of(case: Case) -> Any:
+    from lancebill.backends.registry import registry
+
+    return registry()["hopper" if case.gpu == HOPPER else "ampere"]
+
+
+def device_of(case: Case) -> Any:
+    from lancebill.moe.problem import parse_device
+
+    return parse_device(case.gpu)
+
+
+def kernels_of(case: Case) -> list[Any]:
+    """The kernels of a case, as a Hopper GPU takes them."""
+    plan = backend_of(case).plan(problem_of(case), case.rows, device_of(case))
+    return [replace(step.source, ptx=case.gpu != HOPPER) for step in backend_of(case).steps(plan)]
+
+
 def supported_cases() -> tuple[list[Case], dict[str, str]]:
     """Cases that the backend supports, and the reason for each of the others."""
-    from lancebill.backends.registry import registry
-    from lancebill.moe.problem import Device
-
     supported, refused = [], {}
     for case in dict.fromkeys(matrix()):
-        reasons = [str(reason) for reason in registry()["hopper"].check(problem_of(case), Device("cuda", 90))]
+        reasons = [str(reason) for reason in backend_of(case).check(problem_of(case), device_of(case))]
         if reasons:
             refused[case.label] = reasons[0]
         else:
@@ -119,12 +149,11 @@ def compute(case: Case) -> Any:
 
     from lancebill.moe.dispatch import Indexed, to_batched, to_contiguous
     from lancebill.moe.layout import as_integer
-    from lancebill.moe.problem import Device
     from lancebill.testing.layers import make_layer, routing
 
     torch.manual_seed(0)
     problem = problem_of(case)
-    layer = make_layer(problem, "hopper", "cpu", distinct=2)
+    layer = make_layer(problem, backend_of(case).name, "cpu", distinct=2)
     for name, held in layer.weights.items():
         if case.pre_scale:
             held["pre_scale"] = as_integer(torch.rand(case.experts, problem.matrices[name].k) + 0.5)
@@ -145,7 +174,7 @@ def compute(case: Case) -> Any:
     fill = float("nan") if isinstance(routed, Indexed) else 0.0
     shape = (*x.shape[:-1], problem.w13.n if problem.w2 is None else problem.hidden)
     out = torch.full(shape, fill, dtype=x.dtype).cuda()
-    plan = layer.backend.plan(problem, case.rows, Device("cuda", 90))
+    plan = layer.backend.plan(problem, case.rows, device_of(case))
     real = torch.cuda.get_device_properties(0).multi_processor_count
     properties = SimpleNamespace(multi_processor_count=case.processors or real)
     with patch.object(torch.cuda, "get_device_properties", lambda device: properties):

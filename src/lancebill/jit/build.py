@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,6 +17,7 @@ from lancebill.jit.cache import Cache
 from lancebill.jit.compile import Binary, KernelSource, compile_kernel
 
 log = logging.getLogger("lancebill")
+_DIED = "the compiling process died, perhaps out of memory"
 _compiling = Lock()  # Triton's settings and the redirected stdout are global to the process
 
 
@@ -52,24 +54,37 @@ def build_all(
         if source not in missing:
             progress(source, None)
     failed: dict[KernelSource, str] = {}
-    if not missing:
-        return failed
-    workers = min(jobs or os.cpu_count() or 1, len(missing))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_build, source, folder): source for source in missing}
-        for future in as_completed(futures):
-            source, error = futures[future], _outcome(future)
-            if error is not None:
-                failed[source] = error
-            progress(source, error)
+
+    def report(source: KernelSource, error: str | None) -> None:
+        if error is not None:
+            failed[source] = error
+        progress(source, error)
+
+    lost = _build_together(missing, jobs or os.cpu_count() or 1, folder, report)
+    while lost:  # with one process it is known which kernel it died of: the first without a result
+        lost = _build_together(lost, 1, folder, report)
+        if lost:
+            report(lost.pop(0), _DIED)
     return failed
 
 
-def _outcome(future: Future[str | None]) -> str | None:
-    try:
-        return future.result()
-    except BrokenExecutor:
-        return "the compiling process died, perhaps out of memory"
+def _build_together(
+    sources: Sequence[KernelSource], jobs: int, folder: Path | None, report: Callable[[KernelSource, str | None], None]
+) -> list[KernelSource]:
+    """Compile kernels in so many processes. If one dies, all end: returns the kernels without a result, in order."""
+    lost = dict.fromkeys(sources)
+    if not lost:
+        return []
+    with ProcessPoolExecutor(min(jobs, len(lost)), mp_context=get_context("spawn")) as pool:
+        futures: dict[Future[str | None], KernelSource] = {}
+        with suppress(BrokenExecutor):
+            for source in sources:
+                futures[pool.submit(_build, source, folder)] = source
+        for future in as_completed(futures):
+            if not isinstance(future.exception(), BrokenExecutor):
+                del lost[futures[future]]
+                report(futures[future], future.result())
+    return list(lost)
 
 
 def _build(source: KernelSource, folder: Path | None) -> str | None:
