@@ -76,6 +76,24 @@ def test_every_step_gives_the_logits_of_the_model(
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4 * float(want.abs().max()))
 
 
+def test_longer_steps_are_computed_by_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways share the keys and values of a sequence."""
+    model = load("mixtral", {}, tmp_path, monkeypatch)
+    decoder = native_decoder(model)
+    assert isinstance(decoder, NativeDecoder)
+    chosen, native, step = runner(model, decoder), list[int](), decoder.step
+    monkeypatch.setattr(decoder, "step", lambda ids, *rows: native.append(len(ids)) or step(ids, *rows))
+    decoder.most_tokens = 20
+    sequence, said = chosen.new_sequence(), list[int]()
+    for new in (PROMPT[:20], PROMPT[:21], [7]):
+        said += new
+        before, model.config._attn_implementation = model.config._attn_implementation, "sdpa"
+        want = logits_of(model, said)
+        model.config._attn_implementation = before
+        torch.testing.assert_close(chosen.step([sequence], [new])[0], want, rtol=2e-3, atol=2e-4)
+    assert native == [20, 1]
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_model_without_native_steps_says_why(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(family, {}, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""`generate` on a CPU decodes with native steps and gives the tokens of transformers' own."""
+"""`generate` on a CPU computes native steps, of short prompts too, and gives the tokens of transformers' own."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def load(family: str, folder: Path) -> Any:
     return model
 
 
-def generate(model: Any, batch: int = 1, **options: Any) -> Tensor:
+def generate(model: Any, batch: int = 1, length: int = 7, **options: Any) -> Tensor:
     """The first of several prompts is padded."""
     torch.manual_seed(1)
-    ids = torch.randint(1, 100, (batch, 7), generator=torch.Generator().manual_seed(batch))
+    ids = torch.randint(1, 100, (batch, length), generator=torch.Generator().manual_seed(batch))
     mask = torch.ones_like(ids)
     if batch > 1:
         mask[0, :3] = ids[0, :3] = 0
@@ -65,13 +65,51 @@ def generate(model: Any, batch: int = 1, **options: Any) -> Tensor:
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path, steps: list[int]) -> None:
     model = load(family, tmp_path)
-    for batch in (1, 3):
+    generate(model)
+    assert steps == [1] * (TOKENS - 1)  # nothing is native before its logits are compared
+    for batch, prompts in ((1, 7), (3, 4 + 7 + 7)):
         for how in (GREEDY, SAMPLED):
+            steps.clear()
             found, made = generate(model, batch, **how), list(steps)
-            assert made == [batch] * (TOKENS - 1)  # all but the prompt
+            assert made == [prompts] + [batch] * (TOKENS - 1)
             assert model.lancebill_decoding.reason is None and str(model.lancebill_decoding) == "native steps"
             assert torch.equal(found, generate(model, batch, disable_compile=True, **how)) and steps == made
-            steps.clear()
+
+
+@pytest.mark.parametrize("limit", [24, 200])
+def test_prompts_around_the_limit(
+    limit: int, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 tokens take several calls of the library, whose buffers hold fewer."""
+    monkeypatch.setitem(tiny.FAMILIES, "mixtral", tiny.FAMILIES["mixtral"] | {"sliding_window": 6})
+    model = load("mixtral", tmp_path)
+    generate(model)
+    model.lancebill_decoding.native.decoder.most_tokens = limit
+    sizes = [(1, 1), *((batch, limit // batch + more) for batch in (1, 4) for more in (-1, 0, 1))]
+    for batch, length in sizes:
+        steps.clear()
+        found = generate(model, batch, length, max_new_tokens=3)
+        prompts = [batch * length - 3 * (batch > 1)] * (batch * length <= limit)  # without the padding
+        assert steps == prompts + [batch] * 2
+        assert torch.equal(found, generate(model, batch, length, max_new_tokens=3, disable_compile=True))
+
+
+def test_more_sequences_than_the_limit(tmp_path: Path, steps: list[int]) -> None:
+    model = load("mixtral", tmp_path)
+    generate(model)
+    steps.clear()
+    most = model.lancebill_decoding.native.decoder.most_tokens = 64
+    found = generate(model, most + 1, max_new_tokens=3)
+    assert not steps and "more than 64 sequences" in str(model.lancebill_decoding)
+    assert torch.equal(found, generate(model, most + 1, max_new_tokens=3, disable_compile=True))
+
+
+def test_a_prompt_that_is_hidden_whole(tmp_path: Path) -> None:
+    model, hidden = load("mixtral", tmp_path), torch.tensor([[1] * 7, [0] * 7])
+    generate(model)
+    found = generate(model, 2, attention_mask=hidden)
+    assert "hides a whole prompt" in str(model.lancebill_decoding)
+    assert torch.equal(found, generate(model, 2, attention_mask=hidden, disable_compile=True))
 
 
 def test_streamers_and_stopping_criteria(tmp_path: Path, steps: list[int]) -> None:
@@ -137,7 +175,7 @@ def test_a_changed_model_gets_new_steps(tmp_path: Path, steps: list[int]) -> Non
         before = model.lancebill_decoding.native.decoder
         change()
         steps.clear()
-        assert torch.equal(generate(model), generate(model, disable_compile=True)) and len(steps) == TOKENS - 1
+        assert torch.equal(generate(model), generate(model, disable_compile=True)) and steps == [1] * (TOKENS - 1)
         assert model.lancebill_decoding.native.decoder is not before
 
 

@@ -9,6 +9,7 @@ layers, attention of its own kind) runs its sequences one after the other (`Sepa
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,7 +22,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 ATTENTION = "lancebill_ragged"
 FIRST_CAPACITY = 64  # tokens; doubled whenever it is used up
 PROBES = ((3, 1, 4, 1, 5), (9, 2, 6))  # of the two sequences that `runner` compares; far apart, they are token ids
-SMALL_CALLS = 8  # of native steps instead of one of torch, whose matrix products are faster with many tokens
 SPREAD = 40503  # the first ids of a vocabulary are special tokens, whose logits say little
 KEEP_KEYS_AND_VALUES = {DynamicLayer, DynamicSlidingWindowLayer}
 MOST_DIFFERENCE = 0.2  # of the norm of the logits: 16-bit models differ a little, wrong attention much more
@@ -56,7 +56,7 @@ class SmallSteps(Protocol):
     `caches` are addresses of arrays of addresses: keys and values of each layer, `[heads, capacity, dim]`.
     """
 
-    most_rows: int
+    most_tokens: int  # of a step that takes less time than the model's own
     caches: Sequence[Any]  # the shape of each layer's keys and values
     cache_type: torch.dtype
 
@@ -64,11 +64,15 @@ class SmallSteps(Protocol):
         self, ids: Sequence[int], positions: Sequence[int], capacities: Sequence[int], caches: Sequence[int],
         picks: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """Logits after the tokens at `picks`, `[picks, vocabulary]`."""
+        """Logits after the tokens at `picks`, which ascend: `[picks, vocabulary]`."""
         ...
 
     def current(self) -> bool:
         """Whether it still computes what the model does."""
+        ...
+
+    def settle(self, own_seconds: float, small_seconds: float) -> None:
+        """Find `most_tokens`, knowing how long a step of few tokens takes the model itself and takes this."""
         ...
 
 
@@ -203,7 +207,7 @@ class RaggedModel:
 
     @torch.inference_mode()
     def step(self, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]) -> Tensor:
-        if self.small is not None and sum(map(len, tokens)) <= SMALL_CALLS * self.small.most_rows:
+        if self.small is not None and sum(map(len, tokens)) <= self.small.most_tokens:
             return self._small_step(self.small, sequences, tokens)
         device, counts = self.model.device, [len(each) for each in tokens]
         positions = [sequence.length + i for sequence, count in zip(sequences, counts) for i in range(count)]
@@ -222,20 +226,16 @@ class RaggedModel:
         self, small: SmallSteps, sequences: Sequence[KeysValues], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         rows: list[tuple[int, int, int, int]] = []  # token, position, capacity and caches
-        last = []
+        last: list[int] = []
         for sequence, new in zip(sequences, tokens):
             capacity, caches = sequence.reserve(small.caches, small.cache_type, sequence.length + len(new))
             rows += [(token, sequence.length + i, capacity, caches) for i, token in enumerate(new)]
             last.append(len(rows) - 1)
-        found = []
-        for first in range(0, len(rows), small.most_rows):
-            end = first + small.most_rows
-            picks = [row - first for row in last if first <= row < end]
-            ids, positions, capacities, addresses = zip(*rows[first:end])
-            found.append(small.step(ids, positions, capacities, addresses, picks))
+        ids, positions, capacities, addresses = zip(*rows)
+        logits = small.step(ids, positions, capacities, addresses, last)
         for sequence, new in zip(sequences, tokens):
             sequence.length += len(new)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return logits
 
 
 class OwnCache:
@@ -269,7 +269,7 @@ def runner(model: Any, small: SmallSteps | None = None) -> Runner:
     """The fastest way to run this model that gives its own logits, found by trying it on a few tokens."""
     separate = SeparateModel(model)
     probes = _probes(model)
-    expected = _probe(separate, probes)
+    expected, _ = _probe(separate, probes)
     state = separate.new_sequence()
     separate.step([state], probes[:1])
     if any(type(layer) not in KEEP_KEYS_AND_VALUES for layer in state.cache.layers):
@@ -277,13 +277,24 @@ def runner(model: Any, small: SmallSteps | None = None) -> Runner:
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(ATTENTION)
-        if _agree(_probe(RaggedModel(model), probes), expected):
-            good = small is not None and _agree(_probe(RaggedModel(model, small), probes), expected)
-            return RaggedModel(model, small if good else None)
+        found, own_seconds = _probe(RaggedModel(model), probes)
+        if _agree(found, expected):
+            return RaggedModel(model, None if small is None else _proven(small, model, probes, expected, own_seconds))
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
         pass  # this model's attention does not take our argument
     model.set_attn_implementation(before)
     return separate
+
+
+def _proven(
+    small: SmallSteps, model: Any, probes: Sequence[Sequence[int]], expected: Tensor, own_seconds: float
+) -> SmallSteps | None:
+    """Small steps that give the model's logits; how long both took says up to how many tokens they are used."""
+    found, seconds = _probe(RaggedModel(model, small), probes)
+    if not _agree(found, expected):
+        return None
+    small.settle(own_seconds, seconds)
+    return small
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
@@ -299,10 +310,12 @@ def _probes(model: Any) -> list[list[int]]:
     return [[number * SPREAD % vocabulary for number in each] for each in PROBES]
 
 
-def _probe(candidate: Runner, probes: Sequence[Sequence[int]]) -> Tensor:
-    """Logits of two sequences in every kind of step: prompts, a piece of a prompt beside a single token."""
+def _probe(candidate: Runner, probes: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
+    """Logits of two sequences in every kind of step (prompts, a piece of a prompt beside a single token), and the
+    seconds of the last step, which has one token of each: this thread's own, whatever else the machine computes."""
     sequences = [candidate.new_sequence() for _ in probes]
     first = candidate.step(sequences, probes)
     second = candidate.step(sequences, [probes[1], probes[0][:1]])
+    start = time.thread_time()
     third = candidate.step(sequences[::-1], [probes[0][1:2], probes[1][1:2]])
-    return torch.cat([first, second, third]).float()
+    return torch.cat([first, second, third]).float(), time.thread_time() - start

@@ -1,4 +1,4 @@
-"""`generate`: decode steps are captured in CUDA graphs, or computed by the native decoder on a CPU.
+"""`generate`: decode steps are captured in CUDA graphs; on a CPU the native decoder computes them and short prompts.
 
 transformers' `generate` stays what it is: it prepares inputs, samples, stops. It asks its model for a cache, and for a
 compiled forward where the cache allows that. Here the model answers with a `DecodeCache` and with `DecodeGraphs` or
@@ -126,6 +126,11 @@ class Decoding:
         assert self._local.steps is not None
         return self._local.steps
 
+    @property
+    def native_steps(self) -> NativeSteps | None:
+        """Those that this thread generates with, if they are native."""
+        return self._local.steps if isinstance(self._local.steps, NativeSteps) else None
+
     def clear(self) -> None:
         """Free the caches, graphs and native steps that no call uses."""
         with self._lock:
@@ -162,6 +167,17 @@ class GraphedGeneration:
         decoding.refuse(why)
         prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
         return prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+
+    def _prefill(
+        self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool = True
+    ) -> Any:
+        steps, in_one = self.lancebill_decoding.native_steps, generation_config.prefill_chunk_size is None
+        if steps is None or not in_one or model_kwargs.get("inputs_embeds") is not None:
+            prefill = super()._prefill  # type: ignore[misc]
+            return prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        prepare = self.prepare_inputs_for_generation  # type: ignore[attr-defined]
+        how = {"next_sequence_length": input_ids.shape[1], "is_first_iteration": is_first_iteration}
+        return steps.run(self, {**prepare(input_ids, **how, **model_kwargs), "return_dict": True})
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         if isinstance(model_kwargs.get(CACHE), DecodeCache):

@@ -18,6 +18,7 @@ from lancebill.backends.cpu.decode_program import DecodeHeads, DecodeProgram, De
 from lancebill.backends.cpu.executor import CpuExecutor
 from lancebill.backends.cpu.native import library
 from lancebill.errors import LancebillError, UnsupportedProblem
+from lancebill.integrations.transformers import native_limit
 from lancebill.integrations.transformers.compare_modules import UNSUITABLE, rotary_angles
 from lancebill.integrations.transformers.fused_modules import (
     FusedAttention,
@@ -56,8 +57,9 @@ class NativeDecoder:
         if native is None:
             raise UnsupportedProblem("the CPU kernels are not built")
         self.model, self.program = model, DecodeProgram(native, MOST_ROWS)
+        self.most_tokens = MOST_ROWS  # of a call that takes less time than the model's own; `settle` finds more
         self._used: list[tuple[Callable[[], object], object]] = []  # what steps were made from, and where it was found
-        layers, final = _backbone(model)
+        self.layers, final = _backbone(model)
         angles = rotary_angles(model)
         if angles is None:
             raise UnsupportedProblem("a model without rotary positions")
@@ -66,7 +68,7 @@ class NativeDecoder:
         self.x, self.cache_type = self.program.buffer("x", final.weight.shape[0]), final.weight.dtype
         self._angles = int(self._rotation(torch.zeros(1, dtype=torch.int64))[0].shape[-1])
         usual = next((p.experts.problem.activation for _, p in packed_experts(model) if p.experts is not None), None)
-        self.caches = [self._layer(layer, usual or Activation()) for layer in layers]
+        self.caches = [self._layer(layer, usual or Activation()) for layer in self.layers]
         normed = self.program.buffer("normed", self.x.shape[1])
         self.program.pick(self.x, normed)
         self.program.norm(normed, final.weight, final.eps, normed)
@@ -78,7 +80,22 @@ class NativeDecoder:
         self, ids: Sequence[int], positions: Sequence[int], capacities: Sequence[int], caches: Sequence[int],
         picks: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """Logits after the tokens at `picks`, `[picks, vocabulary]`; keys and values are written into the caches."""
+        """Logits after the tokens at `picks`, `[picks, vocabulary]`; keys and values are written into the caches.
+
+        `picks` ascend. Tokens of one sequence are in their order.
+        """
+        found = []
+        for first in range(0, len(ids), MOST_ROWS):
+            part = slice(first, first + MOST_ROWS)
+            own = [pick - first for pick in picks if first <= pick < first + MOST_ROWS]
+            found.append(self._rows(ids[part], positions[part], capacities[part], caches[part], own))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _rows(
+        self, ids: Sequence[int], positions: Sequence[int], capacities: Sequence[int], caches: Sequence[int],
+        picks: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """The same for as many tokens as the buffers hold."""
         count = len(ids)
         self.x[:count] = self.embedding(torch.tensor(ids, device="cpu"))
         cos, sin = self._rotation(torch.tensor(positions, device="cpu"))
@@ -88,6 +105,12 @@ class NativeDecoder:
     def current(self) -> bool:
         """Whether the weights are still where the steps read them, and computed with in the same way."""
         return self.program.current() and all(now() is before for now, before in self._used)
+
+    def settle(self, own_seconds: float, small_seconds: float) -> None:
+        """Find `most_tokens`, knowing how long a small step takes the model itself and takes this."""
+        saved = own_seconds - small_seconds
+        found = native_limit.most_tokens(self.program.native, self.layers, self.cache_type, saved)
+        self.most_tokens = max(MOST_ROWS, found)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.angles(self.x, positions.unsqueeze(0))

@@ -1,11 +1,13 @@
-"""Decode steps of `generate` on a CPU: the native decoder computes them, in the cache of the prompt.
+"""Steps of `generate` on a CPU: the native decoder computes them, and prompts that are short enough to gain by it.
 
-A model's first step is computed by both, and the native ones are used if they give the model's own logits.
+A model's first decode step is computed by both ways. Native ones are used from then on if they give the model's own
+logits; how long both took says which prompts are short enough (`native_limit`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -46,12 +48,14 @@ class SharedDecoder:
             self.proven, self._stamp = False, stamp
             return self._refused
 
-    def prove(self, found: Tensor, expected: Tensor) -> Reason | None:
-        """Compare the logits of a native step with the model's own."""
+    def prove(self, found: Tensor, expected: Tensor, seconds: float, own_seconds: float) -> Reason | None:
+        """Compare the logits of a native step with the model's own, and the time."""
         difference = float((found - expected).norm() / expected.norm())
         self.proven = difference <= MOST_DIFFERENCE
         if not self.proven:
             self._refused = Reason("native", f"a native step gives other logits ({difference:.0%} off)")
+        elif self.decoder is not None:
+            self.decoder.settle(own_seconds, seconds)
         return self._refused
 
 
@@ -83,53 +87,82 @@ class NativeSteps:
         self._rows: CacheRows | None = None
 
     def run(self, model: Any, given: Mapping[str, Any]) -> Any:
-        """One call of the model: a native step if it continues every sequence by one token."""
+        """One call of the model: native if it appends few tokens to the sequences."""
         tokens = given.get("input_ids")
-        if self.refused is not None or tokens is None or tokens.shape[1] != 1:
+        if self.refused is not None or tokens is None or not self._is_small(tokens):
             return model(**given)
-        self.cache.grow(span_of(self.cache.length + 1))
+        new = tokens.shape[1]
+        self.cache.grow(span_of(self.cache.length + new))
         with self.shared.lock:
             self.refused = self._unsuitable(given)
-            logits = None if self.refused is not None else self._step(tokens[:, 0].tolist())
+            start = time.thread_time()
+            logits = None if self.refused is not None else self._step(tokens.tolist())
+            seconds = time.thread_time() - start
         if logits is None:
             return model(**given)
         if self.shared.proven:
-            self.cache.advance()
+            self.cache.advance(new)
             return CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
+        start = time.thread_time()
         result = model(**given)  # it stores its own keys and values over those of the native step
-        self.refused = self.shared.prove(logits, result.logits.float())
+        own_seconds = time.thread_time() - start
+        self.refused = self.shared.prove(logits, result.logits.float(), seconds, own_seconds)
         return result
 
-    def _step(self, tokens: Sequence[int]) -> Tensor:
-        decoder, rows, count = self.shared.decoder, self._rows, len(tokens)
+    def _is_small(self, tokens: Tensor) -> bool:
+        """Whether a call is a decode step, or a prompt of which native steps are known to take less time."""
+        if tokens.shape[1] == 1 and self.cache.length > 0:
+            return True
+        decoder = self.shared.decoder
+        return decoder is not None and self.shared.proven and tokens.numel() <= decoder.most_tokens
+
+    def _step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Logits after the last token of each sequence, `[sequences, 1, vocabulary]`."""
+        decoder, rows, length = self.shared.decoder, self._rows, self.cache.length
         assert decoder is not None and rows is not None
-        positions = [self.cache.length - hidden for hidden in rows.padding]
-        addresses = [ctypes.addressof(array) for array in rows.arrays]
-        return decoder.step(tokens, positions, [self.cache.capacity] * count, addresses, range(count)).unsqueeze(1)
+        ids, positions, caches, last = list[int](), list[int](), list[int](), list[int]()
+        for own, hidden, array in zip(tokens, rows.padding, rows.arrays):
+            shown = own[max(0, hidden - length) :]
+            end = length + len(own) - hidden
+            ids += shown
+            positions += range(end - len(shown), end)
+            caches += [ctypes.addressof(array)] * len(shown)
+            last.append(len(ids) - 1)
+        return decoder.step(ids, positions, [self.cache.capacity] * len(ids), caches, last).unsqueeze(1)
 
     def _unsuitable(self, given: Mapping[str, Any]) -> Reason | None:
-        """Why a step cannot be native; the first step of a call also finds the rows of its sequences."""
-        decoder = self.shared.decoder
+        """Why a call cannot be native; the first of `generate` also finds the rows of its sequences."""
+        decoder, (batch, new) = self.shared.decoder, given["input_ids"].shape
         if decoder is None:
             return Reason("native", "the model has changed")
         if self._rows is None:
             unknown = [name for name, value in given.items() if value is not None and name not in _FOLLOWED]
             if unknown:
                 return Reason("native", f"the model takes {', '.join(unknown)}")
-            if len(given["input_ids"]) > decoder.most_rows:
-                return Reason("native", f"more than {decoder.most_rows} sequences")
-            if _kinds(self.cache) != [(s.layer, s.heads, s.dim, decoder.cache_type) for s in decoder.caches]:
-                return Reason("native", "keys and values of other sizes or types than the steps have")
+            if batch > decoder.most_tokens:
+                return Reason("native", f"more than {decoder.most_tokens} sequences")
         if self._rows is None or self._rows.moves != self.cache.moves:
-            padding = _padding(given.get(MASK), len(given["input_ids"]))
+            padding = _padding(given.get(MASK), batch)
             if padding is None:
                 return Reason("native", "a mask that hides more than padding before the prompt")
+            if max(padding) >= self.cache.length + new:
+                return Reason("native", "a mask that hides a whole prompt")
+            _allocate(self.cache, decoder, batch)
+            if _kinds(self.cache) != [(s.layer, s.heads, s.dim, decoder.cache_type) for s in decoder.caches]:
+                return Reason("native", "keys and values of other sizes or types than the steps have")
             self._rows = CacheRows.of(self.cache, padding)
-        positions = given.get("position_ids")
-        expected = [[self.cache.length - hidden] for hidden in self._rows.padding]
-        if positions is None or positions.expand(len(expected), -1).tolist() != expected:
+        if not _count_tokens(given.get("position_ids"), self.cache.length, new, self._rows.padding):
             return Reason("native", "positions that do not count the tokens")
         return None
+
+
+def _allocate(cache: DecodeCache, decoder: NativeDecoder, batch: int) -> None:
+    """Memory of the layers that the model itself has not written to yet."""
+    for shape in decoder.caches:
+        layer = cache.layers[shape.layer]
+        if not layer.is_initialized:
+            like = torch.empty(batch, shape.heads, 0, shape.dim, dtype=decoder.cache_type, device="cpu")
+            layer.lazy_initialization(like, like)
 
 
 def _kinds(cache: DecodeCache) -> list[tuple[int, int, int, torch.dtype]]:
@@ -148,3 +181,14 @@ def _padding(mask: Tensor | None, rows: int) -> Sequence[int] | None:
         return None
     hidden: list[int] = (mask == 0).sum(dim=1).tolist()
     return hidden
+
+
+def _count_tokens(positions: Tensor | None, length: int, new: int, padding: Sequence[int]) -> bool:
+    """Whether the positions of new tokens count those before them that are not padding."""
+    if positions is None:
+        return False
+    for row, hidden in zip(positions.expand(len(padding), -1).tolist(), padding):
+        first = max(length, hidden)  # columns before are padding, whatever their positions
+        if row[first - length :] != list(range(first - hidden, length + new - hidden)):
+            return False
+    return True
