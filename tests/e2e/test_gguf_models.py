@@ -49,6 +49,7 @@ MAMBA = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_n_gro
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3moe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
     ("qwen3next", "qwen3_next", {**MOE, **DELTA, "shared_expert_intermediate_size": 96}),
+    ("qwen35moe", "qwen3_5_moe_text", {**MOE, **DELTA, "shared_expert_intermediate_size": 96}),
     ("qwen2moe", "qwen2_moe", {**MOE, "shared_expert_intermediate_size": 96}),
     # Half of a head's columns are rotated, a bias corrects the routing.
     ("minimax-m2", "minimax_m2", {**LOCAL, "rotary_dim": 8}),

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import torch
-from tiny_gguf_changes import changed, delta_heads, merged
+from tiny_gguf_changes import changed, delta_heads, merged, tiled_heads
 from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -150,6 +150,8 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
             stem, suffix = name.removesuffix(ending), "." + ending[1:]
     stem += "_bias" if stem.endswith(".expert") else ""
     shape = tuple(size for size in tensor.shape if size > 1) if tensor.ndim > 1 else tuple(tensor.shape)
+    if config.model_type == "qwen3_5_moe_text" and ".linear_attn." in name and not stem.endswith(".norm"):
+        tensor = tiled_heads(stem, tensor, config)
     if name.endswith(".dt_bias"):
         yield stem.replace("dt", "dt_proj"), suffix, tensor, shape
     elif name.endswith((".A_log", ".D")):

@@ -9,7 +9,7 @@ import gguf
 import torch
 from torch import Tensor
 
-WITH_ONE = ("qwen3next",)  # architectures whose norms are stored with the 1 that the model adds
+WITH_ONE = ("qwen3next", "qwen35moe")  # architectures whose norms are stored with the 1 that the model adds
 
 
 def changed(architecture: str, name: str, tensor: Tensor) -> Tensor:
@@ -44,3 +44,17 @@ def delta_heads(tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     *joined, gates = (part.flatten(0, 1) for part in parts)
     yield "attn_qkv", torch.cat(joined)
     yield "attn_gate", gates
+
+
+def tiled_heads(stem: str, tensor: Tensor, config: Any) -> Tensor:
+    """Value heads of qwen35moe in turns: the first of each key head, then the second. A view where it can be one."""
+    heads, keys = config.linear_num_key_heads, 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    each = config.linear_num_value_heads // heads
+    if stem.endswith("out_proj"):
+        return tensor.view(tensor.shape[0], heads, each, -1).transpose(1, 2)
+    if stem.endswith("in_proj_qkv"):
+        tensor = rounded(tensor)
+    if stem.endswith(("in_proj_qkv", "conv1d")):
+        values = tensor[keys:].unflatten(0, (heads, each, -1)).transpose(0, 1)
+        return torch.cat([tensor[:keys], values.reshape(tensor[keys:].shape)])
+    return tensor.unflatten(0, (heads, each, -1)).transpose(0, 1)

@@ -325,6 +325,7 @@ GGUF_ROWS: dict[str, FamilyRouting] = {
     "qwen2moe": _gguf({"scoring": SOFTMAX}),
     "qwen3moe": _gguf(_SOFTMAX_NORMED),
     "qwen3next": _gguf(_SOFTMAX_NORMED),
+    "qwen35moe": _gguf(_SOFTMAX_NORMED),
     "qwen3vlmoe": _gguf(_SOFTMAX_NORMED),
     "olmoe": _gguf({"scoring": SOFTMAX}),
     "deepseek": _gguf({"scoring": SOFTMAX}),

@@ -1,7 +1,7 @@
 """What llama.cpp changes about tensors: the order of rows, and values.
 
-An order gives, for each row of the model's tensor, its row in the file. It takes the model's config and the number of
-rows in the file, and fails where these do not fit. A change of values takes the tensor in fp32 and its name.
+An order gives, for each row (or column) of the model's tensor, its row in the file. It takes the model's config and the
+number of rows in the file, and fails where these do not fit. A change of values takes the tensor in fp32 and its name.
 """
 
 from __future__ import annotations
@@ -68,6 +68,18 @@ def delta_heads(config: Any, rows: int) -> Tensor:
     values = config.linear_num_value_heads // heads * config.linear_value_head_dim
     parts = torch.arange(rows).split([heads * keys, heads * keys, heads * values, heads * values])
     return torch.cat([part.view(heads, -1) for part in parts], dim=1).reshape(-1)
+
+
+def values_of_heads(config: Any, rows: int) -> Tensor:
+    """Value heads of linear attention: here those of a key head together, in the file the first of each, and so on."""
+    heads = config.linear_num_key_heads
+    return torch.arange(rows).view(config.linear_num_value_heads // heads, heads, -1).transpose(0, 1).reshape(-1)
+
+
+def values_of_heads_below(config: Any, rows: int) -> Tensor:
+    """The same below the queries and keys, which are in order."""
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return torch.cat([torch.arange(keys), keys + values_of_heads(config, rows - keys)])
 
 
 def minus_one(tensor: Tensor, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The config of a transformers model from the metadata of a GGUF file (`gguf_rows.py` has the keys)."""
+"""The config of a transformers model from the metadata of a GGUF file (`gguf_row.py` has the keys)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 from lancebill.checkpoint.read.files import Checkpoint
 from lancebill.checkpoint.read.gguf import read_metadata
 from lancebill.errors import MalformedFile, UnsupportedProblem
-from lancebill.integrations.transformers.gguf_rows import EMBEDDING, KEYS, OUTPUT, ROWS, UNBOUNDED, GgufRow
+from lancebill.integrations.transformers.gguf_row import EMBEDDING, KEYS, OUTPUT, UNBOUNDED, GgufRow
+from lancebill.integrations.transformers.gguf_rows import ROWS
 
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}

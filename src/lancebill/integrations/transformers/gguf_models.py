@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from lancebill.formats.base import Module
 from lancebill.integrations.transformers.gguf_changes import Order
 from lancebill.integrations.transformers.gguf_config import config_of as config_of
 from lancebill.integrations.transformers.gguf_config import row_of
-from lancebill.integrations.transformers.gguf_rows import NAMES, WHOLE, GgufRow
+from lancebill.integrations.transformers.gguf_row import NAMES, WHOLE, GgufRow
 from lancebill.integrations.transformers.other_tensors import LazyTensor
 from lancebill.integrations.transformers.stored_matrix import StoredMatrix
 from lancebill.numbers.codec import dequantize
@@ -99,6 +99,7 @@ class _Tensors:
     def read(self, name: str, stem: str, order: Order | None = None) -> Tensor:
         """A tensor of the file; the row says by `stem` in which order its rows are stored, and how its values."""
         stored = self._ordered(_read_blocks(self.checkpoint, name), name, order or self.row.orders.get(stem))
+        stored = self._with_columns(stored, name, self.row.columns.get(stem))
         if isinstance(stored, LogicalWeight):
             return StoredMatrix(stored, self.dtype)
         change = self.row.values.get(stem)
@@ -118,13 +119,24 @@ class _Tensors:
     def _ordered(self, stored: LogicalWeight | Tensor, name: str, order: Order | None) -> LogicalWeight | Tensor:
         if order is None:
             return stored
-        rows = stored.n if isinstance(stored, LogicalWeight) else stored.shape[0]
-        try:
-            index = order(self.config, rows)
-        except (RuntimeError, ZeroDivisionError) as error:
-            what = "the rows of this tensor cannot be divided by the heads that the metadata state"
-            raise WrongShape(what, where=name, got=f"{rows} rows") from error
+        index = self._index(order, name, stored.n if isinstance(stored, LogicalWeight) else stored.shape[0])
         return stored.rows(index) if isinstance(stored, LogicalWeight) else stored[index]
+
+    def _with_columns(self, stored: LogicalWeight | Tensor, name: str, order: Order | None) -> LogicalWeight | Tensor:
+        """Columns in the model's order; blocks stay where they are and say by an act-order which columns they hold."""
+        if order is None:
+            return stored
+        index = self._index(order, name, stored.k if isinstance(stored, LogicalWeight) else stored.shape[1])
+        if isinstance(stored, LogicalWeight):
+            return replace(stored, perm=torch.argsort(index).to(torch.int32))
+        return stored[:, index]
+
+    def _index(self, order: Order, name: str, size: int) -> Tensor:
+        try:
+            return order(self.config, size)
+        except (RuntimeError, ZeroDivisionError) as error:
+            what = "this tensor cannot be divided by the heads that the metadata state"
+            raise WrongShape(what, where=name, got=f"{size} rows or columns") from error
 
 
 def _join_latent(checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,175 @@
+"""GGUF architectures with experts and attention in every layer, a row for each; `gguf_recurrent_rows.py` has others."""
+
+from __future__ import annotations
+
+from lancebill.integrations.transformers.gguf_changes import PAIRS, QUERIES_KEYS_VALUES
+from lancebill.integrations.transformers.gguf_row import GgufRow
+
+
+def shared_names(module: str) -> dict[str, str]:
+    return {f"ffn_{part}_shexp": f"mlp.{module}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+EXPERTS, LOCAL, _ROUTED = ({name: "expert_count"} for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+INNER = {"moe_intermediate_size": "expert_feed_forward_length"}
+_CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+# Experts in groups, the first layers dense.
+_GROUPS = {
+    **INNER,
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
+_GROUPED = {**_ROUTED, **_GROUPS, "n_shared_experts": "expert_shared_count"}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_SHARED = shared_names("shared_experts")
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    **_SHARED,
+}
+_LATENT_KEYS = {
+    **_GROUPED,
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+}
+GRANITE = {
+    **LOCAL,
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+}
+GRANITE_NAMES = {"ffn_gate_inp": "block_sparse_moe.router", "ffn_down_shexp": "shared_mlp.output_linear"}
+GRANITE_JOINED = {"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp")}
+QWEN2_SHARED = {**shared_names("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+QWEN2_SHARED_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+
+ATTENTION_ROWS: dict[str, GgufRow] = {
+    "llama": GgufRow("mixtral", keys=LOCAL, orders=PAIRS),
+    "qwen2moe": GgufRow(
+        "qwen2_moe",
+        QWEN2_SHARED,
+        {**EXPERTS, **INNER, **QWEN2_SHARED_KEYS},
+        {"norm_topk_prob": False},
+    ),
+    "qwen3moe": GgufRow("qwen3_moe", keys={**EXPERTS, **INNER}, fixed={"norm_topk_prob": True}),
+    "olmoe": GgufRow("olmoe", keys=EXPERTS, fixed={"norm_topk_prob": False}),
+    "minimax-m2": GgufRow(
+        "minimax_m2",
+        keys={**LOCAL, "intermediate_size": "expert_feed_forward_length", "rotary_dim": "rope.dimension_count"},
+        whole={"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        partial=True,
+    ),
+    "glm4moe": GgufRow(
+        "glm4_moe",
+        {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
+        _GROUPED,
+        _ONE_GROUP,
+        whole=_CORRECTION,
+        present={"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"},
+        partial=True,
+    ),
+    # Ling 2.0: in transformers' own code the same computation as GLM-4.5.
+    "bailingmoe2": GgufRow(
+        "glm4_moe",
+        _SHARED,
+        _GROUPED,
+        {**_ONE_GROUP, "use_qk_norm": True, "attention_bias": False},
+        whole=_CORRECTION,
+        divided={"attn_qkv": QUERIES_KEYS_VALUES},
+        required={"expert_gating_func": 2},  # sigmoid
+        partial=True,
+    ),
+    "dots1": GgufRow("dots1", _SHARED, _GROUPED, _ONE_GROUP, whole=_CORRECTION),
+    "deepseek2": GgufRow(
+        "deepseek_v2",
+        _LATENT,
+        _LATENT_KEYS,
+        {"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0, **_ONE_GROUP},
+        whole=_CORRECTION,
+        joined={"self_attn.kv_b_proj": ("attn_k_b", "attn_v_b")},
+        variant=("exp_probs_b.bias", "deepseek_v3"),
+        latent=True,
+    ),
+    "gpt-oss": GgufRow(
+        "gpt_oss",
+        {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        {**LOCAL, "sliding_window": "attention.sliding_window"},
+        whole={"attn_sinks.weight": "self_attn.sinks"},
+        rotary={"truncate": False},
+    ),
+    "granitemoe": GgufRow(
+        "granitemoe",
+        GRANITE_NAMES,
+        GRANITE,
+        joined=GRANITE_JOINED,
+        variant=("ffn_gate_shexp.weight", "granitemoeshared"),
+        orders=PAIRS,
+    ),
+    "ernie4_5-moe": GgufRow(
+        "ernie4_5_moe",
+        _SHARED,
+        {
+            **INNER,
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+            "moe_layer_start_index": "leading_dense_block_count",
+        },
+        whole={"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+    ),
+    "exaone-moe": GgufRow(
+        "exaone_moe",
+        _SHARED,
+        {
+            **EXPERTS,
+            **_GROUPS,
+            "num_shared_experts": "expert_shared_count",
+            "sliding_window": "attention.sliding_window",
+        },
+        _ONE_GROUP,
+        whole=_CORRECTION,
+        kinds=("attention.sliding_window_pattern", "full_attention", "sliding_attention"),
+    ),
+    "afmoe": GgufRow(
+        "afmoe",
+        {
+            **_SHARED,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "attn_gate": "self_attn.gate_proj",
+            "ffn_gate_inp": "mlp.router.gate",
+        },
+        {
+            **EXPERTS,
+            **INNER,
+            "num_shared_experts": "expert_shared_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "route_scale": "expert_weights_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+        {"mup_enabled": True, "global_attn_every_n_layers": 4},
+        whole={"exp_probs_b.bias": "mlp.expert_bias"},
+    ),
+    "hunyuan-moe": GgufRow(
+        "hunyuan_v1_moe",
+        {
+            **shared_names("shared_mlp"),
+            "ffn_gate_inp": "mlp.gate.wg",
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        {**EXPERTS, "moe_topk": "expert_used_count", "intermediate_size": "expert_feed_forward_length"},
+    ),
+}
