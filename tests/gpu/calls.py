@@ -14,6 +14,8 @@ from torch import Tensor
 from lancebill.backends.base import Backend
 from lancebill.backends.gpu.backend import GpuBackend
 from lancebill.backends.gpu.plan import GpuPlan
+from lancebill.backends.gpu.shipped import pack_kernels
+from lancebill.backends.gpu.target import compile_target
 from lancebill.backends.gpu.workspace import WORKSPACES
 from lancebill.backends.registry import registry
 from lancebill.jit.compile import KernelSource
@@ -56,11 +58,12 @@ def plan_of(problem: Problem, tokens: int) -> GpuPlan:
 
 
 def sources_of(planned: Iterable[tuple[Problem, int]]) -> list[KernelSource]:
-    """Every kernel that these (problem, tokens) pairs launch, as the GPU loads it."""
+    """Every kernel that these (problem, tokens) pairs launch or are packed by, as the GPU loads it."""
     backend = gpu_backend()
     supported = [(problem, tokens) for problem, tokens in planned if not list(backend.reasons(problem, GPU))]
-    steps = [step for problem, tokens in supported for step in backend.steps(plan_of(problem, tokens))]
-    return list(dict.fromkeys(loadable(step.source, GPU.index) for step in steps))
+    sources = [step.source for problem, tokens in supported for step in backend.steps(plan_of(problem, tokens))]
+    sources += [source for problem, _ in supported for source in pack_kernels(problem, compile_target(GPU.arch))]
+    return list(dict.fromkeys(loadable(source, GPU.index) for source in sources))
 
 
 def packed(problem: Problem, backend: str, *, exact: bool = False) -> dict[str, Packed]:

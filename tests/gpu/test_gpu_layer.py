@@ -174,6 +174,18 @@ def test_weight_on_input() -> None:
     compare("mxfp4", "bf16", 8, top_k=1, weight_on_input=True, bias=True, intermediate=2048, experts=MANY)
 
 
+def test_a_row_that_is_not_finite_is_nan() -> None:
+    """int8 has no NaN: the scale of such a row is. Other rows keep their bits."""
+    problem = make_problem("int8", "int8")
+    layer, routed = make_layer(problem, OURS), routing(problem, 40, 1)
+    x = torch.randn(40, 512, device="cuda").bfloat16()
+    want = layer(x, routed)
+    x[3, 5], x[7, 300] = float("inf"), float("nan")
+    got, broken = layer(x, routed), torch.tensor([3, 7], device="cuda")
+    want[broken] = float("nan")
+    assert torch.equal(got.nan_to_num(-1e4), want.nan_to_num(-1e4)) and bool(got[broken].isnan().all())
+
+
 def test_graph_capture_and_streams() -> None:
     problem = layer_problem("mxfp4", "bf16", hidden=512, intermediate=256, experts=8, top_k=2)
     layer = make_layer(problem, OURS)
