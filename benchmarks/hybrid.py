@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid.py [--shapes qwen3-235b-a22b deepseek-v4-flash] [--specs mxfp4 int4-g128]
                                 [--shares 0 25 50 75 100] [--tokens 1 4 16] [--prefill 512 2048 8192]
-                                [--peers kt-kernel llama.cpp] [--threads N] [--seconds 230] [--device cuda]
+                                [--peers llama.cpp kt-kernel] [--threads N] [--seconds 230] [--device cuda]
                                 [--out FILE] [--note WORDS]
 
 The most important rows come first, and every row is written when it is measured: a run that has no time left
@@ -20,7 +20,8 @@ of mailboxes.
 `together_us` the time of the CPU and the wire together, `over_best` the planned time over the best of these three.
 
 `peers`: the CPU's part with all experts, and other libraries with the same ones on as many threads; `difference` is the
-relative difference of their results to ours. `read_gbs` is the measured read rate of memory, first and last.
+relative difference of their results to ours. `ended_with`: the process that measures them did not end well.
+`read_gbs` is the measured read rate of memory, first and last.
 
 `moves`: steps with the reuse of real models, each with its own experts, while experts stay (`still_us`), move where it
 pays by estimate (`recency_us`), or in any case (`always_us`).
@@ -31,7 +32,6 @@ With `--device cpu` the CPU stands in for the GPU, without graphs and without pr
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Iterator
@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import hybrid_cells as cells
+import hybrid_peers
 import torch
 from gpu_kernels import compile_first
 from hybrid_batches import RECENCY, UNIFORM
@@ -48,8 +49,6 @@ from hybrid_experts import Experts
 from machine import gpu_machine, origin, package_version, result_path
 
 from lancebill.backends.cpu import native
-from lancebill.bench import peers_kt
-from lancebill.bench.peer import Peer
 from lancebill.cli.env import describe
 from lancebill.moe.model_shapes import parse_shape
 from lancebill.moe.problem import Problem
@@ -60,7 +59,7 @@ from lancebill.split.measure_rates import BATCHES
 from lancebill.split.streamed import WAVE_BYTES
 from lancebill.split.ways import size_of
 
-DECODE, PREFILL, PEERS, MOVES, CONTROL = "decode", "prefill", "peers", "moves", "control"
+DECODE, PREFILL, PEERS, MOVES = "decode", "prefill", "peers", "moves"
 HALF = 50  # percent of experts on the GPU
 
 
@@ -91,47 +90,39 @@ def planned(arguments: argparse.Namespace) -> Iterator[Cell]:
     for count in tokens:
         yield from decode(RECENCY, count)
     if arguments.peers:
-        yield from (Cell(PEERS, *layer, 0, UNIFORM, count) for layer in layers for count in tokens)
-        yield Cell(CONTROL, *layers[0], HALF, UNIFORM, tokens[0])  # threads of peers may disturb what follows
+        yield from (Cell(PEERS, *layer, 0, UNIFORM, tokens[0]) for layer in layers)  # and all other numbers of tokens
     yield from (Cell(MOVES, *layer, HALF, RECENCY, count) for count in tokens for layer in layers)
 
 
 class Run:
-    """Experts and peers that rows share, and what was measured of the machine."""
+    """Experts that rows share, and what was measured of the machine."""
 
     def __init__(self, arguments: argparse.Namespace, threads: HostThreads) -> None:
         self.arguments, self.threads = arguments, threads
         self.wire_gbs = wire_rate() if arguments.device == "cuda" else 0.0
         self._experts: dict[tuple[str, str], Experts] = {}
-        self._peers: tuple[tuple[str, str], dict[str, Peer]] | None = None
 
-    def measure(self, cell: Cell) -> dict[str, Any]:
+    def measure(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """The row of a cell; of peers, one for each number of tokens."""
+        arguments = self.arguments
+        if cell.kind == PEERS:
+            layer = cell.shape, cell.spec, arguments.device
+            yield from hybrid_peers.measure(layer, arguments.tokens, arguments.peers, self.threads)
+            return
         experts = self._experts_of(cell)
         if cell.kind == PREFILL:
-            return cells.prefill(experts, cell.share, cell.tokens, self.wire_gbs)
-        if cell.kind == PEERS:
-            return cells.beside_peers(experts, self._peers_of(cell, experts), cell.tokens)
-        self._peers = None
-        if cell.kind == MOVES:
-            return cells.moves(experts, cell.share, cell.tokens)
-        ways = cell.share == HALF and cell.routing == UNIFORM and self.arguments.device == "cuda"
-        return cells.decode(experts, cell.share, cell.routing, cell.tokens, ways=ways)
+            yield cells.prefill(experts, cell.share, cell.tokens, self.wire_gbs)
+        elif cell.kind == MOVES:
+            yield cells.moves(experts, cell.share, cell.tokens)
+        else:
+            ways = cell.share == HALF and cell.routing == UNIFORM and arguments.device == "cuda"
+            yield cells.decode(experts, cell.share, cell.routing, cell.tokens, ways=ways)
 
     def _experts_of(self, cell: Cell) -> Experts:
         key = cell.shape, cell.spec
         if key not in self._experts:
             self._experts[key] = Experts(*key, self.arguments.device)
         return self._experts[key]
-
-    def _peers_of(self, cell: Cell, experts: Experts) -> dict[str, Peer]:
-        key = cell.shape, cell.spec
-        if self._peers is None or self._peers[0] != key:
-            self._peers = None
-            gc.collect()
-            torch.set_num_threads(self.threads.count)
-            made = {name: experts.peer(name, say) for name in self.arguments.peers}
-            self._peers = key, {name: peer for name, peer in made.items() if peer is not None}
-        return self._peers[1]
 
 
 def launched(wanted: list[Cell]) -> Iterator[tuple[Problem, int]]:
@@ -192,7 +183,6 @@ def main() -> None:
     assert library is not None, native.state().why
     library.place_threads(threads.cpus, threads.spin_us)
     wanted = list(planned(arguments))
-    peers_kt.MOST_TOKENS = max(cell.tokens for cell in wanted if cell.kind != PREFILL)
     start = time.monotonic()
     failed = compile_first(launched(wanted)) if arguments.device == "cuda" else {}
     compiled_s, start = time.monotonic() - start, time.monotonic()
@@ -211,10 +201,11 @@ def main() -> None:
         begun = time.monotonic()
         if begun - start > arguments.seconds:
             break
-        row = asdict(cell) | {name: rounded(value) for name, value in run.measure(cell).items()}
-        row["took_s"] = rounded(time.monotonic() - begun)
-        say(json.dumps(row))
-        record["rows"].append(row)
+        for found in run.measure(cell):
+            row = asdict(cell) | {name: rounded(value) for name, value in found.items()}
+            row["took_s"] = rounded(time.monotonic() - begun)
+            say(json.dumps(row))
+            record["rows"].append(row)
         record["dropped"] = [asdict(left) for left in wanted[done:]]
         write(path, record)
     machine["read_gbs"].append(rounded(read_rate(threads.count)))
@@ -229,7 +220,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=int, default=[0, 25, 50, 75, 100])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--prefill", nargs="*", type=int, default=[512, 2048, 8192])
-    parser.add_argument("--peers", nargs="*", default=["kt-kernel", "llama.cpp"], help="on the CPU, with all experts")
+    parser.add_argument("--peers", nargs="*", default=["llama.cpp", "kt-kernel"], help="on the CPU, with all experts")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=230.0, help="rows that would begin later are dropped")
     parser.add_argument("--device", default="cuda")

@@ -264,23 +264,24 @@ def prefill(experts: Experts, share: int, tokens: int, wire_gbs: float) -> Measu
     }  # fmt: skip
 
 
-def beside_peers(experts: Experts, peers: dict[str, Peer], tokens: int) -> Measured:
-    """The CPU's part with all experts, and other libraries with the same ones, on as many threads."""
-    layer = experts.layer(0)
+def cpu_part(experts: Experts, tokens: int) -> Measured:
+    """The CPU's part with all experts."""
+    given = batches(experts.shape, UNIFORM, tokens, CALLS.get(tokens, FEWEST_CALLS), experts.device)
+    taken = cpu_us(experts.layer(0), given)
+    return {"cpu_us": taken, "cpu_gbs": bytes_read(experts.layer(0), given) / taken / 1e3}
+
+
+def beside_peer(experts: Experts, peer: Peer, tokens: int) -> Measured:
+    """Another library with the same experts and rows, and how its result differs from ours."""
     given = batches(experts.shape, UNIFORM, tokens, CALLS.get(tokens, FEWEST_CALLS), experts.device)
     rows = [Batch(each.x.cpu(), each.ids.cpu(), each.weights.cpu()) for each in given]
-    row: Measured = {"cpu_us": cpu_us(layer, given)}
-    row["cpu_gbs"] = bytes_read(layer, given) / row["cpu_us"] / 1e3
-    first = host_calls(layer, given[:1])[0]
-    first.run()
-    for name, peer in peers.items():
+    ours = host_calls(experts.layer(0), given[:1])[0]
+    ours.run()
 
-        def all_calls(peer: Peer = peer) -> None:
-            for each in rows:
-                peer(each.x, each.ids, each.weights)
+    def all_calls() -> None:
+        for each in rows:
+            peer(each.x, each.ids, each.weights)
 
-        all_calls()
-        row[f"{name}_us"] = us_of_calls(all_calls, len(rows))
-        row[f"{name}_over_ours"] = row[f"{name}_us"] / row["cpu_us"]
-        row[f"{name}_difference"] = worst_row(peer(rows[0].x, rows[0].ids, rows[0].weights), first.out)
-    return row
+    all_calls()
+    theirs = peer(rows[0].x, rows[0].ids, rows[0].weights)
+    return {"us": us_of_calls(all_calls, len(rows)), "difference": worst_row(theirs, ours.out)}

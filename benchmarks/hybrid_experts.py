@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -24,7 +23,6 @@ from lancebill.split.moves import OFF
 from lancebill.split.split import Split, part_map
 
 DISTINCT = 8  # experts with different numbers; each has memory of its own
-Log = Callable[[str], None]
 
 
 class Experts:
@@ -75,14 +73,12 @@ class Experts:
         host = self._part("cpu", self.in_host, in_host)
         return RoutedExperts(replace(own, packed=copied, host=host, moves=moves))
 
-    def peer(self, name: str, log: Log) -> Peer | None:
-        """Another library's layer of the same experts, all on the CPU. None of them clamps what is gated."""
-        problem = replace(self.problem, activation=Activation())
+    def peer(self, name: str) -> Peer | str:
+        """Another library's layer of the same experts, all on the CPU, or why there is none. None of them clamps."""
         try:
-            return PEERS[name](problem, self.weights)
+            return PEERS[name](replace(self.problem, activation=Activation()), self.weights)
         except PEER_ERRORS as error:
-            log(f"{name}: {error}")
-            return None
+            return str(error)
 
     def _part(self, where: str, held: dict[str, Packed], slots: tuple[int, ...]) -> LayerParts:
         rows = slice(slots[0], slots[-1] + 1) if slots else slice(0)
