@@ -31,13 +31,14 @@ def chat(
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
     gpu_memory: models.GpuMemory = None,
+    moves: models.Moves = "off",
     dtype: models.Dtype = "auto",
 ) -> None:
     """Talk to a model; it sees the whole conversation."""
     with ui.reported(as_json=False):
         path = ui.located(path, revision, as_json=False)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
-        chosen["gpu_memory"] = gpu_memory
+        chosen |= {"gpu_memory": gpu_memory, "moves": moves}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if tokenizer.chat_template is None:
             raise SpecError("this model has no chat template", where=str(path), hint="lancebill generate PATH --raw")

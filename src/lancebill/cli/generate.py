@@ -32,6 +32,7 @@ def generate(
     backend: models.Backend = "auto",
     device: models.Device = "cpu",
     gpu_memory: models.GpuMemory = None,
+    moves: models.Moves = "off",
     dtype: models.Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -39,7 +40,7 @@ def generate(
     with ui.reported(as_json):
         path = ui.located(path, revision, as_json)
         chosen: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
-        chosen["gpu_memory"] = gpu_memory
+        chosen |= {"gpu_memory": gpu_memory, "moves": moves}
         model, tokenizer = models.load(path, device=device, dtype=dtype, **chosen)
         if not as_json:
             models.announce(path, model, ui.console(error=True))

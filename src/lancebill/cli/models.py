@@ -32,6 +32,10 @@ GpuMemory = Annotated[
     str | None,
     typer.Option("--gpu-memory", help="Most memory of experts on the GPU, such as 20GiB; the CPU computes the others."),
 ]
+Moves = Annotated[
+    str,
+    typer.Option("--moves", help="With --gpu-memory: off, or recency: experts that were used last move to the GPU."),
+]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Dtype of everything but the experts: auto, bfloat16, float16 or float32.")
 ]

@@ -35,6 +35,7 @@ def serve(
         str | None, typer.Option("--device", help="cpu or cuda[:i]; vLLM selects it itself.", show_default=False)
     ] = None,
     gpu_memory: models.GpuMemory = None,
+    moves: models.Moves = "off",
     dtype: models.Dtype = "auto",
     length: Annotated[
         int | None,
@@ -56,7 +57,7 @@ def serve(
         options: dict[str, Any] = {"weights": weights, "activations": activations, "backend": backend}
         options |= {} if order is None else {"order": order}
         if chosen is Engine.vllm:
-            options |= {} if gpu_memory is None else {"gpu_memory": gpu_memory}
+            options |= {} if gpu_memory is None else {"gpu_memory": gpu_memory, "moves": moves}
             words = ["--host", host, "--port", str(port), "--dtype", dtype, "--served-model-name", model_name]
             words += [] if length is None else ["--max-model-len", str(length)]
             words += [] if api_key is None else ["--api-key", api_key]
@@ -64,7 +65,7 @@ def serve(
         elif context.args:
             raise SpecError("no such option", got=context.args[0], hint="--engine vllm passes it to vLLM")
         else:
-            options |= {"device": device or "cpu", "dtype": dtype, "gpu_memory": gpu_memory}
+            options |= {"device": device or "cpu", "dtype": dtype, "gpu_memory": gpu_memory, "moves": moves}
             _serve_with_transformers(path, host, port, model_name, length, api_key, options)
 
 

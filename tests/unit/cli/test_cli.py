@@ -368,3 +368,11 @@ def test_a_command_in_its_own_process(model: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == FINE and done.stderr == ""
     assert json.loads(done.stdout)["experts"] == 4
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_unknown_ways_to_move_experts_are_refused_before_loading(command: str, model: Path) -> None:
+    """Also on a CPU, where nothing moves."""
+    refused = call(command, model, *["hello"][: command == "generate"], "--moves", "sometimes")
+    assert refused.exit_code == USAGE
+    assert "off or recency" in refused.output and "sometimes" in refused.output

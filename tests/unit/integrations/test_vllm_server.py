@@ -77,5 +77,9 @@ def test_serve_becomes_the_server_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert additional(started[0]) == {"lancebill": expected}
     text = " ".join(started[0])
     assert "--port 1234" in text and "--served-model-name me" in text and text.endswith("--tensor-parallel-size 2")
+    split = ["serve", str(tmp_path), "--gpu-memory", "20GiB", "--moves", "recency"]
+    assert CliRunner().invoke(app, split).exit_code == 0
+    given = additional(started[1])["lancebill"]
+    assert (given["gpu_memory"], given["moves"]) == ("20GiB", "recency")
     refused = CliRunner().invoke(app, [*words, "--engine", "transformers", "--tensor-parallel-size", "2"])
     assert refused.exit_code == 2

@@ -56,7 +56,7 @@ from lancebill.layer.report import LoadReports
 from lancebill.layer.rules import EXPERTS, REST, ActivationRules, WeightRules, split_rest
 from lancebill.moe.placement import Placement
 from lancebill.moe.problem import FAST, parse_device
-from lancebill.split.moves import OFF
+from lancebill.split.moves import OFF, check_moves
 
 register()
 
@@ -119,6 +119,7 @@ def from_pretrained(
     """
     for name in kwargs.keys() & _INSTEAD.keys():
         raise SpecError(f"lancebill.from_pretrained has no argument {name}=", hint=f"use {_INSTEAD[name]}")
+    check_moves(moves, FAST)
     folder = local_path(path, revision)
     target = parse_device(device).torch
     checkpoint = _open(folder)
