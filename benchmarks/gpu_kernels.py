@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from lancebill.backends.gpu.backend import GpuBackend
 from lancebill.backends.gpu.plan import GpuPlan
+from lancebill.backends.gpu.shipped import pack_kernels
 from lancebill.backends.oracle import select
 from lancebill.jit.build import build_all
 from lancebill.jit.compile import KernelSource
@@ -23,12 +24,13 @@ def compile_first(planned: Planned) -> dict[str, str]:
 
 
 def kernels_of(planned: Planned, device: Device) -> list[KernelSource]:
-    """The kernels of these problems and numbers of tokens."""
+    """The kernels that pack these problems' weights and compute them for these numbers of tokens."""
     found: dict[KernelSource, None] = {}
     for problem, tokens in dict.fromkeys(planned):
         backend = select(problem, device).backend if problem.experts else None
         if isinstance(backend, GpuBackend):
             plan = backend.plan(problem, tokens, device)
             assert isinstance(plan, GpuPlan)
+            found |= dict.fromkeys(pack_kernels(problem, plan.arch))
             found |= dict.fromkeys(step.source for step in backend.steps(plan))
     return list(found)

@@ -22,6 +22,7 @@ from lancebill.split.copy_lane import pin_in_place
 from lancebill.split.moves import OFF
 from lancebill.split.split import Split, part_map
 
+CPU = torch.device("cpu")
 DISTINCT = 8  # experts with different numbers; each has memory of its own
 
 
@@ -41,16 +42,17 @@ class Experts:
 
     @cached_property
     def in_host(self) -> dict[str, Packed]:
-        """Packed where the weights are made. The pages are locked: a layer of some of them could not lock its own."""
+        """The pages are locked: a layer of some of them could not lock its own."""
         layout: Layout = self.choices["cpu"].backend.layout(self.problem)
-        few = self.weights.packed(layout, range(self.weights.distinct))
         made: dict[str, Packed] = {}
         for matrix, shape in self.problem.matrices.items():
-            made[matrix] = layout.allocate(shape, self.problem.experts, torch.device("cpu"))
-            for name, tensor in made[matrix].items():
-                given = few[matrix][name].cpu()
-                for expert in range(self.problem.experts):
-                    tensor[expert] = given[expert % self.weights.distinct]
+            made[matrix] = layout.allocate(shape, self.problem.experts, CPU)
+            for expert in range(self.weights.distinct):
+                row = {name: tensor[expert] for name, tensor in made[matrix].items()}
+                layout.pack(shape, self.weights.logical(matrix, expert).to(CPU), row)
+            for tensor in made[matrix].values():
+                for expert in range(self.weights.distinct, self.problem.experts):
+                    tensor[expert] = tensor[expert % self.weights.distinct]
                 if self.device == "cuda":
                     pin_in_place(tensor)
         return made

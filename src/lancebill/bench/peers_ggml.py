@@ -29,6 +29,7 @@ from lancebill.numbers.weight import LogicalWeight
 
 FOLDER = "LANCEBILL_GGML"
 _BLOCK = 32  # columns
+_CPU = torch.device("cpu")
 _F32, _I32 = 0, 26
 _PARTS = ("base", "cpu")  # libraries, in the order in which they are loaded
 _SLACK = 1 << 20  # bytes of a context for a graph and the tensors' headers
@@ -105,7 +106,7 @@ class Ggml(Peer):
         sizes = {"gate": (wide, inner), "up": (wide, inner), "down": (inner, wide)}
         self.matrices, self.repacked = self._room(kind, sizes)
         for name, (matrix, rows) in parts.items():
-            made = [encode(weights.logical(matrix, e))[rows].cpu() for e in range(weights.distinct)]
+            made = [encode(weights.logical(matrix, e).to(_CPU))[rows] for e in range(weights.distinct)]
             experts = torch.stack([made[e % weights.distinct] for e in range(problem.experts)])
             self.functions["backend_tensor_set"](
                 self.matrices[name], ctypes.c_void_p(experts.data_ptr()), _size(0), _size(experts.nbytes)

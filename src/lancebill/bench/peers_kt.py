@@ -83,14 +83,14 @@ def _matrices(problem: Problem, weights: Weights) -> dict[str, tuple[list[Tensor
     made: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in ("gate", "up", "down")}
     half = problem.w13.n // 2
     for expert in range(weights.distinct):
-        first, second = (weights.logical(matrix, expert) for matrix in ("w13", "w2"))
+        first, second = (weights.logical(matrix, expert).to(torch.device("cpu")) for matrix in ("w13", "w2"))
         for name, weight, rows in (
             ("gate", first, slice(0, half)),
             ("up", first, slice(half, None)),
             ("down", second, slice(None)),
         ):
-            made[name][0].append(pack_bits(weight.codes[rows].contiguous(), 4, torch.uint8).contiguous().cpu())
+            made[name][0].append(pack_bits(weight.codes[rows].contiguous(), 4, torch.uint8).contiguous())
             level = weight.spec.scales[0]
-            made[name][1].append(level.dtype.decode(weight.scales[0][rows]).bfloat16().contiguous().cpu())
+            made[name][1].append(level.dtype.decode(weight.scales[0][rows]).bfloat16().contiguous())
     each = [expert % weights.distinct for expert in range(problem.experts)]
     return {name: ([codes[e] for e in each], [scales[e] for e in each]) for name, (codes, scales) in made.items()}
