@@ -23,11 +23,12 @@ from lancebill.jit.load import loadable
 from lancebill.moe.dispatch import Dispatch
 from lancebill.moe.layout import W2, W13, Packed, as_integer
 from lancebill.moe.problem import Device, Problem, parse_device
-from lancebill.testing.layers import plausible_weight, worst_row
+from lancebill.testing.layers import plausible_weight, row_errors, worst_row
 
 GPU = parse_device("cuda") if torch.cuda.is_available() else Device("cuda", 90)
 OURS = "hopper" if GPU.arch == 90 else "ampere"
 _LARGEST_INPUTS = {W13: 4.5, W2: 40.0}  # of normal numbers, and of most hidden rows that they give
+FEW_ROWS = 8  # they have no median
 _GUARD, _MARK = 4096, 0x5A  # guard bytes on each side of an output, and their value
 
 
@@ -92,8 +93,9 @@ def check_error(got: Tensor, want: Tensor, unquantised: Tensor, rows: Tensor) ->
 
     Weights that are exact in the activations' type reach about 1.5 times it, weights that group scales round 3 to 3.7.
     `unquantised` is the reference with unquantised inputs. If it differs from `want`, inputs are quantised, and a
-    hidden number may round to the neighbouring fp8 number, which is as accurate. Then results must be nearer to the
-    reference than it is to `unquantised`, and hardly further from `unquantised` than it is.
+    hidden number may round to the neighbouring one, which is as accurate and at twice the distance: where one number
+    decides a row, that is the distance of the row. So the worst row may be twice as far from the reference as that is
+    from `unquantised`, the median row must be nearer, and both hardly further from `unquantised`.
     """
     quantised = worst_row(want, unquantised)
     if quantised == 0:
@@ -101,7 +103,9 @@ def check_error(got: Tensor, want: Tensor, unquantised: Tensor, rows: Tensor) ->
         own = max(worst_row(want.to(got.dtype), want), usual)
         assert worst_row(got, want[rows]) < 4 * own, (worst_row(got, want[rows]), own)
     else:
-        assert worst_row(got, want[rows]) < quantised, (worst_row(got, want[rows]), quantised)
+        assert worst_row(got, want[rows]) < 2 * quantised, (worst_row(got, want[rows]), quantised)
+        median, usual = (float(row_errors(*pair).median()) for pair in ((got, want[rows]), (want, unquantised)))
+        assert len(rows) < FEW_ROWS or median < usual, (median, usual)
         assert worst_row(got, unquantised[rows]) < 1.5 * quantised, (worst_row(got, unquantised[rows]), quantised)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lancebill.backends.gpu import decode_attention
 from lancebill.integrations.transformers import decode_cache, fused_modules, step_modules
+from lancebill.integrations.transformers.decode_graphs import no_garbage
 from lancebill.integrations.transformers.graphed_generation import Decoding, use_graphs
 from lancebill.testing.recorders import PlainRecorder, TapeRecorder
 
@@ -228,3 +230,15 @@ def test_a_busy_cache_is_not_shared() -> None:
     assert not isinstance(busy, decode_cache.DecodeCache) and busy.code == "busy"
     decoding.end()
     check_equal(model)
+
+
+def test_nothing_is_collected_during_a_capture() -> None:
+    for enabled in (True, False):
+        gc.enable() if enabled else gc.disable()
+        try:
+            with pytest.raises(RuntimeError), no_garbage():
+                assert not gc.isenabled()
+                raise RuntimeError
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

@@ -6,7 +6,9 @@ model itself, one token after it was captured: a model whose Python code depends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +34,19 @@ class Recorder(Protocol):
     def record(self, call: Call) -> Call: ...
 
 
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect garbage before, not within: a graph of a dropped model, freed during a capture, would end the capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CudaRecorder:
     """CUDA graphs with one memory pool: they are never replayed at the same time."""
 
@@ -46,7 +61,7 @@ class CudaRecorder:
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         captured = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-        with captured, FilledConstants():
+        with no_garbage(), captured, FilledConstants():
             result = call()
 
         def replay() -> Any:
