@@ -20,11 +20,15 @@ METADATA = {
     "feed_forward_length": ["intermediate_size"],
     "head_count": ["num_attention_heads"],
     "vocab_size": ["vocab_size"],
-    "layer_norm_rms_eps": ["rms_norm_eps", "norm_eps"],
+    "layer_norm_rms_eps": ["rms_norm_eps", "norm_eps", "layer_norm_epsilon"],
     "expert_count": ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
     "expert_used_count": ["num_experts_per_tok", "moe_k", "moe_topk"],
     "expert_shared_count": ["n_shared_experts", "num_shared_experts", "moe_num_shared_experts"],
-    "expert_shared_feed_forward_length": ["shared_expert_intermediate_size", "shared_intermediate_size"],
+    "expert_shared_feed_forward_length": [
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ],
     "expert_group_count": ["n_group"],
     "expert_group_used_count": ["topk_group"],
     "expert_weights_scale": ["routed_scaling_factor", "route_scale"],
@@ -40,10 +44,11 @@ METADATA = {
     "kv_lora_rank": ["kv_lora_rank"],
     "value_length_mla": ["v_head_dim"],
     "shortconv_l_cache": ["conv_L_cache"],
-    "ssm_conv_kernel": ["linear_conv_kernel_dim", "mamba_d_conv"],
-    "ssm_state_size": ["linear_key_head_dim", "mamba_d_state"],
-    "ssm_group_count": ["linear_num_key_heads", "mamba_n_groups"],
-    "ssm_time_step_rank": ["linear_num_value_heads", "mamba_n_heads"],
+    "ssm_conv_kernel": ["linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"],
+    "ssm_state_size": ["linear_key_head_dim", "mamba_d_state", "ssm_state_size"],
+    "ssm_group_count": ["linear_num_key_heads", "mamba_n_groups", "n_groups"],
+    "ssm_time_step_rank": ["linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"],
+    "moe_latent_size": ["moe_latent_size"],
 }
 # Where the library knows only the names of published files.
 RENAMED = {"moe.router": "moe.router.layer", "gate.moe_statics": "moe_statics"}
@@ -60,17 +65,19 @@ def write(
     """
     config = model.config
     out = gguf.GGUFWriter(path, architecture)
-    _add_metadata(out, {**config.to_dict(), **(stated or {})})
+    stated = {"num_hidden_layers": config.num_hidden_layers, **(stated or {})}
+    _add_metadata(out, {**config.to_dict(), **stated})
     _add_vocabulary(out, config.vocab_size)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     paired = architecture in ("llama", "granitemoe", "granitehybrid")
+    own = {"model.": "backbone."} if architecture == "nemotron_h_moe" else {}
     for name, tensor in merged(model.state_dict(), architecture):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for part, suffix, view, shape in _parts(name, tensor, config, paired):
-            for new, old in RENAMED.items():
-                part = part.replace(new, old)
+            for new, published in {**RENAMED, **own}.items():
+                part = part.replace(new, published)
             known = part if part.startswith("blk.") else names.get_name(part)
             assert known is not None, part
             written = add(out, known + suffix, changed(architecture, known, view).reshape(shape))
@@ -94,6 +101,8 @@ def _add_metadata(out: Any, values: dict[str, Any]) -> None:
     inner = values.get("moe_intermediate_size")
     out.add_expert_feed_forward_length(inner if isinstance(inner, int) else values["intermediate_size"])
     kinds, heads = values.get("layer_types") or [], values["num_key_value_heads"]
+    if "mamba_num_heads" in values:
+        out.add_ssm_inner_size(values["mamba_num_heads"] * values["mamba_head_dim"])
     if "mamba_expand" in values:
         out.add_ssm_inner_size(values["mamba_expand"] * values["hidden_size"])
         out.add_rope_scaling_finetuned(values.get("position_embedding_type") == "rope")
@@ -107,7 +116,7 @@ def _add_metadata(out: Any, values: dict[str, Any]) -> None:
 
 
 def _add_rotary(out: Any, values: dict[str, Any]) -> None:
-    rotary = values["rope_parameters"]
+    rotary = values.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
     out.add_rope_freq_base(rotary["rope_theta"])
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     if "kv_lora_rank" in values:
@@ -155,9 +164,9 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
     if name.endswith(".dt_bias"):
         yield stem.replace("dt", "dt_proj"), suffix, tensor, shape
     elif name.endswith((".A_log", ".D")):
-        yield stem, "", tensor, (*shape, 1) if "mamba" in name else shape
-    elif name.endswith("mamba.norm.weight"):
-        yield stem, suffix, tensor, (config.mamba_n_groups, tensor.numel() // config.mamba_n_groups)
+        yield stem, "", tensor, (*shape, 1) if name.endswith(".D") or "linear_attn" not in name else shape
+    elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        yield stem, suffix, tensor, (2, tensor.numel() // 2)  # in two groups
     elif stem.endswith("in_proj_qkvz"):
         for part, view in delta_heads(tensor, config):
             yield f"blk.{name.split('.')[2]}.{part}", suffix, view, tuple(view.shape)
@@ -186,7 +195,7 @@ def _experts(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str,
     else:
         halves = tensor.chunk(2, 1)
     if not name.startswith("gate_up"):
-        yield "down", suffix, tensor
+        yield name.partition("_")[0], suffix, tensor  # down, or up where there is no gate
         return
     for part, half in zip(("gate", "up"), halves):
         yield part, suffix, half

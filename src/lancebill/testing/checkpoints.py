@@ -56,7 +56,7 @@ def generate(example: Example, naming: Naming, form: NameForm, size: Geometry, *
     if naming.biased and example.scheme.part("bias") is not None:
         example = replace(example, bias=True)
     prefix = "model." if "model." in form.prefixes else form.prefixes[0]
-    generated = Generated(_config(example.config, naming, size))
+    generated = Generated(_config(example.config, naming, form, size))
     rows = find_family(generated.config.model).mixtures if naming.beside else (naming,)
     for number, row in enumerate(rows):
         named = row.forms[naming.forms.index(form)]
@@ -105,7 +105,7 @@ def _oriented(tensor: Tensor, part: Part, transposed: bool) -> Tensor:
     return tensor.t().contiguous() if flips else tensor
 
 
-def _config(config: Config, naming: Naming, size: Geometry) -> Config:
+def _config(config: Config, naming: Naming, form: NameForm, size: Geometry) -> Config:
     model: Mapping[str, Any] = {
         "num_hidden_layers": size.layers,
         "hidden_size": size.hidden,
@@ -113,7 +113,7 @@ def _config(config: Config, naming: Naming, size: Geometry) -> Config:
         "num_experts_per_tok": size.top_k,
         "moe_intermediate_size": size.intermediate,
         "model_type": naming.model_types[0],
-        "architecture": "qwen3moe",  # GGUF's name of the family
+        "architecture": (*form.architectures, "qwen3moe")[0],  # GGUF's name of the family
         **config.model,
     }
     return Config(model, config.quant, config.method, config.source)

@@ -47,6 +47,7 @@ MODEL_KEYS = {
     "num_experts_per_tok": "{}.expert_used_count",
     "moe_intermediate_size": "{}.expert_feed_forward_length",
     "num_shared_experts": "{}.expert_shared_count",
+    "moe_latent_size": "{}.moe_latent_size",
     "vocab_size": "{}.vocab_size",
     "expert_gating_func": "{}.expert_gating_func",
     "expert_weights_scale": "{}.expert_weights_scale",

@@ -43,6 +43,7 @@ class NameForm:
     first: int = 0  # ... the numbers from here
     end: int | None = None  # ... to before this
     prefixes: tuple[str, ...] = PREFIXES
+    architectures: tuple[str, ...] = ()  # of GGUF files that have this form and no other; (): all others
 
     @cached_property
     def stacked(self) -> bool:
@@ -253,6 +254,11 @@ class Naming:
     @property
     def mixtures(self) -> tuple[Naming, ...]:
         return (self, *self.beside)
+
+    def of_architecture(self, model: Mapping[str, Any]) -> Naming:
+        """With the forms of a GGUF file's architecture, where some have forms of their own."""
+        own = tuple(form for form in self.forms if model.get("architecture") in form.architectures)
+        return replace(self, forms=own or tuple(form for form in self.forms if not form.architectures))
 
     def numbered(self, model: Mapping[str, Any]) -> Naming:
         """With its part of the numbers for each mixture, where one numbering has the experts of all of them.

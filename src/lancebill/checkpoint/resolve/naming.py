@@ -285,6 +285,10 @@ TABLE: tuple[Naming, ...] = (
             "blk.{layer}", {GATE: ".ffn_gate.{expert}", UP: ".ffn_up.{expert}", DOWN: ".ffn_down.{expert}"},
             exclusive=False, prefixes=("",),
         ),
+        NameForm(  # no gate
+            "blk.{layer}", {GATE: ".ffn_up_exps", DOWN: ".ffn_down_exps"}, exclusive=False, prefixes=("",),
+            architectures=("nemotron_h_moe",),
+        ),
     ), Router(
         "blk.{layer}.ffn_gate_inp.weight",
         bias="blk.{layer}.ffn_gate_inp.bias",
@@ -306,7 +310,7 @@ def find_family(model: Mapping[str, Any], table: Iterable[Naming] = TABLE, *, mi
 
     Where layers have several mixtures, `mixture` chooses one: by default the first, with the others beside it.
     """
-    row = _row(model, table).numbered(model)
+    row = _row(model, table).numbered(model).of_architecture(model)
     if mixture is None:
         return row
     for one in row.mixtures:

@@ -22,8 +22,8 @@ _GROUPS = {
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
 }
-_GROUPED = {**_ROUTED, **_GROUPS, "n_shared_experts": "expert_shared_count"}
-_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+GROUPED = {**_ROUTED, **_GROUPS, "n_shared_experts": "expert_shared_count"}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _SHARED = shared_names("shared_experts")
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -35,7 +35,7 @@ _LATENT = {
     **_SHARED,
 }
 _LATENT_KEYS = {
-    **_GROUPED,
+    **GROUPED,
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
@@ -72,8 +72,8 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
     "glm4moe": GgufRow(
         "glm4_moe",
         {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
-        _GROUPED,
-        _ONE_GROUP,
+        GROUPED,
+        ONE_GROUP,
         whole=_CORRECTION,
         present={"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"},
         partial=True,
@@ -82,19 +82,19 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
     "bailingmoe2": GgufRow(
         "glm4_moe",
         _SHARED,
-        _GROUPED,
-        {**_ONE_GROUP, "use_qk_norm": True, "attention_bias": False},
+        GROUPED,
+        {**ONE_GROUP, "use_qk_norm": True, "attention_bias": False},
         whole=_CORRECTION,
         divided={"attn_qkv": QUERIES_KEYS_VALUES},
         required={"expert_gating_func": 2},  # sigmoid
         partial=True,
     ),
-    "dots1": GgufRow("dots1", _SHARED, _GROUPED, _ONE_GROUP, whole=_CORRECTION),
+    "dots1": GgufRow("dots1", _SHARED, GROUPED, ONE_GROUP, whole=_CORRECTION),
     "deepseek2": GgufRow(
         "deepseek_v2",
         _LATENT,
         _LATENT_KEYS,
-        {"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0, **_ONE_GROUP},
+        {"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0, **ONE_GROUP},
         whole=_CORRECTION,
         joined={"self_attn.kv_b_proj": ("attn_k_b", "attn_v_b")},
         variant=("exp_probs_b.bias", "deepseek_v3"),
@@ -137,7 +137,7 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
             "num_shared_experts": "expert_shared_count",
             "sliding_window": "attention.sliding_window",
         },
-        _ONE_GROUP,
+        ONE_GROUP,
         whole=_CORRECTION,
         kinds=("attention.sliding_window_pattern", "full_attention", "sliding_attention"),
     ),

@@ -73,7 +73,7 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     for key, name in row.present.items():
         values[key] = any(block + name in checkpoint.tensors for block in blocks)
     if row.layer_tensors:
-        values["layer_types"] = _layer_types(checkpoint, row, layers)
+        values[row.layer_key] = _layer_types(checkpoint, row, layers)
     values |= {
         "num_hidden_layers": layers,
         "vocab_size": _vocabulary(checkpoint),

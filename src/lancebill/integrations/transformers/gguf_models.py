@@ -65,7 +65,7 @@ def _plan(
 ) -> Iterator[tuple[tuple[str, ...], str, Read]]:
     """(stored names, name in the model, how to read it) of every tensor that a model of this architecture may have."""
     file = _Tensors(checkpoint, row, model.config, dtype)
-    for stem, module in WHOLE.items():
+    for stem, module in {**WHOLE, **row.outside}.items():
         for suffix in _SUFFIXES:
             yield (stem + suffix,), module + suffix, partial(file.read, stem + suffix, stem)
     for layer in range(layers):

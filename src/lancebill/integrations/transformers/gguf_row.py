@@ -80,4 +80,6 @@ class GgufRow:
     latent: bool = False  # keys and values are projected from a latent vector (MLA)
     partial: bool = False  # only some columns of a head may be rotated
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
+    layer_key: str = "layer_types"  # of the config
+    outside: Mapping[str, str] = field(default_factory=dict)  # names that replace those in `WHOLE`
     kinds: tuple[str, str, str] | None = None  # a value for each layer: its key, the layer type if it is 0, and if not
