@@ -72,6 +72,17 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
         "n_groups": 2, "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 96, "moe_latent_size": 32,
         "num_hidden_layers": 3,
     }),
+    ("jamba", "jamba", {
+        "num_experts": 8, "intermediate_size": 32, "num_hidden_layers": 4, "attn_layer_period": 3,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
+        "mamba_dt_rank": 32,
+    }),
+    ("dbrx", "dbrx", {
+        "d_model": 64, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    }),
+    ("qwen3vlmoe", "qwen3_moe", {**MOE, "norm_topk_prob": True}),
     ("ernie4_5-moe", "ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32,
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
     ("exaone-moe", "exaone_moe", {**MOE, **SLIDING, "first_k_dense_replace": 1, "num_shared_experts": 1}),
@@ -116,12 +127,33 @@ def test_whole_models(architecture: str, family: str, more: dict[str, Any], tmp_
     assert "int8" in str(ours.lancebill_reports()[0].kept["w13"])
     linears = {name for name, module in reference.named_modules() if isinstance(module, torch.nn.Linear)}
     linears = {name for name in linears if "router" not in name and not name.endswith((".gate", ".wg"))}
-    dequantised = {name for name in linears if name.endswith((".kv_b_proj", "shared_expert_gate"))}
+    dequantised = {name for name in linears if name.endswith((".kv_b_proj", ".dt_proj", "shared_expert_gate"))}
     embeddings = {name for name, module in reference.named_modules() if isinstance(module, torch.nn.Embedding)}
     assert set(ours.lancebill_rest.packed) == linears - dequantised | embeddings
     assert not ours.lancebill_rest.dequantized
     ours.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+
+
+def test_the_language_model_of_one_with_images_is_qwen3(tmp_path: Path) -> None:
+    """A file of qwen3vlmoe has only the language model, for which transformers has no class of its own."""
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+    text = {**tiny.COMMON, **MOE, "num_key_value_heads": 2, "norm_topk_prob": True, "rope_parameters": rotary}
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    images |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=images)
+    torch.manual_seed(3)
+    reference = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    language = dense("qwen3_moe", {**MOE, "norm_topk_prob": True})
+    write(language, "qwen3vlmoe", tmp_path / "model.gguf")
+    names = [name for name in reference.state_dict() if "visual" not in name]
+    state = {name: language.state_dict()[name.replace("language_model.", "")] for name in names}
+    assert not reference.load_state_dict(state, strict=False).unexpected_keys
+    tokens = torch.arange(1, 10)[None]
+    with torch.no_grad():
+        got = lancebill.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)(tokens).logits
+        want = reference(tokens).logits
+    assert (got - want).norm() / want.norm() < 1e-4
 
 
 def test_every_architecture_has_a_test() -> None:

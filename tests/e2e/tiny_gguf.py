@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import torch
-from tiny_gguf_changes import changed, delta_heads, merged, tiled_heads
+from tiny_gguf_changes import changed, delta_heads, flat_config, layer_types, merged, tiled_heads
 from torch import Tensor
 
 EXPERTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
@@ -22,7 +22,7 @@ METADATA = {
     "vocab_size": ["vocab_size"],
     "layer_norm_rms_eps": ["rms_norm_eps", "norm_eps", "layer_norm_epsilon"],
     "expert_count": ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"],
-    "expert_used_count": ["num_experts_per_tok", "moe_k", "moe_topk"],
+    "expert_used_count": ["moe_top_k", "num_experts_per_tok", "moe_k", "moe_topk"],
     "expert_shared_count": ["n_shared_experts", "num_shared_experts", "moe_num_shared_experts"],
     "expert_shared_feed_forward_length": [
         "shared_expert_intermediate_size",
@@ -40,6 +40,7 @@ METADATA = {
     "embedding_scale": ["embedding_multiplier"],
     "residual_scale": ["residual_multiplier"],
     "logit_scale": ["logits_scaling"],
+    "clamp_kqv": ["clip_qkv"],
     "q_lora_rank": ["q_lora_rank"],
     "kv_lora_rank": ["kv_lora_rank"],
     "value_length_mla": ["v_head_dim"],
@@ -47,7 +48,7 @@ METADATA = {
     "ssm_conv_kernel": ["linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"],
     "ssm_state_size": ["linear_key_head_dim", "mamba_d_state", "ssm_state_size"],
     "ssm_group_count": ["linear_num_key_heads", "mamba_n_groups", "n_groups"],
-    "ssm_time_step_rank": ["linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"],
+    "ssm_time_step_rank": ["linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "mamba_dt_rank"],
     "moe_latent_size": ["moe_latent_size"],
 }
 # Where the library knows only the names of published files.
@@ -66,7 +67,7 @@ def write(
     config = model.config
     out = gguf.GGUFWriter(path, architecture)
     stated = {"num_hidden_layers": config.num_hidden_layers, **(stated or {})}
-    _add_metadata(out, {**config.to_dict(), **stated})
+    _add_metadata(out, {**flat_config(config.to_dict()), **stated})
     _add_vocabulary(out, config.vocab_size)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -100,7 +101,7 @@ def _add_metadata(out: Any, values: dict[str, Any]) -> None:
         out.add_expert_gating_func(gguf.ExpertGatingFuncType[values["score_function"].upper()])
     inner = values.get("moe_intermediate_size")
     out.add_expert_feed_forward_length(inner if isinstance(inner, int) else values["intermediate_size"])
-    kinds, heads = values.get("layer_types") or [], values["num_key_value_heads"]
+    kinds, heads = layer_types(values), values["num_key_value_heads"]
     if "mamba_num_heads" in values:
         out.add_ssm_inner_size(values["mamba_num_heads"] * values["mamba_head_dim"])
     if "mamba_expand" in values:
@@ -149,6 +150,12 @@ def _add_vocabulary(out: Any, size: int) -> None:
 
 def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tuple[str, str, Tensor, tuple[int, ...]]]:
     """(name without suffix, suffix, a view of the values, the stored shape) of each tensor that is stored."""
+    if ".experts.mlp." in name:  # DBRX
+        each = tensor.view(config.ffn_config.moe_num_experts, -1, tensor.shape[-1])
+        part = {"w1": "gate", "v1": "up", "w2": "down"}[name.rpartition(".")[2]]
+        view = each.transpose(1, 2) if part == "down" else each
+        yield f"blk.{name.split('.')[2]}.{EXPERTS[part]}", ".weight", view, tuple(view.shape)
+        return
     if ".experts." in name:
         for part, suffix, view in _experts(name.rpartition(".")[2], tensor, config.model_type == "gpt_oss"):
             yield f"blk.{name.split('.')[2]}.{EXPERTS[part]}", suffix, view, tuple(view.shape)
@@ -164,7 +171,8 @@ def _parts(name: str, tensor: Tensor, config: Any, paired: bool) -> Iterator[tup
     if name.endswith(".dt_bias"):
         yield stem.replace("dt", "dt_proj"), suffix, tensor, shape
     elif name.endswith((".A_log", ".D")):
-        yield stem, "", tensor, (*shape, 1) if name.endswith(".D") or "linear_attn" not in name else shape
+        per_head = tensor.ndim == 1 and config.model_type in ("granitemoehybrid", "nemotron_h")
+        yield stem, "", tensor, (*shape, 1) if per_head else shape
     elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         yield stem, suffix, tensor, (2, tensor.numel() // 2)  # in two groups
     elif stem.endswith("in_proj_qkvz"):
@@ -204,7 +212,8 @@ def _experts(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str,
 def add(out: Any, name: str, tensor: Tensor) -> Tensor | None:
     """Write a matrix as Q8_0 and give the values that were written; anything else is written unquantised."""
     values = tensor.contiguous().numpy()
-    if tensor.ndim < 2 or tensor.shape[-1] == 1 or any(part in name for part in UNQUANTISED) or name.endswith(".bias"):
+    is_small = tensor.ndim < 2 or tensor.shape[-1] == 1 or name.endswith(("ssm_a", ".bias"))
+    if is_small or any(part in name for part in UNQUANTISED):
         out.add_tensor(name, values)
         return None
     kind = gguf.GGMLQuantizationType.Q8_0

@@ -20,6 +20,23 @@ def changed(architecture: str, name: str, tensor: Tensor) -> Tensor:
     return tensor + 1 if architecture in WITH_ONE and is_norm else tensor
 
 
+def flat_config(values: dict[str, Any]) -> dict[str, Any]:
+    """DBRX has sections and names of its own."""
+    if values["model_type"] != "dbrx":
+        return values
+    names = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings"}
+    renamed = {new: values[old] for old, new in names.items()}
+    inner = {"intermediate_size": values["ffn_config"]["ffn_hidden_size"]}
+    return {**values["attn_config"], **values["ffn_config"], **values, **renamed, **inner}
+
+
+def layer_types(values: Mapping[str, Any]) -> list[str]:
+    if "attn_layer_period" not in values:
+        return values.get("layer_types") or []
+    period, first = values["attn_layer_period"], values["attn_layer_offset"]
+    return ["attention" if i % period == first else "mamba" for i in range(values["num_hidden_layers"])]
+
+
 def merged(state: Mapping[str, Tensor], architecture: str) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors; queries, keys and values as one where the published model has one."""
     for name, tensor in state.items():

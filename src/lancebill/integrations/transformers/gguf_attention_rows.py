@@ -62,6 +62,31 @@ ATTENTION_ROWS: dict[str, GgufRow] = {
         {"norm_topk_prob": False},
     ),
     "qwen3moe": GgufRow("qwen3_moe", keys={**EXPERTS, **INNER}, fixed={"norm_topk_prob": True}),
+    # The language model: images have a file of their own. Without them it computes what Qwen3 does.
+    "qwen3vlmoe": GgufRow("qwen3_moe", keys={**EXPERTS, **INNER}, fixed={"norm_topk_prob": True}),
+    "dbrx": GgufRow(
+        "dbrx",
+        {
+            "attn_norm": "norm_attn_norm.norm_1",
+            "attn_output_norm": "norm_attn_norm.norm_2",
+            "attn_qkv": "norm_attn_norm.attn.Wqkv",
+            "attn_output": "norm_attn_norm.attn.out_proj",
+            "ffn_gate_inp": "ffn.router.layer",
+        },
+        {
+            "d_model": "embedding_length",
+            "n_heads": "attention.head_count",
+            "max_seq_len": "context_length",
+            "attn_config.kv_n_heads": "attention.head_count_kv",
+            "attn_config.clip_qkv": "attention.clamp_kqv",
+            "attn_config.rope_theta": "rope.freq_base",
+            "ffn_config.ffn_hidden_size": "feed_forward_length",
+            "ffn_config.moe_num_experts": "expert_count",
+            "ffn_config.moe_top_k": "expert_used_count",
+        },
+        outside={"token_embd": "transformer.wte", "output_norm": "transformer.norm_f"},
+        layers="transformer.blocks",
+    ),
     "olmoe": GgufRow("olmoe", keys=EXPERTS, fixed={"norm_topk_prob": False}),
     "minimax-m2": GgufRow(
         "minimax_m2",

@@ -69,9 +69,10 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     layers = _layers(checkpoint)
     last = f"blk.{layers - 1}."
     values = _values(file, row, layers)
-    blocks = [f"blk.{layer}." for layer in range(layers)]
     for key, name in row.present.items():
-        values[key] = any(block + name in checkpoint.tensors for block in blocks)
+        values[key] = any(_layers_with(checkpoint, name, layers))
+    for name, keys in row.periods.items():
+        values |= dict(zip(keys, _period(checkpoint, name, layers)))
     if row.layer_tensors:
         values[row.layer_key] = _layer_types(checkpoint, row, layers)
     values |= {
@@ -82,7 +83,7 @@ def config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     other = row.variant is not None and last + row.variant[0] in checkpoint.tensors
     model_type = row.variant[1] if row.variant is not None and other else row.model_type
     try:
-        return AutoConfig.for_model(model_type, **values)
+        return AutoConfig.for_model(model_type, **_sections(values))
     except Exception as error:
         raise MalformedFile("transformers refuses these metadata", where=where, got=error) from error
 
@@ -152,6 +153,29 @@ def _layer_types(checkpoint: Checkpoint, row: GgufRow, layers: int) -> list[str]
             raise MalformedFile("the type of a layer is not clear", where=str(checkpoint.path), expected=expected)
         found += kinds
     return found
+
+
+def _layers_with(checkpoint: Checkpoint, name: str, layers: int) -> list[bool]:
+    return [f"blk.{layer}.{name}" in checkpoint.tensors for layer in range(layers)]
+
+
+def _period(checkpoint: Checkpoint, name: str, layers: int) -> tuple[int, int]:
+    """The distance between layers that have this tensor, and the first of them."""
+    found = [layer for layer, has in enumerate(_layers_with(checkpoint, name, layers)) if has]
+    period, first = (found[1] - found[0] if len(found) > 1 else layers), found[0] if found else layers
+    if found != list(range(first, layers, period)):
+        what = "layers with this tensor must have the same distance"
+        raise UnsupportedProblem(what, where=f"{checkpoint.path}: {name}", got=f"layers {found}")
+    return period, first
+
+
+def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of keys with a dot are put into sections."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, inner = key.rpartition(".")
+        (made.setdefault(section, {}) if section else made)[inner] = value
+    return made
 
 
 def _vocabulary(checkpoint: Checkpoint) -> int:

@@ -69,7 +69,7 @@ def _plan(
         for suffix in _SUFFIXES:
             yield (stem + suffix,), module + suffix, partial(file.read, stem + suffix, stem)
     for layer in range(layers):
-        block, prefix = f"blk.{layer}.", f"model.layers.{layer}."
+        block, prefix = f"blk.{layer}.", f"{row.layers}.{layer}."
         for stem, module in {**NAMES, **row.names}.items():
             for suffix in _SUFFIXES:
                 name = block + stem + suffix
@@ -101,7 +101,7 @@ class _Tensors:
         stored = self._ordered(_read_blocks(self.checkpoint, name), name, order or self.row.orders.get(stem))
         stored = self._with_columns(stored, name, self.row.columns.get(stem))
         if isinstance(stored, LogicalWeight):
-            return StoredMatrix(stored, self.dtype)
+            return dequantize(stored).to(self.dtype) if stem in self.row.plain else StoredMatrix(stored, self.dtype)
         change = self.row.values.get(stem)
         return (stored if change is None else change(stored.float(), name)).to(self.dtype)
 

@@ -113,6 +113,34 @@ RECURRENT_ROWS: dict[str, GgufRow] = {
         choices={"position_embedding_type": ("rope.scaling.finetuned", None, "rope")},
         layer_tensors={"ssm_a": "mamba", "attn_q.weight": "attention"},
     ),
+    "jamba": GgufRow(
+        "jamba",
+        {
+            **_mamba("mamba"),
+            "ssm_x": "mamba.x_proj",
+            "ssm_dt": "mamba.dt_proj",
+            **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate_inp": "feed_forward.router",
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {
+            **EXPERTS,
+            "mamba_d_state": "ssm.state_size",
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_dt_rank": "ssm.time_step_rank",
+        },
+        whole={"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"},
+        values={"ssm_a": log_of_negated},
+        present={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"},
+        ratios={"mamba_expand": ("ssm.inner_size", "embedding_length")},
+        periods={
+            "attn_q.weight": ("attn_layer_period", "attn_layer_offset"),
+            "ffn_gate_inp.weight": ("expert_layer_period", "expert_layer_offset"),
+        },
+        outside={"output_norm": "model.final_layernorm"},
+        plain=("ssm_dt",),
+    ),
     "nemotron_h_moe": GgufRow(
         "nemotron_h",
         {

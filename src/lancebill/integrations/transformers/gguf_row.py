@@ -58,7 +58,8 @@ class GgufRow:
     `ratios` are quotients of two numbers of the metadata; `choices` have a key of the metadata, and the values for 0
     and for anything else. `required` are metadata without which the model would compute something else. `variant` is
     another model type, and the tensor of the last layer that tells it apart. `layer_tensors` tell the type of a layer
-    by a tensor that only layers of that type have.
+    by a tensor that only layers of that type have; `periods` are the keys for the distance and the first of the layers
+    that have a tensor. A key of the config with a dot is one of a section.
     """
 
     model_type: str
@@ -81,5 +82,8 @@ class GgufRow:
     partial: bool = False  # only some columns of a head may be rotated
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     layer_key: str = "layer_types"  # of the config
+    periods: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)  # names that replace those in `WHOLE`
+    layers: str = "model.layers"
+    plain: tuple[str, ...] = ()  # matrices that the model reads otherwise than by calling their modules
     kinds: tuple[str, str, str] | None = None  # a value for each layer: its key, the layer type if it is 0, and if not
