@@ -19,7 +19,6 @@ MOST_SIZES = 8  # tile sizes, and launches of a GEMM; `CLASSES` in kernels/dispa
 SMALL = 256  # most tokens that a single launch dispatches
 _CHUNKS = {1024: 128, 4096: 256}  # most tokens: slots that one program counts; above: _MOST_COUNTED
 _MOST_COUNTED = 1024
-UNTRIED = "these inputs were tested without a GPU only: packing and unpacking emulated, rows interpreted"
 MOST_READS = 1.4  # of an expert, on average, where each slot is a tile; above, tiles of several rows are faster
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, S8, WeightForm
+from lancebill.backends.gpu.kernels.weight_form import E2M1_CODE, E4M3, ROWS, WeightForm
 from lancebill.backends.gpu.layout import FragmentLayout
-from lancebill.backends.gpu.plan import SINGLE, UNTRIED, GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
+from lancebill.backends.gpu.plan import SINGLE, GemmPlan, GpuPlan, gemm_plan, may_decode, scratch
 from lancebill.backends.gpu.roofline import activated_experts
 from lancebill.backends.gpu.tiles import Rule, bucket, reachable
 from lancebill.backends.gpu.workspace import pieces
@@ -41,7 +41,6 @@ def make_plan(problem: Problem, tokens: int, tried: Rule | None = None, decode: 
             "one tile per slot" if decode else f"token tiles {rule.tiles}",
             *(form.name for form in forms),
             *(REROUNDED for form in forms[:1] if form.code == E2M1_CODE and form.activations == E4M3),
-            *(UNTRIED for form in forms[:1] if form.activations == S8),
         ),
         rule=rule,
         w13=gemms[0],
